@@ -1,0 +1,213 @@
+"""The border of the server: request ids, keys, bodies, and one error shape for everything that goes wrong."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from typing import Any
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from negamax.api.schemas.answers import ErrorAnswer, encode, error_answer
+from negamax.api.schemas.common import nearest
+from negamax.api.sse import ClientGoneError, event
+from negamax.base.errors import AuthenticationError, InvalidRequestError, NegamaxError, PayloadTooLargeError
+from negamax.base.log import get_logger
+
+logger = get_logger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
+MAX_JSON_DEPTH = 64
+MAX_JSON_BRACKETS = 1_000_000  # '[' and '{' in a body; real ones stay far below, and 10^7 lists would stall the server
+MAX_JSON_COMMAS = 8_000_000  # a window of a million token ids has a million
+MAX_MESSAGE_CHARS = 1000  # of an error: whatever it quotes from the request
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; proxies use this number for it
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_INTERNAL = "the server failed on this request; its log has the details under the request id"
+
+
+def json_response(answer: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """`answer` as a JSON response."""
+    return Response(encode(answer), status_code=status, headers=headers, media_type="application/json")
+
+
+def error_of(error: Exception) -> tuple[int, ErrorAnswer]:
+    """Status and body for `error`. What is not ours, or our own fault, is told without its details."""
+    if isinstance(error, NegamaxError) and error.http_status != 500:
+        message = str(error)[:MAX_MESSAGE_CHARS]
+        return error.http_status, error_answer(message, error_type=error.error_type, param=error.param, code=error.code)
+    return 500, error_answer(_INTERNAL, error_type="internal_error", code="internal_error")
+
+
+def failure_event(error: Exception, *, request_id: str) -> bytes:
+    """An error after a stream has begun: logged, and told in an event, because the status line is already sent."""
+    status, answer = error_of(error)
+    if status == 500:
+        logger.error("request %s failed in its stream: %s", request_id, error, exc_info=error)
+    else:
+        logger.warning("request %s failed in its stream: %s", request_id, error)
+    return event(answer)
+
+
+class Border:
+    """The outermost layer: gives every response an `x-request-id`, checks the key before the body is read, and turns what
+    no handler caught into a 500."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None) -> None:
+        self._app = app
+        self._api_key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            self._check_key(headers, path=scope["path"])
+            await self._app(scope, receive, send_with_id)
+        except AuthenticationError as error:
+            await negamax_error(Request(scope), error)(scope, receive, send_with_id)
+        except Exception as error:
+            logger.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
+            if started:
+                raise  # the connection is closed: an answer cannot be taken back
+            status, answer = error_of(error)
+            await json_response(answer, status=status)(scope, receive, send_with_id)
+
+    def _check_key(self, headers: Headers, *, path: str) -> None:
+        if self._api_key is None or path in OPEN_PATHS:
+            return
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if not given:
+            raise AuthenticationError(
+                "the API key is missing",
+                hint="send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="missing_api_key",
+            )
+        if not hmac.compare_digest(given.encode(), self._api_key):
+            raise AuthenticationError("the API key is wrong", code="invalid_api_key")
+
+
+def negamax_error(request: Request, error: Exception) -> Response:
+    """Handler for our own errors."""
+    status, answer = error_of(error)
+    if status == 500:
+        logger.error("request %s failed: %s", request.state.request_id, error, exc_info=error)
+    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}.get(status)
+    return json_response(answer, status=status, headers=headers)
+
+
+def http_error(request: Request, error: Exception) -> Response:
+    """Handler for what the router says: unknown route, wrong method."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path[:200]}"
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        answer = error_answer(
+            f"there is no route {where}.{nearest(request.url.path, request.app.state.paths)}",
+            error_type="not_found_error",
+            code="unknown_route",
+        )
+    elif error.status_code == 405:
+        message = f"{where} is not allowed; allowed: {headers.get('Allow', 'another method')}"
+        answer = error_answer(message, error_type="invalid_request_error", code="method_not_allowed")
+    else:
+        answer = error_answer(str(error.detail), error_type="invalid_request_error")
+    return json_response(answer, status=error.status_code, headers=headers)
+
+
+def client_gone(request: Request, error: Exception) -> Response:
+    """Handler for a client that hung up before it was answered."""
+    logger.debug("request %s: the client hung up", request.state.request_id)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+HANDLERS: dict[Any, Any] = {
+    NegamaxError: negamax_error,
+    HTTPException: http_error,
+    ClientGoneError: client_gone,
+    ClientDisconnect: client_gone,
+}
+
+
+async def read_json(request: Request, *, max_bytes: int) -> tuple[object, int]:
+    """The decoded JSON body and its size in bytes.
+
+    Errors: `InvalidRequestError` for another content type, broken UTF-8, malformed or absurd JSON (NaN, numbers that overflow,
+    nesting, element counts); `PayloadTooLargeError`.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise InvalidRequestError(
+            f"the content type is {content_type[:60] or 'missing'!r}; allowed: 'application/json'",
+            code="unsupported_media_type",
+        )
+    body = await _read_body(request, max_bytes=max_bytes)
+    if body.count(b"[") + body.count(b"{") > MAX_JSON_BRACKETS or body.count(b",") > MAX_JSON_COMMAS:
+        limits = f"{MAX_JSON_BRACKETS} brackets and {MAX_JSON_COMMAS} commas"
+        raise InvalidRequestError(f"the body has more elements than any request needs; allowed: {limits}", code="invalid_json")
+    try:
+        body.decode("utf-8")
+        value = msgspec.json.decode(body)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from None
+    except msgspec.MsgspecError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:
+        _check_depth(value)
+    return value, len(body)
+
+
+async def _read_body(request: Request, *, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(int(declared), max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(size, max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(size: int, max_bytes: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"the body has {size} bytes or more; allowed: {max_bytes}", code="body_too_large")
+
+
+def _too_deep() -> InvalidRequestError:
+    return InvalidRequestError(f"the JSON is nested too deeply; allowed: {MAX_JSON_DEPTH} levels", code="invalid_json")
+
+
+def _check_depth(value: object) -> None:
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        containers = [part for part in level if isinstance(part, dict | list)]
+        if not containers:
+            return
+        level = [inner for part in containers for inner in (part.values() if isinstance(part, dict) else part)]
+    raise _too_deep()

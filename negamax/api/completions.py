@@ -1,0 +1,198 @@
+"""/v1/completions: plain text to continue, one or many prompts, whole or streamed."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+
+from negamax.api.border import failure_event, json_response, read_json
+from negamax.api.context import FINGERPRINT, ApiContext
+from negamax.api.conversation import ReasoningCounter, UsageMeter, check_failed, interleave, prompt_in_reasoning
+from negamax.api.logprobs import TextLogprobWriter, prompt_logprobs
+from negamax.api.schemas.answers import PromptLogprobs, TextAnswer, TextChoice, TextLogprobs, Usage
+from negamax.api.schemas.completions import CompletionRequest
+from negamax.api.sse import DONE, EventStream, event, while_connected
+from negamax.engine.output import RequestOutput
+from negamax.scheduler.request import SamplingParams
+from negamax.text.minimax_m2_format import tag_ids
+from negamax.text.tokenizer import Tokenizer
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # with the index of the prompt
+
+
+def completions_router(context: ApiContext) -> APIRouter:
+    """The route of plain completions."""
+    router = APIRouter()
+    tags = tag_ids(context.engine.tokenizer)
+    body_schema = {"content": {"application/json": {"schema": CompletionRequest.model_json_schema()}}, "required": True}
+
+    @router.post("/v1/completions", openapi_extra={"requestBody": body_schema})
+    async def completions(request: Request) -> Response:
+        """Continue one or several prompts."""
+        arrival = time.monotonic()
+        body, _ = await read_json(request, max_bytes=context.options.max_body_bytes)
+        wanted = CompletionRequest.parse(body)
+        model = context.model_name(wanted.model)
+        sampling = _sampling(wanted)
+        context.check_sampling(sampling)
+        prompts = await context.prompts.plain(wanted.prompt)
+        context.engine.check_room(len(prompts) * sampling.n)
+        answer = _TextAnswering(context, wanted, model=model, prompts=prompts, tags=tags)
+        streams = [
+            context.generate(
+                prompt,
+                sampling,
+                request_id=f"{answer.id}-{number}",
+                priority=wanted.priority,
+                cache_salt=wanted.cache_salt,
+                arrival=arrival,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        outputs = interleave(streams)
+        if wanted.stream:
+            return EventStream(answer.stream(outputs))
+        return json_response(await while_connected(request.receive, answer.whole(outputs)))
+
+    return router
+
+
+def _sampling(wanted: CompletionRequest) -> SamplingParams:
+    """Echoed prompts carry logprobs too, and scoring a prompt runs one step whose token is not shown."""
+    sampling = wanted.sampling_params(max_tokens=1 if wanted.scores_only else wanted.max_tokens, logprobs=wanted.logprobs)
+    if not wanted.echo or wanted.logprobs is None:
+        return sampling
+    asked = [count for count in (wanted.logprobs, wanted.prompt_logprobs) if count is not None]
+    return replace(sampling, prompt_logprobs=max(asked))
+
+
+class _Choice:
+    """One choice while it is generated. Single writer: its `_TextAnswering`."""
+
+    def __init__(self, tokenizer: Tokenizer, reasoning: ReasoningCounter) -> None:
+        self.reasoning = reasoning
+        self.logprobs = TextLogprobWriter(tokenizer)
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.echoed = False
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class _TextAnswering:
+    """Answers one completion request from the engine's outputs. Single writer: the request's handler."""
+
+    def __init__(
+        self, context: ApiContext, wanted: CompletionRequest, *, model: str, prompts: list[list[int]], tags: Mapping[str, int]
+    ) -> None:
+        self.id = f"cmpl-{secrets.token_hex(16)}"
+        self._created = int(time.time())
+        self._tokenizer = context.engine.tokenizer
+        self._wanted = wanted
+        self._model = model
+        self._prompts = prompts
+        self._usage = UsageMeter()
+        self._choices = [
+            _Choice(self._tokenizer, ReasoningCounter(tags, in_reasoning=prompt_in_reasoning(prompt, tags)))
+            for prompt in prompts
+            for _ in range(wanted.n)
+        ]
+
+    async def whole(self, outputs: Outputs) -> TextAnswer:
+        """The answer in one piece."""
+        async with aclosing(outputs):
+            async for number, output in outputs:
+                index, text = self._take(number, output)
+                self._choices[index].text.append(text)
+        choices = [self._choice(index, "".join(choice.text), last=True) for index, choice in enumerate(self._choices)]
+        return self._envelope(choices, usage=self._usage.usage())
+
+    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        """The answer as events; an error after the start is an event too."""
+        options = self._wanted.stream_options
+        try:
+            async with aclosing(outputs):
+                async for number, output in outputs:
+                    index, text = self._take(number, output)
+                    if not text and output.finish_reason is None:
+                        continue
+                    usage: Usage | UnsetType | None = None if options.include_usage else UNSET
+                    if options.include_usage and options.continuous_usage_stats:
+                        usage = self._usage.usage()
+                    choice = self._choice(index, text, last=output.finish_reason is not None)
+                    yield event(self._envelope([choice], usage=usage))
+            if options.include_usage:
+                yield event(self._envelope([], usage=self._usage.usage()))
+        except Exception as error:
+            yield failure_event(error, request_id=self.id)
+        yield DONE
+
+    def _take(self, number: int, output: RequestOutput) -> tuple[int, str]:
+        """Take an output into its choice; the choice's index and the new text."""
+        check_failed(output)
+        if self._wanted.scores_only:  # the one token that ran is not part of the answer
+            output = dataclasses.replace(
+                output, token_ids=[], pieces=[], logprobs=None, num_output_tokens=0, finish_reason="length"
+            )
+        index = number * self._wanted.n + output.index
+        choice = self._choices[index]
+        text = ""
+        if not choice.echoed:
+            choice.echoed = True
+            text = self._begin(choice, number, output)
+        text += output.text
+        choice.token_ids += output.token_ids
+        choice.reasoning.push(output.token_ids)
+        for entry in output.logprobs or ():
+            choice.logprobs.push(entry)
+        self._usage.update(output, prompt=number, choice=index, reasoning_tokens=choice.reasoning.count)
+        choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+        return index, text
+
+    def _begin(self, choice: _Choice, number: int, output: RequestOutput) -> str:
+        """What comes before a choice's first token: the echoed prompt and its logprobs."""
+        prompt, entries = self._prompts[number], output.prompt_logprobs
+        if entries is not None and self._wanted.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, entries)
+        if not self._wanted.echo:
+            return ""
+        if entries is not None and self._wanted.logprobs is not None:
+            choice.logprobs.push_first(prompt[0])
+            for entry in entries:
+                choice.logprobs.push(entry)
+        given = self._wanted.prompt[number]
+        return given if isinstance(given, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def _choice(self, index: int, text: str, *, last: bool) -> TextChoice:
+        choice = self._choices[index]
+        logprobs: TextLogprobs | None = choice.logprobs.take() if self._wanted.logprobs is not None else None
+        token_ids, choice.token_ids = choice.token_ids, []
+        ids = self._wanted.return_token_ids
+        return TextChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason if last else UNSET,
+            token_ids=token_ids if ids else UNSET,
+            prompt_logprobs=choice.prompt_logprobs,
+            prompt_token_ids=self._prompts[index // self._wanted.n] if ids and last else UNSET,
+        )
+
+    def _envelope(self, choices: list[TextChoice], *, usage: Usage | UnsetType | None) -> TextAnswer:
+        return TextAnswer(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            system_fingerprint=FINGERPRINT,
+            usage=usage,
+        )

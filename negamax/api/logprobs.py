@@ -1,0 +1,87 @@
+"""Token log-probabilities in the shapes of chat answers, plain completions and vLLM's prompt_logprobs."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from negamax.api.schemas.answers import ChatLogprob, PromptLogprob, PromptLogprobs, TextLogprobs, TopLogprob
+from negamax.scheduler.step import TokenLogprobs
+from negamax.text.tokenizer import Tokenizer
+
+_LEAST = -9999.0  # JSON has no infinity; this is what vLLM sends for a token that cannot be chosen
+
+
+def _text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[ChatLogprob]:
+    """One entry per token, with the most likely alternatives."""
+    return [
+        ChatLogprob(
+            token=_text(tokenizer, entry.token_id),
+            logprob=max(entry.logprob, _LEAST),
+            bytes=list(tokenizer.token_bytes(entry.token_id)),
+            top_logprobs=[
+                TopLogprob(_text(tokenizer, token_id), max(logprob, _LEAST), list(tokenizer.token_bytes(token_id)))
+                for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+            ],
+        )
+        for entry in entries
+    ]
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
+    """vLLM's shape: the first prompt token has none, then one object per token, by token id."""
+    answer: PromptLogprobs = [None]
+    for entry in entries:
+        ranked = dict(zip(entry.top_ids, enumerate(entry.top_logprobs, start=1), strict=True))
+        ranked.setdefault(entry.token_id, (entry.rank, entry.logprob))
+        answer.append(
+            {
+                str(token_id): PromptLogprob(max(logprob, _LEAST), rank, _text(tokenizer, token_id))
+                for token_id, (rank, logprob) in ranked.items()
+            }
+        )
+    return answer
+
+
+class TextLogprobWriter:
+    """Collects the logprobs of one completion choice and knows where each token starts in its text. Single writer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+        self._start_over()
+
+    def push(self, entry: TokenLogprobs) -> None:
+        """Add a token with its probabilities; the chosen token is always among the top ones."""
+        top = dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
+        top.setdefault(entry.token_id, entry.logprob)
+        texts = {_text(self._tokenizer, token_id): max(logprob, _LEAST) for token_id, logprob in top.items()}
+        self._add(entry.token_id, max(entry.logprob, _LEAST), texts)
+
+    def push_first(self, token_id: int) -> None:
+        """Add the first token of a prompt, which nothing comes before."""
+        self._add(token_id, None, None)
+
+    def take(self) -> TextLogprobs:
+        """What came since the last call."""
+        taken = TextLogprobs(self._tokens, self._logprobs, self._tops, self._offsets)
+        self._start_over()
+        return taken
+
+    def _start_over(self) -> None:
+        self._tokens: list[str] = []
+        self._logprobs: list[float | None] = []
+        self._tops: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
+
+    def _add(self, token_id: int, logprob: float | None, top: dict[str, float] | None) -> None:
+        self._tokens.append(_text(self._tokenizer, token_id))
+        self._logprobs.append(logprob)
+        self._tops.append(top)
+        self._offsets.append(self._offset)
+        self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))

@@ -1,0 +1,35 @@
+"""/v1/models: which names this server answers to."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from negamax.api.border import json_response
+from negamax.api.context import ApiContext
+from negamax.api.schemas.answers import ModelCard, ModelList
+
+
+def models_router(context: ApiContext) -> APIRouter:
+    """The list of models, and one of them by name."""
+    router = APIRouter()
+    cards = [
+        ModelCard(
+            id=name,
+            created=context.started,
+            root=context.engine.info.model,
+            max_model_len=context.engine.info.max_model_len,
+        )
+        for name in context.model_names
+    ]
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        """All names."""
+        return json_response(ModelList(data=cards))
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One name; 404 for any other."""
+        return json_response(cards[context.model_names.index(context.model_name(name))])
+
+    return router

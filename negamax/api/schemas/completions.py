@@ -1,0 +1,76 @@
+"""The request of /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+from negamax.api.schemas.common import GenerationRequest, refuse, shown
+
+MAX_PROMPTS = 128
+Prompt = str | list[int]
+
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        _IDS_SCHEMA,
+        {"type": "array", "items": _IDS_SCHEMA},
+    ]
+}
+
+
+def _as_prompts(value: object) -> list[Prompt]:
+    """A string, a list of strings, token ids or a list of token id lists, as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        refuse("prompt", f"must be a string, strings, token ids or lists of token ids; got {shown(value)}")
+    if type(value[0]) is int:
+        return [_token_ids(value, "prompt")]
+    if len(value) > MAX_PROMPTS:
+        refuse("prompt", f"{len(value)} prompts; allowed: at most {MAX_PROMPTS} in one request")
+    prompts: list[Prompt] = []
+    for index, part in enumerate(value):
+        if isinstance(part, str):
+            prompts.append(part)
+        elif isinstance(part, list):
+            prompts.append(_token_ids(part, f"prompt[{index}]"))
+        else:
+            refuse(f"prompt[{index}]", f"must be a string or a list of token ids; got {shown(part)}")
+    return prompts
+
+
+def _token_ids(values: list[Any], where: str) -> list[int]:
+    for index, value in enumerate(values):
+        if type(value) is not int:
+            refuse(f"{where}[{index}]", f"must be a token id; got {shown(value)}")
+    return values
+
+
+class CompletionRequest(GenerationRequest):
+    """Text or token ids to continue, without a chat template."""
+
+    unsupported_fields: ClassVar[Mapping[str, str]] = {
+        **GenerationRequest.unsupported_fields,
+        "suffix": "filling in the middle is not implemented yet",
+        "response_format": "it is not implemented yet",
+        "messages": "this endpoint takes a prompt; use /v1/chat/completions",
+    }
+
+    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    max_tokens: int | None = Field(default=16, ge=0)  # 0 only with echo: score the prompt
+    logprobs: int | None = Field(default=None, ge=0)
+    echo: bool = False
+
+    @property
+    def scores_only(self) -> bool:
+        """True: nothing is to be generated, the prompt comes back with its logprobs."""
+        if self.max_tokens != 0:
+            return False
+        if not self.echo:
+            refuse("max_tokens", "0 is allowed only with echo=true; allowed: 1 or more")
+        return True

@@ -1,0 +1,1 @@
+"""Errors, logging and the door to the environment."""

@@ -1,0 +1,1 @@
+"""Workloads, accuracy suites and measurements behind 'negamax bench'."""

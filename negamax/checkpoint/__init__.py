@@ -1,0 +1,1 @@
+"""Checkpoints: finding, checking, reading and loading them."""

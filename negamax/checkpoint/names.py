@@ -1,0 +1,53 @@
+"""One name map for the M2 family: from a tensor's name in a checkpoint to the model's slot, or to the reason to skip it.
+
+Slots carry the names of MiniMax's own checkpoints (`model.layers.0.block_sparse_moe.experts.0.w1.weight`). Re-saved and
+converted checkpoints use a few other spellings of the same tensors; they are listed here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# (pattern, replacement), applied in order.
+_ALIASES = (
+    (re.compile(r"^(model\.layers\.\d+\.)mlp\."), r"\1block_sparse_moe."),
+    (re.compile(r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$"), r"\1\2"),
+)
+_SKIPPED = (
+    (re.compile(r"(^|[._])mtp([._]|$)"), "multi-token prediction, not used"),
+    (
+        re.compile(r"\.([qkv]_scale|kv_scale|[kv]_zero_point|[kv]_cache\.scale|kv_cache_(scale|offset)|q\.scale)$"),
+        "KV-cache scale, and the cache is not quantised",
+    ),
+    (re.compile(r"\.rotary_emb\.inv_freq$"), "rotary frequencies, computed from config.json"),
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a checkpoint tensor goes: the slot that it fills, or (`skip_reason` set) nowhere."""
+
+    slot: str
+    skip_reason: str | None = None
+
+
+def place(name: str, *, num_layers: int) -> Placement:
+    """The place of checkpoint tensor `name` in a model of `num_layers` layers. Whether the slot exists is for the caller."""
+    for pattern, reason in _SKIPPED:
+        if pattern.search(name):
+            return Placement(name, skip_reason=reason)
+    slot = name
+    for pattern, replacement in _ALIASES:
+        slot = pattern.sub(replacement, slot)
+    layer = layer_of(slot)
+    if layer is not None and layer >= num_layers:
+        return Placement(slot, skip_reason=f"of a layer beyond the {num_layers} of config.json")
+    return Placement(slot)
+
+
+def layer_of(slot: str) -> int | None:
+    """The layer number in a slot's name, or None for a tensor outside the layers."""
+    match = _LAYER.match(slot)
+    return int(match[1]) if match else None

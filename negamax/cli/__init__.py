@@ -1,0 +1,1 @@
+"""The `negamax` command: thin sub-commands, one file each."""

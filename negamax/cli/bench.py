@@ -1,0 +1,63 @@
+"""`negamax bench`: what the model gets right, and how fast it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+app = typer.Typer(help="Measure a model: accuracy suites.", no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure a model."""
+
+
+@app.command()
+def accuracy(
+    model: Annotated[str, typer.Option(help="Local folder, hub id or 'nano'.")] = "nano",
+    suite: Annotated[list[str] | None, typer.Option(help="nano-math or nano-tools; repeat for both. Default: both.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Problems per suite (default 1000 math, 500 tools).")] = None,
+    seed: Annotated[int, typer.Option(help="Which held-out problems are drawn.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", "--tp-size", min=1)] = 1,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Solve generated problems that were never in the training data and count the exact answers."""
+    from negamax.bench.accuracy import SUITES, run_suite  # torch
+    from negamax.engine.llm import LLM
+
+    console = Console()
+    results = []
+    with LLM(model, tensor_parallel_size=tensor_parallel_size, dtype=dtype) as llm:
+        for name in suite or list(SUITES):
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task(name, total=None)
+                result = run_suite(
+                    llm,
+                    name,
+                    count=count or SUITES.get(name, 1),
+                    seed=seed,
+                    temperature=temperature,
+                    progress=lambda done, total, bar=bar, task=task: bar.update(task, completed=done, total=total),  # type: ignore[misc]
+                )
+            results.append(result)
+            rate = result.output_tokens / result.seconds
+            console.print(
+                f"{result.suite}: {result.correct} of {result.problems} exact ({result.accuracy:.1%}), "
+                f"{result.output_tokens} tokens in {result.seconds:.1f} s ({rate:.0f} tokens/s), "
+                f"{result.dtype}, temperature {result.temperature:g}, seed {result.seed}"
+            )
+            for failure in result.failures:
+                console.print(
+                    f"  asked {failure.question!r}: expected {failure.expected}, got {failure.answered!r}", style="dim"
+                )
+    if json_file is not None:
+        json_file.write_text(json.dumps([result.as_dict() for result in results], indent=2, ensure_ascii=False) + "\n")

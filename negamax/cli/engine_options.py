@@ -1,0 +1,179 @@
+"""The engine's options on the command line, one table for all commands; vLLM's names are shown, SGLang's accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from negamax.base import log
+from negamax.base.errors import ConfigError
+from negamax.config.options import EngineOptions
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+MODEL, MEMORY, PARALLEL, LOGS = "Model", "Batching and memory", "Parallelism", "Logs"
+
+
+def parse_bytes(text: str) -> int:
+    """'1500000', '4GiB', '4g', '512M' as bytes."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?)b?", text.strip(), re.IGNORECASE)
+    if match is None or match[2].lower() not in _UNITS:
+        raise typer.BadParameter(f"{text[:60]!r} is not a size; allowed: bytes, or a number with K, M, G or Ki, Mi, Gi")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """One field of `EngineOptions` as a flag. `also` are other servers' names for it, accepted but not listed."""
+
+    field: str
+    panel: str
+    help: str
+    flags: tuple[str, ...] = ()  # default: the field's name
+    also: tuple[str, ...] = ()
+    turns_off: bool = False  # a switch that sets the field to False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.flags or (f"--{self.field.replace('_', '-')}",)
+
+
+_TABLE = (
+    _Flag("revision", MODEL, "Branch, tag or commit of a hub model."),
+    _Flag("download_dir", MODEL, "Folder for downloads; default: the hub's cache."),
+    _Flag("dtype", MODEL, "auto, bfloat16, float16 or float32."),
+    _Flag("load_format", MODEL, "auto, safetensors or synthetic (random weights)."),
+    _Flag("device", MODEL, "auto or cpu."),
+    _Flag("max_model_len", MODEL, "Tokens of prompt and output; default: the model's window.", also=("--context-length",)),
+    _Flag("seed", MODEL, "For requests that name none, and for synthetic weights.", also=("--random-seed",)),
+    _Flag("max_num_seqs", MEMORY, "Sequences in one step.", also=("--max-running-requests",)),
+    _Flag("max_num_batched_tokens", MEMORY, "Tokens in one step.", also=("--chunked-prefill-size",)),
+    _Flag("max_queued_requests", MEMORY, "Waiting requests; more are refused (429).", also=("--max-num-queued-reqs",)),
+    _Flag("block_size", MEMORY, "Tokens per KV block.", also=("--page-size",)),
+    _Flag("kv_cache_memory", MEMORY, "KV cache per rank, such as 4GiB.", also=("--kv-cache-memory-bytes",)),
+    _Flag("num_kv_blocks", MEMORY, "KV blocks; overrides --kv-cache-memory.", also=("--num-gpu-blocks-override",)),
+    _Flag(
+        "enable_prefix_caching",
+        MEMORY,
+        "Compute every prompt from its start.",
+        flags=("--no-enable-prefix-caching",),
+        also=("--disable-radix-cache",),
+        turns_off=True,
+    ),
+    _Flag(
+        "enable_overlap",
+        MEMORY,
+        "Commit a step before the next is launched.",
+        flags=("--no-async-scheduling",),
+        also=("--disable-overlap-schedule",),
+        turns_off=True,
+    ),
+    _Flag("max_logprobs", MEMORY, "The most logprobs a request may ask for."),
+    _Flag(
+        "tensor_parallel_size",
+        PARALLEL,
+        "Ranks that share each layer.",
+        flags=("--tensor-parallel-size", "-tp"),
+        also=("--tp-size", "--tp"),
+    ),
+    _Flag("num_threads", PARALLEL, "CPU threads per rank; default: all cores, shared out."),
+    _Flag("log_level", LOGS, "debug, info, warning or error."),
+)
+_NO_OPS = ("--enable-prefix-caching", "--async-scheduling")  # switches for what is on anyway
+_ALSO = "also_"  # prefix of the hidden parameters
+
+_MODEL_ARGUMENT = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="A local folder, a hub id, or 'nano', the embedded model.", show_default=False),
+]
+_MODEL_OPTION = Annotated[
+    str | None, typer.Option("--model", help="The same as MODEL.", rich_help_panel=MODEL, show_default=False)
+]
+_MODEL_PATH = Annotated[str | None, typer.Option("--model-path", hidden=True)]
+
+
+def with_engine_options(*, defaults: dict[str, Any] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command that takes `engine: EngineOptions`: it gets MODEL, --model and every option of the table.
+
+    `defaults` replaces defaults of `EngineOptions` for this command.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(EngineOptions)} | (defaults or {})
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        parameters = [
+            _parameter("model", None, _MODEL_ARGUMENT),
+            *(parameter for name, parameter in own.parameters.items() if name != "engine"),
+            _parameter("model_option", None, _MODEL_OPTION),
+            _parameter("model_path", None, _MODEL_PATH),
+            *_flag_parameters(fields),
+        ]
+
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> None:
+            names = [values.pop(name) for name in ("model", "model_option", "model_path")]
+            chosen = _chosen({name: values.pop(name) for name in list(values) if name not in own.parameters})
+            command(engine=EngineOptions(model=_one_model(names), **chosen), **values)
+
+        wrapper.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
+
+
+def _parameter(name: str, default: object, annotation: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _flag_parameters(defaults: dict[str, Any]) -> list[inspect.Parameter]:
+    """The parameters that typer reads: one per listed flag, and a hidden one for the other names."""
+    types = get_type_hints(EngineOptions)
+    parameters = []
+    for flag in _TABLE:
+        kind, default = types[flag.field], False if flag.turns_off else defaults[flag.field]
+        parser = parse_bytes if flag.field == "kv_cache_memory" else None
+        listed = typer.Option(
+            *flag.names,
+            help=flag.help,
+            rich_help_panel=flag.panel,
+            show_default=not flag.turns_off,
+            parser=parser,
+            metavar=None if parser is None else "SIZE",
+        )
+        parameters.append(_parameter(flag.field, default, Annotated[kind, listed]))
+        if flag.also:
+            hidden = typer.Option(*flag.also, hidden=True, parser=parser)
+            parameters.append(_parameter(_ALSO + flag.field, None, Annotated[kind | None, hidden]))
+    for number, name in enumerate(_NO_OPS):
+        parameters.append(_parameter(f"{_ALSO}{number}", False, Annotated[bool, typer.Option(name, hidden=True)]))
+    return parameters
+
+
+def _chosen(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `EngineOptions`, from the listed and the hidden parameters."""
+    chosen: dict[str, Any] = {}
+    for flag in _TABLE:
+        value, other = values[flag.field], values.get(_ALSO + flag.field)
+        if flag.turns_off:
+            chosen[flag.field] = not (value or other)
+        else:
+            chosen[flag.field] = value if other is None else other
+    if chosen["log_level"] not in log.LEVELS:
+        raise ConfigError(f"--log-level is {chosen['log_level']!r}; allowed: {', '.join(log.LEVELS)}")
+    return chosen
+
+
+def _one_model(names: list[str | None]) -> str:
+    given = [name for name in names if name is not None]
+    if not given:
+        raise ConfigError("MODEL is missing", hint="give a folder, a hub id, or 'nano', the embedded model")
+    if len(set(given)) > 1:
+        raise ConfigError(f"MODEL is {given[0]!r} and --model is {given[1]!r}", hint="give one of them")
+    return given[0]

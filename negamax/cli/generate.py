@@ -1,0 +1,103 @@
+"""`negamax generate MODEL`: answer or continue prompts offline, in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from negamax.base import log
+from negamax.base.errors import ConfigError
+from negamax.cli.engine_options import with_engine_options
+from negamax.config.options import EngineOptions
+from negamax.scheduler.request import SamplingParams
+
+if TYPE_CHECKING:
+    from negamax.engine.llm import Generation
+
+HELP = "Answer prompts with MODEL, without a server. Each is a user message of its own; `--raw` continues the text as it is."
+
+SAMPLING = "Sampling"
+
+
+@with_engine_options(defaults={"log_level": "warning"})
+def command(
+    *,
+    engine: EngineOptions,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="May be repeated; default: standard input.", rich_help_panel=SAMPLING),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.", rich_help_panel=SAMPLING)
+    ] = False,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", help="Per choice, thinking included.", rich_help_panel=SAMPLING)
+    ] = 1024,
+    n: Annotated[int, typer.Option("--n", "-n", help="Choices per prompt.", rich_help_panel=SAMPLING)] = 1,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="0 is greedy; default: the model's.", rich_help_panel=SAMPLING)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help="Default: the model's.", rich_help_panel=SAMPLING)] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="Default: the model's.", rich_help_panel=SAMPLING)] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.", rich_help_panel=SAMPLING)
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Always generate --max-tokens.", rich_help_panel=SAMPLING)
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per choice and line.", rich_help_panel="Output")
+    ] = False,
+) -> None:
+    """Print what the model writes."""
+    log.setup(engine.log_level)
+    prompts = prompt or [sys.stdin.read()]
+    if not all(prompts):
+        raise ConfigError("the prompt is empty", hint="give --prompt TEXT, or pipe text in")
+    sampling = SamplingParams(
+        n=n,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    from negamax import LLM  # torch: seconds of import, not needed for --help
+
+    options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
+    with LLM(**options) as llm:
+        if raw:
+            generations = llm.generate(prompts, sampling)
+        else:
+            generations = llm.chat([[{"role": "user", "content": text}] for text in prompts], sampling)
+    for text, generation in zip(prompts, generations, strict=True):
+        _print(text, generation, as_json=as_json)
+
+
+def _print(prompt: str, generation: Generation, *, as_json: bool) -> None:
+    for completion in generation.outputs:
+        message = completion.message
+        if not as_json:
+            print(completion.text if message is None else message.content or "")
+            continue
+        fields = {
+            "prompt": prompt,
+            "index": completion.index,
+            "text": completion.text,
+            "reasoning": None if message is None else message.reasoning,
+            "content": None if message is None else message.content,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "usage": {
+                "prompt_tokens": len(generation.prompt_token_ids),
+                "completion_tokens": len(completion.token_ids),
+                "cached_tokens": generation.num_cached_tokens,
+            },
+        }
+        print(json.dumps(fields, ensure_ascii=False))

@@ -1,0 +1,1 @@
+"""Options, the model specification and what they check: frozen and pure."""

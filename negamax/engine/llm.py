@@ -1,0 +1,229 @@
+"""The engine inside your own process: `LLM("nano").chat([{"role": "user", "content": "Hello"}])`."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from negamax.base.errors import EngineError, InvalidRequestError
+from negamax.config.options import EngineOptions
+from negamax.engine.output import ChoiceStream, RequestOutput, admit
+from negamax.engine.setup import start_loop
+from negamax.engine.source import locate
+from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.step import TokenLogprobs
+from negamax.text.chat_template import ChatTemplate, normalize_messages
+from negamax.text.detokenizer import TextPiece
+from negamax.text.minimax_m2_format import MINIMAX_M2, opens_reasoning, tag_ids
+from negamax.text.output_parser import OutputParser, ParsedOutput, collect
+from negamax.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+_Sequence = tuple[int, GenerateRequest, ChoiceStream]  # position of the prompt, the request, its outputs
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class Completion:
+    """One finished choice. Written by `LLM` while it generates; yours afterwards."""
+
+    index: int
+    text: str = ""
+    pieces: list[TextPiece] = field(default_factory=list)  # the text, with the token ids that made it
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None  # "stop" or "length"
+    stop_reason: int | str | None = None
+    message: ParsedOutput | None = None  # of a chat: reasoning, content and tool calls
+
+
+@dataclass
+class Generation:
+    """What came of one prompt."""
+
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """A model in this process. `options` are the fields of `EngineOptions` (max_model_len, dtype, tensor_parallel_size, ...).
+
+    Usable as a context manager; `shutdown` frees the worker threads or processes. Not thread-safe.
+    """
+
+    def __init__(self, model: str, *, chat_template: str | None = None, **options: Any) -> None:
+        self._options = EngineOptions(model=model, **options)
+        source = locate(self._options)
+        self.tokenizer = Tokenizer.from_folder(source.tokenizer_folder)
+        template = None if chat_template is None else Path(chat_template)
+        self.chat_template = ChatTemplate.from_folder(source.tokenizer_folder, template)
+        self._loop, self.info = start_loop(self._options)
+        self._seeds = random.Random(self._options.seed)
+        self._request_numbers = count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Stop the workers."""
+        self._loop.shutdown()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Generation]:
+        """Continue each prompt (text or token ids); results are in the order of the prompts.
+
+        `sampling_params`: one for all, or one per prompt; left out, the model's defaults. Errors: `InvalidRequestError` for
+        any prompt or parameter, before anything runs; `EngineError` where the engine failed.
+        """
+        token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        params = self._admit(token_ids, sampling_params)
+        generations = [
+            Generation(prompt_token_ids=prompt, outputs=[Completion(index) for index in range(sampling.n)])
+            for prompt, sampling in zip(token_ids, params, strict=True)
+        ]
+        for position, output in self._run(token_ids, params):
+            _collect(generations[position], output)
+        return generations
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Continue one prompt and yield what it gains, step by step. Closing the iterator aborts the rest."""
+        prompts = [self._encode(prompt)]
+        outputs = self._run(prompts, self._admit(prompts, sampling_params))
+        return (output for _, output in outputs)
+
+    def chat(
+        self,
+        conversations: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_options: Any,
+    ) -> list[Generation]:
+        """Answer one conversation or several; `outputs[i].message` holds reasoning, content and tool calls.
+
+        `template_options` reach the chat template as they are. Errors: as `generate`, and `InvalidRequestError` for messages
+        the template cannot express.
+        """
+        single = bool(conversations) and isinstance(conversations[0], Mapping)
+        chats: list[Any] = [conversations] if single else list(conversations)
+        prompts = [self.render(chat, tools=tools, **template_options) for chat in chats]
+        generations = self.generate([self.tokenizer.encode(prompt) for prompt in prompts], sampling_params)
+        for prompt, generation in zip(prompts, generations, strict=True):
+            for completion in generation.outputs:
+                completion.message = self.parse(prompt, completion, tools=tools)
+        return generations
+
+    def parse(self, prompt: str, completion: Completion, *, tools: Sequence[Mapping[str, Any]] | None = None) -> ParsedOutput:
+        """The reasoning, content and tool calls of a completion of the rendered `prompt`."""
+        parser = OutputParser(
+            MINIMAX_M2, tools=tools, in_reasoning=opens_reasoning(prompt), tag_ids=tag_ids(self.tokenizer) or None
+        )
+        return collect([*parser.feed(completion.pieces), *parser.finish()])
+
+    def render(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any) -> str:
+        """The prompt text of a conversation."""
+        normal = normalize_messages([dict(message) for message in messages])
+        return self.chat_template.render(normal, tools=None if tools is None else list(tools), **template_options)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _admit(
+        self, prompts: list[list[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        """Checked and completed parameters, one per prompt."""
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(prompts)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(prompts):
+            raise InvalidRequestError(f"{len(params)} sampling parameters for {len(prompts)} prompts; give one or as many")
+        return [admit(prompt, param, info=self.info) for prompt, param in zip(prompts, params, strict=True)]
+
+    def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[tuple[int, RequestOutput]]:
+        """Drive the loop until every choice of every prompt has ended; yields (position of the prompt, output)."""
+        waiting = deque(self._sequences(prompts, params))
+        running: dict[str, tuple[int, ChoiceStream]] = {}
+        held: dict[str, list[_Sequence]] = {}  # by id of a prompt's first choice: the others, which will find its prefix
+
+        def start(sequence: _Sequence) -> None:
+            position, request, stream = sequence
+            running[request.request_id] = position, stream
+            self._loop.add(request)
+
+        try:
+            while waiting or running:
+                while waiting and len(running) < self._options.max_queued_requests:
+                    first, *others = waiting.popleft()
+                    start(first)
+                    held[first[1].request_id] = others
+                for update in self._loop.step():
+                    if update.request_id not in running:
+                        continue  # of a sequence aborted since
+                    for sequence in held.pop(update.request_id, ()):
+                        start(sequence)
+                    position, stream = running[update.request_id]
+                    if update.error is not None:
+                        raise EngineError(update.error)
+                    output = stream.push(update)
+                    if stream.finished:
+                        del running[update.request_id]
+                        if update.finish_reason is None:  # a stop string: the loop does not know it yet
+                            self._loop.abort([update.request_id])
+                    yield position, output
+        finally:
+            self._loop.abort(list(running))
+
+    def _sequences(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[list[_Sequence]]:
+        """For each prompt, in order, its choices."""
+        for position, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+            seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+            name = f"llm-{next(self._request_numbers)}"
+            choices = []
+            for index in range(sampling.n):
+                choice = msgspec.structs.replace(sampling, n=1, seed=seed + index)
+                request = GenerateRequest(request_id=f"{name}/{index}", prompt_token_ids=tuple(prompt), sampling=choice)
+                stream = ChoiceStream(
+                    self.tokenizer, choice, info=self.info, request_id=name, index=index, num_prompt_tokens=len(prompt)
+                )
+                choices.append((position, request, stream))
+            yield choices
+
+
+def _collect(generation: Generation, output: RequestOutput) -> None:
+    """Add one output to the completion it belongs to."""
+    completion = generation.outputs[output.index]
+    completion.text += output.text
+    completion.pieces += output.pieces
+    completion.token_ids += output.token_ids
+    if output.logprobs is not None:
+        completion.logprobs = (completion.logprobs or []) + output.logprobs
+    if output.prompt_logprobs is not None:
+        generation.prompt_logprobs = output.prompt_logprobs
+    generation.num_cached_tokens = output.num_cached_tokens
+    completion.finish_reason = output.finish_reason
+    completion.stop_reason = output.stop_reason
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (text or token ids) or several, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))

@@ -1,0 +1,136 @@
+"""From the engine's tokens to what a caller sees: text, stop strings, one delta per committed step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from negamax.base.errors import ContextLengthError, InvalidRequestError
+from negamax.engine.wire import ModelInfo
+from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
+from negamax.text.detokenizer import Detokenizer, TextPiece
+from negamax.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one choice of a request gained since the last output."""
+
+    request_id: str
+    index: int  # of the choice, 0 to n - 1
+    token_ids: list[int]
+    pieces: list[TextPiece]  # printable text, with token ids where one token made it
+    logprobs: list[TokenLogprobs] | None  # one entry per entry of token_ids
+    prompt_logprobs: list[TokenLogprobs] | None  # first output only; one entry per prompt token after the first
+    finish_reason: str | None  # "stop", "length", "abort", "error"; None: goes on
+    stop_reason: int | str | None  # the stop token id or stop string
+    num_prompt_tokens: int
+    num_output_tokens: int  # so far
+    num_cached_tokens: int
+    error: str | None
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+class ChoiceStream:
+    """Turns the updates of one sequence into outputs. Single writer: whoever receives the updates."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        *,
+        info: ModelInfo,
+        request_id: str,
+        index: int,
+        num_prompt_tokens: int,
+    ) -> None:
+        self._request_id = request_id
+        self._index = index
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_output_tokens = 0
+        self._stop_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
+        self._keep_stop_token = sampling.include_stop_str_in_output
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=sampling.skip_special_tokens,
+            stop=sampling.stop,
+            include_stop_str_in_output=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens,
+        )
+        self.finished = False
+
+    def push(self, update: SequenceUpdate) -> RequestOutput:
+        """The output for `update`. Where it is finished although the update is not (a stop string), the caller must abort
+        the sequence in the engine."""
+        token_ids = update.token_ids
+        finish_reason, stop_reason = update.finish_reason, update.stop_reason
+        text_ids: Sequence[int] = token_ids
+        if finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_ids and not self._keep_stop_token:
+            text_ids = token_ids[:-1]
+        pieces = self._detokenizer.push(text_ids)
+        matched: int | str | None = stop_reason
+        if self._detokenizer.matched_stop is not None:
+            finish_reason, matched = "stop", self._detokenizer.matched_stop
+        elif finish_reason is not None:
+            pieces += self._detokenizer.finish()
+            if self._detokenizer.matched_stop is not None:
+                finish_reason, matched = "stop", self._detokenizer.matched_stop
+        self._num_output_tokens += len(token_ids)
+        self.finished = finish_reason is not None
+        return RequestOutput(
+            request_id=self._request_id,
+            index=self._index,
+            token_ids=token_ids,
+            pieces=pieces,
+            logprobs=update.logprobs,
+            prompt_logprobs=update.prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=matched,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_cached_tokens=update.num_cached_tokens,
+            error=update.error,
+        )
+
+
+def admit(prompt_token_ids: Sequence[int], sampling: SamplingParams, *, info: ModelInfo) -> SamplingParams:
+    """Check a prompt and its parameters against the model and fill in the model's defaults.
+
+    Errors: `InvalidRequestError` for an empty prompt, ids outside the vocabulary or parameters out of range;
+    `ContextLengthError` where prompt and requested output exceed the window.
+    """
+    num_prompt_tokens = len(prompt_token_ids)
+    if num_prompt_tokens == 0:
+        raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= info.vocab_size:
+        wrong = low if low < 0 else high
+        raise InvalidRequestError(
+            f"the prompt holds token id {wrong}; allowed: 0 to {info.vocab_size - 1}", param="prompt", code="invalid_value"
+        )
+    sampling.check(max_logprobs=info.max_logprobs, vocab_size=info.vocab_size)
+    room = info.max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthError(
+            f"the prompt has {num_prompt_tokens} tokens; the window is {info.max_model_len} tokens, output included",
+            hint="shorten the prompt",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    if sampling.max_tokens is not None and sampling.max_tokens > room:
+        sampling = msgspec.structs.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+    if sampling.min_tokens > room:
+        raise ContextLengthError(
+            f"min_tokens is {sampling.min_tokens}; {room} tokens are left in the window of {info.max_model_len}",
+            hint="shorten the prompt or lower min_tokens",
+            param="min_tokens",
+            code="context_length_exceeded",
+        )
+    return sampling.resolved(info.sampling_defaults, room=room)

@@ -1,0 +1,45 @@
+"""Which files an engine is made of. Torch-free: the server asks it for the tokenizer's folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from negamax.base.errors import ConfigError
+from negamax.checkpoint.hub import resolve_model
+from negamax.config.generation import GenerationDefaults, read_generation_defaults
+from negamax.config.json_file import read_json_object
+from negamax.config.model_spec import ModelSpec, bundled_spec, is_bundled_spec
+from negamax.config.options import EngineOptions
+
+NANO = "nano"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from. A bundled spec has no files of its own and borrows the embedded model's tokenizer: the
+    text of synthetic weights means nothing in any alphabet."""
+
+    spec: ModelSpec
+    generation: GenerationDefaults
+    weights_folder: Path | None  # None: synthetic weights
+    tokenizer_folder: Path
+    name: str  # for the API, unless the user names it
+
+
+def locate(options: EngineOptions) -> ModelSource:
+    """Find (and if need be download) the model's files and read its configuration. Errors: `ConfigError`, `CheckpointError`."""
+    if is_bundled_spec(options.model) and not Path(options.model).exists():
+        if options.load_format != "synthetic":
+            raise ConfigError(
+                f"{options.model!r} is a bundled model spec without weights",
+                hint="add --load-format synthetic, or give a folder or a hub id such as MiniMaxAI/MiniMax-M2",
+            )
+        tokenizer_folder = resolve_model(NANO)
+        spec = bundled_spec(options.model)
+        generation = GenerationDefaults(eos_token_ids=spec.eos_token_ids)
+        return ModelSource(spec, generation, None, tokenizer_folder, options.model)
+    folder = resolve_model(options.model, options.revision, options.download_dir)
+    spec = ModelSpec.from_hf_config(read_json_object(folder / "config.json"))
+    weights = None if options.load_format == "synthetic" else folder
+    return ModelSource(spec, read_generation_defaults(folder, spec), weights, folder, options.model.rstrip("/"))

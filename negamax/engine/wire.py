@@ -1,0 +1,80 @@
+"""Messages between the server process and the engine process: msgspec structs as MessagePack frames, never pickle."""
+
+from __future__ import annotations
+
+import msgspec
+
+from negamax.config.generation import SamplingDefaults
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.step import SequenceUpdate
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front end must know of a started engine."""
+
+    model: str  # folder, hub id or "nano", as given
+    served_model_name: str
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    sampling_defaults: SamplingDefaults
+    max_logprobs: int
+    max_num_seqs: int
+    block_size: int  # tokens per KV block
+    num_kv_blocks: int
+    device: str
+    dtype: str
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot after a step; counters rise from start."""
+
+    num_running: int
+    num_waiting: int
+    num_kv_blocks: int
+    num_free_kv_blocks: int  # blocks no live sequence holds (cached ones included)
+    step_count: int
+    preemption_count: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    step_seconds: float  # duration of the last step, launch to commit
+
+
+# client -> engine
+class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    request: GenerateRequest
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    pass
+
+
+# engine -> client
+class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
+    info: ModelInfo
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
+    updates: list[SequenceUpdate]
+    stats: EngineStats
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine could not start or had to stop. `exit_code` is what a command line should end with."""
+
+    message: str
+    exit_code: int
+
+
+ToEngine = AddRequest | AbortRequests | Shutdown
+FromEngine = EngineReady | StepOutputs | EngineFailed
+
+encoder = msgspec.msgpack.Encoder()
+to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -1,0 +1,107 @@
+"""Expert networks over tokens sorted by expert: each expert that was hit runs once, on one slice.
+
+A token's outputs are summed in the order of its choices, whatever else is in the batch. The products are the table's own
+`gemm.linear`, one prepared weight per expert and projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from negamax.kernels.op import Kernel
+
+
+@dataclass(frozen=True)
+class PreparedExperts:
+    """One prepared weight per expert."""
+
+    gate_up: tuple[Tensor, ...]  # of [2 * width, hidden]
+    down: tuple[Tensor, ...]  # of [hidden, width]
+
+
+def kernel(linear: Kernel) -> Kernel:
+    """The `moe.experts` kernel built on `linear`, a `gemm.linear` kernel."""
+    prepare_weight, product = linear.prepare, linear.run
+    assert prepare_weight is not None
+
+    def prepare(gate_up: Tensor, down: Tensor) -> PreparedExperts:
+        return PreparedExperts(tuple(prepare_weight(w) for w in gate_up), tuple(prepare_weight(w) for w in down))
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int) -> Tensor:
+        if x.shape[0] == 1:
+            return _one_token(x, ids, weights, prepared, first=first, count=count, product=product)
+        return _many_tokens(x, ids, weights, prepared, first=first, count=count, product=product)
+
+    return Kernel("moe.experts", f"sorted+{linear.provider}", run, prepare, linear.platforms, linear.dtypes, linear.available)
+
+
+def _one_token(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    prepared: PreparedExperts,
+    *,
+    first: int,
+    count: int,
+    product: Callable[..., Tensor],
+) -> Tensor:
+    """The chosen experts one after another; nothing to sort or gather."""
+    chosen = ids[0].tolist()  # host-sync: which experts to run
+    outputs = []
+    for expert in chosen:
+        if not first <= expert < first + count:
+            outputs.append(torch.zeros_like(x))
+            continue
+        gate, up = product(x, prepared.gate_up[expert - first]).chunk(2, dim=-1)
+        outputs.append(product(F.silu(gate).mul_(up), prepared.down[expert - first]))
+    return _combine(torch.cat(outputs), weights)
+
+
+def _many_tokens(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    prepared: PreparedExperts,
+    *,
+    first: int,
+    count: int,
+    product: Callable[..., Tensor],
+) -> Tensor:
+    """Gather all (token, choice) pairs of the local experts in expert order, run each expert on its slice, put back."""
+    num_tokens, top_k = ids.shape
+    if num_tokens == 0:
+        return torch.zeros_like(x)
+    by_expert, order = ids.flatten().sort(stable=True)
+    edges = torch.arange(first, first + count + 1, device=ids.device)
+    bounds = torch.searchsorted(by_expert, edges).tolist()  # host-sync: rows of each expert
+    low, high = bounds[0], bounds[-1]
+    pairs = order[low:high]
+    rows = x.index_select(0, pairs.div(top_k, rounding_mode="floor"))
+    slices = [(expert, start - low, stop - low) for expert, (start, stop) in enumerate(pairwise(bounds)) if stop > start]
+    if not slices:
+        return torch.zeros_like(x)
+    hidden = torch.cat([product(rows[start:stop], prepared.gate_up[expert]) for expert, start, stop in slices])
+    gate, up = hidden.chunk(2, dim=-1)
+    mixed = F.silu(gate).mul_(up)
+    y = torch.cat([product(mixed[start:stop], prepared.down[expert]) for expert, start, stop in slices])
+    local = high - low == num_tokens * top_k
+    placed = y.new_empty(num_tokens * top_k, x.shape[1]) if local else y.new_zeros(num_tokens * top_k, x.shape[1])
+    return _combine(placed.index_copy_(0, pairs, y), weights)
+
+
+def _combine(outputs: Tensor, weights: Tensor) -> Tensor:
+    """outputs [T * top_k, hidden] in choice order, weights [T, top_k] fp32 -> the weighted sums [T, hidden]."""
+    num_tokens, top_k = weights.shape
+    weighted = outputs.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)
+    return weighted.sum(1).to(outputs.dtype)
+
+
+def kernels(linears: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    """One `moe.experts` kernel per `gemm.linear` kernel."""
+    return tuple(kernel(linear) for linear in linears)

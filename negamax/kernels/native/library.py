@@ -1,0 +1,63 @@
+"""Compiles `rows.c` with the machine's C compiler, once per machine and source, and loads it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from negamax.base import env
+from negamax.base.log import get_logger
+
+logger = get_logger(__name__)
+
+SOURCE = Path(__file__).with_name("rows.c")
+FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+COMPILE_SECONDS = 60.0
+
+
+@cache
+def load() -> ctypes.PyDLL | None:
+    """The library, or None where there is no compiler or it fails; the reason is logged once.
+
+    `PyDLL` keeps the interpreter lock: the calls are shorter than handing it over.
+    """
+    compiler = shutil.which(env.get("CC") or "cc")
+    if compiler is None:
+        logger.info("no C compiler found: the CPU runs without the native row kernels")
+        return None
+    try:
+        return ctypes.PyDLL(str(_compiled(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("the native row kernels cannot be built, the CPU runs without them: %s", error)
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    """The shared object for this source, compiler and processor, from the user's cache or made now."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stdout
+    identity = b"\0".join((SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _processor()))
+    folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "negamax" / "native"
+    library = folder / f"rows-{hashlib.sha256(identity).hexdigest()[:24]}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            fresh = Path(scratch) / "rows.so"
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh), "-lm"]
+            subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS, check=True)
+            fresh.replace(library)
+    return library
+
+
+def _processor() -> bytes:
+    """What `-march=native` depends on: a home folder may be shared by machines of several kinds."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return f"{platform.machine()} {platform.processor()}".encode()
+    facts = [line for line in cpuinfo.read_bytes().splitlines() if line.startswith((b"model name", b"flags", b"Features"))]
+    return b"\n".join(sorted(set(facts)))

@@ -1,0 +1,320 @@
+/* Row-wise bf16 ops for the CPU, the arithmetic of negamax/kernels/<family>/spec.py in one pass over each row.
+
+   Sums run over 16 fixed lanes, so a row's result depends on that row alone. bf16 is carried as uint16_t and rounded to
+   nearest even, in the places where the definitions round. Tensors are contiguous; sizes are in elements. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define WIDTH 8
+typedef uint16_t bf16;
+typedef float vec __attribute__((vector_size(4 * WIDTH)));
+
+static inline vec load(const float *x) {
+    vec out;
+    memcpy(&out, x, sizeof out);
+    return out;
+}
+
+static inline void store(float *x, vec value) { memcpy(x, &value, sizeof value); }
+
+static inline float across(vec v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+
+static inline float widen(bf16 value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float out;
+    memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
+static inline bf16 narrow(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (bf16)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded); /* NaN stays NaN */
+}
+
+static inline float fold(const float *lanes) {
+    float part[LANES];
+    memcpy(part, lanes, sizeof part);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) part[i] += part[i + step];
+    return part[0];
+}
+
+static inline float total(const float *x, int64_t count) {
+    float lanes[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES; j++) lanes[j] += x[i + j];
+    for (int j = 0; i < count; i++, j++) lanes[j] += x[i];
+    return fold(lanes);
+}
+
+static inline float largest(const float *x, int64_t count, float floor) {
+    for (int64_t i = 0; i < count; i++) floor = x[i] > floor ? x[i] : floor;
+    return floor;
+}
+
+static float sum_of_squares(const float *x, int64_t count) {
+    float lanes[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES; j++) lanes[j] += x[i + j] * x[i + j];
+    for (int j = 0; i < count; i++, j++) lanes[j] += x[i] * x[i];
+    return fold(lanes);
+}
+
+/* exp, accurate to about 2 ulp, in a form that compilers vectorise; clamped to the range of float, NaN stays NaN. */
+static inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float n = x == x ? floorf(x * 1.44269504088896341f + 0.5f) : 0.0f;
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+/* residual += x (x may be NULL), out = rms_norm(residual) * weight. All [rows, width] bf16. */
+void negamax_add_rms(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, int64_t rows, int64_t width, float eps) {
+    float scratch[width];
+    for (int64_t row = 0; row < rows; row++) {
+        bf16 *restrict sum = residual + row * width;
+        bf16 *restrict y = out + row * width;
+        if (x) {
+            const bf16 *restrict add = x + row * width;
+            for (int64_t i = 0; i < width; i++) sum[i] = narrow(widen(sum[i]) + widen(add[i]));
+        }
+        for (int64_t i = 0; i < width; i++) scratch[i] = widen(sum[i]);
+        float scale = 1.0f / sqrtf(sum_of_squares(scratch, width) / (float)width + eps);
+        for (int64_t i = 0; i < width; i++) y[i] = narrow(widen(narrow(scratch[i] * scale)) * widen(weight[i]));
+    }
+}
+
+/* Normalise `count` values by their mean square, times weight. */
+static void scaled(float *restrict x, const float *restrict weight, int64_t count, float eps) {
+    float scale = 1.0f / sqrtf(sum_of_squares(x, count) / (float)count + eps);
+    for (int64_t i = 0; i < count; i++) x[i] = x[i] * scale * weight[i];
+}
+
+/* qkv [tokens, (heads + 2 kv_heads) * dim] -> q_out [tokens, heads * dim], keys and values into the caches at rows
+   [tokens * kv_heads]; cos, sin [tokens, rotary] fp32. Values that are not finite become finite first: a cache block outlives
+   the sequence that wrote it. */
+void negamax_qk_norm_rope_write(const bf16 *qkv, const float *weight, const float *cosines, const float *sines, bf16 *k_cache,
+                                bf16 *v_cache, const int64_t *rows, bf16 *q_out, int64_t tokens, int64_t heads, int64_t kv_heads,
+                                int64_t dim, int64_t rotary, float eps) {
+    int64_t q_width = heads * dim, kv_width = kv_heads * dim, width = q_width + 2 * kv_width, half = rotary / 2;
+    const float largest = widen(0x7f7f);
+    float scratch[width];
+    for (int64_t token = 0; token < tokens; token++) {
+        const bf16 *source = qkv + token * width;
+        for (int64_t i = 0; i < width; i++) {
+            float value = widen(source[i]);
+            value = value != value ? 0.0f : value;
+            scratch[i] = value > largest ? largest : value < -largest ? -largest : value;
+        }
+        scaled(scratch, weight, q_width, eps);
+        scaled(scratch + q_width, weight + q_width, kv_width, eps);
+        const float *c = cosines + token * rotary, *s = sines + token * rotary;
+        for (int64_t head = 0; head < heads + kv_heads; head++) {
+            float *x = scratch + head * dim;
+            for (int64_t i = 0; i < half; i++) {
+                float low = x[i], high = x[i + half];
+                x[i] = low * c[i] + high * s[i];
+                x[i + half] = high * c[i + half] + low * s[i + half];
+            }
+        }
+        bf16 *q = q_out + token * q_width;
+        for (int64_t i = 0; i < q_width; i++) q[i] = narrow(scratch[i]);
+        for (int64_t head = 0; head < kv_heads; head++) {
+            const float *key = scratch + q_width + head * dim, *value = key + kv_width;
+            bf16 *k = k_cache + rows[token * kv_heads + head] * dim, *v = v_cache + rows[token * kv_heads + head] * dim;
+            for (int64_t i = 0; i < dim; i++) k[i] = narrow(key[i]);
+            for (int64_t i = 0; i < dim; i++) v[i] = narrow(value[i]);
+        }
+    }
+}
+
+/* Scores of `keys` keys [keys, dim] for four queries [4, dim], both fp32, two keys at a time (`keys` is even, `dim` a multiple
+   of WIDTH: both are padded). */
+static void four_scores(const float *q, const float *k, float *scores, int64_t keys, int64_t dim, int64_t stride) {
+    for (int64_t key = 0; key < keys; key += 2) {
+        const float *even = k + key * dim, *odd = even + dim;
+        vec sum[4][2] = {{{0}}};
+        for (int64_t i = 0; i < dim; i += WIDTH) {
+            vec a = load(even + i), b = load(odd + i);
+            for (int row = 0; row < 4; row++) {
+                vec x = load(q + row * dim + i);
+                sum[row][0] += x * a;
+                sum[row][1] += x * b;
+            }
+        }
+        for (int row = 0; row < 4; row++) {
+            scores[row * stride + key] = across(sum[row][0]);
+            scores[row * stride + key + 1] = across(sum[row][1]);
+        }
+    }
+}
+
+/* mixed [4, dim] = mixed * fade [4] + p [4, keys] values [keys, dim]. */
+static void four_mixed(float *mixed, const float *fade, const float *p, const float *values, int64_t keys, int64_t dim,
+                       int64_t stride) {
+    for (int64_t i = 0; i < dim; i += WIDTH) {
+        vec sum[4];
+        for (int row = 0; row < 4; row++) sum[row] = load(mixed + row * dim + i) * fade[row];
+        for (int64_t key = 0; key < keys; key++) {
+            vec value = load(values + key * dim + i);
+            for (int row = 0; row < 4; row++) sum[row] += value * p[row * stride + key];
+        }
+        for (int row = 0; row < 4; row++) store(mixed + row * dim + i, sum[row]);
+    }
+}
+
+/* `count` rows of `dim` bf16 values as fp32 rows of `padded` values; what is padded stays as it was. */
+static void widen_rows(const bf16 *restrict rows, float *restrict out, int64_t count, int64_t dim, int64_t padded) {
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t i = 0; i < dim; i++) out[row * padded + i] = widen(rows[row * dim + i]);
+}
+
+static void prefetch_block(const bf16 *block, int64_t count) {
+    for (int64_t i = 0; i < count; i += 32) __builtin_prefetch(block + i);
+}
+
+/* One query per sequence against its paged keys and values, block by block with a running softmax. q, out [seqs, heads, dim];
+   caches [blocks, kv_heads, block_size, dim]; tables [seqs, table_width] block numbers; lengths [seqs] keys, at least 1. */
+void negamax_decode(const bf16 *q, const bf16 *k_cache, const bf16 *v_cache, const int64_t *tables, const int64_t *lengths,
+                    bf16 *out, int64_t seqs, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
+                    int64_t table_width) {
+    int64_t group = heads / kv_heads, rows = (group + 3) / 4 * 4, stride = (block_size + 1) / 2 * 2;
+    int64_t padded = (dim + WIDTH - 1) / WIDTH * WIDTH, block_count = block_size * dim;
+    float queries[rows * padded], mixed[rows * padded], scores[rows * stride], peak[rows], mass[rows], fade[rows];
+    float keys[stride * padded], values[stride * padded];
+    const float scale = 1.0f / sqrtf((float)dim);
+    memset(queries, 0, sizeof queries);
+    memset(keys, 0, sizeof keys);
+    memset(values, 0, sizeof values);
+    for (int64_t pair = 0; pair < seqs * kv_heads; pair++) {
+        int64_t sequence = pair / kv_heads, head = pair % kv_heads, length = lengths[sequence];
+        const int64_t *table = tables + sequence * table_width;
+        int64_t first_row = sequence * heads + head * group;
+        widen_rows(q + first_row * dim, queries, group, dim, padded);
+        for (int64_t i = 0; i < rows * padded; i++) queries[i] *= scale;
+        memset(mixed, 0, sizeof mixed);
+        for (int64_t row = 0; row < rows; row++) peak[row] = -INFINITY, mass[row] = 0.0f;
+        for (int64_t start = 0; start < length; start += block_size) {
+            int64_t offset = (table[start / block_size] * kv_heads + head) * block_count;
+            int64_t count = length - start < block_size ? length - start : block_size;
+            if (start + block_size < length) {
+                int64_t next = (table[start / block_size + 1] * kv_heads + head) * block_count;
+                prefetch_block(k_cache + next, block_count);
+                prefetch_block(v_cache + next, block_count);
+            }
+            widen_rows(k_cache + offset, keys, count, dim, padded);
+            widen_rows(v_cache + offset, values, count, dim, padded);
+            for (int64_t row = 0; row < rows; row += 4)
+                four_scores(queries + row * padded, keys, scores + row * stride, (count + 1) / 2 * 2, padded, stride);
+            for (int64_t row = 0; row < rows; row++) {
+                float *p = scores + row * stride, top = largest(p, count, peak[row]);
+                for (int64_t key = 0; key < count; key++) p[key] = exponential(p[key] - top);
+                fade[row] = exponential(peak[row] - top);
+                mass[row] = mass[row] * fade[row] + total(p, count);
+                peak[row] = top;
+            }
+            for (int64_t row = 0; row < rows; row += 4)
+                four_mixed(mixed + row * padded, fade + row, scores + row * stride, values, count, padded, stride);
+        }
+        for (int64_t row = 0; row < group; row++)
+            for (int64_t i = 0; i < dim; i++) out[(first_row + row) * dim + i] = narrow(mixed[row * padded + i] / mass[row]);
+    }
+}
+
+/* x [tokens, hidden] bf16, gate [experts, hidden] fp32, bias [experts] fp32 -> the top_k experts of sigmoid(gate x) + bias, and
+   their sigmoids divided by the sum; ids, weights [tokens, top_k]. Equal scores: the lower id. */
+void negamax_route(const bf16 *x, const float *gate, const float *bias, int64_t *ids, float *weights, int64_t tokens,
+                   int64_t hidden, int64_t experts, int64_t top_k) {
+    float wide[hidden], score[experts], biased[experts];
+    for (int64_t token = 0; token < tokens; token++) {
+        const bf16 *source = x + token * hidden;
+        for (int64_t i = 0; i < hidden; i++) wide[i] = widen(source[i]);
+        for (int64_t expert = 0; expert < experts; expert++) {
+            const float *row = gate + expert * hidden;
+            float lanes[LANES] = {0};
+            int64_t i = 0;
+            for (; i + LANES <= hidden; i += LANES)
+                for (int j = 0; j < LANES; j++) lanes[j] += wide[i + j] * row[i + j];
+            for (int j = 0; i < hidden; i++, j++) lanes[j] += wide[i] * row[i];
+            score[expert] = 1.0f / (1.0f + expf(-fold(lanes)));
+            biased[expert] = score[expert] + bias[expert];
+            if (biased[expert] != biased[expert]) biased[expert] = INFINITY; /* NaN first, as in torch.topk */
+        }
+        float total = 0.0f;
+        for (int64_t choice = 0; choice < top_k; choice++) {
+            int64_t best = -1;
+            for (int64_t expert = 0; expert < experts; expert++) {
+                int taken = 0;
+                for (int64_t earlier = 0; earlier < choice; earlier++) taken |= ids[token * top_k + earlier] == expert;
+                if (!taken && (best < 0 || biased[expert] > biased[best])) best = expert;
+            }
+            ids[token * top_k + choice] = best;
+            total += weights[token * top_k + choice] = score[best];
+        }
+        for (int64_t choice = 0; choice < top_k; choice++) weights[token * top_k + choice] /= total;
+    }
+}
+
+/* gate_up [rows, 2 * width], gate first -> out [rows, width] = silu(gate) * up. */
+void negamax_swiglu(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width) {
+    for (int64_t row = 0; row < rows; row++) {
+        const bf16 *restrict gate = gate_up + row * 2 * width, *restrict up = gate + width;
+        bf16 *restrict y = out + row * width;
+        for (int64_t i = 0; i < width; i++) {
+            float g = widen(gate[i]);
+            y[i] = narrow(widen(narrow(g / (1.0f + exponential(-g)))) * widen(up[i]));
+        }
+    }
+}
+
+/* Sort the (token, choice) pairs of experts first .. first + count - 1 by expert, pairs of one expert in order: pair p of
+   ids [tokens * top_k] stands at place[p] of the sorted list (-1: another rank's expert), entry i of the list belongs to token
+   source[i], and expert e's entries are bounds[e] .. bounds[e + 1] - 1. source, place [tokens * top_k]; bounds [count + 1]. */
+void negamax_group_pairs(const int64_t *ids, int64_t *source, int64_t *place, int64_t *bounds, int64_t tokens, int64_t top_k,
+                         int64_t first, int64_t count) {
+    int64_t pairs = tokens * top_k, next[count + 1];
+    memset(bounds, 0, sizeof(int64_t) * (size_t)(count + 1));
+    for (int64_t pair = 0; pair < pairs; pair++)
+        if (ids[pair] >= first && ids[pair] < first + count) bounds[ids[pair] - first + 1]++;
+    for (int64_t expert = 0; expert < count; expert++) bounds[expert + 1] += bounds[expert];
+    memcpy(next, bounds, sizeof next);
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        place[pair] = -1;
+        if (ids[pair] < first || ids[pair] >= first + count) continue;
+        place[pair] = next[ids[pair] - first]++;
+        source[place[pair]] = pair / top_k;
+    }
+}
+
+/* The weighted sum of each token's expert outputs, in the order of its choices; place from negamax_group_pairs.
+   y [sorted pairs, hidden] bf16, weights [tokens * top_k] fp32 -> out [tokens, hidden]. */
+void negamax_combine(const bf16 *y, const int64_t *place, const float *weights, bf16 *out, int64_t tokens, int64_t top_k,
+                     int64_t hidden) {
+    float sum[hidden];
+    for (int64_t token = 0; token < tokens; token++) {
+        memset(sum, 0, sizeof sum);
+        for (int64_t pair = token * top_k; pair < (token + 1) * top_k; pair++) {
+            if (place[pair] < 0) continue;
+            const bf16 *source = y + place[pair] * hidden;
+            for (int64_t i = 0; i < hidden; i++) sum[i] += weights[pair] * widen(source[i]);
+        }
+        for (int64_t i = 0; i < hidden; i++) out[token * hidden + i] = narrow(sum[i]);
+    }
+}

@@ -1,0 +1,254 @@
+"""The kernels of `rows.c` behind the signatures of their ops. bf16 on the CPU; tensors are contiguous."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.attention import spec as attention
+from negamax.kernels.attention.spec import PagedShape, QkNorm
+from negamax.kernels.moe.sorted import PreparedExperts
+from negamax.kernels.native import library
+from negamax.kernels.op import Kernel
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "add_rms": (*[_POINTER] * 4, _INT, _INT, _FLOAT),
+    "qk_norm_rope_write": (*[_POINTER] * 8, *[_INT] * 5, _FLOAT),
+    "decode": (*[_POINTER] * 6, *[_INT] * 6),
+    "route": (*[_POINTER] * 5, *[_INT] * 4),
+    "swiglu": (*[_POINTER] * 2, *[_INT] * 2),
+    "group_pairs": (*[_POINTER] * 4, *[_INT] * 4),
+    "combine": (*[_POINTER] * 4, *[_INT] * 3),
+}
+
+
+@cache
+def _function(name: str) -> Callable[..., None]:
+    loaded = library.load()
+    assert loaded is not None, "the table offers these kernels only where the library loads"
+    function = loaded[f"negamax_{name}"]
+    function.argtypes, function.restype = _ARGUMENTS[name], None
+    return function
+
+
+def _available() -> bool:
+    return library.load() is not None
+
+
+# --- norms ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormWeight:
+    """A norm's weight [width] bf16 and the eps under its root."""
+
+    weight: Tensor
+    eps: float
+
+
+def rms(x: Tensor, norm: NormWeight) -> Tensor:
+    """x [T, width] -> [T, width]."""
+    return _add_rms(None, x, norm)
+
+
+def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
+    """residual += x, in place; returns the norm of the residual. x, residual [T, width]."""
+    assert x.is_contiguous()
+    return _add_rms(x.data_ptr(), residual, norm)
+
+
+def _add_rms(x: int | None, residual: Tensor, norm: NormWeight) -> Tensor:
+    assert residual.is_contiguous()
+    out = torch.empty_like(residual)
+    rows, width = residual.shape
+    _function("add_rms")(x, residual.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width, norm.eps)
+    return out
+
+
+# --- QK norm, rope, cache write -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NativeQkNorm:
+    """The definition's own form, which serves several ranks, and eps as a number."""
+
+    shared: QkNorm
+    eps: float
+
+
+def prepare_qk_norm(weight: Tensor, *, heads: int, kv_heads: int, eps: float, ranks: int) -> NativeQkNorm:
+    """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group has `ranks`."""
+    return NativeQkNorm(attention.prepare_qk_norm(weight, heads=heads, kv_heads=kv_heads, eps=eps, ranks=ranks), eps)
+
+
+def qk_norm_rope_write(
+    qkv: Tensor,
+    norm: NativeQkNorm,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    *,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """As the definition. With several ranks the sums cross the group halfway, so the definition itself runs."""
+    if all_reduce is not None:
+        return attention.qk_norm_rope_write(qkv, norm.shared, cos, sin, k_cache, v_cache, rows, all_reduce=all_reduce)
+    assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    num_tokens, head_dim, shared = qkv.shape[0], k_cache.shape[-1], norm.shared
+    q = qkv.new_empty(num_tokens, shared.heads, head_dim)
+    _function("qk_norm_rope_write")(
+        qkv.data_ptr(),
+        shared.weight.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        rows.data_ptr(),
+        q.data_ptr(),
+        num_tokens,
+        shared.heads,
+        shared.kv_heads,
+        head_dim,
+        cos.shape[-1],
+        norm.eps,
+    )
+    return q
+
+
+# --- decode ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Block tables [S, max_blocks] int64 and lengths [S] int64 of the sequences."""
+
+    tables: Tensor
+    lengths: Tensor
+
+
+def plan_decode(block_tables: Tensor, seq_lens: Sequence[int], shape: PagedShape, *, dtype: torch.dtype) -> DecodePlan:
+    """One query per sequence, at position seq_len - 1."""
+    return DecodePlan(block_tables.contiguous(), torch.tensor(seq_lens, dtype=torch.int64))
+
+
+def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan) -> Tensor:
+    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [S, heads * head_dim].
+
+    Keys and values are read once, where they lie; gathering them first moves three times the bytes.
+    """
+    assert q.is_contiguous()
+    num_seqs, heads, head_dim = q.shape
+    _, kv_heads, block_size, _ = k_cache.shape
+    out = q.new_empty(num_seqs, heads * head_dim)
+    _function("decode")(
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        plan.tables.data_ptr(),
+        plan.lengths.data_ptr(),
+        out.data_ptr(),
+        num_seqs,
+        heads,
+        kv_heads,
+        head_dim,
+        block_size,
+        plan.tables.shape[1],
+    )
+    return out
+
+
+# --- mixture of experts ---------------------------------------------------------------------------------------------------
+
+
+def route(x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
+    """x [T, hidden], gate [experts, hidden] fp32, bias [experts] fp32 -> ids [T, top_k] int64, weights [T, top_k] fp32."""
+    assert x.is_contiguous()
+    num_tokens, hidden = x.shape
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int64)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32)
+    _function("route")(
+        x.data_ptr(),
+        gate.data_ptr(),
+        bias.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        num_tokens,
+        hidden,
+        gate.shape[0],
+        top_k,
+    )
+    return ids, weights
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 * width], gate first -> silu(gate) * up [T, width]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    _function("swiglu")(gate_up.data_ptr(), out.data_ptr(), rows, width)
+    return out
+
+
+def experts_kernel(linear: Kernel) -> Kernel:
+    """`moe.experts` over the products of `linear`, a `gemm.linear` kernel; everything between them in C."""
+    prepare_weight, product = linear.prepare, linear.run
+    assert prepare_weight is not None
+
+    def prepare(gate_up: Tensor, down: Tensor) -> PreparedExperts:
+        return PreparedExperts(tuple(prepare_weight(w) for w in gate_up), tuple(prepare_weight(w) for w in down))
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int) -> Tensor:
+        num_tokens, top_k = ids.shape
+        pairs = num_tokens * top_k
+        plan = torch.empty(2 * pairs + count + 1, dtype=torch.int64)  # source, place, bounds
+        source = plan.data_ptr()
+        place, bounds = source + 8 * pairs, source + 16 * pairs
+        _function("group_pairs")(ids.data_ptr(), source, place, bounds, num_tokens, top_k, first, count)
+        edges = plan[2 * pairs :].tolist()  # host-sync: rows of each expert
+        if edges[-1] == 0:
+            return torch.zeros_like(x)
+        rows = x.index_select(0, plan[: edges[-1]]) if num_tokens > 1 else x.expand(edges[-1], -1)
+        y = torch.cat(
+            [
+                product(swiglu(product(rows[start:stop], prepared.gate_up[expert])), prepared.down[expert])
+                for expert, (start, stop) in enumerate(pairwise(edges))
+                if stop > start
+            ]
+        )
+        out = torch.empty_like(x)
+        _function("combine")(y.data_ptr(), place, weights.data_ptr(), out.data_ptr(), num_tokens, top_k, x.shape[1])
+        return out
+
+    return Kernel(
+        "moe.experts",
+        f"native+{linear.provider}",
+        run,
+        prepare,
+        dtypes=(torch.bfloat16,),
+        available=lambda: _available() and linear.available(),
+    )
+
+
+def kernels(linear: Kernel) -> tuple[Kernel, ...]:
+    """All kernels of this file; `linear` is the bf16 `gemm.linear` that the experts use."""
+
+    def kernel(op: str, run: Callable[..., Any], prepare: Callable[..., Any] | None = None) -> Kernel:
+        return Kernel(op, "native", run, prepare, dtypes=(torch.bfloat16,), available=_available)
+
+    return (
+        kernel("norm.rms", rms, NormWeight),
+        kernel("norm.add_rms", add_rms, NormWeight),
+        kernel("attention.qk_norm_rope_write", qk_norm_rope_write, prepare_qk_norm),
+        kernel("attention.decode", decode, plan_decode),
+        kernel("moe.route", route),
+        experts_kernel(linear),
+    )

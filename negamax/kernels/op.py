@@ -1,0 +1,105 @@
+"""What an operation is: its definition in PyTorch, inputs to try it on, how exact it must be and what it moves.
+
+An `Op` is the contract; a `Kernel` is one implementation of it (a provider). Tests and benches iterate over both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """|actual - expected| <= atol + rtol * |expected|, and why no tighter."""
+
+    atol: float
+    rtol: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call must read and write at least, in bytes, and its arithmetic."""
+
+    num_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one call. `tensors` holds tensors and tuples of tensors by argument name, `numbers` everything else."""
+
+    label: str
+    tensors: dict[str, Any]
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def upcast(self) -> Case:
+        """The same values with every floating-point tensor in float32."""
+        return Case(self.label, {name: _upcast(value) for name, value in self.tensors.items()}, self.numbers)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of an op.
+
+    `run` is called in the forward pass. `prepare` turns what changes rarely into the form `run` reads: a weight once at
+    load, the block tables of a step once per step; an op whose arguments need no such step has no `prepare`.
+    """
+
+    op: str
+    provider: str
+    run: Callable[..., Any]
+    prepare: Callable[..., Any] | None = None
+    platforms: tuple[str, ...] = ("cpu",)
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+    available: Callable[[], bool] = lambda: True  # asked once, when the table is resolved
+
+
+@dataclass(frozen=True)
+class Op:
+    """The contract of an operation.
+
+    `apply` calls any kernel of this op on a case and returns all its outputs, the tensors it wrote in place included.
+    """
+
+    name: str
+    summary: str
+    reference: Kernel
+    cases: Callable[[torch.dtype, torch.Generator], list[Case]]
+    apply: Callable[[Kernel, Case], tuple[Tensor, ...]]
+    tolerance: dict[torch.dtype, Tolerance]
+    cost: Callable[[Case], Cost]
+
+
+def rounding_tolerance(*, scale: float = 1.0, reason: str) -> dict[torch.dtype, Tolerance]:
+    """The tolerance per dtype of a result of magnitude `scale` that was rounded to that dtype a few times."""
+    return {
+        torch.float32: Tolerance(1e-5 * scale, 1e-5, reason),
+        torch.bfloat16: Tolerance(2e-2 * scale, 2e-2, reason),
+        torch.float16: Tolerance(4e-3 * scale, 4e-3, reason),
+    }
+
+
+def num_bytes(*tensors: Tensor) -> int:
+    """Bytes of all `tensors`."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def randn(*shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0) -> Tensor:
+    """Normal random values of standard deviation `scale`, drawn in float32 so that every dtype sees the same ones."""
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+def _upcast(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_upcast(part) for part in value)
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.float()
+    return value

@@ -1,0 +1,1 @@
+"""Conversions between a plain and a quantised tensor."""

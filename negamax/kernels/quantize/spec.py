@@ -1,0 +1,120 @@
+"""Block-FP8: e4m3 values with one fp32 multiplier for each `block` of rows and columns. PyTorch reference.
+
+`weight[n, k] = value[n, k] * scale[n // block_rows, k // block_columns]`. Blocks at the lower and right edge may be ragged.
+NaN in a stored value stays NaN; a block whose source holds NaN or an infinity becomes NaN as a whole, so that a broken weight
+is never taken for a large one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.op import Case, Cost, Kernel, Op, Tolerance, num_bytes, randn, rounding_tolerance
+
+E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
+BLOCK = (128, 128)  # rows, columns
+
+
+def scale_shape(rows: int, columns: int, *, block: tuple[int, int] = BLOCK) -> tuple[int, int]:
+    """Shape of the scale tensor of a `rows` x `columns` weight."""
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def dequantize_block(
+    weight: Tensor,  # [N, K] float8_e4m3fn
+    scale: Tensor,  # [ceil(N / block rows), ceil(K / block columns)] fp32, a multiplier
+    *,
+    block: tuple[int, int] = BLOCK,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # [N, K] dtype
+    """The plain weight: multiplied in fp32 and rounded once to `dtype`."""
+    rows, columns = weight.shape
+    assert tuple(scale.shape) == scale_shape(rows, columns, block=block), (tuple(weight.shape), tuple(scale.shape))
+    plain = weight.to(torch.float32)
+    return plain.mul_(_spread(scale.to(torch.float32), rows, columns, block=block)).to(dtype)
+
+
+def quantize_block(
+    weight: Tensor,  # [N, K] any float dtype
+    *,
+    block: tuple[int, int] = BLOCK,
+) -> tuple[Tensor, Tensor]:  # [N, K] float8_e4m3fn, [ceil(N / block rows), ceil(K / block columns)] fp32
+    """Values and scales with scale = largest magnitude of the block / 448 (1 for a block of zeros)."""
+    rows, columns = weight.shape
+    grid = scale_shape(rows, columns, block=block)
+    padding = (0, grid[1] * block[1] - columns, 0, grid[0] * block[0] - rows)
+    padded = torch.nn.functional.pad(weight.to(torch.float32), padding)
+    largest = padded.view(grid[0], block[0], grid[1], block[1]).abs().amax(dim=(1, 3))
+    smallest_scale = torch.finfo(torch.float32).tiny  # where the quotient underflows to 0, zeros would become NaN
+    scale = torch.where(largest == 0, torch.ones_like(largest), (largest / E4M3_MAX).clamp_min(smallest_scale))
+    values = weight.to(torch.float32) / _spread(scale, rows, columns, block=block)
+    return values.to(torch.float8_e4m3fn), scale
+
+
+def _spread(scale: Tensor, rows: int, columns: int, *, block: tuple[int, int]) -> Tensor:
+    """`scale` repeated to one entry per weight element."""
+    return scale.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
+
+
+_SHAPES = ((1, 1), (128, 128), (192, 320), (5, 300), (384, 256))  # multiples of a block and ragged edges
+
+
+def _plain_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    return [
+        Case(f"N={rows} K={columns}", {"weight": randn(rows, columns, dtype=dtype, generator=generator, scale=columns**-0.5)})
+        for rows, columns in _SHAPES
+    ]
+
+
+def _stored_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    cases = []
+    for case in _plain_cases(torch.float32, generator):
+        weight, scale = quantize_block(case.tensors["weight"])
+        cases.append(Case(case.label, {"weight": weight, "scale": scale}, {"dtype": dtype}))
+    return cases
+
+
+def _apply_dequantize(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+    return (kernel.run(case.tensors["weight"], case.tensors["scale"], dtype=case.numbers["dtype"]),)
+
+
+def _apply_quantize(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+    values, scale = kernel.run(case.tensors["weight"])
+    return dequantize_block(values, scale), scale
+
+
+def _cost_dequantize(case: Case) -> Cost:
+    weight = case.tensors["weight"]
+    out_bytes = weight.numel() * case.numbers["dtype"].itemsize
+    return Cost(num_bytes=weight.numel() + num_bytes(case.tensors["scale"]) + out_bytes, flops=weight.numel())
+
+
+def _cost_quantize(case: Case) -> Cost:
+    weight = case.tensors["weight"]
+    rows, columns = scale_shape(*weight.shape)
+    return Cost(num_bytes=num_bytes(weight) + weight.numel() + 4 * rows * columns, flops=2 * weight.numel())
+
+
+_ONE_STEP = Tolerance(1e-6, 0.13, "a quotient half-way between two e4m3 values may round to either; a step is 1/8")
+
+OPS = (
+    Op(
+        name="quantize.dequantize_block",
+        summary="e4m3 values times their block's fp32 scale, to a plain dtype",
+        reference=Kernel("quantize.dequantize_block", "reference", dequantize_block),
+        cases=_stored_cases,
+        apply=_apply_dequantize,
+        tolerance=rounding_tolerance(reason="one product in fp32, one rounding to the dtype; |w| below 1"),
+        cost=_cost_dequantize,
+    ),
+    Op(
+        name="quantize.quantize_block",
+        summary="a plain weight to e4m3 values and one fp32 scale per block",
+        reference=Kernel("quantize.quantize_block", "reference", quantize_block),
+        cases=_plain_cases,
+        apply=_apply_quantize,
+        tolerance=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), _ONE_STEP),
+        cost=_cost_quantize,
+    ),
+)

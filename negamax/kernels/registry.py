@@ -1,0 +1,93 @@
+"""Which implementation runs each op. Resolved once at start into a frozen `KernelTable`, which is printed; the forward pass
+then calls plain functions. To add a kernel: write it in kernels/<family>/ and list it in `KERNELS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from negamax.base.errors import ConfigError
+from negamax.kernels.attention import bucketed
+from negamax.kernels.attention import spec as attention
+from negamax.kernels.gemm import padded as gemm_padded
+from negamax.kernels.gemm import spec as gemm
+from negamax.kernels.gemm import vendor as gemm_vendor
+from negamax.kernels.kvcache import spec as kvcache
+from negamax.kernels.moe import sorted as moe_sorted
+from negamax.kernels.moe import spec as moe
+from negamax.kernels.native import rows as native_rows
+from negamax.kernels.norm import spec as norm
+from negamax.kernels.op import Kernel, Op
+from negamax.kernels.quantize import spec as quantize
+from negamax.kernels.rope import spec as rope
+from negamax.kernels.sampling import spec as sampling
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (*norm.OPS, *rope.OPS, *kvcache.OPS, *attention.OPS, *gemm.OPS, *moe.OPS, *quantize.OPS, *sampling.OPS)
+}
+
+# Preferred first; the reference of every op is the last resort.
+_LINEARS: tuple[Kernel, ...] = (*gemm_vendor.KERNELS, *gemm_padded.KERNELS, OPS["gemm.linear"].reference)
+KERNELS: tuple[Kernel, ...] = (
+    *_LINEARS[:-1],
+    *native_rows.kernels(_LINEARS[0]),
+    *bucketed.KERNELS,
+    *moe_sorted.kernels(_LINEARS),
+    *(op.reference for op in OPS.values()),
+)
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """The chosen kernel of every op for one platform and dtype."""
+
+    platform: str
+    dtype: torch.dtype
+    kernels: Mapping[str, Kernel] = field(repr=False)
+
+    def __getitem__(self, op: str) -> Kernel:
+        return self.kernels[op]
+
+    def describe(self) -> str:
+        """One line per op: its name, the provider and what the op does."""
+        lines = [f"kernels for {self.platform}, {str(self.dtype).removeprefix('torch.')}:"]
+        lines += [f"  {name:30} {kernel.provider:18} {OPS[name].summary}" for name, kernel in sorted(self.kernels.items())]
+        return "\n".join(lines)
+
+
+def providers(op: str, *, platform: str, dtype: torch.dtype) -> list[Kernel]:
+    """Every kernel of `op` that runs here, preferred first. The reference runs everywhere."""
+    return [
+        kernel
+        for kernel in KERNELS
+        if kernel.op == op
+        and (kernel.provider == "reference" or platform in kernel.platforms)
+        and dtype in kernel.dtypes
+        and kernel.available()
+    ]
+
+
+def resolve(*, platform: str, dtype: torch.dtype, choices: Mapping[str, str] | None = None) -> KernelTable:
+    """The table for `platform` ("cpu") and `dtype`; `choices` names a provider for some ops.
+
+    Errors: `ConfigError` for an op or a provider that does not exist here, with those that do.
+    """
+    choices = choices or {}
+    for op in choices:
+        if op not in OPS:
+            raise ConfigError(f"no op named {op!r}; known: {', '.join(sorted(OPS))}")
+    chosen = {}
+    for op in OPS:
+        found = providers(op, platform=platform, dtype=dtype)
+        if op in choices:
+            named = [kernel for kernel in found if kernel.provider == choices[op]]
+            if not named:
+                names = ", ".join(kernel.provider for kernel in found)
+                raise ConfigError(f"no provider {choices[op]!r} of {op} for {platform} and {dtype}; available: {names}")
+            found = named
+        chosen[op] = found[0]
+    return KernelTable(platform=platform, dtype=dtype, kernels=chosen)

@@ -1,0 +1,31 @@
+"""exp, sin and cos of rows, such that a row's result does not depend on how many rows there are.
+
+PyTorch's CPU loops take 32 floats at a time and finish what is left of a thread's share with scalar code, whose last bits may
+differ from the vector code's. So rows are added until the whole fills such steps, and a call is kept below the size at which
+it is shared out over threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+
+import torch
+from torch import Tensor
+
+_STEP = 32  # floats per step of a vector loop
+_SERIAL_LIMIT = 32_768  # elements from which PyTorch uses several threads
+
+
+def padded_rows(num_rows: int, *, width: int, multiple: int = 1) -> int:
+    """The least count of rows, not below `num_rows`, that fills whole steps and is a multiple of `multiple` (a power of 2)."""
+    unit = max(multiple, _STEP // gcd(width, _STEP))
+    return -(-num_rows // unit) * unit
+
+
+def apply(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """`function` on values [rows, ..., width], contiguous, with a row count from `padded_rows`."""
+    if values.numel() < _SERIAL_LIMIT:
+        return function(values)
+    rows_per_block = max(1, (_SERIAL_LIMIT - 1) // (values.shape[-1] * _STEP)) * _STEP
+    return torch.cat([function(block) for block in torch.split(values, rows_per_block)])

@@ -1,0 +1,76 @@
+"""The process groups of one rank, built once at start and handed to whoever communicates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from negamax.base.errors import EngineError
+from negamax.parallel.collectives import Alone, Collective, ProcessGroup
+from negamax.parallel.layout import ParallelLayout
+
+START_TIMEOUT_S = 120.0  # for all ranks to meet
+STEP_TIMEOUT_S = 600.0  # for a collective: longer than any honest forward pass
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """Who this rank is (`layout`) and the groups it speaks in."""
+
+    layout: ParallelLayout
+    attention_group: Collective  # ranks that share the attention heads and the vocabulary of a replica
+    expert_group: Collective  # ranks that share the experts of a layer
+    world: Collective
+
+    @staticmethod
+    def single() -> ParallelContext:
+        """One rank, no communication."""
+        return ParallelContext(ParallelLayout(), attention_group=Alone(), expert_group=Alone(), world=Alone())
+
+    @staticmethod
+    def gloo(layout: ParallelLayout, init_method: str) -> ParallelContext:
+        """Meet the other ranks at `init_method` (such as tcp://127.0.0.1:29500 or file:///shared/file) over gloo.
+
+        Every rank of the world must call this, with the same sizes. Errors: `EngineError` where they do not meet in time.
+        """
+        if layout.world_size == 1:
+            return ParallelContext.single()
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=init_method,
+                rank=layout.rank,
+                world_size=layout.world_size,
+                timeout=timedelta(seconds=START_TIMEOUT_S),
+            )
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(
+                f"rank {layout.rank} of {layout.world_size} did not meet the others at {init_method} "
+                f"within {START_TIMEOUT_S:.0f} s: {error}"
+            ) from error
+        attention_rank_sets = {_at(layout, rank).attention.ranks for rank in range(layout.world_size)}
+        expert_rank_sets = {_at(layout, rank).experts.ranks for rank in range(layout.world_size)}
+        everyone = tuple(range(layout.world_size))
+        groups: dict[tuple[int, ...], Collective] = {}
+        for ranks in sorted(attention_rank_sets | expert_rank_sets | {everyone}):  # every rank creates every group, in order
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=STEP_TIMEOUT_S), backend="gloo")
+            if layout.rank in ranks:
+                groups[ranks] = Alone() if len(ranks) == 1 else ProcessGroup(group)
+        return ParallelContext(
+            layout,
+            attention_group=groups[layout.attention.ranks],
+            expert_group=groups[layout.experts.ranks],
+            world=groups[everyone],
+        )
+
+    def close(self) -> None:
+        """Leave the groups."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _at(layout: ParallelLayout, rank: int) -> ParallelLayout:
+    """The layout of another rank of the same world."""
+    return ParallelLayout(rank=rank, tp=layout.tp, ep=layout.ep, dp=layout.dp, pp=layout.pp, cp=layout.cp)

@@ -1,0 +1,166 @@
+"""Who holds what: pure rank arithmetic for tensor (tp), expert (ep), data (dp), pipeline (pp) and context (cp) parallelism.
+
+The world is a grid with axes, slowest first, `pp, dp, cp, tp`; rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank.
+Attention sees `tp` ranks per data-parallel replica. The experts of a layer live on all `dp * cp * tp` ranks of a pipeline
+stage: `ep` of them split the experts and the rest (`expert_tp`) split each expert's width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from negamax.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AttentionView:
+    """The attention group of one rank: its position among `size` ranks that share the heads of a replica."""
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]  # world ranks of the group
+
+    def heads(self, num_heads: int) -> range:
+        """Query heads of this rank. Errors: `ConfigError` where `size` does not divide `num_heads`."""
+        if num_heads % self.size:
+            raise ConfigError(
+                f"{num_heads} attention heads cannot be split over {self.size} ranks",
+                hint="choose a --tensor-parallel-size that divides the number of attention heads",
+            )
+        per_rank = num_heads // self.size
+        return range(self.rank * per_rank, (self.rank + 1) * per_rank)
+
+    def kv_replicas(self, num_kv_heads: int) -> int:
+        """How many ranks hold each KV head: 1, or `size / num_kv_heads` where there are more ranks than KV heads."""
+        if num_kv_heads % self.size == 0:
+            return 1
+        if self.size % num_kv_heads == 0:
+            return self.size // num_kv_heads
+        raise ConfigError(
+            f"{num_kv_heads} KV heads cannot be split or replicated over {self.size} ranks",
+            hint="choose a --tensor-parallel-size that divides the number of KV heads or is a multiple of it",
+        )
+
+    def kv_heads(self, num_kv_heads: int) -> range:
+        """KV heads of this rank (one, shared with its replicas, where there are more ranks than KV heads)."""
+        replicas = self.kv_replicas(num_kv_heads)
+        per_rank = max(1, num_kv_heads // self.size)
+        first = self.rank // replicas * per_rank
+        return range(first, first + per_rank)
+
+
+@dataclass(frozen=True)
+class ExpertView:
+    """The expert group of one rank: which experts it owns and which slice of their width."""
+
+    rank: int  # position among the `size` ranks that share a layer's experts
+    size: int
+    ep: int
+    ranks: tuple[int, ...]
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp(self) -> int:
+        """Ranks that split the width of one expert."""
+        return self.size // self.ep
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    def experts(self, num_experts: int) -> range:
+        """Experts of this rank. Errors: `ConfigError` where `ep` does not divide `num_experts`."""
+        if num_experts % self.ep:
+            raise ConfigError(
+                f"{num_experts} experts cannot be split over {self.ep} expert-parallel ranks",
+                hint="choose an expert-parallel size that divides the number of experts",
+            )
+        per_rank = num_experts // self.ep
+        return range(self.ep_rank * per_rank, (self.ep_rank + 1) * per_rank)
+
+    def width(self, intermediate_size: int) -> range:
+        """Rows of each expert's gate and up projection (columns of down) on this rank."""
+        return shard(intermediate_size, rank=self.tp_rank, size=self.tp, what="expert intermediate size")
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """One rank's place in the grid. Errors: `ConfigError` for sizes below 1, a rank outside, an `ep` that does not fit."""
+
+    rank: int = 0
+    tp: int = 1
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "ep", "dp", "pp", "cp"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank is {self.rank}; allowed: 0 to {self.world_size - 1}")
+        if self.stage_size % self.ep:
+            raise ConfigError(
+                f"expert-parallel size {self.ep} does not divide the {self.stage_size} ranks of a pipeline stage",
+                hint="ep must divide dp * cp * tp",
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // self.stage_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank % self.stage_size // (self.cp * self.tp)
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank % (self.cp * self.tp) // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def attention(self) -> AttentionView:
+        first = self.rank - self.tp_rank
+        return AttentionView(rank=self.tp_rank, size=self.tp, ranks=tuple(range(first, first + self.tp)))
+
+    @property
+    def experts(self) -> ExpertView:
+        first = self.pp_rank * self.stage_size
+        ranks = tuple(range(first, first + self.stage_size))
+        return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
+
+    def layers(self, num_layers: int) -> range:
+        """Layers of this rank's pipeline stage; the first stages take the remainder, one layer each."""
+        if num_layers < self.pp:
+            raise ConfigError(f"{num_layers} layers cannot be split over {self.pp} pipeline stages")
+        base, extra = divmod(num_layers, self.pp)
+        first = self.pp_rank * base + min(self.pp_rank, extra)
+        return range(first, first + base + (self.pp_rank < extra))
+
+    def vocab(self, vocab_size: int) -> range:
+        """Rows of the embedding and the head on this rank."""
+        return shard(vocab_size, rank=self.tp_rank, size=self.tp, what="vocabulary size")
+
+
+def shard(total: int, *, rank: int, size: int, what: str) -> range:
+    """The `rank`-th of `size` equal slices of `total`. Errors: `ConfigError` where it does not divide; `what` names it."""
+    if total % size:
+        raise ConfigError(f"{what} {total} cannot be split over {size} ranks")
+    per_rank = total // size
+    return range(rank * per_rank, (rank + 1) * per_rank)

@@ -1,0 +1,82 @@
+"""The pool of KV blocks: who holds which, which still keep reusable content, and which is given out next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class BlockPool:
+    """Reference counts over `num_blocks` KV blocks, plus an index from content digest to the block that holds it.
+
+    A block is *held* (count above 0) or free. A free block is *blank*, or still *cached*: its content is indexed and
+    can be taken up again by `share`. Blank blocks are given out first, then cached ones, least recently released
+    first. Single writer: the scheduler.
+    """
+
+    __slots__ = ("_blank", "_block_of", "_cached", "_digests", "_ref_counts", "gain_count", "num_blocks")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.gain_count = 0  # rises when a block becomes free or gets into the index: an admission may now succeed
+        self._ref_counts = [0] * num_blocks
+        self._digests: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes out first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds; cached ones count."""
+        return len(self._blank) + len(self._cached)
+
+    def ref_count(self, block_id: int) -> int:
+        """How many sequences hold the block."""
+        return self._ref_counts[block_id]
+
+    def is_indexed(self, block_id: int) -> bool:
+        """Whether the block's content can be found; such a block must not be written."""
+        return self._digests[block_id] is not None
+
+    def find(self, digest: bytes) -> int | None:
+        """The block with this content, held or free; None when there is none."""
+        return self._block_of.get(digest)
+
+    def allocate(self) -> int:
+        """A free block, held once, its old content forgotten. The caller has seen `num_free` above 0."""
+        if self._blank:
+            block_id = self._blank.pop()
+        else:
+            block_id, _ = self._cached.popitem(last=False)
+            digest = self._digests[block_id]
+            assert digest is not None
+            del self._block_of[digest]
+            self._digests[block_id] = None
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Hold indexed blocks once more."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._cached[block_id]
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Let go of a sequence's blocks, given in position order: of a cached prefix the tail is given out first."""
+        for block_id in reversed(block_ids):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self.gain_count += 1
+                if self._digests[block_id] is None:
+                    self._blank.append(block_id)
+                else:
+                    self._cached[block_id] = None
+
+    def index(self, block_id: int, digest: bytes) -> None:
+        """Make a held, completely computed block findable. A second block with the same content stays unindexed."""
+        assert self._ref_counts[block_id] > 0 and self._digests[block_id] is None
+        if digest not in self._block_of:
+            self._block_of[digest] = block_id
+            self._digests[block_id] = digest
+            self.gain_count += 1

@@ -1,0 +1,108 @@
+"""What a caller asks for: sampling parameters and the request that crosses into the engine. Frozen; plain data."""
+
+from __future__ import annotations
+
+import msgspec
+
+from negamax.base.errors import InvalidRequestError
+from negamax.config.generation import SamplingDefaults as SamplingDefaults
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_STRING_CHARS = 1024
+MAX_CHOICES = 128
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 256
+SEED_LIMIT = 2**63
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when a request ends.
+
+    A field left at None takes the model's default (its generation_config.json) in `resolved`; the names and meanings are those
+    of vLLM's SamplingParams. `temperature=0` is greedy. `top_k` 0 or -1 turns top-k off. Token ids refer to the model's
+    vocabulary. Errors: `InvalidRequestError` from `check`, naming the field, the value and the limit.
+    """
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None  # None: up to the end of the window
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # None: off; 0: the chosen token only; k: the k most likely too
+    prompt_logprobs: int | None = None  # the same, for each prompt token after the first
+
+    def check(self, *, max_logprobs: int, vocab_size: int) -> None:
+        """Refuse any value out of range (`max_logprobs`: the server's cap; `vocab_size` bounds token ids)."""
+        _in_range("n", self.n, 1, MAX_CHOICES)
+        _in_range("temperature", self.temperature, 0.0, 2.0)
+        _in_range("top_k", self.top_k, -1, 2**31 - 1)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else 2**31 - 1)
+        _in_range("logprobs", self.logprobs, 0, max_logprobs)
+        _in_range("prompt_logprobs", self.prompt_logprobs, 0, max_logprobs)
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            _refuse("top_p", self.top_p, "above 0 and at most 1")
+        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 10.0)  # far smaller ones overflow float32 logits
+        if len(self.stop) > MAX_STOP_STRINGS:
+            _refuse("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
+        for text in self.stop:
+            if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+                _refuse("stop", f"a string of {len(text)} characters", f"1 to {MAX_STOP_STRING_CHARS} characters each")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            _refuse("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+        for token_id in self.stop_token_ids:
+            _in_range("stop_token_ids", token_id, 0, vocab_size - 1)
+        bias = self.logit_bias or {}
+        if len(bias) > MAX_LOGIT_BIAS:
+            _refuse("logit_bias", f"{len(bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
+        for token_id, value in bias.items():
+            _in_range("logit_bias", token_id, 0, vocab_size - 1)
+            _in_range("logit_bias", value, -100.0, 100.0)
+
+    def resolved(self, defaults: SamplingDefaults, *, room: int) -> SamplingParams:
+        """A copy with every None replaced: model defaults, and `max_tokens` = `room` (tokens left in the window)."""
+        top_k = defaults.top_k if self.top_k is None else self.top_k
+        return msgspec.structs.replace(
+            self,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            top_k=max(0, top_k),
+            min_p=defaults.min_p if self.min_p is None else self.min_p,
+            repetition_penalty=(defaults.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty),
+            max_tokens=room if self.max_tokens is None else self.max_tokens,
+        )
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to continue. `sampling` is resolved (no None that has a default) and has n = 1: callers fan out."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0  # lower runs earlier
+    cache_salt: str = ""  # requests share prefix-cache blocks only with the same salt
+
+
+def _in_range(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:  # NaN fails the comparison and is refused
+        _refuse(name, value, f"{low} to {high}")
+
+
+def _refuse(name: str, value: object, allowed: str) -> None:
+    raise InvalidRequestError(f"{name} is {value}; allowed: {allowed}", param=name, code="invalid_value")

@@ -1,0 +1,421 @@
+"""The scheduler: decides what each step runs, hands out KV blocks, and turns results into updates for the callers.
+
+Steps overlap: `plan` may be called again before the last plan was committed. That works because the worker executes
+plans in order and feeds a sampled token to its row by itself: blocks and slots freed here are reused by a later plan at
+the earliest, and a decode row can be planned while its input token is still unknown here.
+
+Same calls, same plans: nothing here depends on time, hashes of strings or set order.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+from operator import attrgetter
+
+from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from negamax.scheduler.blocks import BlockPool
+from negamax.scheduler.prefix_cache import match_prefix
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.sequence import NEVER, NO_SLOT, Sequence
+from negamax.scheduler.step import NewRow, SequenceUpdate, StepPlan, StepResult
+
+_by_order = attrgetter("order")
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What the scheduler may use. All at least 1; the options have been checked before."""
+
+    max_num_seqs: int  # sequences that run at a time; the worker's slots
+    max_num_batched_tokens: int  # tokens in one step
+    max_model_len: int  # tokens of one sequence, prompt and output
+    block_size: int  # tokens per KV block
+    num_blocks: int
+    enable_prefix_caching: bool
+    max_queued_requests: int
+    eos_token_ids: frozenset[int]
+
+
+class Scheduler:
+    """Continuous batching over paged KV blocks, with chunked prefill, prefix cache and preemption by recompute.
+
+    Use: `add` and `abort` at any moment; `plan`, launch it, `commit` (or `fail`) the plans in the order they were made.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.preemption_count = 0
+        self.prompt_tokens = 0  # of requests that were admitted
+        self.cached_prompt_tokens = 0  # of these, taken from the prefix cache
+        self.generated_tokens = 0
+        self._pool = BlockPool(limits.num_blocks)
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []  # by order
+        self._running: list[Sequence] = []  # by order: the last one is the first to be preempted
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._in_flight: deque[tuple[int, list[Sequence]]] = deque()  # step id and its rows' sequences
+        self._arrival_count = 0
+        self._step_count = 0
+        self._last_committed = -1  # step id
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._sequences)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold nothing yet, or nothing any more after a preemption."""
+        return len(self._waiting)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks in all."""
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no live request holds; cached ones count."""
+        return self._pool.num_free
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request whose sampling is resolved.
+
+        Errors: ContextLengthError when the prompt leaves no room for output, InvalidRequestError for an empty prompt,
+        an id in use or a request that the whole pool could not hold, OverloadedError when the queue is full.
+        """
+        limits = self.limits
+        max_tokens = request.sampling.max_tokens
+        assert max_tokens is not None, "sampling must be resolved before it gets here"
+        prompt_len = len(request.prompt_token_ids)
+        if request.request_id in self._sequences:
+            raise InvalidRequestError(
+                f"request id {request.request_id!r} is in use by an unfinished request; choose another",
+                param="request_id",
+                code="duplicate_request_id",
+            )
+        if prompt_len == 0:
+            raise InvalidRequestError("the prompt has 0 tokens; at least 1 is needed", param="prompt", code="empty_prompt")
+        if prompt_len >= limits.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {prompt_len} tokens; at most {limits.max_model_len - 1} fit, because prompt and at "
+                f"least one output token share a window of {limits.max_model_len}; shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        limit = min(prompt_len + max_tokens, limits.max_model_len)
+        self._check_pool(prompt_len, limit=limit)
+        if len(self._waiting) >= limits.max_queued_requests:
+            raise OverloadedError(
+                f"{len(self._waiting)} requests are waiting, {limits.max_queued_requests} are allowed; try again later",
+                code="queue_full",
+            )
+        sequence = Sequence(
+            request,
+            arrival=self._arrival_count,
+            limit=limit,
+            eos_token_ids=limits.eos_token_ids,
+            block_size=limits.block_size,
+        )
+        self._arrival_count += 1
+        self._sequences[request.request_id] = sequence
+        insort(self._waiting, sequence, key=_by_order)
+
+    def abort(self, request_id: str) -> SequenceUpdate | None:
+        """End a request now and free what it holds; None when the id is unknown or already finished."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._end(sequence, "abort")
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None when nothing can run before the next commit or `add`."""
+        draft = _Draft(self.limits.max_num_batched_tokens)
+        for sequence in self._plan_decodes(draft):
+            if not draft.budget:
+                break
+            draft.add_chunk(sequence)
+        while draft.budget and self._waiting and self._free_slots:
+            new_row = self._admit(self._waiting[0])
+            if new_row is None:
+                break  # nobody overtakes the first
+            draft.new_rows.append(new_row)
+            draft.add_chunk(self._waiting.pop(0))
+        if not draft.sequences and not draft.chunks:
+            return None
+        plan = draft.finish(self._step_count)
+        self._in_flight.append((self._step_count, draft.sequences))
+        self._step_count += 1
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        """Take in the result of the oldest uncommitted plan: one update per sequence that gained a token or ended.
+
+        Rows of sequences that ended meanwhile are dropped. `result.token_ids` has an entry for every row with `samples`
+        True, failed rows included.
+        """
+        sequences = self._take_in_flight(plan)
+        assert result.step_id == plan.step_id
+        token_ids, logprobs = result.token_ids, result.logprobs
+        prompt_logprobs, errors = result.prompt_logprobs, result.errors
+        updates: list[SequenceUpdate] = []
+        position = -1  # in token_ids
+        for row, (sequence, start, count, sampled) in enumerate(
+            zip(sequences, plan.starts, plan.counts, plan.samples, strict=True)
+        ):
+            position += sampled
+            if sequence.finished:
+                continue
+            if errors and row in errors:
+                updates.append(self._end(sequence, "error", error=errors[row]))
+                continue
+            if prompt_logprobs and row in prompt_logprobs and sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs.extend(prompt_logprobs[row])
+            computed = start + count
+            if computed >= sequence.index_at:
+                self._index_blocks(sequence, computed)
+            if not sampled:
+                continue
+            token_id = token_ids[position]
+            sequence.tokens.append(token_id)
+            self.generated_tokens += 1
+            token_logprobs = [logprobs[position]] if logprobs and position in logprobs else None
+            finish_reason: str | None = None
+            if computed >= sequence.stop_from and token_id in sequence.stop_ids:
+                finish_reason = "stop"
+            elif computed + 1 >= sequence.limit:
+                finish_reason = "length"
+            if finish_reason is not None:
+                self._free(sequence)
+            updates.append(
+                SequenceUpdate(
+                    sequence.request_id,
+                    [token_id],
+                    token_logprobs,
+                    sequence.prompt_logprobs,
+                    finish_reason,
+                    self._stop_reason(sequence, token_id) if finish_reason == "stop" else None,
+                    sequence.num_cached_tokens,
+                    None,
+                )
+            )
+            sequence.prompt_logprobs = None
+        return updates
+
+    def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
+        """The oldest uncommitted plan was lost: its sequences end with an error."""
+        sequences = self._take_in_flight(plan)
+        return [self._end(sequence, "error", error=message) for sequence in sequences if not sequence.finished]
+
+    def _check_pool(self, prompt_len: int, *, limit: int) -> None:
+        """Refuse what the pool cannot hold even alone. The last token is never run, so it needs no room."""
+        limits = self.limits
+        needed = -(-(limit - 1) // limits.block_size)
+        if needed <= limits.num_blocks:
+            return
+        room = limits.num_blocks * limits.block_size + 1 - prompt_len
+        remedy = f"lower max_tokens to {room} or less" if room > 0 else "shorten the prompt"
+        raise InvalidRequestError(
+            f"the request may grow to {limit} tokens ({prompt_len} of them prompt) and need {needed} KV blocks of "
+            f"{limits.block_size} tokens; the pool has {limits.num_blocks}; {remedy}",
+            hint="or start the server with more --num-kv-blocks or --kv-cache-memory",
+            param="max_tokens" if room > 0 else "prompt",
+            code="kv_cache_exceeded",
+        )
+
+    def _plan_decodes(self, draft: _Draft) -> list[Sequence]:
+        """One row for each running sequence with one token left to run; returns those with more, in order.
+
+        The budget suffices for all of them: a sequence is admitted only into a step in which every running one had a
+        row and a token was left over.
+        """
+        prefills: list[Sequence] = []
+        sequences, slots, starts = draft.sequences, draft.slots, draft.starts
+        for sequence in self._running:  # _grow may take sequences off the end, never one already passed
+            computed = sequence.num_computed
+            total = sequence.num_total
+            if total - computed > 1:
+                prefills.append(sequence)
+                continue
+            if total >= sequence.limit:
+                continue  # its last token is on the way
+            if computed >= sequence.capacity:
+                if not self._grow(sequence):
+                    continue
+                draft.appended_slots.append(sequence.slot)
+                draft.appended_blocks.append(sequence.block_ids[-1])
+            sequence.num_computed = total
+            sequence.num_total = total + 1
+            sequences.append(sequence)
+            slots.append(sequence.slot)
+            starts.append(computed)
+        draft.budget -= len(slots)
+        assert draft.budget >= 0
+        return prefills
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give a running sequence one more block, preempting later ones; False: it is the last itself and must sit out.
+
+        Sitting out keeps its blocks. Whoever runs before it can take them; the first one never sits out, so all get on.
+        """
+        pool = self._pool
+        while pool.num_free == 0:
+            victim = self._running[-1]
+            if victim is sequence:
+                return False
+            self._preempt(victim)
+        sequence.block_ids.append(pool.allocate())
+        sequence.capacity += self.limits.block_size
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to waiting, to be recomputed later; tokens that are on the way still reach it at commit."""
+        self.preemption_count += 1
+        self._leave(sequence)
+        sequence.resume_after = self._step_count - 1
+        insort(self._waiting, sequence, key=_by_order)
+
+    def _admit(self, sequence: Sequence) -> NewRow | None:
+        """Let a waiting sequence run, with blocks for all its tokens; None: not now. The caller takes it off the queue.
+
+        While others run, one block more must be free, or the first of them to grow would throw it out again. With
+        nobody running every block is free, and `add` has checked that the request fits.
+        """
+        if sequence.resume_after > self._last_committed:
+            return None
+        pool = self._pool
+        if self._running and pool.gain_count < sequence.retry_gain:
+            return None
+        block_size = self.limits.block_size
+        num_tokens = len(sequence.tokens)
+        shared: list[int] = []
+        if sequence.request.sampling.prompt_logprobs is None:
+            max_blocks = (num_tokens - 1) // block_size  # at least one token must run, to be sampled from
+            shared = match_prefix(pool, sequence.chain, max_blocks=max_blocks)
+        num_new = -(-num_tokens // block_size) - len(shared)
+        num_taken = num_new + sum(pool.ref_count(block_id) == 0 for block_id in shared)
+        shortage = num_taken + (1 if self._running else 0) - pool.num_free
+        if shortage > 0:
+            sequence.retry_gain = pool.gain_count + shortage
+            return None
+        pool.share(shared)
+        sequence.block_ids = shared + [pool.allocate() for _ in range(num_new)]
+        sequence.capacity = len(sequence.block_ids) * block_size
+        sequence.num_computed = len(shared) * block_size
+        sequence.num_indexed = len(shared)
+        if self.limits.enable_prefix_caching:
+            sequence.index_at = sequence.num_computed + block_size
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs = []  # a preempted prefill starts over
+        if not sequence.was_admitted:
+            sequence.was_admitted = True
+            sequence.num_cached_tokens = sequence.num_computed
+            self.prompt_tokens += sequence.prompt_len
+            self.cached_prompt_tokens += sequence.num_computed
+        sequence.slot = self._free_slots.pop()
+        insort(self._running, sequence, key=_by_order)
+        return NewRow(
+            sequence.slot,
+            sequence.tokens.copy(),
+            sequence.prompt_len,
+            sequence.block_ids.copy(),
+            sequence.request.sampling,
+        )
+
+    def _index_blocks(self, sequence: Sequence, num_computed: int) -> None:
+        """Make the blocks filled by committed steps findable; earlier, a lost step would leave garbage behind."""
+        block_size = self.limits.block_size
+        num_full = num_computed // block_size
+        for index in range(sequence.num_indexed, num_full):
+            self._pool.index(sequence.block_ids[index], sequence.chain.digest(index))
+        sequence.num_indexed = num_full
+        sequence.index_at = (num_full + 1) * block_size
+
+    def _stop_reason(self, sequence: Sequence, token_id: int) -> int | None:
+        """The stop token to report: none when the end-of-sequence token did it."""
+        is_eos = token_id in self.limits.eos_token_ids and not sequence.request.sampling.ignore_eos
+        return None if is_eos else token_id
+
+    def _end(self, sequence: Sequence, finish_reason: str, *, error: str | None = None) -> SequenceUpdate:
+        """End a sequence early."""
+        self._free(sequence)
+        return SequenceUpdate(sequence.request_id, [], None, None, finish_reason, None, sequence.num_cached_tokens, error)
+
+    def _free(self, sequence: Sequence) -> None:
+        """Forget a sequence; rows of it still in flight are dropped when they come back."""
+        sequence.finished = True
+        del self._sequences[sequence.request_id]
+        if sequence.slot == NO_SLOT:
+            self._waiting.remove(sequence)
+        else:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take slot and blocks away from a running sequence."""
+        self._running.remove(sequence)
+        self._pool.release(sequence.block_ids)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = NO_SLOT
+        sequence.block_ids = []
+        sequence.index_at = NEVER  # rows in flight fill blocks that are no longer its own
+
+    def _take_in_flight(self, plan: StepPlan) -> list[Sequence]:
+        step_id, sequences = self._in_flight.popleft()
+        assert step_id == plan.step_id, "plans are committed in the order they were made"
+        self._last_committed = step_id
+        return sequences
+
+
+class _Draft:
+    """Columns of a plan in the making: rows of one token first, longer chunks last."""
+
+    __slots__ = (
+        "appended_blocks",
+        "appended_slots",
+        "budget",
+        "chunks",
+        "new_rows",
+        "sequences",
+        "slots",
+        "starts",
+    )
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens this step may still take
+        self.new_rows: list[NewRow] = []
+        self.appended_slots: list[int] = []
+        self.appended_blocks: list[int] = []
+        self.sequences: list[Sequence] = []  # with slots and starts: the decode rows
+        self.slots: list[int] = []
+        self.starts: list[int] = []
+        self.chunks: list[tuple[int, int, bool, Sequence]] = []  # count, start, samples, of whom
+
+    def add_chunk(self, sequence: Sequence) -> None:
+        """As much of the sequence's remaining tokens as the budget allows, at least 1."""
+        start = sequence.num_computed
+        count = min(sequence.num_total - start, self.budget)
+        sequence.num_computed = start + count
+        samples = sequence.num_computed == sequence.num_total
+        sequence.num_total += samples
+        self.budget -= count
+        self.chunks.append((count, start, samples, sequence))
+
+    def finish(self, step_id: int) -> StepPlan:
+        """The plan; afterwards `sequences` has one entry per row."""
+        counts = [1] * len(self.slots)
+        samples = [True] * len(self.slots)
+        self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable
+        for count, start, sampled, sequence in self.chunks:
+            self.sequences.append(sequence)
+            self.slots.append(sequence.slot)
+            self.starts.append(start)
+            counts.append(count)
+            samples.append(sampled)
+        return StepPlan(
+            step_id, self.new_rows, self.appended_slots, self.appended_blocks, self.slots, self.starts, counts, samples
+        )

@@ -1,0 +1,83 @@
+"""One request on its way through the scheduler."""
+
+from __future__ import annotations
+
+from negamax.scheduler.prefix_cache import DigestChain
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.step import TokenLogprobs
+
+NO_SLOT = -1
+NEVER = 2**63  # a position no sequence reaches
+
+
+class Sequence:
+    """State of one request: waiting (no slot, no blocks), running, or finished. Single writer: the scheduler.
+
+    Its progress in tokens: `len(tokens)` are known here; `num_total` are known or being sampled by a step in flight;
+    `num_computed`, always fewer, have been run or are in a plan. What remains to run is `num_total - num_computed`.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "capacity",
+        "chain",
+        "finished",
+        "index_at",
+        "limit",
+        "num_cached_tokens",
+        "num_computed",
+        "num_indexed",
+        "num_total",
+        "order",
+        "prompt_len",
+        "prompt_logprobs",
+        "request",
+        "request_id",
+        "resume_after",
+        "retry_gain",
+        "slot",
+        "stop_from",
+        "stop_ids",
+        "tokens",
+        "was_admitted",
+    )
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        arrival: int,
+        limit: int,
+        eos_token_ids: frozenset[int],
+        block_size: int,
+    ) -> None:
+        """`limit`: tokens it may have in the end, prompt and output; `arrival`: rises with every request."""
+        sampling = request.sampling
+        self.request = request
+        self.request_id = request.request_id
+        self.order = (request.priority, arrival)  # smaller goes first, in everything
+        self.tokens = list(request.prompt_token_ids)
+        self.prompt_len = len(self.tokens)
+        self.limit = limit
+        self.stop_from = self.prompt_len + sampling.min_tokens  # a stop token counts once this many tokens precede it
+        self.stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
+        if sampling.stop_token_ids:
+            self.stop_ids |= frozenset(sampling.stop_token_ids)
+        self.chain = DigestChain(self.tokens, block_size=block_size, salt=request.cache_salt)
+
+        self.slot = NO_SLOT
+        self.block_ids: list[int] = []
+        self.capacity = 0  # positions that block_ids hold
+        self.num_computed = 0
+        self.num_total = self.prompt_len
+        self.num_indexed = 0  # leading blocks whose digest has been offered to the pool's index
+        self.index_at = NEVER  # computed tokens at which the next block is full
+
+        self.was_admitted = False
+        self.num_cached_tokens = 0  # at the first admission
+        self.resume_after = -1  # after a preemption: the last step that may still bring it tokens
+        self.retry_gain = 0  # pool.gain_count before which another try of admission is useless
+        self.prompt_logprobs: list[TokenLogprobs] | None = None  # gathered; None: not wanted, or delivered
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = []
+        self.finished = False

@@ -1,0 +1,190 @@
+"""Token ids to text while they arrive: whole UTF-8 characters only, stop strings, each token looked at once."""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from negamax.base.errors import InvalidRequestError
+from negamax.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """A stretch of generated text. `token_id` is set when the piece is the whole text of exactly that one token."""
+
+    text: str
+    token_id: int | None
+
+
+class Detokenizer:
+    """Turns the token ids of one answer into text, incrementally and in linear time.
+
+    The concatenated pieces equal `tokenizer.decode` of all ids, cut at the first stop string. The stop string that is complete
+    first ends the text (of two that end together, the longer one), wherever token borders lie; text is held back only while it
+    may still become a stop string. A stop string that ends before token number `min_tokens` does not count.
+    Single writer: the owner of the answer. After `matched_stop` is set, nothing more comes out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        if "" in stop:
+            raise InvalidRequestError("stop has an empty string; give each stop string at least 1 character", param="stop")
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._include_stop = include_stop_str_in_output
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._mid_character = False
+        self._stops = _StopMatcher(stop) if stop else None
+        self._stop_state = 0
+        self._held: deque[TextPiece] = deque()
+        self._held_chars = 0
+        self._matched_stop: str | None = None
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the text, or None."""
+        return self._matched_stop
+
+    def push(self, token_ids: Sequence[int]) -> list[TextPiece]:
+        """Take the next tokens; return the text that is certain now."""
+        ready: list[TextPiece] = []
+        for token_id in token_ids:
+            if self._matched_stop is not None:
+                break
+            self._num_tokens += 1
+            if self._skip_special and self._tokenizer.is_special(token_id):
+                continue
+            for piece in self._decode(token_id):
+                self._advance(piece, ready)
+        return ready
+
+    def finish(self) -> list[TextPiece]:
+        """The answer is over: return what was held back. An unfinished character becomes U+FFFD."""
+        ready: list[TextPiece] = []
+        if self._mid_character:
+            self._advance(self._unfinished_character(), ready)
+        self._release(self._held_chars, ready)
+        return ready
+
+    def _decode(self, token_id: int) -> list[TextPiece]:
+        raw = self._tokenizer.token_bytes(token_id)
+        if not raw:
+            return []
+        pieces: list[TextPiece] = []
+        if self._mid_character and not 0x80 <= raw[0] < 0xC0:  # the open character ends here, so this token stands alone
+            pieces.append(self._unfinished_character())
+        is_whole = not self._mid_character
+        text = self._decoder.decode(raw)
+        self._mid_character = bool(self._decoder.getstate()[0])
+        if text:
+            pieces.append(TextPiece(text, token_id if is_whole and not self._mid_character else None))
+        return pieces
+
+    def _unfinished_character(self) -> TextPiece:
+        text = self._decoder.decode(b"", final=True)
+        self._mid_character = False
+        return TextPiece(text, None)
+
+    def _advance(self, piece: TextPiece, ready: list[TextPiece]) -> None:
+        """Append `piece`, look for a stop string in it, and move what is certain to `ready`."""
+        if self._matched_stop is not None:
+            return
+        if self._stops is None:
+            ready.append(piece)
+            return
+        matched, end, self._stop_state = self._stops.scan(
+            piece.text, state=self._stop_state, may_match=self._num_tokens >= self._min_tokens
+        )
+        end += self._held_chars
+        self._held.append(piece)
+        self._held_chars += len(piece.text)
+        if matched is None:
+            self._release(self._held_chars - self._stops.depth(self._stop_state), ready)
+            return
+        self._matched_stop = matched
+        self._release(end if self._include_stop else end - len(matched), ready, may_split_tags=True)
+        self._held.clear()
+        self._held_chars = 0
+
+    def _release(self, num_chars: int, ready: list[TextPiece], *, may_split_tags: bool = False) -> None:
+        """Move the first `num_chars` held characters to `ready`. A tag token stays whole: the parser knows it by its id."""
+        while num_chars > 0:
+            piece = self._held[0]
+            if len(piece.text) <= num_chars:
+                self._held.popleft()
+            elif not may_split_tags and piece.token_id is not None and self._tokenizer.is_added(piece.token_id):
+                return
+            else:
+                self._held[0] = TextPiece(piece.text[num_chars:], None)
+                piece = TextPiece(piece.text[:num_chars], None)
+            ready.append(piece)
+            num_chars -= len(piece.text)
+            self._held_chars -= len(piece.text)
+
+
+class _StopMatcher:
+    """Aho-Corasick automaton over the stop strings: one step per character, whatever their number.
+
+    A state is the longest suffix of the text that begins some stop string; state 0 is the empty one.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]  # state of the longest proper suffix
+        self._depth = [0]
+        self._match: list[str | None] = [None]  # longest stop string that ends in this state
+        for stop in stops:
+            self._insert(stop)
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            fallback = self._fallback[state]
+            self._match[state] = self._match[state] or self._match[fallback]
+            for char, child in self._next[state].items():
+                self._fallback[child] = self._step(fallback, char)
+                queue.append(child)
+
+    def scan(self, text: str, *, state: int, may_match: bool) -> tuple[str | None, int, int]:
+        """Walk `text` from `state`: the stop string that is complete first, the offset where it ends, the new state."""
+        for offset, char in enumerate(text):
+            state = self._step(state, char)
+            matched = self._match[state]
+            if matched is not None and may_match:
+                return matched, offset + 1, state
+        while state and not self._next[state]:  # a whole stop string that did not count begins nothing longer
+            state = self._fallback[state]
+        return None, len(text), state
+
+    def depth(self, state: int) -> int:
+        """Number of characters to hold back in `state`."""
+        return self._depth[state]
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            child = self._next[state].get(char)
+            if child is None:
+                child = self._next[state][char] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self._depth.append(self._depth[state] + 1)
+                self._match.append(None)
+            state = child
+        self._match[state] = stop
+
+    def _step(self, state: int, char: str) -> int:
+        while state and char not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(char, 0)

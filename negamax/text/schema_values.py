@@ -1,0 +1,262 @@
+"""What the declared tools say about an argument, and the conversion of its text to a JSON value by that.
+
+Both call formats write arguments as bare text, so the JSON schema alone decides whether `5` is a number or a string.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+TEXT_TYPES = frozenset({"string", "null"})  # an argument of these types is written as a JSON string while it is generated
+
+_BRANCHES = ("anyOf", "oneOf", "allOf")
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+class ToolSchemas:
+    """The declared tools of one request (OpenAI form, or the bare function objects), looked up by name."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        self._roots: dict[str, Any] = {}
+        self._parameters: dict[str, _Parameters] = {}  # filled at the first call of each tool
+        for tool in tools or ():
+            function = tool.get("function", tool)
+            if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+                self._roots.setdefault(function["name"], function.get("parameters"))
+
+    def declares(self, tool: str) -> bool:
+        """Whether a tool of this name was declared."""
+        return tool in self._roots
+
+    def declares_parameter(self, tool: str, key: str) -> bool:
+        """Whether the schema of `tool` lists the parameter `key`, at its top level or in a branch of it."""
+        return key in self._of(tool).listed
+
+    def parameter_types(self, tool: str, key: str) -> frozenset[str]:
+        """JSON type names that the schema allows for `key`; empty when nothing is known, which means text."""
+        parameters = self._of(tool)
+        return parameters.listed.get(key, parameters.others)
+
+    def _of(self, tool: str) -> _Parameters:
+        if tool not in self._parameters:
+            self._parameters[tool] = _Parameters.from_schema(self._roots.get(tool))
+        return self._parameters[tool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """Types of the listed parameters of one tool, by name, and of every other one (`additionalProperties`)."""
+
+    listed: dict[str, frozenset[str]]
+    others: frozenset[str]
+
+    @classmethod
+    def from_schema(cls, root: Any) -> _Parameters:
+        listed: dict[str, list[Any]] = {}
+        others: list[Any] = []
+        for node in _walk([root], root=root):
+            properties = node.get("properties")
+            if isinstance(properties, Mapping):
+                for key, schema in properties.items():
+                    listed.setdefault(key, []).append(schema)
+            others.append(node.get("additionalProperties"))
+        types = {key: schema_types(schemas, root=root) for key, schemas in listed.items()}
+        return cls(types, schema_types(others, root=root))
+
+
+def schema_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
+    """All JSON types that any of `schemas` allows.
+
+    Read are type (also a list of types), enum and const, nullable, anyOf, oneOf, allOf, and `$ref` into `root`.
+    """
+    found: set[str] = set()
+    for node in _walk(schemas, root=root):
+        declared = node.get("type")
+        names = declared if isinstance(declared, list) else [declared]
+        found.update(name for name in names if isinstance(name, str) and name in _CONVERTERS)
+        if declared is None:
+            found.update(_implied_types(node))
+        if node.get("nullable") is True:
+            found.add("null")
+    return frozenset(found)
+
+
+def json_value(text: str, types: frozenset[str]) -> str:
+    """The argument `text` as JSON, by the first type that fits; text that fits none stays a string, unchanged.
+
+    Types are tried in the order null, integer, number, boolean, object, array, string. White space around anything but a string
+    is ignored; where a string is possible, only the bare word null (in any case) is null.
+    """
+    scalar = text if types <= TEXT_TYPES or "string" in types else text.strip()
+    if "null" in types and scalar.lower() == "null":
+        return "null"
+    for name, converter in _CONVERTERS.items():
+        converted = converter(text) if name in types else None
+        if converted is not None:
+            return converted
+    if types & {"object", "array"} and "string" not in types:  # the other container still tells more than its text
+        return _container(text, (dict, list)) or _encode(text)
+    return _encode(text)
+
+
+def json_string_body(text: str) -> str:
+    """`text` as it stands between the quotes of a JSON string."""
+    return _encode(text)[1:-1]
+
+
+def json_string(text: str) -> str:
+    """`text` as a JSON string."""
+    return _encode(text)
+
+
+def parse_json(text: str) -> Any:
+    """`json.loads` without its extensions: NaN, infinities, floats out of range and bottomless nesting raise ValueError."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _walk(schemas: Iterable[Any], *, root: Any) -> Iterable[Mapping[str, Any]]:
+    """Every schema object behind `schemas`, through branches and references, each once."""
+    stack = list(schemas)
+    seen: set[int] = set()
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, Mapping) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        for branch in _BRANCHES:
+            alternatives = node.get(branch)
+            if isinstance(alternatives, list):
+                stack.extend(alternatives)
+        if isinstance(node.get("$ref"), str):
+            stack.append(_resolve(node["$ref"], root))
+
+
+def _resolve(reference: str, root: Any) -> Any:
+    """The part of `root` that a local JSON pointer (`#/$defs/Point`) names, or None."""
+    if not reference.startswith("#"):
+        return None
+    node = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, Mapping):
+            node = node.get(step)
+        elif isinstance(node, list) and step.isdecimal() and int(step) < len(node):
+            node = node[int(step)]
+        else:
+            return None
+    return node
+
+
+def _implied_types(node: Mapping[str, Any]) -> set[str]:
+    """Types of a schema without `type`: those of its listed values, or of the keywords that only make sense for one type."""
+    values = node["enum"] if isinstance(node.get("enum"), list) else []
+    if "const" in node:
+        values = [*values, node["const"]]
+    if values:
+        return {_type_name(value) for value in values}
+    if "properties" in node:
+        return {"object"}
+    return {"array"} if "items" in node or "prefixItems" in node else set()
+
+
+def _type_name(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, float):
+        return "number"
+    if isinstance(value, str):
+        return "string"
+    return "object" if isinstance(value, Mapping) else "array"
+
+
+def _no_conversion(text: str) -> str | None:
+    return None
+
+
+def _integer(text: str) -> str | None:
+    try:
+        return str(int(text))
+    except ValueError:
+        number = _float(text)
+        return str(int(number)) if number is not None and number.is_integer() else None
+
+
+def _number(text: str) -> str | None:
+    try:
+        return str(int(text))
+    except ValueError:
+        number = _float(text)
+    if number is None:
+        return None
+    return str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)
+
+
+def _float(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _boolean(text: str) -> str | None:
+    return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text.strip().lower())
+
+
+def _object(text: str) -> str | None:
+    return _container(text, dict)
+
+
+def _array(text: str) -> str | None:
+    return _container(text, list)
+
+
+def _container(text: str, kind: type | tuple[type, ...]) -> str | None:
+    try:
+        value = parse_json(text)
+        if not isinstance(value, kind):
+            return None
+        written = _encode(value)
+    except (ValueError, RecursionError):
+        return None
+    try:
+        written.encode()
+    except UnicodeEncodeError:  # an escaped lone surrogate, which only an escape can carry
+        return json.dumps(value)
+    return written
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is beyond the range of a float")
+    return number
+
+
+# In the order in which they are tried. Null is decided before them; a string is what remains.
+_CONVERTERS: dict[str, Callable[[str], str | None]] = {
+    "null": _no_conversion,
+    "integer": _integer,
+    "number": _number,
+    "boolean": _boolean,
+    "object": _object,
+    "array": _array,
+    "string": _no_conversion,
+}

@@ -1,0 +1,177 @@
+"""The checkpoint's byte-level BPE tokenizer: text to token ids, and token ids back to exact bytes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from negamax.base.errors import CheckpointError, InvalidRequestError
+
+# Tokens that carry the structure of an answer. They stay in the text even where a re-saved checkpoint flags them as control
+# tokens: without them nobody can tell reasoning from content.
+STRUCTURE_TOKENS = frozenset({"<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"})
+
+_REMEDY = "download the checkpoint again, or copy the file from the original repository"
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer read from `tokenizer.json` and `tokenizer_config.json`.
+
+    Build it with `from_folder`. Reads only after construction, so threads may share it.
+    """
+
+    def __init__(self, definition: str, *, config: Mapping[str, Any], source: str = "tokenizer.json") -> None:
+        """`definition` is the text of tokenizer.json, `config` the content of tokenizer_config.json; `source` is for errors."""
+        try:
+            self._backend = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # the library raises bare Exception for every defect
+            raise CheckpointError(f"{source} is no valid tokenizer: {error}", hint=_REMEDY) from error
+        parsed = json.loads(definition)
+        _check_byte_level(parsed, source=source)
+        self._definition = parsed
+        self._added: dict[int, str] = {}
+        special: set[int] = set()
+        config_flags = _config_special_flags(config)
+        for token_id, token in self._backend.get_added_tokens_decoder().items():
+            self._added[token_id] = token.content
+            if config_flags.get(token.content, token.special) and token.content not in STRUCTURE_TOKENS:
+                special.add(token_id)
+        self._special = frozenset(special)
+        self._bytes: dict[int, bytes] = {token_id: text.encode() for token_id, text in self._added.items()}
+        self.vocab_size: int = 1 + max([*parsed["model"]["vocab"].values(), *self._added], default=-1)
+        self.bos_token_id: int | None = self._named_token(config, "bos_token", source=source)
+        self.eos_token_id: int | None = self._named_token(config, "eos_token", source=source)
+
+    @classmethod
+    def from_folder(cls, path: Path) -> Tokenizer:
+        """Read the tokenizer of the checkpoint folder `path`.
+
+        Errors: `CheckpointError` naming the file that is missing or broken.
+        """
+        definition = _read_text(path / "tokenizer.json")
+        config = _read_json_object(path / "tokenizer_config.json")
+        _parse_json_object(definition, source=path / "tokenizer.json")
+        return cls(definition, config=config, source=str(path / "tokenizer.json"))
+
+    def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
+        """Token ids of `text`; nothing is put before or after it.
+
+        Texts of added tokens (`[e~[`, `<think>`, …) become those tokens; with `allow_special=False` they are ordinary text.
+        Errors: `InvalidRequestError` for text that is no valid Unicode (a lone surrogate).
+        """
+        backend = self._backend if allow_special else self._plain_backend
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"the text has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; send valid Unicode"
+            ) from error
+        return backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens are left out unless told otherwise."""
+        kept = (i for i in ids if not (skip_special_tokens and i in self._special))
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
+
+    def token_id(self, text: str) -> int | None:
+        """Id of the token spelled `text` in the vocabulary (byte-level spelling for ordinary tokens), or None."""
+        return self._backend.token_to_id(text)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token; its bytes that are no UTF-8 become U+FFFD. An id without a token has no text."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Exact bytes of one token (empty for an id without a token, such as the padding of the vocabulary)."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            spelling = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+            known = self._bytes[token_id] = _spelled_bytes(spelling or "")
+        return known
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether this is a control token, which `skip_special_tokens` drops. `<think>` and the call tags are not."""
+        return token_id in self._special
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether this token was added beside the BPE vocabulary: control tokens and the visible tags."""
+        return token_id in self._added
+
+    @functools.cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        """The same BPE without any added token."""
+        return tokenizers.Tokenizer.from_str(json.dumps({**self._definition, "added_tokens": [], "post_processor": None}))
+
+    def _named_token(self, config: Mapping[str, Any], field: str, *, source: str) -> int | None:
+        value = config.get(field)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if text is None:
+            return None
+        token_id = self.token_id(text) if isinstance(text, str) else None
+        if token_id is None:
+            raise CheckpointError(f"tokenizer_config.json names {field} {text!r}, which {source} does not have", hint=_REMEDY)
+        return token_id
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte of each character of the byte-level spelling: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _spelled_bytes(spelling: str) -> bytes:
+    """Bytes behind a byte-level spelling; a spelling with a character outside the alphabet stands for itself."""
+    try:
+        return bytes([_BYTE_OF[char] for char in spelling])
+    except KeyError:
+        return spelling.encode()
+
+
+def _check_byte_level(definition: Mapping[str, Any], *, source: str) -> None:
+    model = definition.get("model")
+    decoder = definition.get("decoder") or {}
+    kinds = [part.get("type") for part in decoder.get("decoders", [decoder])]
+    if not isinstance(model, Mapping) or model.get("type") != "BPE" or kinds != ["ByteLevel"]:
+        found = f"{model.get('type') if isinstance(model, Mapping) else None} with decoder {kinds}"
+        raise CheckpointError(f"{source} holds {found}; only byte-level BPE is supported", hint="use a MiniMax checkpoint")
+
+
+def _config_special_flags(config: Mapping[str, Any]) -> dict[str, bool]:
+    """The `special` flag that tokenizer_config.json gives each added token, by text; it overrules tokenizer.json."""
+    entries = config.get("added_tokens_decoder")
+    if not isinstance(entries, Mapping):
+        return {}
+    tokens = [token for token in entries.values() if isinstance(token, Mapping)]
+    return {str(token.get("content")): token["special"] is True for token in tokens if "special" in token}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing", hint=_REMEDY) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", hint=_REMEDY) from error
+
+
+def _parse_json_object(text: str, *, source: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source} is no valid JSON: {error}", hint=_REMEDY) from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{source} holds a JSON {type(parsed).__name__}, an object is needed", hint=_REMEDY)
+    return parsed
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    return _parse_json_object(_read_text(path), source=path)

@@ -1,0 +1,1 @@
+"""One rank: persistent rows, the KV pool, the model runner and the sampler."""

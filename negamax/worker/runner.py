@@ -1,0 +1,61 @@
+"""Runs the model over one batch: hidden states, then logits of the positions that matter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from negamax.layers.attention import KvView
+from negamax.models.registry import CausalModel
+from negamax.scheduler.step import StepPlan, TokenLogprobs
+from negamax.worker.batch import ForwardBatch
+from negamax.worker.rows import Rows
+from negamax.worker.sampler import describe
+
+# Prompt log-probabilities need logits of every prompt token; this many positions at a time bound the memory.
+PROMPT_LOGPROB_TILE = 256
+
+
+class Runner:
+    """The model, its cache, and nothing else."""
+
+    def __init__(self, model: CausalModel, kv: Sequence[KvView]) -> None:
+        self._model = model
+        self._kv = kv
+
+    def hidden(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, hidden] of the batch; keys and values land in the cache."""
+        return self._model.forward(batch.token_ids, batch.attention, self._kv)
+
+    def logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """Logits [R, V] fp32 of the sampled rows."""
+        if len(batch.sample_slots) == hidden.shape[0]:
+            return self._model.logits(hidden)
+        return self._model.logits(hidden[batch.sample_tokens])
+
+    def prompt_logprobs(self, plan: StepPlan, hidden: Tensor, *, rows: Rows) -> dict[int, list[TokenLogprobs]]:
+        """For each row that asked: entries of the prompt tokens that this step's tokens predict, by row index."""
+        if not rows.prompt_logprob_slots:
+            return {}
+        found: dict[int, list[TokenLogprobs]] = {}
+        first = 0
+        for row, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+            state = rows.state(slot)
+            predicted = min(start + count, state.prompt_len - 1) - start
+            if slot in rows.prompt_logprob_slots and predicted > 0:
+                found[row] = self._entries(
+                    hidden[first : first + predicted],
+                    rows.tokens[slot, start + 1 : start + 1 + predicted],
+                    num_top=state.sampling.prompt_logprobs or 0,
+                )
+            first += count
+        return found
+
+    def _entries(self, hidden: Tensor, token_ids: Tensor, *, num_top: int) -> list[TokenLogprobs]:
+        entries: list[TokenLogprobs] = []
+        for tile, ids in zip(hidden.split(PROMPT_LOGPROB_TILE), token_ids.split(PROMPT_LOGPROB_TILE), strict=True):
+            logprobs = torch.log_softmax(self._model.logits(tile), dim=-1)
+            entries += describe(logprobs, ids, num_top=[num_top] * ids.shape[0])
+        return entries

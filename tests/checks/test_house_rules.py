@@ -1,0 +1,103 @@
+"""The rules of the house that no linter knows: single doors, forbidden means, sizes of files and functions."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "negamax"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+FILE_LINES = 600
+KERNEL_FILE_LINES = 900
+FUNCTION_LINES = 80
+ASSET_BYTES = 24_000_000
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def attributes(path: Path) -> Iterator[str]:
+    """Dotted names used in the code: `os.environ`, `torch.distributed`."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}"
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+@pytest.mark.parametrize(
+    ("module", "door"),
+    [
+        ("torch.distributed", r"(parallel|transfer)/"),
+        ("triton", r"kernels/\w+/triton\.py"),
+        ("ray", r"engine/ray_executor\.py"),
+        ("os.environ", r"base/env\.py"),
+        ("flashinfer", r"kernels/\w+/vendor\.py"),
+        ("deep_gemm", r"kernels/\w+/vendor\.py"),
+    ],
+)
+def test_single_door(module: str, door: str) -> None:
+    users = [
+        room(path)
+        for path in SOURCES
+        if any(name == module or name.startswith(module + ".") for name in (*imports(path), *attributes(path)))
+    ]
+    assert [user for user in users if not re.match(door, user)] == []
+
+
+@pytest.mark.parametrize("module", ["pickle", "cloudpickle", "dill", "shelve", "marshal"])
+def test_no_pickle_of_any_kind(module: str) -> None:
+    assert [room(path) for path in SOURCES if any(name.split(".")[0] == module for name in imports(path))] == []
+
+
+def test_no_code_from_data() -> None:
+    """No eval, no exec, no remote code."""
+    for path in SOURCES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call):
+                called = node.func.id if isinstance(node.func, ast.Name) else ""
+                assert called not in ("eval", "exec", "compile", "__import__"), room(path)
+                assert "trust_remote_code" not in [keyword.arg for keyword in node.keywords], room(path)
+
+
+def test_files_and_functions_stay_readable() -> None:
+    too_long = []
+    for path in SOURCES:
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > (KERNEL_FILE_LINES if room(path).startswith("kernels/") else FILE_LINES):
+            too_long.append(f"{room(path)}: {lines} lines")
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > FUNCTION_LINES:
+                    too_long.append(f"{room(path)}: {node.name} has {length} lines")
+    assert too_long == []
+
+
+def test_every_room_and_module_says_what_it_is_for() -> None:
+    assert [room(path) for path in SOURCES if not ast.get_docstring(tree(path))] == []
+
+
+def test_embedded_assets_stay_small() -> None:
+    size = sum(path.stat().st_size for path in (PACKAGE / "assets").rglob("*") if path.is_file())
+    assert 0 < size <= ASSET_BYTES

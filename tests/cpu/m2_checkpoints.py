@@ -1,0 +1,129 @@
+"""Small MiniMax-M2 checkpoints on disk, and a model that is nothing but its weight slots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.quantize.spec import quantize_block
+from negamax.layers.weights import WeightSlot, slots_by_name
+
+TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "intermediate_size": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
+}
+FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "float8_e4m3fn",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+}
+
+
+def tiny_spec(**changes: Any) -> ModelSpec:
+    names = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "dtype": "float32"}
+    return ModelSpec.from_hf_config({**names, **TINY, **changes})
+
+
+def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an M2 checkpoint of this size: the table of the published checkpoints."""
+    hidden, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    table: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (spec.vocab_size, hidden),
+    }
+    for layer in range(spec.num_layers):
+        attention, moe = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.block_sparse_moe."
+        table |= {
+            f"model.layers.{layer}.input_layernorm.weight": (hidden,),
+            f"model.layers.{layer}.post_attention_layernorm.weight": (hidden,),
+            attention + "q_proj.weight": (q, hidden),
+            attention + "k_proj.weight": (kv, hidden),
+            attention + "v_proj.weight": (kv, hidden),
+            attention + "o_proj.weight": (hidden, q),
+            attention + "q_norm.weight": (q,),
+            attention + "k_norm.weight": (kv,),
+            moe + "gate.weight": (spec.num_experts, hidden),
+            moe + "e_score_correction_bias": (spec.num_experts,),
+        }
+        for expert in range(spec.num_experts):
+            table[f"{moe}experts.{expert}.w1.weight"] = (spec.intermediate_size, hidden)
+            table[f"{moe}experts.{expert}.w2.weight"] = (hidden, spec.intermediate_size)
+            table[f"{moe}experts.{expert}.w3.weight"] = (spec.intermediate_size, hidden)
+    return table
+
+
+class SlotModel:
+    """A model of slots only. `parameters` holds what they wrote; `tp_rank` of `tp` keeps a slice of the first dimension."""
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        slots = []
+        for name, shape in shapes(spec).items():
+            rows = range(shape[0] * rank // size, shape[0] * (rank + 1) // size)
+            self.parameters[name] = torch.full((len(rows), *shape[1:]), torch.nan, dtype=dtype)
+            region = (rows, *(range(extent) for extent in shape[1:]))
+            slots.append(WeightSlot(name, shape, target=self.parameters[name], region=region))
+        self._slots = slots_by_name(slots)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        return self._slots
+
+
+def random_tensors(spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes(spec).items()}
+
+
+def to_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as MiniMax stores them: attention and expert matrices in block FP8, each with its scale."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight") or ".experts." in name:
+            stored[name], stored[name + "_scale_inv"] = quantize_block(tensor)
+        else:
+            stored[name] = tensor
+    return stored
+
+
+def save_single(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def save_sharded(folder: Path, tensors: dict[str, Tensor], *, names: list[str], with_index: bool = True) -> Path:
+    """Deal the tensors out over the files `names` in turn, as badly sorted as a checkpoint can be."""
+    parts: dict[str, dict[str, Tensor]] = {file: {} for file in names}
+    weight_map = {}
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        file = names[number % len(names)]
+        parts[file][name] = tensor
+        weight_map[name] = file
+    for file, part in parts.items():
+        save_file(part, folder / file)
+    if with_index:
+        write_index(folder, weight_map)
+    return folder
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

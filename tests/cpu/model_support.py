@@ -1,0 +1,129 @@
+"""Tiny MiniMax-M2 models for tests: random specs, random weights, paged caches with shuffled blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from negamax.config.model_spec import MINIMAX_M2, ModelSpec
+from negamax.kernels.registry import resolve
+from negamax.layers.attention import AttentionInputs, KvView
+from negamax.models.registry import CausalModel, build_model
+from negamax.parallel.context import ParallelContext
+
+
+def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
+    """A random config.json of a small model; `overrides` fixes fields."""
+    rng = random.Random(seed)
+    kv_heads = rng.randint(1, 4)
+    heads = kv_heads * rng.choice([group for group in range(1, 13) if 2 <= kv_heads * group <= 12])
+    head_dim = rng.choice((8, 10, 12, 16, 18, 20, 28, 32))
+    num_experts = rng.choice((4, 5, 8, 16, 31, 32))
+    config: dict[str, object] = {
+        "architectures": [MINIMAX_M2],
+        "model_type": "minimax_m2",
+        "vocab_size": rng.choice((61, 96, 128)),
+        "hidden_size": rng.choice((37, 48, 56, 64, 72)),
+        "num_hidden_layers": rng.randint(1, 3),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rotary_dim": rng.choice([dim for dim in (2, 4, 6, 8, head_dim // 4 * 2, head_dim) if dim <= head_dim]),
+        "rope_theta": rng.choice((1e4, 5e6)),
+        "max_position_embeddings": 512,
+        "intermediate_size": rng.choice((15, 24, 40)),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": rng.randint(1, min(8, num_experts)),
+        "rms_norm_eps": rng.choice((1e-6, 1e-5)),
+        "hidden_act": "silu",
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return config | overrides
+
+
+def random_weights(spec: ModelSpec, seed: int, *, router_bias: float = 6.0) -> dict[str, Tensor]:
+    """Random tensors under their checkpoint names: norms around 1, router bias up to `router_bias`."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, slot in build(spec, loaded=False).weight_slots().items():
+        values = torch.randn(slot.shape, generator=generator)
+        if name.endswith("e_score_correction_bias"):
+            weights[name] = (torch.rand(slot.shape, generator=generator) * 2 - 1) * router_bias
+        elif "norm" in name:
+            weights[name] = 1 + 0.3 * values
+        else:
+            weights[name] = values * slot.shape[-1] ** -0.5
+    return weights
+
+
+def build(
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor] | None = None,
+    *,
+    context: ParallelContext | None = None,
+    dtype: torch.dtype = torch.float32,
+    choices: Mapping[str, str] | None = None,
+    loaded: bool = True,
+) -> CausalModel:
+    """A model holding `weights`, ready to run (or, with `loaded` False, before anything was written)."""
+    kernels = resolve(platform="cpu", dtype=dtype, choices=choices)
+    context = context or ParallelContext.single()
+    model = build_model(spec, context=context, dtype=dtype, device=torch.device("cpu"), kernels=kernels)
+    if loaded:
+        assert weights is not None
+        for name, slot in model.weight_slots().items():
+            slot.write(weights[name])
+        model.finish_loading()
+    return model
+
+
+class PagedRun:
+    """Sequences in one paged cache with shuffled blocks; feeds chunks of tokens and returns logits."""
+
+    def __init__(
+        self, model: CausalModel, *, num_blocks: int = 64, block_size: int = 16, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.model, self.block_size = model, block_size
+        layers, shape = model.kv_shape(num_blocks, block_size)
+        # What earlier owners left behind must not matter.
+        self.kv = [KvView(k=torch.full(shape, 7.0, dtype=dtype), v=torch.full(shape, -9.0, dtype=dtype)) for _ in range(layers)]
+        self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(num_blocks)).tolist()
+        self.tables: dict[str, list[int]] = {}
+        self.lengths: dict[str, int] = {}
+
+    def step(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
+        """Run `chunks` (sequence, its next tokens; sequences with one token first) in one forward; logits of every token."""
+        positions, slots, token_ids, starts = [], [], [], [0]
+        for name, tokens in chunks:
+            table, first = self.tables.setdefault(name, []), self.lengths.get(name, 0)
+            while len(table) * self.block_size < first + len(tokens):
+                table.append(self.free.pop())
+            span = range(first, first + len(tokens))
+            positions += span
+            slots += [table[p // self.block_size] * self.block_size + p % self.block_size for p in span]
+            token_ids += tokens
+            starts.append(len(token_ids))
+            self.lengths[name] = first + len(tokens)
+        names = [name for name, _ in chunks]
+        width = max(len(self.tables[name]) for name in names)
+        inputs = AttentionInputs(
+            positions=torch.tensor(positions, dtype=torch.int64),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            block_tables=torch.tensor([self.tables[name] + [0] * (width - len(self.tables[name])) for name in names]),
+            query_starts=tuple(starts),
+            seq_lens=tuple(self.lengths[name] for name in names),
+            num_decodes=next((i for i, (_, tokens) in enumerate(chunks) if len(tokens) != 1), len(chunks)),
+        )
+        with torch.inference_mode():
+            logits = self.model.logits(self.model.forward(torch.tensor(token_ids, dtype=torch.int64), inputs, self.kv))
+        return {name: logits[first:last] for name, first, last in zip(names, starts, starts[1:], strict=False)}

@@ -1,0 +1,135 @@
+"""Block FP8 against a scalar reading of the format, at its edges, and against transformers' own dequantisation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from negamax.base.errors import CheckpointError, ConfigError
+from negamax.config.model_spec import QuantizationSpec
+from negamax.kernels.quantize.spec import OPS, dequantize_block, quantize_block
+from negamax.quantization.scheme import BLOCK_FP8, QuantScheme, detect
+
+FP8 = torch.float8_e4m3fn
+
+
+def e4m3(code: int) -> float:
+    """The value of one e4m3fn byte, by the definition of the format: bias 7, no infinities, S.1111.111 is NaN."""
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent, mantissa = code >> 3 & 0xF, code & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    if exponent == 0:
+        return sign * mantissa / 8 * 2.0**-6
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+def test_every_byte_is_read_by_the_definition_of_the_format() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(FP8)
+    scale = torch.tensor([[0.25]])
+    expected = torch.tensor([0.25 * e4m3(code) for code in range(256)]).view(2, 128)
+    torch.testing.assert_close(dequantize_block(codes, scale), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 7), (4, 6), (9, 4), (8, 12)])
+def test_scale_of_an_element_is_that_of_its_block(rows: int, columns: int) -> None:
+    block = (4, 6)
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(rows, columns, generator=generator).to(FP8)
+    scale = torch.rand(-(-rows // 4), -(-columns // 6), generator=generator)
+    plain = dequantize_block(weight, scale, block=block)
+    for n in range(rows):
+        for k in range(columns):
+            assert plain[n, k] == weight[n, k].float() * scale[n // 4, k // 6]
+
+
+def test_a_bfloat16_result_is_rounded_once() -> None:
+    weight, scale = quantize_block(torch.randn(128, 256, generator=torch.Generator().manual_seed(0)))
+    spread = scale.repeat_interleave(128, dim=1)
+    actual = dequantize_block(weight, scale, dtype=torch.bfloat16)
+    assert torch.equal(actual, (weight.float() * spread).to(torch.bfloat16))
+    assert not torch.equal(actual, weight.to(torch.bfloat16) * spread.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (200, 130), (3, 500)])
+def test_quantise_then_dequantise_errs_at_most_half_a_step(rows: int, columns: int) -> None:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    values, scale = quantize_block(weight)
+    assert values.dtype == FP8 and scale.dtype == torch.float32 and tuple(scale.shape) == BLOCK_FP8.scale_shape(rows, columns)
+    largest = weight.abs().max().item()
+    # half a step of a normal value is 1/16 of it; below the smallest normal (2^-6 of the scale) half a step is 2^-10
+    limit = (weight.abs() / 16).clamp_min(largest / 448 * 2**-10) * (1 + 1e-5)
+    assert torch.all((dequantize_block(values, scale) - weight).abs() <= limit)
+
+
+def test_quantising_what_was_dequantised_gives_the_same_weight() -> None:
+    weight, scale = quantize_block(torch.randn(200, 200, generator=torch.Generator().manual_seed(2)))
+    plain = dequantize_block(weight, scale)
+    torch.testing.assert_close(dequantize_block(*quantize_block(plain)), plain, rtol=1e-6, atol=0)
+
+
+def test_a_block_of_zeros_stays_zero_and_its_scale_is_one() -> None:
+    values, scale = quantize_block(torch.zeros(130, 4))
+    assert torch.equal(scale, torch.ones(2, 1))
+    assert torch.equal(dequantize_block(values, scale), torch.zeros(130, 4))
+
+
+@pytest.mark.parametrize("magnitude", [1e-44, 1e-38, 1e-30, 1e30, 3e38])
+def test_extreme_magnitudes_neither_overflow_nor_vanish(magnitude: float) -> None:
+    weight = torch.tensor([[magnitude, -magnitude], [0.0, magnitude]])
+    plain = dequantize_block(*quantize_block(weight))
+    torch.testing.assert_close(plain, weight, rtol=1e-6, atol=2e-38 if magnitude < 1e-35 else 0.0)
+    assert torch.isfinite(plain).all()
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_broken_value_makes_its_block_nan_and_no_other(broken: float) -> None:
+    weight = torch.ones(4, 8)
+    weight[1, 1] = broken
+    plain = dequantize_block(*quantize_block(weight, block=(4, 4)), block=(4, 4))
+    assert torch.isnan(plain[:, :4]).all()
+    assert torch.equal(plain[:, 4:], torch.ones(4, 4))
+
+
+def test_transformers_reads_the_same_weight() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    values, scale = quantize_block(torch.randn(256, 384, generator=torch.Generator().manual_seed(3)))
+    theirs = Fp8Dequantize(None)._dequantize_one(values, scale)
+    torch.testing.assert_close(dequantize_block(values, scale), theirs.float(), rtol=1e-6, atol=0)
+
+
+def test_ops_hold_their_own_tolerance_and_count_their_bytes() -> None:
+    for op in OPS:
+        for dtype, tolerance in op.tolerance.items():
+            for case in op.cases(dtype, torch.Generator().manual_seed(0)):
+                for actual, expected in zip(op.apply(op.reference, case), op.apply(op.reference, case.upcast()), strict=True):
+                    torch.testing.assert_close(
+                        actual.float(), expected.float(), atol=tolerance.atol, rtol=tolerance.rtol, msg=tolerance.reason
+                    )
+                assert op.cost(case).num_bytes > case.tensors["weight"].numel()
+
+
+def test_scales_that_are_not_finite_are_refused() -> None:
+    values, scale = quantize_block(torch.ones(4, 4))
+    scale[0, 0] = math.inf
+    with pytest.raises(CheckpointError, match="not a number"):
+        BLOCK_FP8.dequantize(values, scale)
+
+
+def test_a_scheme_is_detected_from_the_spec_and_never_called_fp8() -> None:
+    assert detect(None) is None
+    assert detect(QuantizationSpec(method="fp8", weight_block_size=(128, 128))) is BLOCK_FP8
+    with pytest.raises(ConfigError, match=r"blocks of \[1, 32\] is not supported yet"):
+        detect(QuantizationSpec(method="fp8", weight_block_size=(1, 32)))
+    with pytest.raises(ConfigError, match="'fp8' says no scale layout"):
+        QuantScheme(
+            name="fp8",
+            value_dtype="F8_E4M3",
+            scale_dtype="F32",
+            scale_suffix="_scale",
+            scale_shape=BLOCK_FP8.scale_shape,
+            dequantize=BLOCK_FP8.dequantize,
+        )

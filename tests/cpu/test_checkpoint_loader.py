@@ -1,0 +1,467 @@
+"""The loader: what transformers saves and what MiniMax publishes is loaded exactly; anything else is refused with its names."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from m2_checkpoints import (
+    FP8_CONFIG,
+    TINY,
+    SlotModel,
+    random_tensors,
+    save_sharded,
+    save_single,
+    shapes,
+    tiny_spec,
+    to_fp8,
+    write_index,
+)
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError
+from negamax.checkpoint.loader import load_weights
+from negamax.checkpoint.names import layer_of, place
+from negamax.config.model_spec import ModelSpec, bundled_spec
+from negamax.kernels.quantize.spec import dequantize_block
+from negamax.kernels.registry import resolve
+from negamax.layers.weights import WeightSlot, slots_by_name
+from negamax.models.registry import CausalModel, build_model
+from negamax.parallel.context import ParallelContext
+
+SPEC = tiny_spec()
+FP8_SPEC = tiny_spec(quantization_config=FP8_CONFIG)
+
+
+def assert_same(model: SlotModel, expected: dict[str, Tensor]) -> None:
+    assert model.parameters.keys() == expected.keys()
+    for name, parameter in model.parameters.items():
+        assert torch.equal(parameter, expected[name].to(parameter.dtype)), name
+
+
+# What is loaded
+
+
+def save_transformers_model(folder: Path, *, shard_size: str) -> dict[str, Tensor]:
+    """A random model saved by transformers; its tensors under their checkpoint names, read off its modules."""
+    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
+    torch.manual_seed(0)
+    model = MiniMaxM2ForCausalLM(MiniMaxM2Config(**TINY)).eval()
+    expected: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_()
+            if name.endswith("experts.gate_up_proj"):
+                for expert, weight in enumerate(parameter):
+                    prefix = name.replace("mlp.experts.gate_up_proj", f"block_sparse_moe.experts.{expert}.")
+                    expected[prefix + "w1.weight"], expected[prefix + "w3.weight"] = weight.chunk(2)
+            elif name.endswith("experts.down_proj"):
+                for expert, weight in enumerate(parameter):
+                    prefix = name.replace("mlp.experts.down_proj", f"block_sparse_moe.experts.{expert}.")
+                    expected[prefix + "w2.weight"] = weight
+            else:
+                expected[name.replace(".mlp.", ".block_sparse_moe.")] = parameter
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
+                expected[name.replace(".mlp.", ".block_sparse_moe.")] = buffer
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return {name: tensor.detach().clone() for name, tensor in expected.items()}
+
+
+@pytest.mark.parametrize(("shard_size", "num_files"), [("1GB", 1), ("30KB", 5)])
+def test_checkpoint_saved_by_transformers(tmp_path: Path, shard_size: str, num_files: int) -> None:
+    expected = save_transformers_model(tmp_path, shard_size=shard_size)
+    assert len(list(tmp_path.glob("*.safetensors"))) >= num_files
+    spec = ModelSpec.from_hf_config(json.loads((tmp_path / "config.json").read_text()))
+    assert (spec.rotary_dim, spec.rope_theta, spec.dtype, spec.notes) == (8, 10000.0, "float32", ())
+    model = SlotModel(spec)
+    report = load_weights(model, spec, tmp_path)
+    assert_same(model, expected)
+    assert report.num_tensors == len(expected)
+    assert report.num_bytes == 4 * sum(tensor.numel() for tensor in expected.values())
+    assert report.skipped == {} and report.num_dequantized == 0
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
+def test_every_plain_dtype_is_cast_to_the_compute_dtype(tmp_path: Path, stored: torch.dtype, compute: torch.dtype) -> None:
+    tensors = random_tensors(SPEC, dtype=stored)
+    model = SlotModel(SPEC, dtype=compute)
+    load_weights(model, SPEC, save_single(tmp_path, tensors))
+    assert_same(model, tensors)
+
+
+def test_fp8_blocks_are_dequantised_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = tiny_spec(quantization_config=FP8_CONFIG, hidden_size=200, intermediate_size=136)  # ragged blocks
+    stored = to_fp8(random_tensors(spec))
+    model = SlotModel(spec, dtype=torch.bfloat16)
+    with caplog.at_level(logging.INFO, logger="negamax"):
+        report = load_weights(model, spec, save_single(tmp_path, stored))
+    expected = {
+        name: dequantize_block(tensor, stored[name + "_scale_inv"]) if tensor.dtype == torch.float8_e4m3fn else tensor
+        for name, tensor in stored.items()
+        if not name.endswith("_scale_inv")
+    }
+    assert_same(model, expected)
+    num_quantized = sum(name.endswith("_scale_inv") for name in stored)
+    assert report.num_tensors == len(stored) and report.num_dequantized == num_quantized == 2 * (4 + 3 * 4)
+    assert "fp8_e4m3_block_128x128, dequantised to the compute dtype" in report.summary()
+    assert [r.message for r in caplog.records if f"{num_quantized} weights" in r.message and "dequantised" in r.message]
+
+
+def test_quantised_checkpoint_may_hold_some_layers_in_bf16(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    stored = to_fp8(tensors)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    stored[name] = tensors[name].to(torch.bfloat16)
+    del stored[name + "_scale_inv"]
+    model = SlotModel(FP8_SPEC)
+    load_weights(model, FP8_SPEC, save_single(tmp_path, stored))
+    assert torch.equal(model.parameters[name], stored[name].float())
+
+
+def test_weight_and_scale_may_lie_in_different_files_with_a_wrong_count_in_their_names(tmp_path: Path) -> None:
+    stored = to_fp8(random_tensors(SPEC))
+    save_sharded(tmp_path, stored, names=[f"model-{number:05}-of-00130.safetensors" for number in range(3)])
+    model = SlotModel(FP8_SPEC)
+    assert load_weights(model, FP8_SPEC, tmp_path).num_tensors == len(stored)
+
+
+def test_shards_without_an_index_are_found(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    model = SlotModel(SPEC)
+    load_weights(model, SPEC, save_sharded(tmp_path, tensors, names=files, with_index=False))
+    assert_same(model, tensors)
+
+
+def test_stray_file_beside_an_index_is_not_read(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    save_sharded(tmp_path, tensors, names=["model-00001-of-00001.safetensors"])
+    (tmp_path / "consolidated.safetensors").write_bytes(b"not a tensor file")
+    model = SlotModel(SPEC)
+    load_weights(model, SPEC, tmp_path)
+    assert_same(model, tensors)
+
+
+def test_each_rank_gets_its_part(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    save_single(tmp_path, tensors)
+    ranks = [SlotModel(SPEC, rank=rank, size=4) for rank in range(4)]
+    for model in ranks:
+        load_weights(model, SPEC, tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(torch.cat([model.parameters[name] for model in ranks]), tensor)
+
+
+def test_slot_that_the_rank_does_not_need_is_not_read_but_must_be_there(tmp_path: Path) -> None:
+    class Partial(SlotModel):
+        def weight_slots(self) -> dict[str, WeightSlot]:
+            slots = super().weight_slots()
+            return slots_by_name(
+                WeightSlot(name, slot.shape, target=None) if ".experts.3." in name else slot for name, slot in slots.items()
+            )
+
+    tensors = random_tensors(SPEC)
+    report = load_weights(Partial(SPEC), SPEC, save_single(tmp_path, tensors))
+    unread = sum(4 * tensor.numel() for name, tensor in tensors.items() if ".experts.3." in name)
+    assert report.num_bytes == sum(4 * tensor.numel() for tensor in tensors.values()) - unread
+    del tensors["model.layers.0.block_sparse_moe.experts.3.w2.weight"]
+    with pytest.raises(CheckpointError, match=r"missing .*experts\.3\.w2"):
+        load_weights(Partial(SPEC), SPEC, save_single(tmp_path, tensors))
+
+
+def test_tensors_beside_the_model_are_skipped_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = random_tensors(SPEC)
+    extra = [
+        "model.layers.2.self_attn.q_proj.weight", "model.layers.62.input_layernorm.weight", "model.mtp.0.proj.weight",
+        "mtp.layers.0.norm.weight", "model.layers.0.self_attn.k_proj.k_scale", "model.layers.1.self_attn.v_cache.scale",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    ]  # fmt: skip
+    model = SlotModel(SPEC)
+    save_single(tmp_path, {**tensors, **{name: torch.ones(3) for name in extra}})
+    with caplog.at_level(logging.WARNING, logger="negamax"):
+        report = load_weights(model, SPEC, tmp_path)
+    assert_same(model, tensors)
+    assert sorted(name for names in report.skipped.values() for name in names) == sorted(extra)
+    assert len(report.skipped) == 4
+    logged = "\n".join(record.message for record in caplog.records)
+    assert all(name in logged for name in extra)
+    assert "skipped 2 (of a layer beyond the 2 of config.json)" in report.summary()
+
+
+def test_other_spellings_of_the_same_tensors_are_understood(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    respelled = {
+        name.replace("block_sparse_moe.e_score", "block_sparse_moe.gate.e_score").replace("block_sparse_moe", "mlp"): tensor
+        for name, tensor in tensors.items()
+    }
+    model = SlotModel(SPEC)
+    load_weights(model, SPEC, save_single(tmp_path, respelled))
+    assert_same(model, tensors)
+
+
+def test_names_are_placed_without_a_checkpoint() -> None:
+    assert place("model.layers.3.mlp.gate.weight", num_layers=4).slot == "model.layers.3.block_sparse_moe.gate.weight"
+    assert place("lm_head.weight", num_layers=1).skip_reason is None
+    assert place("model.layers.4.mlp.gate.weight", num_layers=4).skip_reason is not None
+    assert (layer_of("model.layers.12.input_layernorm.weight"), layer_of("model.norm.weight")) == (12, None)
+
+
+def test_progress_rises_layer_by_layer_to_the_total(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    stored = to_fp8(random_tensors(SPEC))
+    save_sharded(tmp_path, stored, names=["model-1.safetensors", "model-2.safetensors"])
+    report = load_weights(SlotModel(FP8_SPEC), FP8_SPEC, tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert {total for _, total in seen} == {report.num_bytes} == {seen[-1][0]}
+    assert report.num_bytes == sum(tensor.nbytes for tensor in stored.values())
+
+
+def test_layers_are_filled_in_order_so_that_memory_stays_small(tmp_path: Path) -> None:
+    order: list[int] = []
+
+    class Recording(SlotModel):
+        def weight_slots(self) -> dict[str, WeightSlot]:
+            slots = super().weight_slots()
+            for name, slot in slots.items():
+                write = slot.write
+
+                def recorded(tensor: Tensor, *, name: str = name, write: Any = write) -> None:
+                    order.append(layer_of(name) or 0)
+                    write(tensor)
+
+                slot.write = recorded  # type: ignore[method-assign]
+            return dict(reversed(slots.items()))
+
+    save_sharded(tmp_path, random_tensors(SPEC), names=[f"model-{number}.safetensors" for number in range(7)])
+    load_weights(Recording(SPEC), SPEC, tmp_path)
+    assert order == sorted(order) and set(order) == {0, 1}
+
+
+def test_a_checkpoint_of_the_size_of_nano_loads_within_a_second(tmp_path: Path) -> None:
+    spec = tiny_spec(
+        vocab_size=4096, hidden_size=256, intermediate_size=256, num_hidden_layers=5, num_local_experts=12,
+        quantization_config=FP8_CONFIG,
+    )  # fmt: skip
+    stored = to_fp8(random_tensors(spec))
+    save_single(tmp_path, stored)
+    assert len(stored) > 150 and sum(tensor.nbytes for tensor in stored.values()) > 12e6
+    model = SlotModel(spec, dtype=torch.bfloat16)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # and processor time: neither depends on what else the machine does
+    began = time.process_time()
+    load_weights(model, spec, tmp_path)
+    seconds = time.process_time() - began
+    torch.set_num_threads(num_threads)
+    assert seconds < 1.0
+
+
+# What is refused
+
+
+def load(folder: Path, spec: ModelSpec = SPEC) -> None:
+    load_weights(SlotModel(spec), spec, folder)
+
+
+def refused(folder: Path, tensors: dict[str, Tensor], message: str, *, spec: ModelSpec = SPEC) -> None:
+    save_single(folder, tensors)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(folder, spec)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_missing_tensors_are_named_and_counted(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    del tensors["model.norm.weight"]
+    refused(tmp_path, tensors, r"^1 tensor is missing from the checkpoint: model\.norm\.weight \(")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.1" not in name}
+    refused(tmp_path, kept, r"23 tensors are missing from the checkpoint: model\.norm\.weight, .* and 13 more")
+
+
+def test_unknown_tensors_are_named(tmp_path: Path) -> None:
+    tensors = {**random_tensors(SPEC), "model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
+    refused(tmp_path, tensors, r"1 tensor is not part of this model: model\.layers\.0\.self_attn\.q_proj\.bias")
+
+
+def test_two_spellings_of_one_tensor_are_refused(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    name = "model.layers.0.block_sparse_moe.gate.weight"
+    tensors[name.replace("block_sparse_moe", "mlp")] = tensors[name].clone()
+    refused(tmp_path, tensors, "are the same weight, " + name)
+
+
+def test_wrong_shape_is_refused_with_both_shapes(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(48, 32)
+    refused(tmp_path, tensors, r"1\.self_attn\.k_proj\.weight has shape \[48, 32\]; config.json asks for \[32, 48\]")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e5m2])
+def test_wrong_dtype_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = random_tensors(SPEC)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(dtype)
+    refused(tmp_path, tensors, r"lm_head\.weight has dtype .*; supported: BF16, F16, F32")
+
+
+def test_fp8_that_config_does_not_declare_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path, to_fp8(random_tensors(SPEC)), "has dtype F8_E4M3; .*no quantization_config")
+
+
+def test_broken_scales_are_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stored = to_fp8(random_tensors(SPEC))
+    for change, message in [
+        ({name + "_scale_inv": None}, rf"{name} has dtype F8_E4M3 and its scale {name}_scale_inv is missing"),
+        ({name: torch.zeros(64, 48)}, rf"{name} has a scale, dtype F32"),
+        ({name + "_scale_inv": torch.ones(2, 1)}, r"scale_inv has shape \[2, 1\]; config.json asks for \[1, 1\]"),
+        ({name + "_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, r"scale_inv has dtype U8; supported: F32"),
+        ({name + "_scale_inv": torch.full((1, 1), torch.nan)}, r"scale_inv: a block scale is infinite or not a number"),
+        ({"lm_head.weight_scale_inv": torch.ones(1, 1)}, r"lm_head\.weight has a scale, dtype F32"),
+        ({"model.norm.bias_scale_inv": torch.ones(1)}, r"not part of this model: model\.norm\.bias_scale_inv"),
+    ]:
+        changed = {key: tensor for key, tensor in {**stored, **change}.items() if tensor is not None}
+        refused(tmp_path, changed, message, spec=FP8_SPEC)
+
+
+def test_format_described_by_another_tools_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    refused(tmp_path, random_tensors(SPEC), r"hf_quant_config\.json, which is not supported yet")
+
+
+def test_nothing_is_read_before_every_name_and_shape_is_checked(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    tensors["zzz.unknown"] = torch.zeros(1)
+    model = SlotModel(SPEC)
+    with pytest.raises(CheckpointError):
+        load_weights(model, SPEC, save_single(tmp_path, tensors))
+    assert all(torch.isnan(parameter).all() for parameter in model.parameters.values())
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [(0, "no safetensors file, or cut off: 0 bytes"), (5, "cut off"), (100, "cut off"), (-1, "cut off or damaged")],
+)
+def test_truncated_file_is_refused_by_path(tmp_path: Path, keep: int, message: str) -> None:
+    path = save_single(tmp_path, random_tensors(SPEC)) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors .*{message}"):
+        load(tmp_path)
+
+
+def header_file(header: bytes, data: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff" * 64, "cut off"),
+        (header_file(b"not json"), "header"),
+        (header_file(b"[1,2]"), "header"),
+        (header_file(b'{"x": 3}'), "header"),
+        (header_file(b'{"x": {"dtype": "F32"}}'), "header"),
+        (header_file(b'{"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', b"1234"), "header"),
+        (header_file(b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"1234"), "cannot have 4 bytes"),
+        (header_file(b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', b"12345"), "cut off or damaged"),
+        (header_file(b'{"x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "x": {}}'), "x is there twice"),
+        (header_file(b"[" * 90_000 + b"]" * 90_000), "header"),
+    ],
+)
+def test_garbage_instead_of_tensors_is_refused_by_path(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors .*{message}"):
+        load(tmp_path)
+
+
+def test_folders_without_weights_are_refused_with_what_they_hold(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere is not a folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors, .*--load-format synthetic"):
+        load(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"it has pytorch_model\.bin \(only safetensors"):
+        load(tmp_path)
+
+
+def test_index_and_files_must_agree(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    save_sharded(tmp_path, tensors, names=[one, two])
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    moved = {**weight_map, "lm_head.weight": two if weight_map["lm_head.weight"] == one else one}
+    partial = {name: file for name, file in weight_map.items() if name != "lm_head.weight"}
+    for changed, message in [
+        ({**weight_map, "ghost": one}, "1 tensors are not in the file .*ghost"),
+        (moved, r"not in the file .*lm_head\.weight"),
+        (partial, r"not in model\.safetensors\.index\.json: lm_head\.weight"),
+        ({**weight_map, "x": "model-00003.safetensors"}, r"1 are missing: model-00003\.safetensors .finish"),
+        ({**weight_map, "x": "../secret.safetensors"}, r"outside the folder: '\.\./secret"),
+        ({**weight_map, "x": 3}, "no weight_map"),
+        ({}, "no weight_map"),
+    ]:
+        write_index(tmp_path, changed)
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        load(tmp_path)
+
+
+def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    save_sharded(tmp_path, tensors, names=files, with_index=False)
+    (tmp_path / "model-extra.safetensors").write_bytes((tmp_path / files[0]).read_bytes())
+    with pytest.raises(CheckpointError, match=r"is in two files: model-00001-of-00002.* and model-extra"):
+        load(tmp_path)
+
+
+# The real model
+
+
+def build(spec: ModelSpec) -> CausalModel:
+    device, dtype = torch.device("cpu"), torch.float32
+    kernels = resolve(platform="cpu", dtype=dtype)
+    return build_model(spec, context=ParallelContext.single(), dtype=dtype, device=device, kernels=kernels)
+
+
+def test_slots_of_the_model_are_the_tensors_of_a_published_checkpoint() -> None:
+    """MiniMax-M2's own index: 96,103 tensors, of which 47,864 are FP8 and have a scale."""
+    table = shapes(bundled_spec("minimax-m2"))
+    quantized = [name for name in table if name.endswith("_proj.weight") or ".experts." in name]
+    assert (len(table) + len(quantized), len(quantized)) == (96_103, 47_864)
+    assert {name: slot.shape for name, slot in build(SPEC).weight_slots().items()} == shapes(SPEC)
+
+
+def test_model_takes_what_transformers_saves_and_what_minimax_publishes(tmp_path: Path) -> None:
+    model = build(SPEC)
+    save_transformers_model(tmp_path, shard_size="30KB")
+    load_weights(model, SPEC, tmp_path)
+    model.finish_loading()
+    model, folder = build(FP8_SPEC), tmp_path / "fp8"
+    folder.mkdir()
+    load_weights(model, FP8_SPEC, save_single(folder, to_fp8(random_tensors(FP8_SPEC))))
+    model.finish_loading()
+    with pytest.raises(CheckpointError, match="is in the checkpoint twice"):
+        load_weights(model, FP8_SPEC, folder)
+
+
+def test_finding_a_model_imports_no_torch() -> None:
+    code = (
+        "import sys, negamax.checkpoint.hub, negamax.checkpoint.names, negamax.config.generation, negamax.config.model_spec;"
+        "sys.exit('torch' in sys.modules or 'huggingface_hub' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,264 @@
+"""What the engine promises its callers, on a tiny model: reuse, preemption, cancellation, reproducible sampling, fences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from negamax import LLM, SamplingParams
+from negamax.base.errors import ConfigError, ContextLengthError, InvalidRequestError, ResourceError
+from tests import tiny
+
+SIZES = {
+    "vocab_size": 331,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny.make_model(7, **SIZES), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), dtype="float32", block_size=4, num_threads=1) as engine:
+        yield engine
+
+
+def prompt(seed: int, length: int = 30) -> list[int]:
+    return torch.randint(3, 331, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    return [generation.outputs[0].token_ids for generation in llm.generate(prompts, params)]
+
+
+def all_blocks_free(llm: LLM) -> bool:
+    while llm._loop.has_work:
+        llm._loop.step()
+    stats = llm._loop.stats()
+    return stats.num_running == stats.num_waiting == 0 and stats.num_free_kv_blocks == stats.num_kv_blocks
+
+
+def test_a_repeated_prompt_is_taken_from_the_cache_and_gives_the_same_text(llm: LLM) -> None:
+    first, second = (llm.generate([prompt(1)], GREEDY)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == 28  # full blocks of 4 within the first 29 of 30 tokens
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_a_following_turn_reuses_generated_tokens_too(llm: LLM) -> None:
+    first = llm.generate([prompt(2)], GREEDY)[0]
+    longer = prompt(2) + first.outputs[0].token_ids + prompt(3, 5)
+    assert llm.generate([longer], GREEDY)[0].num_cached_tokens >= 44
+
+
+def test_without_prefix_caching_nothing_is_cached_and_the_text_is_the_same(folder: Path, llm: LLM) -> None:
+    with LLM(str(folder), dtype="float32", block_size=4, enable_prefix_caching=False, num_threads=1) as plain:
+        generations = [plain.generate([prompt(1)], GREEDY)[0] for _ in range(2)]
+    assert [generation.num_cached_tokens for generation in generations] == [0, 0]
+    assert generations[1].outputs[0].token_ids == tokens(llm, [prompt(1)], GREEDY)[0]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_pool_too_small_for_all_preempts_and_still_gives_the_same_texts(folder: Path, llm: LLM, overlap: bool) -> None:
+    prompts = [prompt(seed, 40) for seed in range(10, 18)]
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with LLM(str(folder), dtype="float32", block_size=4, num_kv_blocks=64, enable_overlap=overlap, num_threads=1) as small:
+        assert tokens(small, prompts, params) == tokens(llm, prompts, params)
+        assert small._loop.stats().preemption_count > 0
+        assert all_blocks_free(small)
+
+
+def test_same_seed_same_text_whatever_else_runs(llm: LLM) -> None:
+    seeded = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=5, max_tokens=30, ignore_eos=True)
+    alone = tokens(llm, [prompt(20)], seeded)[0]
+    others = [SamplingParams(temperature=1.5, top_k=0, seed=i, max_tokens=10 + i, ignore_eos=True) for i in range(6)]
+    mixed = llm.generate([prompt(21 + i) for i in range(6)] + [prompt(20)], [*others, seeded])
+    assert mixed[-1].outputs[0].token_ids == alone
+    assert tokens(llm, [prompt(20)], SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=6, max_tokens=30)) != [alone]
+
+
+def test_n_choices_differ_and_the_first_is_the_single_one(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True, n=4)
+    choices = [choice.token_ids for choice in llm.generate([prompt(30)], params)[0].outputs]
+    assert len({tuple(choice) for choice in choices}) == 4
+    single = SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
+    assert choices[0] == tokens(llm, [prompt(30)], single)[0]
+
+
+def test_the_choices_of_a_prompt_compute_it_once(llm: LLM) -> None:
+    before = llm._loop.stats()
+    llm.generate([prompt(31), prompt(32)], SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, n=3))
+    after = llm._loop.stats()
+    assert after.prompt_tokens - before.prompt_tokens == 6 * 30
+    assert after.cached_prompt_tokens - before.cached_prompt_tokens == 4 * 28  # full blocks of 4, two choices more of each
+
+
+def test_stop_token_ends_the_text_before_it_and_min_tokens_holds_it_back(llm: LLM) -> None:
+    free = tokens(llm, [prompt(40)], GREEDY)[0]
+    stop_id = free[5]
+    stopped = llm.generate([prompt(40)], SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(stop_id,)))[0].outputs[
+        0
+    ]
+    cut = free.index(stop_id) + 1
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (free[:cut], "stop", stop_id)
+    assert stopped.text == llm.tokenizer.decode(free[: cut - 1])
+    held = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=12, stop_token_ids=(stop_id,), ignore_eos=True)
+    longer = llm.generate([prompt(40)], held)[0].outputs[0].token_ids
+    assert len(longer) >= 12
+    assert stop_id not in longer[:12]
+
+
+def test_stop_string_cuts_the_text_and_frees_the_sequence(llm: LLM) -> None:
+    free = llm.generate([prompt(41)], GREEDY)[0].outputs[0]
+    middle = free.text[len(free.text) // 2 :][:4]
+    stopped = llm.generate([prompt(41)], SamplingParams(temperature=0.0, max_tokens=20, stop=(middle,)))[0].outputs[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.stop_reason == middle
+    assert stopped.text == free.text[: free.text.index(middle)]
+    assert all_blocks_free(llm)
+
+
+def test_max_tokens_and_the_window_end_with_length(llm: LLM) -> None:
+    short = llm.generate([prompt(42)], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))[0].outputs[0]
+    assert (len(short.token_ids), short.finish_reason) == (3, "length")
+    full = llm.generate([prompt(43, 250)], SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))[0].outputs[0]
+    assert (len(full.token_ids), full.finish_reason) == (6, "length")
+
+
+def test_penalties_and_bias_change_what_is_chosen(llm: LLM) -> None:
+    free = tokens(llm, [prompt(44)], GREEDY)[0]
+    banned = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logit_bias={free[0]: -100.0})
+    assert tokens(llm, [prompt(44)], banned)[0][0] != free[0]
+    forced = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logit_bias={9: 100.0})
+    assert tokens(llm, [prompt(44)], forced)[0] == [9] * 5
+    both = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0, presence_penalty=2.0)
+    repeats = [len(ids) - len(set(ids)) for ids in (tokens(llm, [prompt(44)], both)[0], tokens(llm, [prompt(44)], forced)[0])]
+    assert repeats[0] < 40 - 15
+    assert repeats[1] == 4
+
+
+def test_closing_a_stream_frees_its_blocks_within_one_step(llm: LLM) -> None:
+    stream = llm.stream(prompt(50), SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+    for _ in range(5):
+        next(stream)
+    assert llm._loop.stats().num_running == 1
+    stream.close()  # type: ignore[attr-defined]
+    assert llm._loop.stats().num_running == 0
+    assert llm._loop.stats().num_free_kv_blocks == llm._loop.stats().num_kv_blocks
+    assert all_blocks_free(llm)
+
+
+def test_stream_and_generate_give_the_same_text(llm: LLM) -> None:
+    outputs = list(llm.stream(prompt(51), GREEDY))
+    whole = llm.generate([prompt(51)], GREEDY)[0].outputs[0]
+    assert "".join(output.text for output in outputs) == whole.text
+    assert [token for output in outputs for token in output.token_ids] == whole.token_ids
+    assert outputs[-1].num_output_tokens == 20
+
+
+def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
+    """Poison the cache of one running request with NaN: that request ends with an error, its neighbour is untouched."""
+    with LLM(str(folder), dtype="float32", block_size=4, num_threads=1, enable_overlap=False) as engine:
+        clean = tokens(engine, [prompt(61)], GREEDY)[0]
+        bad = engine._admit([prompt(60)], GREEDY)
+        good = engine._admit([prompt(61)], GREEDY)
+        requests = [group[0][1] for group in engine._sequences([prompt(60), prompt(61)], [*bad, *good])]
+        for request in requests:
+            engine._loop.add(request)
+        collected: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        reasons: dict[str, str | None] = {}
+        poisoned = False
+        while engine._loop.has_work:
+            for update in engine._loop.step():
+                collected[update.request_id] += update.token_ids
+                reasons[update.request_id] = update.finish_reason
+            if not poisoned:
+                worker = engine._loop._executor._worker  # type: ignore[attr-defined]
+                block = int(worker._rows.block_tables[0, 0])
+                worker._runner._kv[0].k[block] = float("nan")
+                poisoned = True
+        assert reasons[requests[0].request_id] == "error"
+        assert reasons[requests[1].request_id] == "length"
+        assert collected[requests[1].request_id] == clean
+
+
+def test_a_step_that_raises_is_repeated_row_by_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row whose sampling state makes the step raise is lost; the rows beside it get the tokens they would get alone."""
+    with LLM(str(folder), dtype="float32", block_size=4, num_threads=1) as engine:
+        expected = tokens(engine, [prompt(62)], GREEDY)[0]
+        params = engine._admit([prompt(63), prompt(62)], [SamplingParams(logit_bias={1: 1.0}, max_tokens=20), GREEDY])
+        requests = [group[0][1] for group in engine._sequences([prompt(63), prompt(62)], params)]
+        for request in requests:
+            engine._loop.add(request)
+        collected: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        reasons: dict[str, str | None] = {}
+        steps = 0
+        while engine._loop.has_work:
+            for update in engine._loop.step():
+                collected[update.request_id] += update.token_ids
+                reasons[update.request_id] = update.finish_reason
+            steps += 1
+            if steps == 3:
+                worker = engine._loop._executor._worker  # type: ignore[attr-defined]
+                state = worker._rows.state(0)
+                object.__setattr__(state, "bias_ids", torch.tensor([10**6]))  # out of the vocabulary: the edit raises
+        assert reasons == {requests[0].request_id: "error", requests[1].request_id: "length"}
+        assert collected[requests[1].request_id] == expected
+
+
+def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -> None:
+    for bad, error in (([], InvalidRequestError), ([331], InvalidRequestError), ([-1], InvalidRequestError)):
+        with pytest.raises(error):
+            llm.generate([prompt(1), bad], GREEDY)
+    with pytest.raises(ContextLengthError, match="256"):
+        llm.generate([prompt(1, 256)], GREEDY)
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        llm.generate([prompt(1)], SamplingParams(temperature=9.0))
+    with pytest.raises(InvalidRequestError, match="2 sampling parameters for 1"):
+        llm.generate([prompt(1)], [GREEDY, GREEDY])
+    assert all_blocks_free(llm)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_len": 257}, "257"),
+        ({"tensor_parallel_size": 3}, "heads"),
+        ({"dtype": "int8"}, "int8"),
+        ({"block_size": 0}, "block-size"),
+        ({"kv_cache_memory": 1000}, "KV cache"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_with_numbers(folder: Path, options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(str(folder), **options)
+
+
+def test_a_model_larger_than_the_memory_is_refused() -> None:
+    with pytest.raises(ResourceError, match="GiB"):
+        LLM("minimax-m2", load_format="synthetic", max_model_len=128)
+
+
+def test_a_pool_smaller_than_the_window_lowers_the_window(folder: Path) -> None:
+    """Every request that is accepted can run to its end: here 8 blocks of 4 tokens, and the last token that is never run."""
+    with LLM(str(folder), dtype="float32", block_size=4, num_kv_blocks=8, num_threads=1) as engine:
+        with pytest.raises(ContextLengthError, match="33"):
+            engine.generate([prompt(1, 60)], GREEDY)
+        longest = engine.generate([prompt(1, 20)], SamplingParams(temperature=0.0, ignore_eos=True))[0].outputs[0]
+        assert (len(longest.token_ids), longest.finish_reason) == (13, "length")

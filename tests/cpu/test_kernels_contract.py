@@ -1,0 +1,81 @@
+"""Every registered kernel against its op's definition in fp32, on the op's own cases: to be listed is to be tested."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from negamax.base.errors import ConfigError
+from negamax.kernels.op import FLOAT_DTYPES, Kernel
+from negamax.kernels.registry import KERNELS, OPS, providers, resolve
+
+CONTRACTS = [
+    pytest.param(kernel, dtype, id=f"{kernel.op}-{kernel.provider}-{str(dtype).removeprefix('torch.')}")
+    for kernel in KERNELS
+    for dtype in FLOAT_DTYPES
+    if dtype in kernel.dtypes
+]
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), CONTRACTS)
+def test_kernel_computes_its_op(kernel: Kernel, dtype: torch.dtype) -> None:
+    if not kernel.available():
+        pytest.skip(f"{kernel.provider} does not run on this machine")
+    op = OPS[kernel.op]
+    tolerance = op.tolerance[dtype]
+    cases = op.cases(dtype, torch.Generator().manual_seed(0))
+    assert len(cases) >= 3
+    for case in cases:
+        with torch.inference_mode():
+            expected = op.apply(op.reference, case.upcast())
+            actual = op.apply(kernel, case)
+        for want, got in zip(expected, actual, strict=True):
+            assert got.shape == want.shape, case.label
+            if not want.is_floating_point():
+                assert torch.equal(got, want), case.label
+                continue
+            torch.testing.assert_close(
+                got.float(),
+                want.float(),
+                atol=tolerance.atol,
+                rtol=tolerance.rtol,
+                msg=lambda text, label=case.label: f"{label}: {text}",
+            )
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_cost_counts_bytes_and_flops(name: str) -> None:
+    op = OPS[name]
+    costs = [op.cost(case) for case in op.cases(torch.bfloat16, torch.Generator().manual_seed(0))]
+    assert all(cost.num_bytes >= 0 and cost.flops >= 0 for cost in costs)
+    assert max(cost.num_bytes for cost in costs) > 0
+
+
+def test_table_holds_every_op_and_says_who_runs_it() -> None:
+    table = resolve(platform="cpu", dtype=torch.float32)
+    text = table.describe()
+    for name in OPS:
+        assert table[name].op == name
+        assert name in text
+    assert "bucketed" in text
+
+
+def test_an_unknown_platform_runs_the_references() -> None:
+    table = resolve(platform="abacus", dtype=torch.float32)
+    assert {kernel.provider for kernel in table.kernels.values()} == {"reference"}
+
+
+def test_choice_of_a_provider_is_kept_and_a_wrong_one_names_the_right_ones() -> None:
+    table = resolve(platform="cpu", dtype=torch.float32, choices={"attention.decode": "reference"})
+    assert table["attention.decode"].provider == "reference"
+    with pytest.raises(ConfigError, match="bucketed, reference"):
+        resolve(platform="cpu", dtype=torch.float32, choices={"attention.decode": "magic"})
+    with pytest.raises(ConfigError, match="no op named"):
+        resolve(platform="cpu", dtype=torch.float32, choices={"attention.encode": "reference"})
+
+
+def test_preferred_provider_comes_first_and_the_reference_last() -> None:
+    for name in OPS:
+        found = providers(name, platform="cpu", dtype=torch.bfloat16)
+        assert found[-1].provider == "reference"
+        assert resolve(platform="cpu", dtype=torch.bfloat16)[name] is found[0]

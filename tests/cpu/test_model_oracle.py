@@ -1,0 +1,112 @@
+"""The model against transformers' MiniMaxM2ForCausalLM: fp32 logits on random tiny models, through the paged cache."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from model_support import PagedRun, build, random_weights, tiny_config
+from safetensors.torch import load_file
+from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
+from negamax.config.model_spec import ModelSpec
+
+NUM_CONFIGS = 24
+
+
+def oracle(config: dict[str, object], seed: int, *, router_bias: float) -> MiniMaxM2ForCausalLM:
+    """transformers' model with our random weights (norms and router bias not left at their defaults)."""
+    rotary = config["rotary_dim"] / config["head_dim"]  # type: ignore[operator]
+    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type", "rope_theta")}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"], "partial_rotary_factor": rotary}
+    model = MiniMaxM2ForCausalLM(MiniMaxM2Config(**fields)).eval().float()
+    model.set_experts_implementation("eager")  # the grouped product refuses odd sizes
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            values = torch.randn(tensor.shape, generator=generator)
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_((torch.rand(tensor.shape, generator=generator) * 2 - 1) * router_bias)
+            elif "norm" in name:
+                tensor.copy_(1 + 0.3 * values)
+            elif "inv_freq" not in name:
+                tensor.copy_(values * tensor.shape[-1] ** -0.5)
+    return model
+
+
+@pytest.mark.parametrize("seed", range(NUM_CONFIGS))
+def test_logits_equal_transformers_through_chunked_prefill_and_decode(seed: int, tmp_path: Path) -> None:
+    config = tiny_config(seed)
+    rng = random.Random(seed)
+    expected_model = oracle(config, seed, router_bias=rng.uniform(4.0, 10.0))
+    expected_model.save_pretrained(tmp_path)  # the checkpoint's own tensor names
+    spec = ModelSpec.from_hf_config(config)
+    model = build(spec, load_file(tmp_path / "model.safetensors"))
+    prompts = {name: [rng.randrange(spec.vocab_size) for _ in range(rng.randint(20, 60))] for name in "ab"}
+    with torch.no_grad():
+        expected = {name: expected_model(torch.tensor([tokens])).logits[0] for name, tokens in prompts.items()}
+
+    run = PagedRun(model, num_blocks=32, block_size=rng.choice((4, 5, 16)))
+    got: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
+    done = {"a": 0, "b": 0}
+    while any(done[name] < len(prompts[name]) for name in prompts):
+        chunks = []
+        for name, tokens in prompts.items():
+            left = len(tokens) - done[name]
+            if left:  # a few chunks, then the last tokens one by one
+                size = 1 if left <= 8 else min(left - 7, rng.randint(1, 30))
+                chunks.append((name, tokens[done[name] : done[name] + size]))
+                done[name] += size
+        for name, logits in run.step(sorted(chunks, key=lambda chunk: len(chunk[1]) != 1)).items():
+            got[name].append(logits)
+    for name in prompts:
+        torch.testing.assert_close(torch.cat(got[name]), expected[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("seed", (3, 11))
+def test_all_tokens_to_one_expert_and_none_to_the_others(seed: int) -> None:
+    """A router bias that outweighs every score sends all tokens to the same experts; the rest run on zero tokens."""
+    config = tiny_config(seed, num_local_experts=8, num_experts_per_tok=1, num_hidden_layers=2)
+    expected_model = oracle(config, seed, router_bias=0.0)
+    spec = ModelSpec.from_hf_config(config)
+    bias = torch.zeros(8)
+    bias[5] = 100.0
+    with torch.no_grad():
+        for layer in expected_model.model.layers:
+            layer.mlp.e_score_correction_bias.copy_(bias)
+    weights = _checkpoint(expected_model)
+    run = PagedRun(build(spec, weights))
+    tokens = list(range(23))
+    with torch.no_grad():
+        expected = expected_model(torch.tensor([tokens])).logits[0]
+    got = torch.cat([run.step([("a", tokens[:22])])["a"], run.step([("a", tokens[22:])])["a"]])
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def test_reference_kernels_alone_give_the_same_logits() -> None:
+    """The definitions by themselves are a complete model, so every provider can be replaced by its reference."""
+    spec = ModelSpec.from_hf_config(tiny_config(5))
+    weights = random_weights(spec, 5)
+    choices = dict.fromkeys(("attention.decode", "attention.prefill", "moe.experts", "gemm.linear"), "reference")
+    chosen, defined = PagedRun(build(spec, weights)), PagedRun(build(spec, weights, choices=choices))
+    for chunk in ([4, 8, 15, 16, 23, 42], [7], [7]):
+        torch.testing.assert_close(chosen.step([("a", chunk)])["a"], defined.step([("a", chunk)])["a"], atol=1e-5, rtol=1e-5)
+
+
+def _checkpoint(model: MiniMaxM2ForCausalLM) -> dict[str, torch.Tensor]:
+    """The weights of transformers' model under their checkpoint names, without a file."""
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        if name.endswith("experts.gate_up_proj"):
+            for expert, fused in enumerate(tensor):
+                prefix = name.replace("gate_up_proj", str(expert))
+                weights[f"{prefix}.w1.weight"], weights[f"{prefix}.w3.weight"] = fused.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                weights[f"{name.replace('down_proj', str(expert))}.w2.weight"] = down
+        else:
+            weights[name] = tensor
+    return weights

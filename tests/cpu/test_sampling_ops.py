@@ -1,0 +1,127 @@
+"""The sampling ops against plain definitions: filters, the draw, penalties, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from negamax.kernels.sampling import spec as ops
+
+VOCAB = 50
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def draw(logits: Tensor, u: float, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, candidates=VOCAB) -> int:
+    return int(
+        ops.sample(
+            logits.unsqueeze(0),
+            temperature=column(temperature),
+            top_k=column(top_k),
+            top_p=column(top_p),
+            min_p=column(min_p),
+            uniforms=column(u),
+            candidates=candidates,
+        )
+    )
+
+
+def possible(logits: Tensor, **filters: float) -> set[int]:
+    """Every token that some uniform number draws."""
+    return {draw(logits, u / 4000, **filters) for u in range(4000)}
+
+
+@pytest.fixture
+def logits() -> Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+
+
+def test_draw_follows_the_distribution(logits: Tensor) -> None:
+    n = 20_000
+    uniforms = torch.rand(n, generator=torch.Generator().manual_seed(2))
+    tokens = ops.sample(
+        logits.expand(n, VOCAB),
+        temperature=torch.full((n,), 0.7),
+        top_k=torch.zeros(n),
+        top_p=torch.ones(n),
+        min_p=torch.zeros(n),
+        uniforms=uniforms,
+        candidates=VOCAB,
+    )
+    frequency = torch.bincount(tokens, minlength=VOCAB) / n
+    assert (frequency - torch.softmax(logits / 0.7, dim=-1)).abs().max() < 0.012
+
+
+def test_top_k_keeps_exactly_the_k_most_likely(logits: Tensor) -> None:
+    assert possible(logits, top_k=5, temperature=2.0) == set(logits.topk(5).indices.tolist())
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: Tensor) -> None:
+    probs, order = torch.softmax(logits, dim=-1).sort(descending=True)
+    needed = int((probs.cumsum(0) < 0.6).sum()) + 1
+    assert possible(logits, top_p=0.6) == set(order[:needed].tolist())
+
+
+def test_min_p_keeps_tokens_within_a_share_of_the_best(logits: Tensor) -> None:
+    probs = torch.softmax(logits, dim=-1)
+    assert possible(logits, min_p=0.2) == set((probs >= 0.2 * probs.max()).nonzero().flatten().tolist())
+
+
+def test_narrow_and_wide_draws_agree_where_top_k_fits_both(logits: Tensor) -> None:
+    for u in range(200):
+        assert draw(logits, u / 200, top_k=10, candidates=16) == draw(logits, u / 200, top_k=10, candidates=VOCAB)
+
+
+def test_uniform_just_below_one_never_leaves_the_kept_tokens(logits: Tensor) -> None:
+    almost_one = 1 - 2**-24
+    assert draw(logits, almost_one, top_k=3) in set(logits.topk(3).indices.tolist())
+    assert draw(logits, almost_one, top_p=1e-6) == int(logits.argmax())
+
+
+def test_a_rows_draw_does_not_depend_on_its_company(logits: Tensor) -> None:
+    others = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(3))
+    rows = torch.cat((others[:3], logits.unsqueeze(0), others[3:]))
+    together = ops.sample(
+        rows,
+        temperature=torch.full((8,), 0.9),
+        top_k=torch.full((8,), 20.0),
+        top_p=torch.full((8,), 0.9),
+        min_p=torch.zeros(8),
+        uniforms=torch.full((8,), 0.37),
+        candidates=VOCAB,
+    )
+    assert int(together[3]) == draw(logits, 0.37, temperature=0.9, top_k=20, top_p=0.9)
+
+
+def test_uniform_numbers_are_even_and_differ_by_seed_and_position() -> None:
+    values = [ops.uniform(seed, position) for seed in range(100) for position in range(100)]
+    assert len(set(values)) > 9_900
+    assert all(0.0 <= value < 1.0 for value in values)
+    assert abs(sum(values) / len(values) - 0.5) < 0.01
+    assert ops.uniform(-(2**63), 0) != ops.uniform(2**63 - 1, 0)
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_once() -> None:
+    logits = column(2.0, -2.0, 1.0, 3.0)
+    ops.apply_penalties(logits, torch.tensor([0, 0]), torch.tensor([1, 0]), repetition=2.0, frequency=0.0, presence=0.0)
+    assert logits.tolist() == [1.0, -4.0, 1.0, 3.0]
+
+
+def test_frequency_counts_and_presence_marks_output_tokens_only() -> None:
+    logits = torch.zeros(4)
+    ops.apply_penalties(logits, torch.tensor([3, 3]), torch.tensor([1, 1, 2]), repetition=1.0, frequency=0.5, presence=0.25)
+    assert logits.tolist() == [0.0, -1.25, -0.75, 0.0]
+
+
+def test_logprobs_ranks_and_alternatives() -> None:
+    logprobs = torch.log_softmax(column(0.0, 3.0, 1.0, 2.0), dim=-1).unsqueeze(0)
+    chosen, rank, ids, values = ops.token_logprobs(logprobs, torch.tensor([2]), num_top=2)
+    assert math.isclose(float(chosen), float(logprobs[0, 2]))
+    assert int(rank) == 3
+    assert ids.tolist() == [[1, 3]]
+    assert values[0].tolist() == logprobs[0, [1, 3]].tolist()

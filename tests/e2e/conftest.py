@@ -1,0 +1,118 @@
+"""A real server process with the embedded model, shared by the whole run, and clients for it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import httpx
+import openai
+import pytest
+
+MODEL = "nano"
+START_SECONDS = 60.0
+_READY = re.compile(r"ready: (http://\S+)/v1")
+
+
+@dataclass
+class Server:
+    """A running `negamax serve`: its process, its address, and everything it has logged so far."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log_file: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(encoding="utf-8")
+
+    def openai(self, api_key: str = "unused") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def gauge(self, name: str) -> float:
+        """The value of an unlabelled-but-for-the-model metric."""
+        with self.http() as client:
+            text = client.get("/metrics").text
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+        return float(line.rsplit(" ", 1)[1])
+
+    def engine_pid(self) -> int:
+        """The engine process: the one child of the server."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        (pid,) = children.split()
+        return int(pid)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, *, seconds: float = 20.0) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+
+def eventually(check: Callable[[], bool], *, seconds: float = 10.0) -> bool:
+    """Whether `check` becomes true in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if check():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def launch(*options: str, model: str = MODEL, log_file: Path) -> subprocess.Popen[str]:
+    """Start `negamax serve` without waiting for it."""
+    command = [sys.executable, "-m", "negamax", "serve", model, "--port", "0", "--num-threads", "1", *options]
+    with log_file.open("w", encoding="utf-8") as log:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+
+
+@contextlib.contextmanager
+def serving(*options: str, model: str = MODEL, log_file: Path) -> Iterator[Server]:
+    """A server that is ready, until the block ends."""
+    process = launch(*options, model=model, log_file=log_file)
+    try:
+        yield Server(process, _ready_url(process.stdout, log_file), log_file)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(20)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _ready_url(output: IO[str] | None, log_file: Path) -> str:
+    assert output is not None
+    started = time.monotonic()
+    line = output.readline()  # the first line says that it is ready; the end of the output, that it never will be
+    match = _READY.search(line)
+    assert match, f"the server did not start: {line!r}\n{log_file.read_text(encoding='utf-8')}"
+    assert time.monotonic() - started < START_SECONDS
+    return match[1]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(log_file=tmp_path_factory.mktemp("server") / "log") as running:
+        yield running
+        assert "Traceback" not in running.log  # no test of the shared server may make it fail inside
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.openai() as client:
+        yield client
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with server.http() as client:
+        yield client

@@ -1,0 +1,278 @@
+"""/v1/chat/completions through the openai client: shapes, streams that equal whole answers, limits, logprobs, cancellation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import MODEL, Server, eventually
+
+QUESTION = [{"role": "user", "content": "Tom has 47 apples and buys 38 more. How many apples does he have now?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather for a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}},
+            "required": ["city"],
+        },
+    },
+}
+WEATHER_QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+def stream(client: openai.OpenAI, **options: Any) -> list[Any]:
+    return list(client.chat.completions.create(model=MODEL, stream=True, **options))
+
+
+def joined(chunks: list[Any], field: str, index: int = 0) -> str:
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(getattr(delta, field, None) or "" for delta in deltas)
+
+
+def joined_calls(chunks: list[Any]) -> list[tuple[str, str]]:
+    """Name and arguments of the streamed calls, put together the way clients do."""
+    calls: dict[int, list[str]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            for piece in choice.delta.tool_calls or ():
+                if piece.index not in calls:
+                    assert piece.id.startswith("call_") and len(piece.id) == 29
+                    assert piece.type == "function"
+                    calls[piece.index] = [piece.function.name, ""]
+                else:
+                    assert piece.id is None and piece.function.name is None
+                calls[piece.index][1] += piece.function.arguments or ""
+    return [(name, arguments) for _, (name, arguments) in sorted(calls.items())]
+
+
+def test_answer_thinks_and_counts_its_tokens(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert "85" in (choice.message.content or "")
+    extra = choice.message.model_extra or {}
+    assert extra["reasoning"] == extra["reasoning_content"]
+    assert "<think>" not in extra["reasoning"] + (choice.message.content or "")
+    usage = answer.usage
+    assert usage and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.completion_tokens_details and usage.prompt_tokens_details
+    assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+
+
+def test_the_second_time_the_prompt_comes_from_the_cache(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "A shop has 12 pens and sells 5 of them in the morning. How many are left?"}]
+    answers = [client.chat.completions.create(model=MODEL, messages=messages, temperature=0) for _ in range(2)]
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+    assert cached[1] > cached[0]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
+
+@pytest.mark.parametrize("options", [{"messages": QUESTION}, {"messages": WEATHER_QUESTION, "tools": [WEATHER]}])
+def test_stream_adds_up_to_the_whole_answer(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    whole = client.chat.completions.create(model=MODEL, temperature=0, **options)
+    chunks = stream(client, temperature=0, stream_options={"include_usage": True}, **options)
+    message = whole.choices[0].message
+    assert joined(chunks, "content") == (message.content or "")
+    assert joined(chunks, "reasoning") == joined(chunks, "reasoning_content") == (message.model_extra or {})["reasoning"]
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    assert joined_calls(chunks) == calls
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert whole.usage and chunks[-1].usage
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_deltas_never_mix_reasoning_with_content_nor_repeat_the_role(client: openai.OpenAI) -> None:
+    deltas = [chunk.choices[0].delta for chunk in stream(client, messages=QUESTION, temperature=0)]
+    assert deltas[0].role == "assistant"
+    assert all(delta.role is None for delta in deltas[1:])
+    for delta in deltas:
+        assert not (delta.content and (delta.model_extra or {}).get("reasoning"))
+
+
+def test_stream_ends_with_done_and_null_usage_only_when_asked(http: httpx.Client) -> None:
+    body = {"model": MODEL, "messages": QUESTION, "max_tokens": 2, "stream": True}
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-2])
+    asked = http.post(
+        "/v1/chat/completions",
+        json=body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    )
+    totals = [json.loads(event.removeprefix("data: "))["usage"]["completion_tokens"] for event in asked.text.split("\n\n")[:-2]]
+    assert totals == sorted(totals) and totals[-1] == 2
+
+
+def test_tool_round_trip_ends_in_an_answer(client: openai.OpenAI) -> None:
+    messages: list[Any] = [*WEATHER_QUESTION]
+    first = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], temperature=0)
+    assert first.choices[0].finish_reason == "tool_calls"
+    message = first.choices[0].message
+    assert message.content is None
+    (call,) = message.tool_calls or ()
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] == "Paris"
+    assert call.id.startswith("call_")
+    messages += [
+        message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 19, "condition": "cloudy"}'},
+    ]
+    second = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], temperature=0)
+    assert second.choices[0].finish_reason == "stop"
+    assert "19" in (second.choices[0].message.content or "")
+
+
+def test_tool_choice_none_gives_no_calls(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "messages": WEATHER_QUESTION, "temperature": 0, "max_tokens": 200}
+    hidden = client.chat.completions.create(tools=[WEATHER], tool_choice="none", **options)
+    without = client.chat.completions.create(**options)
+    assert not hidden.choices[0].message.tool_calls
+    assert hidden.usage and without.usage
+    assert hidden.usage.prompt_tokens == without.usage.prompt_tokens
+
+
+def test_length_limit_is_exact_and_max_completion_tokens_wins(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=3, max_completion_tokens=9, extra_body={"ignore_eos": True}
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage and answer.usage.completion_tokens == 9
+    assert answer.choices[0].message.content == ""  # still thinking, and no call: never null
+
+
+def test_more_tokens_than_the_window_are_cut_to_it_not_refused(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=524288, temperature=0)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_stop_string_cuts_the_text_and_is_reported(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    content = whole.choices[0].message.content or ""
+    word = content.split()[1]
+    cut = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, stop=[word])
+    text = (cut.choices[0].message.model_extra or {})["reasoning"] or ""
+    assert word not in text + (cut.choices[0].message.content or "")
+    assert cut.choices[0].finish_reason == "stop"
+    assert (cut.choices[0].model_extra or {})["stop_reason"] == word
+
+
+def test_logprobs_describe_every_token(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": 12, "logprobs": True, "top_logprobs": 3}
+    answer = client.chat.completions.create(model=MODEL, **options)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs and logprobs.content and len(logprobs.content) == 12
+    for token in logprobs.content:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob <= 0
+        assert token.top_logprobs[0].token == token.token  # greedy takes the most likely one
+        assert bytes(token.bytes or ()).decode("utf-8", "replace") == token.token
+    streamed = [
+        token.token
+        for chunk in stream(client, **options)
+        for choice in chunk.choices
+        if choice.logprobs
+        for token in choice.logprobs.content or ()
+    ]
+    assert streamed == [token.token for token in logprobs.content]
+
+
+def test_prompt_logprobs_and_token_ids_are_returned_on_request(http: httpx.Client) -> None:
+    body = {"messages": QUESTION, "max_tokens": 4, "prompt_logprobs": 1, "return_token_ids": True}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+    assert answer["prompt_logprobs"][0] is None
+    for token_id, entry in zip(answer["prompt_token_ids"][1:], answer["prompt_logprobs"][1:], strict=True):
+        assert entry[str(token_id)]["logprob"] <= 0
+    assert len(answer["choices"][0]["token_ids"]) == 4
+
+
+def test_reasoning_can_be_left_out(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, extra_body={"include_reasoning": False}
+    )
+    assert (answer.choices[0].message.model_extra or {})["reasoning"] is None
+    assert answer.choices[0].message.content
+
+
+def test_last_message_can_be_continued(http: httpx.Client) -> None:
+    begun = {"role": "assistant", "reasoning_content": "47 + 38 = 85", "content": "He has"}
+    body = {
+        "messages": [*QUESTION, begun],
+        "temperature": 0,
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "max_tokens": 16,
+        "return_token_ids": True,
+    }
+    answer = http.post("/v1/chat/completions", json=body).json()
+    assert "error" not in answer
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] is None  # it continues the content
+    assert message["content"]
+    tokens = http.post("/v1/completions", json={"prompt": [answer["prompt_token_ids"]], "echo": True, "max_tokens": 0})
+    assert tokens.json()["choices"][0]["text"].endswith("85\n</think>\n\nHe has")
+
+
+def test_system_messages_in_the_middle_and_text_parts_are_accepted(client: openai.OpenAI) -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": "You are kind."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+        {"role": "assistant", "content": None, "reasoning_content": "A greeting."},
+        {"role": "system", "content": "Be brief."},
+        *QUESTION,
+    ]
+    assert client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4).usage
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Client, streamed: bool) -> None:
+    body = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 100_000, "n": 8, "stream": streamed}
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
+
+    def ask() -> None:
+        with server.http() as other, other.stream("POST", "/v1/chat/completions", json=body, timeout=2) as response:
+            for _ in response.iter_lines():
+                return
+
+    def ask_impatiently() -> None:
+        with contextlib.suppress(httpx.ReadTimeout):
+            ask()
+
+    asking = threading.Thread(target=ask_impatiently)
+    asking.start()
+    running = eventually(lambda: server.gauge("vllm:num_requests_running") == 8 or not asking.is_alive())
+    asking.join()
+    assert running
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=3)
+    assert server.gauge("vllm:kv_cache_usage_perc") == 0
+
+
+def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI) -> None:
+    questions = [f"Tom has {number} apples and buys 2 more. How many apples does he have now?" for number in range(10, 26)]
+    answers: dict[str, str] = {}
+
+    def ask(question: str) -> None:
+        messages: list[Any] = [{"role": "user", "content": question}]
+        chunks = stream(client, messages=messages, temperature=0, max_tokens=300)
+        answers[question] = joined(chunks, "content")
+
+    threads = [threading.Thread(target=ask, args=(question,)) for question in questions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    right = [str(number + 2) in answers[question] for number, question in zip(range(10, 26), questions, strict=True)]
+    assert sum(right) >= 14

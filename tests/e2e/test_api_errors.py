@@ -1,0 +1,262 @@
+"""Bad input over HTTP: every refusal has the OpenAI shape, a request id, and costs the other clients nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import MODEL, Server
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+JSON = {"content-type": "application/json"}
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error object of a refusal, after the checks that hold for all of them."""
+    assert response.status_code == status, response.text[:500]
+    assert response.headers["x-request-id"]
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert list(body) == ["error"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert 0 < len(body["error"]["message"]) <= 1000
+    assert response.elapsed.total_seconds() < 5
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 5.0}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"n": 10**9}, "n"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"min_tokens": 10, "max_tokens": 5}, "min_tokens"),
+        ({"seed": 2**70}, "seed"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+        ({"presence_penalty": -3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"stop": ["s"] * 100_000}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": "s" * 100_000}, "stop"),
+        ({"stop_token_ids": [10**9]}, "stop_token_ids"),
+        ({"logit_bias": {"999999999": 1}}, "logit_bias"),
+        ({"logit_bias": {str(number): 1 for number in range(1_000_000)}}, "logit_bias"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"temprature": 1}, "temprature"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": {"text": "x"}}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [*HELLO, {"role": "tool", "tool_call_id": "x", "content": "y"}]}, "messages[1]"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_field_is_a_400_that_names_it(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    error = error_of(http.post(CHAT, json={"model": MODEL, "messages": HELLO, **fields}), 400)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    again = error_of(http.post(CHAT, json={"model": MODEL, "messages": HELLO, **fields, "stream": True}), 400)
+    assert again["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "logprobs": True}, "logprobs"),
+        ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": ["x"] * 128, "n": 128}, "n"),
+    ],
+    ids=str,
+)
+def test_bad_completion_is_a_400_that_names_the_field(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    assert error_of(http.post("/v1/completions", json={"model": MODEL, **fields}), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"not json",
+        b"[]",
+        b'"text"',
+        b"null",
+        b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [], "temperature": NaN}',
+        b'{"messages": [], "temperature": -Infinity}',
+        b'{"messages": [], "temperature": 1e999}',
+        b"[" * 1_000_000,
+        b'{"a":' * 100_000,
+        b'{"messages": [{"role": "user", "content": ' + b"[" * 200 + b"]" * 200 + b"}]}",
+    ],
+    ids=lambda content: f"{content[:30]!r}-{len(content)}",
+)
+def test_broken_body_is_a_400(http: httpx.Client, content: bytes) -> None:
+    error_of(http.post(CHAT, content=content, headers=JSON), 400)
+
+
+@pytest.mark.parametrize("element", [b"{},", b"[],", b"0,"])
+def test_json_of_millions_of_elements_is_refused_unread(http: httpx.Client, element: bytes) -> None:
+    content = b'{"messages": [' + element * 10_000_000 + b"0]}"
+    assert "elements" in error_of(http.post(CHAT, content=content, headers=JSON), 400)["message"]
+
+
+def test_json_nested_beyond_any_schema_is_a_400(http: httpx.Client) -> None:
+    parameters: dict[str, Any] = {}
+    for _ in range(100):
+        parameters = {"properties": parameters}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    error = error_of(http.post(CHAT, json={"messages": HELLO, "tools": [tool], "max_tokens": 1}), 400)
+    assert "nested" in error["message"]
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_other_content_type_is_a_400(http: httpx.Client, content_type: str) -> None:
+    error = error_of(http.post(CHAT, content=b"{}", headers={"content-type": content_type}), 400)
+    assert error["code"] == "unsupported_media_type"
+
+
+def test_body_over_the_limit_is_a_413(http: httpx.Client) -> None:
+    body = b'{"messages": "' + b"x" * (65 * 2**20) + b'"}'
+    assert error_of(http.post(CHAT, content=body, headers=JSON), 413)["code"] == "body_too_large"
+
+
+def test_body_over_the_limit_without_a_length_is_a_413(http: httpx.Client) -> None:
+    def parts() -> Iterator[bytes]:
+        for _ in range(70):
+            yield b"x" * 2**20
+
+    assert error_of(http.post(CHAT, content=parts(), headers=JSON), 413)["code"] == "body_too_large"
+
+
+def test_prompt_over_the_window_is_a_400_with_the_numbers(http: httpx.Client, server: Server) -> None:
+    window = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    for text in ("word " * (window * 2), "word " * (window * 2000)):
+        error = error_of(http.post(CHAT, json={"messages": [{"role": "user", "content": text}]}), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert str(window) in error["message"]
+    error = error_of(http.post("/v1/completions", json={"prompt": [5] * (window + 1)}), 400)
+    assert str(window + 1) in error["message"] and str(window) in error["message"]
+
+
+def test_unknown_model_is_a_404_that_lists_what_is_served(client: openai.OpenAI, http: httpx.Client) -> None:
+    with pytest.raises(openai.NotFoundError, match=MODEL) as caught:
+        client.chat.completions.create(model="nan0", messages=HELLO)  # type: ignore[arg-type]
+    assert caught.value.code == "model_not_found"
+    assert error_of(http.get("/v1/models/nan0"), 404)["param"] == "model"
+    assert http.get(f"/v1/models/{MODEL}").json()["id"] == MODEL
+
+
+def test_unknown_route_and_method(http: httpx.Client) -> None:
+    assert "'/v1/chat/completions'" in error_of(http.post("/v1/chat/completion"), 404)["message"]
+    error_of(http.get("/"), 404)
+    response = http.get(CHAT)
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+
+
+def test_request_id_is_the_clients_where_it_is_sane(http: httpx.Client) -> None:
+    assert http.get("/v1/models", headers={"x-request-id": "trace-1"}).headers["x-request-id"] == "trace-1"
+    assert http.get("/health", headers={"x-request-id": "x" * 500}).headers["x-request-id"] != "x" * 500
+    ids = {http.get("/health").headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+def test_open_endpoints_answer(http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.post("/ping").status_code == 200
+    assert http.get("/version").json()["version"]
+    schema = http.get("/openapi.json").json()
+    assert CHAT in schema["paths"]
+
+
+def test_metrics_carry_the_names_of_dashboards(http: httpx.Client, client: openai.OpenAI) -> None:
+    client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=3)  # type: ignore[arg-type]
+    text = http.get("/metrics").text
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "num_preemptions_total",
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+    ):
+        assert f"vllm:{name}{{" in text and f'model_name="{MODEL}"' in text
+    length = [line for line in text.splitlines() if line.startswith('vllm:request_success_total{finished_reason="length"')]
+    assert float(length[0].rsplit(" ", 1)[1]) >= 1
+
+
+def test_server_answers_others_while_it_refuses_a_flood(server: Server, client: openai.OpenAI) -> None:
+    bodies = [
+        json.dumps({"messages": HELLO, "stop": ["s"] * 100_000}).encode(),
+        json.dumps({"messages": HELLO, "logit_bias": {str(number): 1 for number in range(300_000)}}).encode(),
+        b"[" * 1_000_000,
+        json.dumps({"messages": [{"role": "user", "content": "word " * 1_000_000}]}).encode(),
+    ]
+    stop = threading.Event()
+    refused: list[int] = []
+
+    def flood(body: bytes) -> None:
+        with server.http() as other:
+            while not stop.is_set():
+                refused.append(other.post(CHAT, content=body, headers=JSON).status_code)
+
+    threads = [threading.Thread(target=flood, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    try:
+        num_answers = 0
+        while num_answers < 3 or len(refused) < 2 * len(bodies):
+            started = time.monotonic()
+            answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=8)  # type: ignore[arg-type]
+            assert answer.usage
+            assert time.monotonic() - started < 10
+            num_answers += 1
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert set(refused) == {400}

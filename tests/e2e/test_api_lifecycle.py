@@ -1,0 +1,172 @@
+"""Starting, keys, overload, a dead engine, and stopping: each on a server of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from negamax.checkpoint.hub import NANO_FOLDER
+from tests.e2e.conftest import MODEL, launch, serving
+from tests.e2e.test_api_errors import error_of
+
+LONG: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "ignore_eos": True,
+    "max_tokens": 100_000,
+    "n": 8,
+    "stream": True,
+}
+CHAT = "/v1/chat/completions"
+
+
+def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
+    options = ("--api-key", "sesame", "--served-model-name", "a", "--served-model-name", "b")
+    limits = ("--max-num-seqs", "2", "--max-queued-requests", "6")
+    with serving(*options, *limits, log_file=tmp_path / "log") as server, server.http() as http:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic sesame"}, {"x-api-key": "sesam"}):
+            assert error_of(http.get("/v1/models", headers=headers), 401)["type"] == "authentication_error"
+            error_of(http.get("/v1/nothing", headers=headers), 401)
+            error_of(http.post(CHAT, json=LONG, headers=headers), 401)
+        for path in ("/health", "/ping", "/metrics", "/version"):
+            assert http.get(path).status_code == 200
+        assert http.get("/v1/models", headers={"x-api-key": "sesame"}).status_code == 200
+        names = [model.id for model in server.openai("sesame").models.list()]
+        assert names == ["a", "b"]
+
+        key = {"authorization": "Bearer sesame"}
+        with http.stream("POST", CHAT, json=LONG, headers=key) as running:
+            lines = running.iter_lines()
+            next(lines)
+            response = http.post(CHAT, json=LONG, headers=key)
+            assert error_of(response, 429)["type"] == "rate_limit_error"
+            assert response.headers["retry-after"]
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            server.process.send_signal(signal.SIGTERM)  # the second one does not wait for open requests
+            rest = [line for line in lines if line]
+        assert "service_unavailable_error" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert server.process.wait(10) == 0
+        assert "Traceback" not in server.log
+
+
+def test_open_stream_is_finished_after_the_first_signal(tmp_path: Path) -> None:
+    with serving(log_file=tmp_path / "log") as server, server.http() as http:
+        with http.stream("POST", CHAT, json=LONG | {"n": 1, "max_tokens": 40}) as running:
+            lines = running.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert '"finish_reason":"length"' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert server.process.wait(10) == 0
+        assert "Traceback" not in server.log
+
+
+def test_interrupt_stops_an_idle_server_at_once(tmp_path: Path) -> None:
+    with serving(log_file=tmp_path / "log") as server:
+        started = time.monotonic()
+        assert server.stop(signal.SIGINT) == 0
+        assert time.monotonic() - started < 5
+        assert "Traceback" not in server.log
+
+
+def test_signal_while_the_model_loads_ends_quietly(tmp_path: Path) -> None:
+    process = launch(log_file=tmp_path / "log")
+    time.sleep(2.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_dead_engine_is_told_to_streams_and_health_checks(tmp_path: Path) -> None:
+    with serving(log_file=tmp_path / "log") as server, server.http() as http:
+        with http.stream("POST", CHAT, json=LONG) as running:
+            lines = running.iter_lines()
+            next(lines)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            rest = [line for line in lines if line]
+        assert '"error"' in rest[-2] and "service_unavailable_error" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert error_of(http.get("/health"), 503)["type"] == "service_unavailable_error"
+        error_of(http.post(CHAT, json=LONG), 503)
+        with pytest.raises(openai.InternalServerError):
+            server.openai().completions.create(model=MODEL, prompt="x")
+        assert server.stop() == 0
+
+
+def test_port_in_use_is_refused_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "negamax", "serve", "no/such-model", "--port", str(port)], capture_output=True, text=True
+        )
+        assert time.monotonic() - started < 10
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert str(port) in line and "--port" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("/no/such/folder",), "/no/such/folder"),
+        ((MODEL, "--max-model-len", "100000000"), "--max-model-len"),
+        ((MODEL, "--chat-template", "/no/such/file"), "--chat-template"),
+        ((MODEL, "--host", "256.256.256.256"), "--host"),
+        ((MODEL, "--port", "70000"), "--port"),
+    ],
+)
+def test_start_that_cannot_work_is_one_line_and_exit_code_2(options: tuple[str, ...], words: str) -> None:
+    command = [sys.executable, "-m", "negamax", "serve", "--port", "0", "--log-level", "error", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert words in line
+
+
+def damaged(folder: Path, damage: str) -> Path:
+    """A copy of the embedded checkpoint with one thing wrong."""
+    copy = Path(shutil.copytree(NANO_FOLDER, folder / "copy"))
+    shard = copy / "model-00001-of-00002.safetensors"
+    if damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1000])
+    elif damage == "missing":
+        shard.unlink()
+    else:
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"), [("truncated", "cut off or damaged"), ("missing", "missing"), ("misshaped", "config.json asks for")]
+)
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_damaged_checkpoint_is_one_line_and_exit_code_2(damage: str, words: str, ranks: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "negamax", "serve", str(damaged(tmp_path, damage)), "--port", "0", "--log-level", "error"]
+    done = subprocess.run([*command, "--tensor-parallel-size", ranks], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert words in line
+
+
+def test_ready_line_is_printed_within_seconds(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with serving(log_file=tmp_path / "log") as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert time.monotonic() - started < 20

@@ -1,0 +1,103 @@
+"""The `negamax` command as people run it: help, versions, refusals in one line, generate and chat through pipes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from negamax import __version__
+from tests.e2e.conftest import MODEL
+
+FAST = ("--num-threads", "1")
+
+
+def negamax(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "negamax", *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+def test_version_and_help() -> None:
+    assert negamax("--version").stdout == f"negamax {__version__}\n"
+    assert negamax().stdout == negamax("--help").stdout
+    text = negamax("serve", "--help").stdout
+    for panel in ("Server", "Model", "Batching and memory", "Parallelism", "Accepted for compatibility"):
+        assert panel in text
+    assert "…" not in text  # no flag is cut in a terminal of 80 columns
+
+
+def test_refusals_are_one_line_with_value_and_remedy() -> None:
+    cases = [
+        (("serve", MODEL, "--tensor-paralel-size", "2"), "did you mean --tensor-parallel-size"),
+        (("serve", MODEL, "--max-running-request", "2"), "did you mean --max-running-requests"),
+        (("serve",), "MODEL is missing"),
+        (("serve", MODEL, "--model", "other"), "--model is 'other'"),
+        (("serve", MODEL, "--port", "http"), "'http'"),
+        (("serve", MODEL, "--max-num-seqs", "0"), "--max-num-seqs is 0; allowed: 1 or more"),
+        (("serve", MODEL, "--dtype", "int3"), "allowed: auto, bfloat16"),
+        (("serve", MODEL, "--kv-cache-memory", "lots"), "'lots' is not a size"),
+        (("serve", MODEL, "--tool-call-parser", "hermes"), "allowed: auto, minimax_m2"),
+        (("serve", MODEL, "--log-level", "loud"), "allowed: debug"),
+        (("srve",), "serve"),
+        (("generate", MODEL, "--prompt", ""), "the prompt is empty"),
+    ]
+    for arguments, words in cases:
+        done = negamax(*arguments)
+        assert done.returncode == 2, arguments
+        (line,) = done.stderr.splitlines()
+        assert words in line, (arguments, line)
+        assert done.stdout == ""
+
+
+def test_generate_answers_a_prompt() -> None:
+    """The line of the README."""
+    done = negamax("generate", MODEL, "--prompt", "What is 47 + 38?", "--temperature", "0", *FAST)
+    assert done.returncode == 0, done.stderr
+    assert "85" in done.stdout and "think" not in done.stdout
+
+
+def test_generate_prints_json_lines() -> None:
+    options = ("--raw", "--max-tokens", "6", "--temperature", "0", "-n", "1", "--ignore-eos", "--json", *FAST)
+    done = negamax("generate", MODEL, "--prompt", "Tom has", "--prompt", "Hello", *options)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["prompt"] for line in lines] == ["Tom has", "Hello"]
+    for line in lines:
+        assert line["finish_reason"] == "length"
+        assert len(line["token_ids"]) == line["usage"]["completion_tokens"] == 6
+
+
+def test_generate_refuses_what_the_engine_refuses() -> None:
+    done = negamax("generate", MODEL, "--prompt", "x", "--temperature", "9", *FAST)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "negamax: error: temperature is 9.0; allowed: 0.0 to 2.0"
+
+
+def test_chat_answers_piped_lines_and_knows_its_commands() -> None:
+    lines = "Tom has 47 apples and buys 38 more. How many apples does he have now?\n/reset\n\nHello\n/exit\nnever read\n"
+    done = negamax("chat", MODEL, "--temperature", "0", *FAST, input=lines)
+    assert done.returncode == 0, done.stderr
+    assert "85" in done.stdout
+    assert "<think>" not in done.stdout + done.stderr
+    assert "47" in done.stderr  # thinking does not mix with a piped answer
+
+
+def test_chat_survives_a_message_that_is_refused() -> None:
+    done = negamax("chat", MODEL, "--temperature", "0", *FAST, input="word " * 100_000 + "\nHello\n")
+    assert done.returncode == 0
+    assert "the window is" in done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["negamax.api.server", "negamax.cli.serve", "negamax.cli.main"])
+def test_server_process_starts_quickly_and_without_torch(module: str) -> None:
+    code = f"import sys, {module}, negamax.api.server; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    seconds = []
+    for _ in range(2):  # the first one may read from a cold disk
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 2.0

@@ -1,0 +1,69 @@
+"""Small MiniMax-M2 checkpoints with random weights, made by transformers, so that it can be the oracle for them."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
+NANO = Path(__file__).parents[1] / "negamax" / "assets" / "nano"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def random_sizes(seed: int) -> dict[str, Any]:
+    """Configuration values of an odd little M2: 2 to 12 heads, 1 to 4 KV heads, 4 to 32 experts, top-1 to top-8."""
+    rng = random.Random(seed)
+    num_kv_heads = rng.choice([1, 2, 3, 4])
+    num_heads = num_kv_heads * rng.randint(-(-2 // num_kv_heads), 12 // num_kv_heads)
+    head_dim = rng.choice([8, 12, 16, 24, 30])
+    num_experts = rng.randint(4, 32)
+    return {
+        "vocab_size": rng.choice([97, 256, 331]),
+        "hidden_size": rng.choice([24, 37, 56, 64, 75]),
+        "intermediate_size": rng.choice([13, 32, 41]),
+        "num_hidden_layers": rng.randint(1, 3),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rotary_dim": rng.choice([n for n in (4, 8, 12, 16) if n <= head_dim]),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": rng.randint(1, min(8, num_experts)),
+        "rope_theta": rng.choice([1e4, 5e6]),
+        "max_position_embeddings": 512,
+    }
+
+
+def make_model(seed: int, **sizes: Any) -> MiniMaxM2ForCausalLM:
+    """A float32 model whose every weight is random: norms around 1, router bias of magnitude 4 to 10, well-separated logits."""
+    rotary_dim = sizes.pop("rotary_dim")
+    theta = sizes.pop("rope_theta", 5e6)
+    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary_dim / sizes["head_dim"]}
+    config = MiniMaxM2Config(
+        **sizes, rope_parameters=rope, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False
+    )
+    model = MiniMaxM2ForCausalLM(config).float().eval()
+    model.set_experts_implementation("eager")  # the others cannot run odd sizes
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if "e_score_correction_bias" in name:
+                sign = torch.randint(0, 2, (), generator=generator) * 2 - 1
+                tensor.copy_(sign * (4 + 6 * torch.rand(tensor.shape, generator=generator)))
+            elif "norm" in name:
+                tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))
+            elif tensor.is_floating_point() and tensor.dim() >= 2:
+                gain = 1.0 if "lm_head" in name or "embed" in name else tensor.shape[-1] ** -0.5
+                tensor.copy_(gain * torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def save(model: MiniMaxM2ForCausalLM, folder: Path) -> Path:
+    """Write `model` as a checkpoint, with the embedded model's tokenizer beside it."""
+    model.save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copy(NANO / name, folder / name)
+    return folder

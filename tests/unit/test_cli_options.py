@@ -1,0 +1,94 @@
+"""Flags become engine options: vLLM's names, SGLang's names, sizes, switches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import typer
+
+from negamax.base.errors import ConfigError
+from negamax.cli.engine_options import parse_bytes, with_engine_options
+from negamax.config.options import EngineOptions
+
+
+def parsed(*arguments: str, **defaults: Any) -> EngineOptions:
+    """The options that a command with the shared table gets for `arguments`."""
+    seen: list[EngineOptions] = []
+
+    @with_engine_options(defaults=defaults)
+    def command(*, engine: EngineOptions) -> None:
+        seen.append(engine)
+
+    app = typer.Typer()
+    app.command()(command)
+    app(args=list(arguments), standalone_mode=False)
+    return seen[0]
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert parsed("nano") == EngineOptions(model="nano")
+    assert parsed("nano", max_num_seqs=4).max_num_seqs == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (("--tensor-parallel-size", "-tp", "--tp-size", "--tp"), "tensor_parallel_size", 2),
+        (("--max-model-len", "--context-length"), "max_model_len", 512),
+        (("--max-num-seqs", "--max-running-requests"), "max_num_seqs", 7),
+        (("--max-num-batched-tokens", "--chunked-prefill-size"), "max_num_batched_tokens", 128),
+        (("--max-queued-requests", "--max-num-queued-reqs"), "max_queued_requests", 9),
+        (("--block-size", "--page-size"), "block_size", 32),
+        (("--seed", "--random-seed"), "seed", 0),
+        (("--num-threads",), "num_threads", 3),
+        (("--num-kv-blocks",), "num_kv_blocks", 100),
+        (("--max-logprobs",), "max_logprobs", 0),
+        (("--kv-cache-memory", "--kv-cache-memory-bytes"), "kv_cache_memory", 4096),
+        (("--revision",), "revision", "main"),
+        (("--download-dir",), "download_dir", "somewhere"),
+        (("--dtype",), "dtype", "float32"),
+        (("--load-format",), "load_format", "synthetic"),
+        (("--device",), "device", "cpu"),
+        (("--log-level",), "log_level", "error"),
+    ],
+)
+def test_every_name_of_a_flag_sets_its_field_and_nothing_else(flags: tuple[str, ...], field: str, value: object) -> None:
+    expected = dataclasses.replace(EngineOptions(model="nano"), **{field: value})  # type: ignore[arg-type]
+    for flag in flags:
+        assert parsed("nano", flag, str(value)) == expected
+        assert parsed(f"{flag}={value}", "nano") == expected
+
+
+@pytest.mark.parametrize("flag", ["--no-enable-prefix-caching", "--disable-radix-cache"])
+def test_prefix_caching_is_on_until_switched_off(flag: str) -> None:
+    assert not parsed("nano", flag).enable_prefix_caching
+    assert parsed("nano", "--enable-prefix-caching").enable_prefix_caching
+
+
+@pytest.mark.parametrize("flag", ["--no-async-scheduling", "--disable-overlap-schedule"])
+def test_overlap_is_on_until_switched_off(flag: str) -> None:
+    assert not parsed("nano", flag).enable_overlap
+
+
+def test_model_may_be_given_as_an_option() -> None:
+    assert parsed("--model", "x").model == parsed("--model-path", "x").model == parsed("x").model == "x"
+    assert parsed("x", "--model", "x").model == "x"
+    with pytest.raises(ConfigError, match="give one of them"):
+        parsed("x", "--model", "y")
+    with pytest.raises(ConfigError, match="MODEL is missing"):
+        parsed()
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("123", 123), ("2k", 2000), ("2KiB", 2048), ("1.5G", 1_500_000_000), ("4 gib", 4 * 2**30)]
+)
+def test_sizes_are_read_in_both_units(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "lots", "1x", "1e9", "9" * 100])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_bytes(text)

@@ -1,0 +1,99 @@
+"""Rank arithmetic: every head, expert, layer and vocabulary row is held by the right ranks, for every grid."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from negamax.base.errors import ConfigError
+from negamax.parallel.layout import ParallelLayout
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> list[ParallelLayout]:
+    tp, dp, pp, cp = (draw(st.sampled_from([1, 2, 4])) for _ in range(4))
+    ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if (dp * cp * tp) % n == 0]))
+    world = pp * dp * cp * tp
+    return [ParallelLayout(rank=rank, tp=tp, ep=ep, dp=dp, pp=pp, cp=cp) for rank in range(world)]
+
+
+@given(grids())
+def test_ranks_are_a_bijection_onto_grid_positions(grid: list[ParallelLayout]) -> None:
+    positions = {(r.pp_rank, r.dp_rank, r.cp_rank, r.tp_rank) for r in grid}
+    assert len(positions) == len(grid) == grid[0].world_size
+
+
+@given(grids())
+def test_each_attention_group_covers_all_heads_once(grid: list[ParallelLayout]) -> None:
+    for layout in grid:
+        group = [grid[rank] for rank in layout.attention.ranks]
+        assert layout.attention.ranks[layout.attention.rank] == layout.rank
+        assert [head for member in group for head in member.attention.heads(48)] == list(range(48))
+
+
+@given(grids(), st.sampled_from([1, 2, 4, 8]))
+def test_kv_heads_are_split_or_replicated_next_to_their_query_heads(grid: list[ParallelLayout], num_kv_heads: int) -> None:
+    num_heads = 16
+    for layout in grid:
+        attention = layout.attention
+        needed = {head // (num_heads // num_kv_heads) for head in attention.heads(num_heads)}
+        assert needed == set(attention.kv_heads(num_kv_heads))
+
+
+@given(grids())
+def test_each_stage_covers_every_expert_slice_once(grid: list[ParallelLayout]) -> None:
+    num_experts, width = 16, 64
+    for stage in range(grid[0].pp):
+        cells = Counter(
+            (expert, row)
+            for layout in grid
+            if layout.pp_rank == stage
+            for expert in layout.experts.experts(num_experts)
+            for row in layout.experts.width(width)
+        )
+        assert len(cells) == num_experts * width
+        assert set(cells.values()) == {1}
+
+
+@given(st.integers(1, 70), st.integers(1, 8))
+def test_stages_hold_consecutive_layers_of_nearly_equal_number(num_layers: int, pp: int) -> None:
+    if num_layers < pp:
+        with pytest.raises(ConfigError, match="pipeline"):
+            ParallelLayout(pp=pp).layers(num_layers)
+        return
+    stages = [ParallelLayout(rank=rank, pp=pp).layers(num_layers) for rank in range(pp)]
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    assert max(map(len, stages)) - min(map(len, stages)) <= 1
+
+
+def test_real_m2_shards() -> None:
+    """TP16 over 8 KV heads: rank r holds KV head r // 2 and 3 of 48 query heads; the vocabulary divides evenly."""
+    ranks = [ParallelLayout(rank=rank, tp=16) for rank in range(16)]
+    assert [list(r.attention.kv_heads(8)) for r in ranks] == [[rank // 2] for rank in range(16)]
+    assert {len(r.attention.heads(48)) for r in ranks} == {3}
+    assert {len(r.vocab(200_064)) for r in ranks} == {12_504}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tp": 0}, "tp is 0"),
+        ({"rank": 2, "tp": 2}, "rank is 2"),
+        ({"tp": 4, "ep": 3}, "3"),
+    ],
+)
+def test_impossible_layouts_are_refused(arguments: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ParallelLayout(**arguments)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="48"):
+        ParallelLayout(tp=5).attention.heads(48)
+    with pytest.raises(ConfigError, match="KV heads"):
+        ParallelLayout(tp=3).attention.kv_heads(2)
+    with pytest.raises(ConfigError, match="vocabulary"):
+        ParallelLayout(tp=3).vocab(4160)

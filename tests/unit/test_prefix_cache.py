@@ -1,0 +1,300 @@
+"""The block pool and the prefix cache: what is shared, what is forgotten first, what never enters the index."""
+
+from __future__ import annotations
+
+import pytest
+
+from negamax.scheduler.blocks import BlockPool
+from negamax.scheduler.prefix_cache import DigestChain, match_prefix
+from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.step import NewRow, StepPlan, StepResult
+
+EOS = 0
+
+
+def chain(tokens: list[int], *, block_size: int = 2, salt: str = "") -> DigestChain:
+    return DigestChain(tokens, block_size=block_size, salt=salt)
+
+
+def filled_pool(num_blocks: int, digests: list[bytes]) -> tuple[BlockPool, list[int]]:
+    """A pool with one held, indexed block per digest."""
+    pool = BlockPool(num_blocks)
+    block_ids = [pool.allocate() for _ in digests]
+    for block_id, digest in zip(block_ids, digests, strict=True):
+        pool.index(block_id, digest)
+    return pool, block_ids
+
+
+def test_blank_blocks_are_given_out_before_cached_ones() -> None:
+    pool, cached = filled_pool(3, [b"a"])
+    pool.release(cached)
+    assert {pool.allocate(), pool.allocate()}.isdisjoint(cached)
+    assert pool.find(b"a") == cached[0]
+    assert pool.allocate() == cached[0]
+    assert pool.find(b"a") is None and not pool.is_indexed(cached[0])
+
+
+def test_of_a_released_prefix_the_tail_is_evicted_first() -> None:
+    pool, block_ids = filled_pool(3, [b"head", b"middle", b"tail"])
+    pool.release(block_ids)
+    assert [pool.allocate() for _ in range(3)] == block_ids[::-1]
+
+
+def test_least_recently_released_prefix_is_evicted_first() -> None:
+    pool, (old, new) = filled_pool(2, [b"old", b"new"])
+    pool.release([old])
+    pool.release([new])
+    pool.share([old])  # used again: now the younger of the two
+    pool.release([old])
+    assert [pool.allocate(), pool.allocate()] == [new, old]
+
+
+def test_shared_block_is_freed_by_the_last_holder_only() -> None:
+    pool, block_ids = filled_pool(1, [b"a"])
+    pool.share(block_ids)
+    pool.release(block_ids)
+    assert pool.num_free == 0
+    pool.release(block_ids)
+    assert pool.num_free == 1
+
+
+def test_second_block_with_the_same_content_stays_out_of_the_index() -> None:
+    pool, (first, second) = filled_pool(2, [b"same", b"same"])
+    assert pool.find(b"same") == first and not pool.is_indexed(second)
+    pool.release([second])
+    pool.release([first])
+    assert [pool.allocate(), pool.allocate()] == [second, first]  # the useless copy goes first
+
+
+def test_digest_covers_everything_before_the_block() -> None:
+    assert chain([1, 2, 3, 4]).digest(1) == chain([1, 2, 3, 4, 5, 6]).digest(1)
+    assert chain([1, 2, 3, 4]).digest(1) != chain([9, 2, 3, 4]).digest(1)
+    assert chain([1, 2, 1, 2]).digest(1) != chain([1, 2]).digest(0)
+    assert chain([1, 2]).digest(0) != chain([2, 1]).digest(0)
+
+
+def test_salt_separates_equal_prompts() -> None:
+    assert chain([1, 2], salt="a").digest(0) == chain([1, 2], salt="a").digest(0)
+    assert len({chain([1, 2], salt=salt).digest(0) for salt in ("", "a", "b", "\ud800")}) == 4
+
+
+def test_chain_follows_its_growing_token_list() -> None:
+    tokens = [1, 2]
+    grown = chain(tokens)
+    grown.digest(0)
+    tokens += [3, 4]
+    assert grown.digest(1) == chain([1, 2, 3, 4]).digest(1)
+
+
+def test_match_stops_at_the_first_gap() -> None:
+    names = chain([1, 2, 3, 4, 5, 6])
+    pool, block_ids = filled_pool(3, [names.digest(0), names.digest(2)])
+    assert match_prefix(pool, names, max_blocks=3) == block_ids[:1]
+    assert match_prefix(pool, names, max_blocks=0) == []
+
+
+# Through the scheduler. Block size 4.
+
+
+def make_scheduler(*, num_blocks: int = 32, enable_prefix_caching: bool = True, budget: int = 64) -> Scheduler:
+    return Scheduler(
+        SchedulerLimits(
+            max_num_seqs=4,
+            max_num_batched_tokens=budget,
+            max_model_len=128,
+            block_size=4,
+            num_blocks=num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            max_queued_requests=16,
+            eos_token_ids=frozenset({EOS}),
+        )
+    )
+
+
+def request(name: str, prompt: list[int], **fields: object) -> GenerateRequest:
+    salt = str(fields.pop("cache_salt", ""))
+    sampling = SamplingParams(**{"max_tokens": 1, **fields})  # type: ignore[arg-type]
+    return GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, cache_salt=salt)
+
+
+def result(plan: StepPlan, *, token: int = 7, errors: dict[int, str] | None = None) -> StepResult:
+    return StepResult(plan.step_id, [token] * sum(plan.samples), {}, {}, errors or {})
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    return plan
+
+
+def run_all(scheduler: Scheduler) -> list[NewRow]:
+    """Run to the end without overlap; the rows that were admitted."""
+    admitted: list[NewRow] = []
+    while scheduler.has_unfinished:
+        plan = planned(scheduler)
+        admitted += plan.new_rows
+        scheduler.commit(plan, result(plan))
+    return admitted
+
+
+PROMPT = list(range(10, 20))  # two full blocks and two tokens
+
+
+def admit_start(scheduler: Scheduler, new: GenerateRequest) -> int:
+    """Add a request to an idle scheduler, run it to its end; the position its first row started at."""
+    scheduler.add(new)
+    plan = planned(scheduler)
+    assert len(plan.starts) == 1
+    scheduler.commit(plan, result(plan))
+    run_all(scheduler)
+    return plan.starts[0]
+
+
+def test_same_prompt_takes_its_full_blocks_from_the_cache() -> None:
+    scheduler = make_scheduler()
+    assert admit_start(scheduler, request("a", PROMPT)) == 0
+    scheduler.add(request("b", PROMPT))
+    plan = planned(scheduler)
+    assert (plan.starts, plan.counts) == ([8], [2])
+    (update,) = scheduler.commit(plan, result(plan))
+    assert update.num_cached_tokens == 8
+    assert (scheduler.prompt_tokens, scheduler.cached_prompt_tokens) == (20, 8)
+
+
+def test_completely_cached_prompt_still_runs_its_last_block() -> None:
+    scheduler = make_scheduler()
+    admit_start(scheduler, request("a", PROMPT[:8]))
+    assert admit_start(scheduler, request("b", PROMPT[:8])) == 4
+    assert admit_start(scheduler, request("c", PROMPT[:9])) == 8
+
+
+def test_prompt_of_exactly_one_block_is_cached() -> None:
+    scheduler = make_scheduler()
+    admit_start(scheduler, request("a", PROMPT[:4]))
+    assert admit_start(scheduler, request("b", PROMPT[:5])) == 4
+
+
+def test_follow_up_turn_hits_the_generated_tokens() -> None:
+    scheduler = make_scheduler()
+    admit_start(scheduler, request("a", PROMPT, max_tokens=8))  # 10 + 8 tokens, the last is never run: 17
+    assert admit_start(scheduler, request("b", [*PROMPT, *[7] * 8, 30])) == 16
+
+
+def test_running_sequences_share_blocks_and_free_them_once() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", PROMPT, max_tokens=20))
+    first = planned(scheduler)
+    scheduler.commit(first, result(first))
+    scheduler.add(request("b", PROMPT, max_tokens=20))
+    second = planned(scheduler)
+    assert second.new_rows[0].block_ids[:2] == first.new_rows[0].block_ids[:2]
+    assert scheduler.num_free_blocks == 32 - 3 - 1
+    scheduler.commit(second, result(second))
+    run_all(scheduler)
+    assert scheduler.num_free_blocks == 32
+
+
+def test_block_is_found_only_after_the_step_that_filled_it_was_committed() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", PROMPT))
+    first = planned(scheduler)
+    scheduler.add(request("b", PROMPT))
+    second = planned(scheduler)
+    assert second.starts == [0]
+    scheduler.commit(first, result(first))
+    scheduler.commit(second, result(second))
+
+
+@pytest.mark.parametrize("how", ["fail", "error", "abort"])
+def test_blocks_of_a_step_that_went_wrong_never_enter_the_cache(how: str) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", PROMPT))
+    plan = planned(scheduler)
+    if how == "fail":
+        scheduler.fail(plan, "lost")
+    elif how == "error":
+        scheduler.commit(plan, result(plan, errors={0: "bad row"}))
+    else:
+        scheduler.abort("a")
+        scheduler.commit(plan, result(plan))
+    assert admit_start(scheduler, request("b", PROMPT)) == 0
+
+
+def test_other_salt_takes_nothing_from_the_cache() -> None:
+    scheduler = make_scheduler()
+    admit_start(scheduler, request("a", PROMPT, cache_salt="alice"))
+    assert admit_start(scheduler, request("b", PROMPT, cache_salt="bob")) == 0
+    assert admit_start(scheduler, request("c", PROMPT)) == 0
+    assert admit_start(scheduler, request("d", PROMPT, cache_salt="alice")) == 8
+
+
+def test_prompt_logprobs_need_the_whole_prompt_run() -> None:
+    scheduler = make_scheduler()
+    admit_start(scheduler, request("a", PROMPT))
+    assert admit_start(scheduler, request("b", PROMPT, prompt_logprobs=0)) == 0
+
+
+def test_cache_switched_off() -> None:
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    admit_start(scheduler, request("a", PROMPT))
+    assert admit_start(scheduler, request("b", PROMPT)) == 0
+
+
+def test_prefix_survives_its_tail_when_the_pool_gets_tight() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    admit_start(scheduler, request("a", list(range(10, 26))))  # four full blocks, all cached
+    admit_start(scheduler, request("b", list(range(50, 58))))  # takes two of them
+    assert admit_start(scheduler, request("c", list(range(10, 25)))) == 8
+
+
+def test_chunks_of_one_prompt_are_indexed_one_after_the_other() -> None:
+    scheduler = make_scheduler(budget=6)
+    scheduler.add(request("a", PROMPT))
+    first = planned(scheduler)
+    assert first.counts == [6]
+    scheduler.commit(first, result(first))
+    scheduler.abort("a")
+    assert admit_start(scheduler, request("b", PROMPT)) == 4
+
+
+def test_blocks_shared_with_a_running_request_cost_nothing() -> None:
+    scheduler = make_scheduler(num_blocks=5)
+    scheduler.add(request("a", PROMPT[:9], max_tokens=3))  # three blocks
+    first = planned(scheduler)
+    scheduler.commit(first, result(first))
+    scheduler.add(request("b", PROMPT[:9], max_tokens=3))  # one of the two free ones, one is left
+    assert planned(scheduler).starts == [9, 8]
+
+
+def test_blocked_request_is_admitted_once_its_prefix_is_in_the_cache() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    for name in "ab":
+        scheduler.add(request(name, PROMPT[:9], max_tokens=3))
+    first = planned(scheduler)
+    assert len(first.new_rows) == 1  # three more blocks and one to spare are not there
+    scheduler.commit(first, result(first))
+    assert planned(scheduler).starts == [9, 8]
+
+
+def test_taken_prefix_is_not_evicted_for_the_rest_of_the_same_request() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    admit_start(scheduler, request("a", list(range(10, 18))))  # two cached blocks, the older ones
+    admit_start(scheduler, request("b", list(range(50, 58))))  # two more: nothing is blank any more
+    scheduler.add(request("c", list(range(10, 19))))
+    plan = planned(scheduler)
+    assert plan.starts == [8] and len(set(plan.new_rows[0].block_ids)) == 3
+
+
+def test_needed_cached_blocks_count_as_taken_from_the_free_ones() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    admit_start(scheduler, request("a", list(range(10, 22))))  # three cached blocks, all free
+    scheduler.add(request("b", list(range(60, 69)), max_tokens=4))  # three blocks
+    first = planned(scheduler)
+    scheduler.add(request("c", list(range(10, 23)), max_tokens=4))  # three cached, one new; three are free
+    second = planned(scheduler)
+    assert second.new_rows == []
+    scheduler.commit(first, result(first))
+    scheduler.commit(second, result(second))
+    run_all(scheduler)
+    assert scheduler.num_free_blocks == 6

@@ -1,0 +1,373 @@
+"""Random traces against a worker that remembers what every KV cell holds.
+
+The model worker executes plans in the order they were made, while commits lag behind by up to two steps. A KV cell
+holds the identity of the whole token prefix up to its position (attention makes KV depend on all of it), so a row that
+reads a block shared wrongly, overwritten or never computed is found at once. What each request must receive is known
+beforehand: the token at a position is a function of the request alone, so nothing may be lost, repeated or changed by
+whatever else runs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from negamax.base.errors import InvalidRequestError, OverloadedError
+from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.step import NewRow, SequenceUpdate, StepPlan, StepResult, TokenLogprobs
+
+EOS_IDS = frozenset({0, 1})
+STOP_ID = 2
+GARBAGE = -1  # a token or a cell of a row that went wrong
+
+
+def sampled_token(seed: int, position: int) -> int:
+    """The token of request `seed` at `position`: 0 and 1 end it, 2 may be a stop token, repeats are frequent."""
+    return random.Random(seed * 100_003 + position).choice([0, 1, 2] + [3, 4, 5] * 8)
+
+
+@dataclass
+class Row:
+    """A worker's slot."""
+
+    tokens: list[int]
+    blocks: list[int]
+    sampling: SamplingParams
+    lost: bool = False  # a step of it went wrong: its cells and tokens mean nothing
+
+
+@dataclass
+class ModelWorker:
+    """Executes plans on a memory of prefix identities and checks each read and write."""
+
+    block_size: int
+    rows: dict[int, Row] = field(default_factory=dict)
+    cells: dict[tuple[int, int], int] = field(default_factory=dict)  # (block, offset) -> identity of the prefix up to it
+    identities: dict[tuple[int, int], int] = field(default_factory=dict)  # (identity of the parent, token) -> identity
+    sampled: dict[tuple[int, int], int] = field(default_factory=dict)  # (request seed, position) -> times sampled
+
+    def execute(self, plan: StepPlan, *, lose: bool, bad_rows: frozenset[int]) -> StepResult:
+        for new in plan.new_rows:
+            self.rows[new.slot] = Row(list(new.token_ids), list(new.block_ids), new.sampling)
+        for slot, block in zip(plan.appended_slots, plan.appended_blocks, strict=True):
+            self.rows[slot].blocks.append(block)
+        written: set[tuple[int, int]] = set()
+        token_ids: list[int] = []
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        for index, slot in enumerate(plan.slots):
+            row, start, count = self.rows[slot], plan.starts[index], plan.counts[index]
+            row.lost |= lose or index in bad_rows
+            end = start + count
+            assert end == len(row.tokens) if plan.samples[index] else end < len(row.tokens)
+            assert end <= len(row.blocks) * self.block_size, "a token without a block"
+            self._run(row, start, end, written)
+            if plan.samples[index]:
+                token_ids.append(self._sample(row))
+            if row.sampling.prompt_logprobs is not None:
+                assert row.sampling.seed is not None
+                last = len(prompt_of(row.sampling.seed)) - 1
+                entries = [TokenLogprobs(position, 0.0, 1, [], []) for position in range(start + 1, min(end, last) + 1)]
+                prompt_logprobs[index] = entries
+        logprobs = {
+            place: TokenLogprobs(token, 0.0, 1, [], []) for place, token in enumerate(token_ids) if token % 2
+        }  # a request's wish is the worker's to know; the scheduler passes on what comes
+        return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, dict.fromkeys(bad_rows, "bad row"))
+
+    def _run(self, row: Row, start: int, end: int, written: set[tuple[int, int]]) -> None:
+        """Check the cells before `start`, write those of the chunk."""
+        assert row.sampling.logit_bias is not None
+        identity = self._identity((-1, int(row.sampling.logit_bias[0])))  # the salt
+        for position in range(end):
+            identity = self._identity((identity, row.tokens[position]))
+            cell = (row.blocks[position // self.block_size], position % self.block_size)
+            if position < start:
+                assert row.lost or self.cells[cell] == identity, f"wrong KV at position {position}"
+            else:
+                assert cell not in written, "written twice in a step"
+                written.add(cell)
+                self.cells[cell] = GARBAGE if row.lost else identity
+
+    def _sample(self, row: Row) -> int:
+        seed, position = row.sampling.seed, len(row.tokens)
+        assert seed is not None
+        if row.lost:
+            token = GARBAGE
+        else:
+            token = sampled_token(seed, position)
+            self.sampled[seed, position] = self.sampled.get((seed, position), 0) + 1
+            assert self.sampled[seed, position] == 1, "a position sampled twice"
+        row.tokens.append(token)
+        return token
+
+    def _identity(self, key: tuple[int, int]) -> int:
+        return self.identities.setdefault(key, len(self.identities))
+
+
+def prompt_of(seed: int) -> tuple[int, ...]:
+    """Prompts from a handful of families, so that prefixes of all lengths are shared."""
+    rng = random.Random(seed)
+    family = random.Random(rng.randrange(3))
+    common = [family.randrange(3, 6) for _ in range(rng.randint(1, 24))]
+    return (*common, *(rng.randrange(3, 6) for _ in range(rng.randint(0, 6))))
+
+
+def request_of(seed: int, limits: SchedulerLimits) -> GenerateRequest:
+    rng = random.Random(seed + 1_000_000)
+    salt = rng.choice((0, 0, 0, 1))
+    sampling = SamplingParams(
+        seed=seed,
+        max_tokens=rng.randint(1, 20),
+        min_tokens=rng.choice((0, 0, 5)),
+        ignore_eos=rng.random() < 0.5,
+        stop_token_ids=(STOP_ID,) if rng.random() < 0.3 else (),
+        prompt_logprobs=0 if rng.random() < 0.2 else None,
+        logit_bias={0: salt},  # tells the model worker the salt, which does not reach a real one
+    )
+    return GenerateRequest(
+        request_id=f"request {seed}",
+        prompt_token_ids=prompt_of(seed),
+        sampling=sampling,
+        priority=rng.choice((0, 0, 0, 1, -1)),
+        cache_salt=str(salt),
+    )
+
+
+def expected_output(request: GenerateRequest, limits: SchedulerLimits) -> tuple[list[int], str, int | None]:
+    """Tokens, finish reason and stop reason, from the rules alone."""
+    sampling, position = request.sampling, len(request.prompt_token_ids)
+    assert sampling.seed is not None and sampling.max_tokens is not None
+    tokens: list[int] = []
+    while True:
+        token = sampled_token(sampling.seed, position + len(tokens))
+        tokens.append(token)
+        if len(tokens) > sampling.min_tokens:
+            if token in EOS_IDS and not sampling.ignore_eos:
+                return tokens, "stop", None
+            if token in sampling.stop_token_ids:
+                return tokens, "stop", token
+        if len(tokens) == sampling.max_tokens or position + len(tokens) == limits.max_model_len:
+            return tokens, "length", None
+
+
+class Trace:
+    """One random run: requests arrive, some are aborted, steps and rows go wrong, commits lag by `depth`."""
+
+    def __init__(self, limits: SchedulerLimits, *, seed: int, depth: int, trouble: bool) -> None:
+        self.limits = limits
+        self.depth = depth
+        self.trouble = trouble
+        self.rng = random.Random(seed)
+        self.scheduler = Scheduler(limits)
+        self.worker = ModelWorker(limits.block_size)
+        self.in_flight: deque[tuple[StepPlan, StepResult | None]] = deque()  # None: the step was lost
+        self.plans: list[StepPlan] = []
+        self.requests: dict[str, GenerateRequest] = {}
+        self.updates: dict[str, list[SequenceUpdate]] = {}
+        self.refused = 0
+
+    def run(self, num_requests: int) -> Trace:
+        to_add = deque(self.rng.sample(range(10_000), num_requests))
+        while to_add or self.scheduler.has_unfinished or self.in_flight:
+            while to_add and self.rng.random() < 0.5:
+                self.add(request_of(to_add.popleft(), self.limits))
+            if self.trouble and self.rng.random() < 0.1 and self.requests:
+                name = self.rng.choice(list(self.requests))
+                update = self.scheduler.abort(name)
+                assert (update is None) == self.ended(name)
+                self.receive([update] if update is not None else [])
+            plan = self.scheduler.plan()
+            if plan is not None:
+                self.check_plan(plan)
+                self.launch(plan)
+            else:
+                assert self.in_flight or not self.scheduler.has_unfinished, "stuck"
+            while len(self.in_flight) > (self.depth if plan is not None else 0):
+                self.commit()
+                if self.rng.random() < 0.5:
+                    break
+            self.check_counters()
+        return self
+
+    def add(self, request: GenerateRequest) -> None:
+        try:
+            self.scheduler.add(request)
+        except (InvalidRequestError, OverloadedError):
+            self.refused += 1
+        else:
+            self.requests[request.request_id] = request
+            self.updates[request.request_id] = []
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        lose = self.trouble and self.rng.random() < 0.02
+        bad = [row for row in range(len(plan.slots)) if self.trouble and self.rng.random() < 0.02]
+        result = self.worker.execute(plan, lose=lose, bad_rows=frozenset(bad))
+        self.in_flight.append((plan, None if lose else result))
+
+    def commit(self) -> None:
+        plan, result = self.in_flight.popleft()
+        if result is None:
+            self.receive(self.scheduler.fail(plan, "step lost"))
+        else:
+            self.receive(self.scheduler.commit(plan, result))
+
+    def ended(self, name: str) -> bool:
+        return bool(self.updates[name]) and self.updates[name][-1].finish_reason is not None
+
+    def receive(self, updates: list[SequenceUpdate]) -> None:
+        assert len({update.request_id for update in updates}) == len(updates)
+        for update in updates:
+            assert not self.ended(update.request_id), "an update after the end"
+            assert update.token_ids or update.finish_reason in ("abort", "error")
+            assert (update.error is not None) == (update.finish_reason == "error")
+            self.updates[update.request_id].append(update)
+
+    def check_plan(self, plan: StepPlan) -> None:
+        limits, pool = self.limits, self.scheduler._pool
+        assert 0 < plan.num_tokens <= limits.max_num_batched_tokens and min(plan.counts) >= 1
+        assert len(set(plan.slots)) == len(plan.slots) <= limits.max_num_seqs
+        assert all(0 <= slot < limits.max_num_seqs for slot in plan.slots)
+        assert [count > 1 for count in plan.counts] == sorted(count > 1 for count in plan.counts)
+        assert len({row.slot for row in plan.new_rows}) == len(plan.new_rows)
+        assert {row.slot for row in plan.new_rows} <= set(plan.slots)
+        by_slot = {sequence.slot: sequence for sequence in self.scheduler._running}
+        assert len(by_slot) == len(self.scheduler._running)
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            sequence = by_slot[slot]
+            first, last = start // limits.block_size, (start + count - 1) // limits.block_size
+            for block in sequence.block_ids[first : last + 1]:
+                assert pool.ref_count(block) == 1, "writes a shared block"
+                assert not pool.is_indexed(block), "writes a cached block"
+            assert sequence.num_total <= sequence.limit, "planned past a length limit"
+
+    def check_counters(self) -> None:
+        scheduler = self.scheduler
+        held = [block for sequence in scheduler._running for block in sequence.block_ids]
+        assert scheduler.num_free_blocks == scheduler.num_blocks - len(set(held))
+        for block in set(held):
+            assert scheduler._pool.ref_count(block) == held.count(block)
+        live = [name for name in self.requests if not self.ended(name)]
+        assert scheduler.num_running + scheduler.num_waiting == len(live)
+        assert scheduler.has_unfinished == bool(live)
+        assert scheduler.num_running <= self.limits.max_num_seqs
+        orders = [sequence.order for sequence in scheduler._running]
+        assert orders == sorted(orders)
+
+    def check_outputs(self) -> None:
+        for name, request in self.requests.items():
+            updates = self.updates[name]
+            tokens = [token for update in updates for token in update.token_ids]
+            expected, finish_reason, stop_reason = expected_output(request, self.limits)
+            last = updates[-1]
+            if last.finish_reason in ("abort", "error"):
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert (tokens, last.finish_reason, last.stop_reason) == (expected, finish_reason, stop_reason)
+            with_tokens = [update for update in updates if update.token_ids]
+            wants = request.sampling.prompt_logprobs is not None
+            for number, update in enumerate(with_tokens):
+                places = [entry.token_id for entry in update.prompt_logprobs or []]
+                whole = list(range(1, len(request.prompt_token_ids))) if wants and number == 0 else []
+                assert places == whole and (update.prompt_logprobs is not None) == (wants and number == 0)
+                (token,) = update.token_ids
+                assert [entry.token_id for entry in update.logprobs or []] == ([token] if token % 2 else [])
+            cached = {update.num_cached_tokens for update in with_tokens}
+            assert len(cached) <= 1 and all(0 <= number < len(request.prompt_token_ids) for number in cached)
+            assert not (wants and cached - {0})
+        assert self.scheduler.generated_tokens == sum(
+            len(update.token_ids) for updates in self.updates.values() for update in updates
+        )
+        assert self.scheduler.num_free_blocks == self.scheduler.num_blocks
+        assert sorted(self.scheduler._free_slots) == list(range(self.limits.max_num_seqs))
+
+
+@st.composite
+def any_limits(draw: st.DrawFn) -> SchedulerLimits:
+    block_size = draw(st.sampled_from((1, 2, 4, 8)))
+    max_model_len = draw(st.integers(20, 50))
+    whole_window = -(-max_model_len // block_size)
+    return SchedulerLimits(
+        max_num_seqs=draw(st.integers(1, 6)),
+        max_num_batched_tokens=draw(st.sampled_from((1, 3, 8, 17, 64))),
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=draw(st.integers(whole_window * 2 // 3, whole_window * 3)),
+        enable_prefix_caching=draw(st.sampled_from((True, True, False))),
+        max_queued_requests=draw(st.sampled_from((3, 100))),
+        eos_token_ids=EOS_IDS,
+    )
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(limits=any_limits(), seed=st.integers(0, 2**32), depth=st.integers(0, 2), trouble=st.booleans())
+def test_random_traces(limits: SchedulerLimits, seed: int, depth: int, trouble: bool) -> None:
+    first = Trace(limits, seed=seed, depth=depth, trouble=trouble).run(14)
+    first.check_outputs()
+    again = Trace(limits, seed=seed, depth=depth, trouble=trouble).run(14)
+    assert first.plans == again.plans and first.updates == again.updates
+
+
+def standard_traces() -> list[Trace]:
+    traces = []
+    for seed in range(12):
+        limits = SchedulerLimits(
+            max_num_seqs=5,
+            max_num_batched_tokens=16,
+            max_model_len=48,
+            block_size=4,
+            num_blocks=14,
+            enable_prefix_caching=True,
+            max_queued_requests=100,
+            eos_token_ids=EOS_IDS,
+        )
+        traces.append(Trace(limits, seed=seed, depth=seed % 3, trouble=seed % 2 == 1).run(30))
+    return traces
+
+
+def test_traces_reach_what_they_are_meant_to_test() -> None:
+    traces = standard_traces()
+    assert sum(trace.scheduler.preemption_count for trace in traces) >= 50
+    assert sum(trace.scheduler.cached_prompt_tokens for trace in traces) >= 500
+    reasons = [updates[-1].finish_reason for trace in traces for updates in trace.updates.values()]
+    assert min(reasons.count(reason) for reason in ("stop", "length", "abort", "error")) >= 10
+    resumed = [row for trace in traces for plan in trace.plans for row in plan.new_rows if is_resumed(row)]
+    assert len(resumed) >= 30
+    for trace in traces:
+        trace.check_outputs()
+
+
+def is_resumed(row: NewRow) -> bool:
+    return len(row.token_ids) > row.prompt_len
+
+
+def plans_digest() -> str:
+    return sha256(repr([trace.plans for trace in standard_traces()]).encode()).hexdigest()
+
+
+def test_plans_do_not_depend_on_the_hash_seed_of_the_process() -> None:
+    root = Path(__file__).parents[2]
+    digests = [
+        subprocess.run(
+            [sys.executable, str(Path(__file__))],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert digests[0] == digests[1] == plans_digest() + "\n"
+
+
+if __name__ == "__main__":
+    print(plans_digest())

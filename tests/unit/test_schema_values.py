@@ -1,0 +1,200 @@
+"""Argument text to JSON by schema: a wrong rule here gives an agent "5" for 5, or null for the string "none"."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from negamax.text.schema_values import ToolSchemas, json_string_body, json_value, parse_json, schema_types
+
+TYPE_NAMES = ("null", "integer", "number", "boolean", "object", "array", "string")
+
+
+def types_of(schema: Any, root: Any = None) -> set[str]:
+    return set(schema_types([schema], root=root))
+
+
+def convert(text: str, *types: str) -> Any:
+    return parse_json(json_value(text, frozenset(types)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"type": "integer"}, {"integer"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"type": "string", "nullable": True}, {"string", "null"}),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"integer", "null"}),
+        ({"oneOf": [{"type": "object"}, {"anyOf": [{"type": "string"}]}]}, {"object", "string"}),
+        ({"allOf": [{"type": "number"}, {"minimum": 0}]}, {"number"}),
+        ({"enum": ["low", "high", None]}, {"string", "null"}),
+        ({"enum": [1, 2.5, True, [], {}]}, {"integer", "number", "boolean", "array", "object"}),
+        ({"const": 3}, {"integer"}),
+        ({"type": "string", "enum": ["none", "1"]}, {"string"}),
+        ({"properties": {"a": {}}}, {"object"}),
+        ({"items": {"type": "string"}}, {"array"}),
+        ({"description": "anything"}, set()),
+        ({"type": "any"}, set()),
+        ({}, set()),
+        (True, set()),
+        (None, set()),
+    ],
+)
+def test_types_of_a_schema(schema: Any, expected: set[str]) -> None:
+    assert types_of(schema) == expected
+
+
+def test_references_are_resolved_through_definitions_and_escapes() -> None:
+    root = {"$defs": {"a/b": {"type": "integer"}, "c~d": {"$ref": "#/$defs/a~1b"}}, "definitions": {"e f": {"type": "null"}}}
+    assert types_of({"$ref": "#/$defs/c~0d"}, root) == {"integer"}
+    assert types_of({"anyOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/definitions/e%20f"}]}, root) == {"integer", "null"}
+    assert types_of({"$ref": "#/$defs/missing"}, root) == set()
+    assert types_of({"$ref": "https://example.com/schema"}, root) == set()
+
+
+def test_circular_references_end() -> None:
+    root: dict[str, Any] = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}}}
+    assert types_of({"$ref": "#/$defs/a"}, root) == {"string"}
+
+
+def test_doubling_references_are_walked_once() -> None:
+    definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(64)}
+    root = {"$defs": {**definitions, "d64": {"type": "boolean"}}}
+    assert types_of({"$ref": "#/$defs/d0"}, root) == {"boolean"}
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "expected"),
+    [
+        ("007", ["string"], "007"),
+        ("true", ["string"], "true"),
+        ("null", ["string"], "null"),
+        (" padded\n", ["string"], " padded\n"),
+        ("521", [], "521"),
+        (" 5 ", ["integer"], 5),
+        ("007", ["integer"], 7),
+        ("5.0", ["integer"], 5),
+        ("5.5", ["integer"], "5.5"),
+        ("-12", ["integer"], -12),
+        ("12345678901234567890", ["integer"], 12345678901234567890),
+        ("not_a_number", ["integer"], "not_a_number"),
+        ("", ["integer"], ""),
+        ("3.14", ["number"], 3.14),
+        ("3.0", ["number"], 3),
+        ("1e3", ["number"], 1000),
+        ("12345678901234567890", ["number"], 12345678901234567890),
+        ("NaN", ["number"], "NaN"),
+        ("-Infinity", ["number"], "-Infinity"),
+        ("1e999", ["number"], "1e999"),
+        ("1e999", ["integer"], "1e999"),
+        ("False", ["boolean"], False),
+        ("TRUE\n", ["boolean"], True),
+        ("1", ["boolean"], True),
+        ("0", ["boolean"], False),
+        ("yes", ["boolean"], "yes"),
+        ('{"a": 1, "b": [true, null]}', ["object"], {"a": 1, "b": [True, None]}),
+        ("\n[\n  1\n]\n", ["array"], [1]),
+        ('{"a": 1', ["object"], '{"a": 1'),
+        ("{'a': 1}", ["object"], "{'a': 1}"),
+        ('{"a": NaN}', ["object"], '{"a": NaN}'),
+        ("[1e999]", ["array"], "[1e999]"),
+        ("null", ["string", "null"], None),
+        ("NULL", ["integer", "null"], None),
+        (" null ", ["integer", "null"], None),
+        (" null ", ["string", "null"], " null "),
+        (" null ", ["string", "integer", "null"], " null "),
+        ("none", ["string", "null"], "none"),
+        ("null", ["null"], None),
+        ("other", ["null"], "other"),
+        ("42", ["string", "integer"], 42),
+        ("4.5", ["integer", "number"], 4.5),
+        ("1", ["boolean", "integer"], 1),
+        ("true", ["boolean", "string"], True),
+        ('{"a":1}', ["object", "string"], {"a": 1}),
+        ("[1", ["array", "string"], "[1"),
+        ("[1]", ["object"], [1]),
+        ("[1]", ["object", "string"], "[1]"),
+        ("5", ["object"], "5"),
+    ],
+)
+def test_conversion(text: str, types: list[str], expected: Any) -> None:
+    value = convert(text, *types)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_large_floats_are_not_spelled_out() -> None:
+    assert json_value("1e300", frozenset({"number"})) == "1e+300"
+
+
+def test_bottomless_nesting_stays_text() -> None:
+    text = "[" * 200_000 + "]" * 200_000
+    assert convert(text, "array") == text
+
+
+def test_escaped_lone_surrogate_can_be_sent_as_utf8() -> None:
+    written = json_value('["\\ud800"]', frozenset({"array"}))
+    written.encode()
+    assert json.loads(written) == ["\ud800"]
+
+
+@settings(deadline=None)
+@given(text=st.text(), types=st.frozensets(st.sampled_from(TYPE_NAMES)))
+def test_every_text_gives_valid_json(text: str, types: frozenset[str]) -> None:
+    parse_json(json_value(text, types))
+
+
+@settings(deadline=None)
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
+    )
+)
+def test_containers_keep_their_values(value: Any) -> None:
+    for kind, name in ((dict, "object"), (list, "array")):
+        if isinstance(value, kind):
+            assert parse_json(json_value(json.dumps(value, indent=1), frozenset({name}))) == value
+
+
+@settings(deadline=None)
+@given(parts=st.lists(st.text()))
+def test_string_bodies_join(parts: list[str]) -> None:
+    assert json.loads('"' + "".join(map(json_string_body, parts)) + '"') == "".join(parts)
+
+
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_parameters_are_found_in_branches_and_references() -> None:
+    schema = {
+        "oneOf": [{"properties": {"number": {"type": "number"}}}, {"$ref": "#/$defs/named"}],
+        "properties": {"id": {"type": "string"}},
+        "additionalProperties": {"type": "boolean"},
+        "$defs": {"named": {"properties": {"names": {"type": "array"}, "id": {"type": "integer"}}}},
+    }
+    schemas = ToolSchemas([tool("f", schema)])
+    assert schemas.parameter_types("f", "number") == {"number"}
+    assert schemas.parameter_types("f", "names") == {"array"}
+    assert schemas.parameter_types("f", "id") == {"string", "integer"}
+    assert schemas.parameter_types("f", "other") == {"boolean"}
+    assert schemas.declares_parameter("f", "names")
+    assert not schemas.declares_parameter("f", "other")
+
+
+@pytest.mark.parametrize(
+    "tools", [None, [], [tool("f")], [tool("f", {})], [tool("f", True)], [{"type": "web_search"}], [tool("f", [])]]
+)
+def test_missing_schemas_mean_text(tools: list[dict[str, Any]] | None) -> None:
+    assert ToolSchemas(tools).parameter_types("f", "x") == frozenset()
+    assert not ToolSchemas(tools).declares("g")
+
+
+def test_bare_function_objects_are_read_too() -> None:
+    schemas = ToolSchemas([{"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}])
+    assert schemas.declares("f")
+    assert schemas.parameter_types("f", "x") == {"integer"}

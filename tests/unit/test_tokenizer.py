@@ -1,0 +1,146 @@
+"""The tokenizer over real tokenizer files, trained here: round trips, control tokens, and refusal of broken folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text_support import TAGS, config_text, definition_text, make_tokenizer
+
+from negamax.base.errors import CheckpointError, InvalidRequestError
+from negamax.text.tokenizer import Tokenizer
+
+TOKENIZER = make_tokenizer()
+UTF8 = st.characters(exclude_categories=["Cs"])
+
+
+def write(folder: Path, *, definition: str | None = None, config: str | None = None) -> Path:
+    (folder / "tokenizer.json").write_text(definition if definition is not None else definition_text())
+    (folder / "tokenizer_config.json").write_text(config if config is not None else config_text())
+    return folder
+
+
+def edited_definition(**changes: object) -> str:
+    return json.dumps({**json.loads(definition_text()), **changes})
+
+
+def test_folder_is_read(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(write(tmp_path))
+    assert tokenizer.bos_token_id == tokenizer.token_id("]~!b[")
+    assert tokenizer.eos_token_id == tokenizer.token_id("[e~[")
+    assert tokenizer.vocab_size == 1 + tokenizer.token_id("</minimax:tool_call>")
+
+
+@settings(deadline=None)
+@given(text=st.text(UTF8))
+def test_text_round_trip(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text, allow_special=False)) == text
+
+
+@settings(deadline=None)
+@given(ids=st.lists(st.integers(0, TOKENIZER.vocab_size + 5)), skip=st.booleans())
+def test_decode_equals_the_library(ids: list[int], skip: bool) -> None:
+    library = TOKENIZER._backend
+    kept = [i for i in ids if not (skip and TOKENIZER.is_special(i))]
+    assert TOKENIZER.decode(ids, skip_special_tokens=skip) == library.decode(kept, skip_special_tokens=False)
+
+
+def test_special_texts_become_tokens_unless_told_otherwise() -> None:
+    text = "]~b]user\nhi<think>[e~["
+    ids = TOKENIZER.encode(text)
+    assert [TOKENIZER.token_text(i) for i in ids if TOKENIZER.is_added(i)] == ["]~b]", "<think>", "[e~["]
+    plain = TOKENIZER.encode(text, allow_special=False)
+    assert not any(TOKENIZER.is_added(i) for i in plain)
+    assert TOKENIZER.decode(plain) == text
+
+
+def test_control_tokens_are_dropped_and_tags_are_kept() -> None:
+    ids = TOKENIZER.encode("]~b]a<think>b</think><minimax:tool_call></minimax:tool_call>[e~[")
+    assert TOKENIZER.decode(ids) == "a<think>b</think><minimax:tool_call></minimax:tool_call>"
+    assert TOKENIZER.decode(ids, skip_special_tokens=False).endswith("[e~[")
+    assert not any(TOKENIZER.is_special(TOKENIZER.token_id(tag)) for tag in TAGS)
+
+
+def test_tags_flagged_as_control_tokens_are_kept_anyway(tmp_path: Path) -> None:
+    definition = json.loads(definition_text())
+    for token in definition["added_tokens"]:
+        token["special"] = True
+    tokenizer = Tokenizer.from_folder(write(tmp_path, definition=json.dumps(definition)))
+    assert tokenizer.decode(tokenizer.encode("a<think>b[e~[")) == "a<think>b"
+
+
+def test_config_flags_overrule_the_definition(tmp_path: Path) -> None:
+    token_id = TOKENIZER.token_id("<reponame>")
+    config = {**json.loads(config_text()), "added_tokens_decoder": {str(token_id): {"content": "<reponame>", "special": False}}}
+    tokenizer = Tokenizer.from_folder(write(tmp_path, config=json.dumps(config)))
+    assert TOKENIZER.is_special(token_id)
+    assert not tokenizer.is_special(token_id)
+
+
+def test_token_bytes_are_exact() -> None:
+    ids = TOKENIZER.encode("né 🙂", allow_special=False)
+    assert b"".join(map(TOKENIZER.token_bytes, ids)) == "né 🙂".encode()
+    assert TOKENIZER.token_bytes(TOKENIZER.token_id("]<]vision pad[>[")) == b"]<]vision pad[>["
+    assert TOKENIZER.token_bytes(TOKENIZER.vocab_size) == b""
+    assert TOKENIZER.token_bytes(-1) == b""
+
+
+def test_token_spelled_outside_the_byte_alphabet_stands_for_itself(tmp_path: Path) -> None:
+    definition = json.loads(definition_text())
+    token_id = definition["model"]["vocab"].pop(max(definition["model"]["vocab"], key=definition["model"]["vocab"].get))
+    definition["model"]["vocab"]["日 本"] = token_id
+    definition["model"]["merges"].pop()
+    tokenizer = Tokenizer.from_folder(write(tmp_path, definition=json.dumps(definition)))
+    assert tokenizer.token_bytes(token_id) == "日 本".encode()
+    assert tokenizer.decode([token_id]) == tokenizer._backend.decode([token_id])
+
+
+def test_all_256_bytes_have_a_token() -> None:
+    single = {TOKENIZER.token_bytes(i) for i in range(TOKENIZER.vocab_size)}
+    assert {bytes([byte]) for byte in range(256)} <= single
+
+
+def test_lone_surrogate_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"U\+D800 at character 2"):
+        TOKENIZER.encode("ab\ud800")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff\xfe"])
+def test_missing_or_broken_file_is_named(tmp_path: Path, name: str, content: bytes | None) -> None:
+    write(tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=name) as error:
+        Tokenizer.from_folder(tmp_path)
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        edited_definition(decoder=None),
+        edited_definition(decoder={"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}),
+        edited_definition(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
+        edited_definition(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}),
+        edited_definition(model=None),
+    ],
+)
+def test_unsupported_or_inconsistent_tokenizer_is_refused(tmp_path: Path, definition: str) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(write(tmp_path, definition=definition))
+
+
+def test_named_token_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"eos_token '<gone>'"):
+        Tokenizer.from_folder(write(tmp_path, config=json.dumps({"eos_token": {"content": "<gone>"}})))
+
+
+def test_named_tokens_may_be_absent(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(write(tmp_path, config="{}"))
+    assert tokenizer.bos_token_id is None
+    assert tokenizer.eos_token_id is None

@@ -1,0 +1,208 @@
+"""Decode speed on the CPU: this engine against transformers' generate; same weights, same dtype, same run.
+
+    python tools/bench_cpu.py [--model nano] [--dtype bfloat16] [--json FILE]
+
+Each engine lives in a process of its own, with its own default number of threads; the measurements of a round alternate, and
+each figure is the median over the rounds. A rate is output tokens per second of decoding alone: the time for one output token
+is subtracted from the time for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from negamax.base.env import usable_cores
+
+PROMPT_TOKENS = 100
+Seconds = Callable[[list[list[int]], int], float]  # prompts, output tokens of each -> seconds
+
+
+def load_transformers(folder: Path, dtype: str, implementation: str | None) -> Any:
+    """The checkpoint in transformers, its FP8 blocks dequantised by the op that our own loader uses."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import MiniMaxM2ForCausalLM
+
+    from negamax.kernels.quantize.spec import dequantize_block
+
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(shard)
+    scales = {name.removesuffix("_scale_inv"): value for name, value in tensors.items() if name.endswith("_scale_inv")}
+    target = getattr(torch, dtype)
+    plain = {
+        name: dequantize_block(tensor, scales[name], block=(128, 128), dtype=target) if name in scales else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith("_scale_inv")
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config", None)
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps(config))
+        save_file(plain, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
+        model = MiniMaxM2ForCausalLM.from_pretrained(scratch, dtype=target).eval()
+    if implementation:
+        model.set_experts_implementation(implementation)
+    return model
+
+
+def start_transformers(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
+    """generate with a static batch, greedy."""
+    import torch
+    import transformers
+
+    from negamax.checkpoint.hub import resolve_model
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model = load_transformers(resolve_model(args.model), args.dtype, args.experts)
+
+    def seconds(prompts: list[list[int]], new_tokens: int) -> float:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            started = time.perf_counter()
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            return time.perf_counter() - started
+
+    facts = {
+        "version": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "experts": model.config._experts_implementation,
+        "attention": model.config._attn_implementation,
+    }
+    return seconds, facts
+
+
+def start_negamax(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
+    """The engine, all requests at once, greedy, without prefix reuse."""
+    import negamax
+    from negamax import LLM, SamplingParams
+    from negamax.engine.setup import default_threads
+
+    threads = args.threads or default_threads(1)
+    llm = LLM(args.model, dtype=args.dtype, enable_prefix_caching=False, num_threads=threads)
+
+    def seconds(prompts: list[list[int]], new_tokens: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        started = time.perf_counter()
+        llm.generate(prompts, params)
+        return time.perf_counter() - started
+
+    return seconds, {"version": negamax.__version__, "threads": threads}
+
+
+def serve(args: argparse.Namespace) -> None:
+    """The child: one line of facts, then for each line [prompts, output tokens] the seconds it took."""
+    seconds, facts = {"transformers": start_transformers, "negamax": start_negamax}[args.serve](args)
+    print(json.dumps(facts), flush=True)
+    for line in sys.stdin:
+        prompts, new_tokens = json.loads(line)
+        print(json.dumps(seconds(prompts, new_tokens)), flush=True)
+
+
+class Engine:
+    """A child process that measures."""
+
+    def __init__(self, name: str, arguments: list[str]) -> None:
+        command = [sys.executable, __file__, *arguments, "--serve", name]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.facts = json.loads(self._answer())
+
+    def decode_rate(self, prompts: list[list[int]], new_tokens: int) -> float:
+        """Output tokens per second of decoding `prompts` together."""
+        return len(prompts) * (new_tokens - 1) / (self._seconds(prompts, new_tokens) - self._seconds(prompts, 1))
+
+    def stop(self) -> None:
+        """End the child."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
+        assert self._process.stdin is not None
+        print(json.dumps([prompts, new_tokens]), file=self._process.stdin, flush=True)
+        return float(self._answer())
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a measuring process ended; its error is above")
+        return line
+
+
+def prompts_for(batch: int) -> list[list[int]]:
+    """`batch` different prompts of PROMPT_TOKENS ordinary tokens, the same in every run."""
+    return [[100 + (7919 * (row + 1) * (column + 1)) % 3900 for column in range(PROMPT_TOKENS)] for row in range(batch)]
+
+
+def compare(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    """Run all rounds and put the figures together."""
+    engines = {name: Engine(name, arguments) for name in ("transformers", "negamax")}
+    rates: dict[str, list[float]] = {f"{name}, batch {batch}": [] for batch in (1, 16) for name in engines}
+    for round_number in range(args.rounds + 1):
+        for batch in (1, 16):
+            for name, engine in engines.items():
+                rate = engine.decode_rate(prompts_for(batch), args.new_tokens)
+                if round_number:  # the first round warms up
+                    rates[f"{name}, batch {batch}"].append(rate)
+    for engine in engines.values():
+        engine.stop()
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    return {
+        "cores": usable_cores(),
+        "engines": {name: engine.facts for name, engine in engines.items()},
+        "dtype": args.dtype,
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": args.new_tokens,
+        "rounds": args.rounds,
+        "tokens_per_second": rates,
+        "median": median,
+        "ratio, 1 request": median["negamax, batch 1"] / median["transformers, batch 1"],
+        "ratio, 16 requests to batch 1": median["negamax, batch 16"] / median["transformers, batch 1"],
+        "ratio, 16 requests to static batch 16": median["negamax, batch 16"] / median["transformers, batch 16"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="nano")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--experts", default=None, help="transformers' experts implementation: eager, batched_mm, grouped_mm")
+    parser.add_argument("--threads", type=int, default=None, help="threads of the engine (transformers keeps torch's default)")
+    parser.add_argument("--new-tokens", type=int, default=129)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", choices=["transformers", "negamax"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args)
+        return
+    report = compare(args, sys.argv[1:])
+    for name, value in report["median"].items():
+        print(f"{name:24s} {value:9.1f} tokens/s")
+    for name in [key for key in report if key.startswith("ratio")]:
+        print(f"{name:40s} {report[name]:.2f}")
+    print(json.dumps(report["engines"]))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

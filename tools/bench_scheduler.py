@@ -1,0 +1,133 @@
+"""What the scheduler costs: microseconds per step for plan and commit together, with a worker that answers at once.
+
+    python tools/bench_scheduler.py [--steps 2000]
+
+Steps overlap as in the engine: step N is planned before step N-1 is committed. Decode: n sequences with prompts of 500
+to 1,000 tokens, one token each per step. Mixed: requests of 100 to 2,000 prompt tokens (a third of them shares a prefix
+of 256) and 20 to 200 outputs arrive as others end, 100 at a time. Block size 16, prefix cache on, budget 2,048 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+from collections import deque
+from time import perf_counter
+
+from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.step import StepPlan, StepResult
+
+VOCAB_SIZE = 200_000
+EOS = 0  # never sampled here
+
+
+def make_scheduler(*, max_num_seqs: int, num_blocks: int) -> Scheduler:
+    return Scheduler(
+        SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=2048,
+            max_model_len=100_000,
+            block_size=16,
+            num_blocks=num_blocks,
+            enable_prefix_caching=True,
+            max_queued_requests=10_000,
+            eos_token_ids=frozenset({EOS}),
+        )
+    )
+
+
+def make_request(rng: random.Random, name: str, *, prompt: list[int], prompt_len: int, max_tokens: int) -> GenerateRequest:
+    body = [rng.randrange(1, VOCAB_SIZE) for _ in range(prompt_len - len(prompt))]
+    return GenerateRequest(request_id=name, prompt_token_ids=(*prompt, *body), sampling=SamplingParams(max_tokens=max_tokens))
+
+
+class Loop:
+    """The engine's overlap with an instant worker; `microseconds` has one entry per step."""
+
+    def __init__(self, scheduler: Scheduler, rng: random.Random) -> None:
+        self.scheduler = scheduler
+        self.microseconds: list[float] = []
+        self.tokens: list[int] = []
+        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._sampled = [rng.randrange(1, VOCAB_SIZE) for _ in range(4096)]
+
+    def step(self) -> None:
+        start = perf_counter()
+        plan = self.scheduler.plan()
+        planned = perf_counter()
+        if plan is not None:
+            sampled = self._sampled[plan.step_id % 1024 :][: sum(plan.samples)]
+            self._in_flight.append((plan, StepResult(plan.step_id, sampled, {}, {}, {})))
+        commit_start = perf_counter()
+        if len(self._in_flight) > 1 or (plan is None and self._in_flight):
+            self.scheduler.commit(*self._in_flight.popleft())
+        committed = perf_counter()
+        self.microseconds.append((planned - start + committed - commit_start) * 1e6)
+        self.tokens.append(plan.num_tokens if plan is not None else 0)
+
+
+def bench_decode(num_running: int, *, steps: int) -> Loop:
+    rng = random.Random(num_running)
+    scheduler = make_scheduler(max_num_seqs=num_running, num_blocks=num_running * (steps + 2000) // 16 + 1)
+    for index in range(num_running):
+        scheduler.add(
+            make_request(rng, f"request {index}", prompt=[], prompt_len=rng.randint(500, 1000), max_tokens=steps + 1000)
+        )
+    loop = Loop(scheduler, rng)
+    while not loop.tokens or loop.tokens[-1] != num_running:
+        loop.step()
+    for _ in range(100):  # warm up
+        loop.step()
+    loop.microseconds.clear()
+    loop.tokens.clear()
+    for _ in range(steps):
+        loop.step()
+    assert loop.tokens == [num_running] * steps
+    return loop
+
+
+def bench_mixed(*, steps: int) -> Loop:
+    rng = random.Random(0)
+    scheduler = make_scheduler(max_num_seqs=100, num_blocks=20_000)
+    shared = [rng.randrange(1, VOCAB_SIZE) for _ in range(256)]
+    requests = [
+        make_request(
+            rng,
+            f"request {index}",
+            prompt=[] if index % 3 else shared,
+            prompt_len=rng.randint(100 if index % 3 else 300, 2000),
+            max_tokens=rng.randint(20, 200),
+        )
+        for index in range(steps)
+    ]
+    loop = Loop(scheduler, rng)
+    for _ in range(steps):
+        while scheduler.num_running + scheduler.num_waiting < 100:
+            scheduler.add(requests.pop())
+        loop.step()
+    return loop
+
+
+def report(name: str, loop: Loop) -> None:
+    ordered = sorted(loop.microseconds)
+    median, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
+    mean_tokens = sum(loop.tokens) / len(loop.tokens)
+    print(f"{name:<24}{len(ordered):>8}{mean_tokens:>13.1f}{median:>11.1f}{p99:>11.1f}{ordered[-1]:>11.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Microseconds per scheduler step (plan + commit).")
+    parser.add_argument("--steps", type=int, default=2000, help="timed steps per case")
+    steps = parser.parse_args().steps
+    print(f"{'case':<24}{'steps':>8}{'tokens/step':>13}{'median us':>11}{'p99 us':>11}{'max us':>11}")
+    for num_running in (1, 16, 100, 256):
+        gc.collect()
+        report(f"decode, {num_running} running", bench_decode(num_running, steps=steps))
+    gc.collect()
+    report("mixed, 100 running", bench_mixed(steps=steps))
+
+
+if __name__ == "__main__":
+    main()

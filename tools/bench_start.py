@@ -1,0 +1,66 @@
+"""Seconds from the command `negamax serve nano` to the first streamed token of a chat, several starts in a row.
+
+python tools/bench_start.py [--starts 3] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from negamax.base.env import usable_cores
+
+TIMEOUT_SECONDS = 120.0
+BODY = {"model": "nano", "messages": [{"role": "user", "content": "Hello!"}], "stream": True, "max_tokens": 16}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def first_token_seconds(port: int) -> float:
+    """Start a server, ask as soon as it listens, stop it."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "negamax", "serve", "nano", "--port", str(port), "--log-level", "warning"]
+    server = subprocess.Popen(command)
+    try:
+        while time.perf_counter() - started < TIMEOUT_SECONDS:
+            try:
+                url = f"http://127.0.0.1:{port}/v1/chat/completions"
+                with httpx.stream("POST", url, json=BODY, timeout=TIMEOUT_SECONDS) as answer:
+                    for line in answer.iter_lines():
+                        if line.startswith("data: {") and "reasoning" in json.loads(line[6:])["choices"][0]["delta"]:
+                            return time.perf_counter() - started
+            except httpx.ConnectError:
+                time.sleep(0.02)
+        raise SystemExit(f"no token within {TIMEOUT_SECONDS:.0f} s")
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    seconds = [first_token_seconds(free_port()) for _ in range(args.starts)]
+    report = {"cores": usable_cores(), "seconds_to_first_token": seconds, "median": statistics.median(seconds)}
+    print(f"first token after {report['median']:.2f} s (median of {args.starts}: {', '.join(f'{s:.2f}' for s in seconds)})")
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
