@@ -85,7 +85,7 @@ def default_threads(num_ranks: int) -> int:
     """CPU threads per rank: the cores shared out, from three cores up less one for the server and the scheduler.
 
     A thread team larger than the free cores stalls for whole scheduler ticks: measured on 2 cores with one busy, products of
-    25 us take 4 to 8 ms on 2 threads. Alone on 2 cores, 2 threads decode 1.3 times as fast as one.
+    25 us take 4 to 8 ms on 2 threads. Alone on 2 cores, 2 threads decode up to 1.4 times as fast as one.
     """
     cores = env.usable_cores()
     return max(1, (cores - (cores > 2)) // num_ranks)
