@@ -31,17 +31,17 @@ class Runner:
 
     def logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """Logits [R, V] fp32 of the sampled rows."""
-        if len(batch.sample_slots) == hidden.shape[0]:
-            return self._model.logits(hidden)
         return self._model.logits(hidden[batch.sample_tokens])
 
-    def prompt_logprobs(self, plan: StepPlan, hidden: Tensor, *, rows: Rows) -> dict[int, list[TokenLogprobs]]:
+    def prompt_logprobs(
+        self, plan: StepPlan, hidden: Tensor, *, batch: ForwardBatch, rows: Rows
+    ) -> dict[int, list[TokenLogprobs]]:
         """For each row that asked: entries of the prompt tokens that this step's tokens predict, by row index."""
         if not rows.prompt_logprob_slots:
             return {}
         found: dict[int, list[TokenLogprobs]] = {}
-        first = 0
-        for row, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+        columns = zip(plan.slots, plan.starts, plan.counts, batch.prompt_starts, strict=True)
+        for row, (slot, start, count, first) in enumerate(columns):
             state = rows.state(slot)
             predicted = min(start + count, state.prompt_len - 1) - start
             if slot in rows.prompt_logprob_slots and predicted > 0:
@@ -50,7 +50,6 @@ class Runner:
                     rows.tokens[slot, start + 1 : start + 1 + predicted],
                     num_top=state.sampling.prompt_logprobs or 0,
                 )
-            first += count
         return found
 
     def _entries(self, hidden: Tensor, token_ids: Tensor, *, num_top: int) -> list[TokenLogprobs]:

@@ -70,7 +70,7 @@ class Worker:
         """The step itself: gather, forward, sample, remember. Writes are idempotent, so it may be repeated."""
         batch = batches.build(plan, self._rows, block_size=self._block_size)
         hidden = self._runner.hidden(batch)
-        prompt_logprobs = self._runner.prompt_logprobs(plan, hidden, rows=self._rows)
+        prompt_logprobs = self._runner.prompt_logprobs(plan, hidden, batch=batch, rows=self._rows)
         if not batch.sample_slots:
             return StepResult(plan.step_id, [], {}, prompt_logprobs, {})
         sampled = sample(self._runner.logits(hidden, batch), batch, rows=self._rows, kernels=self._kernels)

@@ -84,6 +84,20 @@ def test_a_pool_too_small_for_all_preempts_and_still_gives_the_same_texts(folder
         assert all_blocks_free(small)
 
 
+def test_preemption_and_chunking_change_no_bit_in_bfloat16(folder: Path) -> None:
+    """The kernels of a token depend on whether it is prompt or output, not on the step that ran it, first time or again."""
+    prompts = [prompt(seed, 30 + seed) for seed in range(8)]
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=60, ignore_eos=True, logprobs=0) for i in range(8)]
+    texts = []
+    for options in ({}, {"num_kv_blocks": 64, "max_num_batched_tokens": 13}):
+        with LLM(str(folder), dtype="bfloat16", block_size=4, num_threads=1, **options) as engine:
+            completions = [generation.outputs[0] for generation in engine.generate(prompts, params)]
+            texts.append([[(entry.token_id, entry.logprob) for entry in c.logprobs or []] for c in completions])
+            preempted = engine._loop.stats().preemption_count
+    assert preempted > 0
+    assert texts[0] == texts[1]
+
+
 def test_same_seed_same_text_whatever_else_runs(llm: LLM) -> None:
     seeded = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=5, max_tokens=30, ignore_eos=True)
     alone = tokens(llm, [prompt(20)], seeded)[0]

@@ -25,6 +25,7 @@ from negamax.kernels.op import Kernel
 
 QUERY_TILE = 64  # positions per prefill tile; padded lengths are multiples of it
 _ROW_MULTIPLE = 4  # query rows per product
+_GATHER_ROWS = 64  # sequences whose keys are gathered at a time
 
 
 def padded_keys(length: int, block_size: int) -> int:
@@ -77,7 +78,8 @@ def plan_decode(
     for row, length in enumerate(seq_lens):
         members.setdefault(padded_keys(length, shape.block_size), []).append(row)
     buckets = []
-    for num_keys, rows in members.items():
+    slices = [(keys, rows[i : i + _GATHER_ROWS]) for keys, rows in members.items() for i in range(0, len(rows), _GATHER_ROWS)]
+    for num_keys, rows in slices:
         every = len(rows) == len(seq_lens)
         lengths = np.array([seq_lens[row] for row in rows])[:, None]  # [S, 1]
         blocks = gather_index(tables if every else tables[rows], lengths, num_keys=num_keys, shape=shape)
