@@ -31,7 +31,8 @@ def build(plan: StepPlan, rows: Rows, *, block_size: int) -> ForwardBatch:
     """Gather the tokens, positions and cache slots of `plan` from `rows` (already holding the plan's changes).
 
     Generated tokens run one by one as decodes, prompt tokens as prefills, however the scheduler cut them into steps (a
-    preempted sequence runs both again): which kernel computes a token never depends on what else was running.
+    preempted sequence runs both again): which kernel computes a token never depends on what else was running. Several decodes
+    of one step may belong to one sequence: a layer writes all keys and values before it attends, and each sees only its own.
     """
     device = rows.tokens.device
     slots: list[int] = []  # of each token, decodes first

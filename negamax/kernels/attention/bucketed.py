@@ -25,7 +25,7 @@ from negamax.kernels.op import Kernel
 
 QUERY_TILE = 64  # positions per prefill tile; padded lengths are multiples of it
 _ROW_MULTIPLE = 4  # query rows per product
-_GATHER_ROWS = 64  # sequences whose keys are gathered at a time
+_GATHER_ROWS = 64  # sequences whose keys are gathered at a time; bounds the memory of the copies
 
 
 def padded_keys(length: int, block_size: int) -> int:

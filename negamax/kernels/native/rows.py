@@ -14,6 +14,7 @@ from torch import Tensor
 
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.attention.spec import PagedShape, QkNorm
+from negamax.kernels.moe import sorted as moe_sorted
 from negamax.kernels.moe.sorted import PreparedExperts
 from negamax.kernels.native import library
 from negamax.kernels.op import Kernel
@@ -200,11 +201,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def experts_kernel(linear: Kernel) -> Kernel:
     """`moe.experts` over the products of `linear`, a `gemm.linear` kernel; everything between them in C."""
-    prepare_weight, product = linear.prepare, linear.run
-    assert prepare_weight is not None
-
-    def prepare(gate_up: Tensor, down: Tensor) -> PreparedExperts:
-        return PreparedExperts(tuple(prepare_weight(w) for w in gate_up), tuple(prepare_weight(w) for w in down))
+    product = linear.run
 
     def run(x: Tensor, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int) -> Tensor:
         num_tokens, top_k = ids.shape
@@ -232,7 +229,7 @@ def experts_kernel(linear: Kernel) -> Kernel:
         "moe.experts",
         f"native+{linear.provider}",
         run,
-        prepare,
+        moe_sorted.kernel(linear).prepare,
         dtypes=(torch.bfloat16,),
         available=lambda: _available() and linear.available(),
     )
