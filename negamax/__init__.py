@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from negamax.scheduler.request import SamplingParams
-
 if TYPE_CHECKING:
     from negamax.engine.llm import LLM
+    from negamax.scheduler.request import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` on first use, so that importing the package (as the HTTP server does) never imports torch."""
+    """The public names on first use, so that importing a part of the package imports what that part needs and no more."""
     if name == "LLM":
         from negamax.engine.llm import LLM
 
         return LLM
+    if name == "SamplingParams":
+        from negamax.scheduler.request import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module 'negamax' has no attribute {name!r}")

@@ -1,7 +1,8 @@
-"""Markers come from the folder a test lives in; what several folders share."""
+"""Markers come from the folder a test lives in; whether Triton's kernels are compiled or interpreted is decided here."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,21 @@ import pytest
 TESTS = Path(__file__).parent
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Has Triton interpret its kernels unless this run is for the GPU: Triton looks once, when a kernel is defined."""
+    expression = config.option.markexpr
+    may_run_on_gpu = not expression or ("gpu" in expression and "not gpu" not in expression)
+    if not (may_run_on_gpu and _gpu_is_here()):
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = Path(item.path).relative_to(TESTS).parts[0]
         item.add_marker(getattr(pytest.mark, folder))
+
+
+def _gpu_is_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -11,6 +11,11 @@ def get(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
+def set_default(name: str, value: str) -> None:
+    """Set environment variable `name` of this process (and its children) unless somebody has set it."""
+    os.environ.setdefault(name, value)
+
+
 def usable_cores() -> int:
     """CPU cores this process may run on (its affinity where the platform tells, else all)."""
     if sys.platform == "linux":

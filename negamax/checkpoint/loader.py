@@ -1,17 +1,23 @@
 """Loading a checkpoint into a model: every tensor goes to one place, every slot is filled once, or the start is refused.
 
 All names, shapes and dtypes are checked from the files' headers before the first byte of data is read. Then the tensors are
-read layer by layer, in file order, and one tensor is held at a time.
+read layer by layer, in file order, one at a time, and of each only what this rank keeps. A quantised weight goes into its
+slot as it is, and its scale into another, where the model has a slot for the scale; else the weight is dequantised on the way.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.base.log import get_logger
@@ -27,6 +33,8 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")
 LOG_SECONDS = 5.0  # between progress lines
+READ_THREADS = 4  # that bring tensors into pinned memory
+READ_AHEAD = 16  # tensors
 # Files in which other tools describe formats that no scheme reads yet.
 _FOREIGN_QUANTIZATION = ("hf_quant_config.json", "quant_model_description.json")
 
@@ -46,7 +54,8 @@ class LoadReport:
     num_tensors: int  # of the checkpoint, scales included, skipped ones not
     num_bytes: int  # read on this rank
     num_dequantized: int  # weights
-    scheme: str | None  # the quantisation scheme of those
+    num_kept: int  # weights that stay as they are stored, with their scales
+    scheme: str | None  # the quantisation scheme of both
     skipped: Mapping[str, tuple[str, ...]]  # reason -> tensor names
     seconds: float
 
@@ -55,6 +64,8 @@ class LoadReport:
         text = f"loaded {self.num_tensors} tensors ({format_bytes(self.num_bytes)}) in {self.seconds:.2f} s"
         if self.num_dequantized:
             text += f", {self.num_dequantized} of them {self.scheme}, dequantised to the compute dtype"
+        if self.num_kept:
+            text += f", {self.num_kept} of them weights kept as {self.scheme}"
         for reason, names in self.skipped.items():
             text += f"; skipped {len(names)} ({reason})"
         return text
@@ -62,15 +73,24 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _Move:
-    """One weight on its way from the checkpoint to its slot."""
+    """One tensor on its way from the checkpoint to its slot. With a `scale`, it is a weight to be dequantised by it."""
 
     slot: WeightSlot
-    weight: TensorEntry
-    scale: TensorEntry | None
+    tensor: TensorEntry
+    scale: TensorEntry | None = None
+    is_scale: bool = False  # of the weight that goes before it
 
     @property
     def num_bytes(self) -> int:
-        return self.weight.num_bytes + (self.scale.num_bytes if self.scale else 0)
+        """Read on this rank."""
+        if self.scale is not None:
+            return self.tensor.num_bytes + self.scale.num_bytes
+        kept = math.prod(len(part) for part in self.slot.region)
+        return self.tensor.num_bytes * kept // max(1, math.prod(self.slot.shape))
+
+    @property
+    def num_tensors(self) -> int:
+        return 2 if self.scale else 1
 
 
 def load_weights(model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progress: Progress | None = None) -> LoadReport:
@@ -97,14 +117,15 @@ def load_weights(model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progre
             logger.warning("skipped %d tensors: %s (%s)", len(names), reason, first_names(list(names)))
         progress = progress or _log_progress()
         done = 0
-        for move in needed:
-            _write(reader, move, scheme=scheme)
+        for move, part in _parts(reader, needed, scheme=scheme):
+            move.slot.write_part(part)
             done += move.num_bytes
             progress(done, total)
     return LoadReport(
-        num_tensors=sum(2 if move.scale else 1 for move in moves),
+        num_tensors=sum(move.num_tensors for move in moves),
         num_bytes=total,
         num_dequantized=len(quantized),
+        num_kept=sum(move.is_scale for move in needed),
         scheme=scheme.name if scheme else None,
         skipped=skipped,
         seconds=time.perf_counter() - began,
@@ -119,7 +140,7 @@ def _plan(
     skipped: dict[str, list[str]] = defaultdict(list)
     for name, entry in entries.items():
         placement = place(name, num_layers=num_layers)
-        if placement.skip_reason:
+        if placement.skip_reason and placement.slot not in slots:
             skipped[placement.skip_reason].append(name)
         elif placement.slot in found:
             raise CheckpointError(f"tensors {found[placement.slot].name} and {name} are the same weight, {placement.slot}")
@@ -129,21 +150,33 @@ def _plan(
     moves: list[_Move] = []
     missing: list[str] = []
     for name, slot in slots.items():
-        weight = found.pop(name, None)
-        scale = found.pop(name + scheme.scale_suffix, None) if scheme else None
+        if scheme and name.endswith(scheme.scale_suffix):
+            continue  # goes with its weight
+        scale_name = name + scheme.scale_suffix if scheme else ""
+        weight, scale = found.pop(name, None), found.pop(scale_name, None)
         if weight is None:
-            missing.append(name)
+            missing += [] if slot.optional else [name]
+            continue
+        _check_tensor(weight, scale, slot, scheme=scheme)
+        scale_slot = slots.get(scale_name)
+        if scale_slot is not None:
+            if scale is None:
+                raise CheckpointError(
+                    f"tensor {weight.name} has dtype {weight.dtype} and no scale; by config.json it is quantised",
+                    hint="modules_to_not_convert in quantization_config must name the modules that are not",
+                )
+            moves += [_Move(slot, weight), _Move(scale_slot, scale, is_scale=True)]
         else:
-            _check_tensor(weight, scale, slot, scheme=scheme)
             moves.append(_Move(slot, weight, scale))
     _refuse_names("are not part of this model", [entry.name for entry in found.values()])
     _refuse_names("are missing from the checkpoint", missing)
-    moves.sort(key=lambda move: (layer_of(move.slot.name) or 0, str(move.weight.file), move.weight.offset))
+    moves.sort(key=lambda move: (layer_of(move.slot.name) or 0, str(move.tensor.file), move.tensor.offset))
     return moves, {reason: tuple(names) for reason, names in skipped.items()}
 
 
 def _check_tensor(weight: TensorEntry, scale: TensorEntry | None, slot: WeightSlot, *, scheme: QuantScheme | None) -> None:
-    _check_shape(weight, slot.shape)
+    if not (slot.shape == () and weight.shape == (1,)):  # two spellings of one number
+        _check_shape(weight, slot.shape)
     if scale is None or scheme is None:
         if scheme is not None and weight.dtype == scheme.value_dtype:
             raise CheckpointError(
@@ -173,14 +206,45 @@ def _check_shape(entry: TensorEntry, expected: tuple[int, ...]) -> None:
         )
 
 
-def _write(reader: CheckpointReader, move: _Move, *, scheme: QuantScheme | None) -> None:
-    tensor = reader.read(move.weight)
-    if move.scale is not None and scheme is not None:
-        try:
-            tensor = scheme.dequantize(tensor, reader.read(move.scale))
-        except CheckpointError as error:
-            raise CheckpointError(f"tensor {move.scale.name}: {error.message}", hint=error.hint) from error
-    move.slot.write(tensor)
+def _parts(reader: CheckpointReader, moves: list[_Move], *, scheme: QuantScheme | None) -> Iterator[tuple[_Move, Tensor]]:
+    """What this rank keeps of each tensor, in order. On their way to a GPU, a few are brought into pinned memory ahead."""
+    if all(move.slot.device is None or move.slot.device.type == "cpu" for move in moves):
+        for move in moves:
+            yield move, _read(reader, move, scheme=scheme)
+        return
+    with ThreadPoolExecutor(READ_THREADS, "negamax-load") as pool:
+        ahead: deque[tuple[_Move, Future[Tensor]]] = deque()
+        for move in moves:
+            # `part` is a view of the mapped file: its pages are read in the thread that copies it.
+            part = _read(reader, move, scheme=scheme)
+            ahead.append((move, pool.submit(_pinned, part)))
+            if len(ahead) > READ_AHEAD:
+                first, pinned = ahead.popleft()
+                yield first, pinned.result()
+        for first, pinned in ahead:
+            yield first, pinned.result()
+
+
+def _read(reader: CheckpointReader, move: _Move, *, scheme: QuantScheme | None) -> Tensor:
+    """What this rank keeps of a tensor."""
+    if move.scale is None or scheme is None:
+        part = reader.read(move.tensor, move.slot.region or None)
+        if move.is_scale and not bool(torch.isfinite(part).all()):
+            raise CheckpointError(
+                f"tensor {move.tensor.name}: a block scale is infinite or not a number", hint="download the checkpoint again"
+            )
+        return part.reshape([len(wanted) for wanted in move.slot.region])
+    tensor = reader.read(move.tensor)
+    try:
+        plain = scheme.dequantize(tensor, reader.read(move.scale))
+    except CheckpointError as error:
+        raise CheckpointError(f"tensor {move.scale.name}: {error.message}", hint=error.hint) from error
+    return plain[tuple(slice(part.start, part.stop) for part in move.slot.region)]
+
+
+def _pinned(part: Tensor) -> Tensor:
+    """A copy in memory that a GPU can read by itself."""
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
 
 
 def _refuse_names(what: str, names: list[str]) -> None:
@@ -200,13 +264,18 @@ def _refuse_foreign_quantization(folder: Path, spec: ModelSpec) -> None:
 
 def _log_progress() -> Progress:
     """A progress callback that logs a line every `LOG_SECONDS`."""
-    last = time.monotonic()
+    began = last = time.monotonic()
 
     def log(done: int, total: int) -> None:
         nonlocal last
-        if time.monotonic() - last >= LOG_SECONDS:
-            last = time.monotonic()
-            logger.info("weights: %s of %s", format_bytes(done), format_bytes(total))
+        now = time.monotonic()
+        if now - last >= LOG_SECONDS:
+            last = now
+            rate = done / (now - began)
+            logger.info(
+                "weights: %s of %s, %s/s, %.0f s left",
+                format_bytes(done), format_bytes(total), format_bytes(int(rate)), (total - done) / rate,
+            )  # fmt: skip
 
     return log
 

@@ -14,12 +14,15 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _ALIASES = (
     (re.compile(r"^(model\.layers\.\d+\.)mlp\."), r"\1block_sparse_moe."),
     (re.compile(r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$"), r"\1\2"),
+    (re.compile(r"(\.self_attn\.)(?:attn|k_proj|qkv_proj)\.k_scale$"), r"\1k_scale"),
+    (re.compile(r"(\.self_attn\.)(?:attn|v_proj|qkv_proj)\.v_scale$"), r"\1v_scale"),
+    (re.compile(r"(\.self_attn\.)([kv])_cache\.scale$"), r"\1\2_scale"),
 )
 _SKIPPED = (
     (re.compile(r"(^|[._])mtp([._]|$)"), "multi-token prediction, not used"),
     (
         re.compile(r"\.([qkv]_scale|kv_scale|[kv]_zero_point|[kv]_cache\.scale|kv_cache_(scale|offset)|q\.scale)$"),
-        "KV-cache scale, and the cache is not quantised",
+        "KV-cache scale that this model has no use for",
     ),
     (re.compile(r"\.rotary_emb\.inv_freq$"), "rotary frequencies, computed from config.json"),
 )
@@ -27,7 +30,7 @@ _SKIPPED = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a checkpoint tensor goes: the slot that it fills, or (`skip_reason` set) nowhere."""
+    """Where a checkpoint tensor goes: the slot that it fills, or, with a `skip_reason` and no such slot, nowhere."""
 
     slot: str
     skip_reason: str | None = None
@@ -35,12 +38,12 @@ class Placement:
 
 def place(name: str, *, num_layers: int) -> Placement:
     """The place of checkpoint tensor `name` in a model of `num_layers` layers. Whether the slot exists is for the caller."""
-    for pattern, reason in _SKIPPED:
-        if pattern.search(name):
-            return Placement(name, skip_reason=reason)
     slot = name
     for pattern, replacement in _ALIASES:
         slot = pattern.sub(replacement, slot)
+    for pattern, reason in _SKIPPED:
+        if pattern.search(name):
+            return Placement(slot, skip_reason=reason)
     layer = layer_of(slot)
     if layer is not None and layer >= num_layers:
         return Placement(slot, skip_reason=f"of a layer beyond the {num_layers} of config.json")

@@ -51,12 +51,19 @@ class CheckpointReader:
         self._stack = stack
         self._files: dict[Path, Any] = {}
 
-    def read(self, entry: TensorEntry) -> Tensor:
-        """The data of `entry`, on the CPU. Errors: `CheckpointError` where the file does not allow it."""
+    def read(self, entry: TensorEntry, region: tuple[range, ...] | None = None) -> Tensor:
+        """The data of `entry`, or its part `region` (one range per dimension), on the CPU; nothing else is read of the file.
+
+        Errors: `CheckpointError` where the file does not allow it.
+        """
         try:
             if entry.file not in self._files:
                 self._files[entry.file] = self._stack.enter_context(safe_open(entry.file, framework="pt", device="cpu"))
-            tensor: Tensor = self._files[entry.file].get_tensor(entry.name)
+            file = self._files[entry.file]
+            if region is None or entry.shape == tuple(len(part) for part in region):
+                tensor: Tensor = file.get_tensor(entry.name)
+            else:
+                tensor = file.get_slice(entry.name)[tuple(slice(part.start, part.stop) for part in region)]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{entry.file}: {entry.name} cannot be read: {error}", hint=_AGAIN) from error
         return tensor

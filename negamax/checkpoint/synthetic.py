@@ -1,48 +1,123 @@
-"""Synthetic weights: a model of any size without a checkpoint, with activations of realistic magnitude.
+"""Synthetic weights: a model of any size without a checkpoint, with activations of realistic magnitude and even routing.
 
-Each tensor depends on the seed and its own name only and is made in full before a rank takes its part, so that every
-tensor-parallel degree gets the same model.
+The experts' tensors of one layer and kind are drawn together, a few hundred MB at a time, every other tensor by itself. A draw
+depends on the seed and on what it is for only, and is made in full before a rank takes its parts, so that every
+tensor-parallel degree gets the same model. (CPU and GPU have different generators, so their models differ.)
+
+Even routing: with independent tokens, B of them reach E (1 - (1 - k / E)^B) of E experts if and only if all experts are equally
+likely. Hence router rows of one length and biases without spread; and tokens stay independent through all layers because what
+the layers add to a token's embedding is small beside it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.checkpoint.loader import HasWeightSlots
 from negamax.config.model_spec import ModelSpec
+from negamax.layers.weights import WeightSlot
+from negamax.quantization.scheme import detect
 
-# MiniMax's own selection biases are 4.7 to 9.5; a narrow spread keeps the load of the experts even.
+# MiniMax's own selection biases are 4.7 to 9.5. A spread of 0.02 would already make some experts 40 % likelier than others.
 ROUTER_BIAS_MEAN = 7.0
-ROUTER_BIAS_STD = 0.02
+ROUTER_BIAS_STD = 0.0005
 NORM_STD = 0.05
+# Of the attention output: tokens of one sequence share most of it, and what they share makes them choose the same experts.
+ATTENTION_GAIN = 0.5
+# Of stored FP8 values, which reach up to 448, and of the scales of their blocks relative to the mean scale.
+VALUE_STD = 90.0
+VALUE_MAX = 448.0
+SCALE_SPREAD = 0.1
+# Elements drawn at a time. The values depend on it: a draw is one run of the generator.
+DRAW_ELEMENTS = 2**27
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def fill_synthetic(model: HasWeightSlots, spec: ModelSpec, seed: int) -> None:
-    """Write every slot of `model` that this rank needs. The caller packs the model afterwards."""
-    for name, slot in model.weight_slots().items():
-        if slot.needed:
-            slot.write(synthetic_tensor(name, slot.shape, num_layers=spec.num_layers, seed=seed))
+def fill_synthetic(model: HasWeightSlots, spec: ModelSpec, seed: int, *, device: torch.device | None = None) -> None:
+    """Write every slot of `model` that this rank needs, from draws made on `device` (None: the CPU).
 
-
-def synthetic_tensor(name: str, shape: tuple[int, ...], *, num_layers: int, seed: int) -> Tensor:  # shape, fp32
-    """The weights of checkpoint tensor `name`.
-
-    Matrices have standard deviation 1 / sqrt(columns), so that they keep the magnitude of their input; those that add to the
-    residual stream are smaller by sqrt(2 * num_layers), so that it does not grow with depth. Embedding rows have unit variance,
-    norm weights are near 1.
+    The caller packs the model afterwards.
     """
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    noise = torch.randn(shape, generator=generator)
+    generator = torch.Generator(device or "cpu")
+    scheme = detect(spec.quantization)
+    suffix = scheme.scale_suffix if scheme else None
+    for name, number, slots in _draws(model.weight_slots().values()):
+        if not any(slot.needed for slot in slots):
+            continue
+        digest = hashlib.sha256(f"{seed}:{name}:{number}".encode()).digest()
+        generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+        if suffix and name.endswith(suffix):
+            tensors = _scales(slots, std=_std(name.removesuffix(suffix), spec) / VALUE_STD, generator=generator)
+        elif any(slot.dtype == torch.float8_e4m3fn for slot in slots):
+            tensors = _values(slots, generator=generator)
+        else:
+            tensors = _plain(name, slots, std=_std(name, spec), generator=generator)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            if slot.needed:
+                slot.write(tensor)
+
+
+def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightSlot]]]:
+    """What is drawn together: a name common to the slots, a number among the draws of that name, and the slots."""
+    groups: dict[str, list[WeightSlot]] = {}
+    for slot in slots:
+        if not slot.optional:
+            groups.setdefault(_EXPERT.sub(".experts.*.", slot.name), []).append(slot)
+    for name, members in groups.items():
+        size = max(1, DRAW_ELEMENTS // math.prod(members[0].shape))
+        for number, first in enumerate(range(0, len(members), size)):
+            yield name, number, members[first : first + size]
+
+
+def _std(name: str, spec: ModelSpec) -> float:
+    """The standard deviation of the elements of weight `name`.
+
+    1 / sqrt(columns) keeps the magnitude of a matrix's input; matrices that add to the residual stream are smaller by
+    sqrt(2 * num_layers), so that it does not grow with depth. Embedding rows have unit variance.
+    """
+    if name.endswith("norm.weight"):
+        return NORM_STD
     if name.endswith("e_score_correction_bias"):
-        return noise.mul_(ROUTER_BIAS_STD).add_(ROUTER_BIAS_MEAN)
-    if len(shape) == 1:
-        return noise.mul_(NORM_STD).add_(1.0)
+        return ROUTER_BIAS_STD
     if name.endswith("embed_tokens.weight"):
-        return noise
-    noise.mul_(1 / math.sqrt(shape[-1]))
-    return noise.mul_(1 / math.sqrt(2 * num_layers)) if name.endswith(("o_proj.weight", "w2.weight")) else noise
+        return 1.0
+    depth = math.sqrt(2 * spec.num_layers)
+    if name.endswith("o_proj.weight"):
+        return ATTENTION_GAIN / math.sqrt(spec.num_heads * spec.head_dim) / depth
+    if name.endswith("w2.weight"):
+        return 1 / math.sqrt(spec.intermediate_size) / depth
+    return 1 / math.sqrt(spec.hidden_size)
+
+
+def _plain(name: str, slots: Sequence[WeightSlot], *, std: float, generator: torch.Generator) -> Tensor:
+    mean = 0.0
+    if len(slots[0].shape) == 1:
+        mean = ROUTER_BIAS_MEAN if name.endswith("e_score_correction_bias") else 1.0
+    noise = _normal(slots, torch.float32, mean=mean, std=std, generator=generator)
+    if name.endswith(".gate.weight"):
+        return F.normalize(noise, dim=-1)
+    return noise
+
+
+def _values(slots: Sequence[WeightSlot], *, generator: torch.Generator) -> Tensor:
+    noise = _normal(slots, torch.bfloat16, mean=0.0, std=VALUE_STD, generator=generator)
+    return noise.clamp_(-VALUE_MAX, VALUE_MAX).to(torch.float8_e4m3fn)
+
+
+def _scales(slots: Sequence[WeightSlot], *, std: float, generator: torch.Generator) -> Tensor:
+    spread = _normal(slots, torch.float32, mean=1.0, std=SCALE_SPREAD, generator=generator)
+    return spread.clamp_(0.5, 1.5).mul_(std)
+
+
+def _normal(slots: Sequence[WeightSlot], dtype: torch.dtype, *, mean: float, std: float, generator: torch.Generator) -> Tensor:
+    """[slots, *shape of each], normally distributed."""
+    values = torch.empty(len(slots), *slots[0].shape, dtype=dtype, device=generator.device)
+    return values.normal_(mean, std, generator=generator)

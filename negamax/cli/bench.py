@@ -1,4 +1,4 @@
-"""`negamax bench`: what the model gets right, and how fast it is."""
+"""`negamax bench`: what the model gets right, and how fast it is. `accuracy` is here, the others are in `bench_*.py`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-app = typer.Typer(help="Measure a model: accuracy suites.", no_args_is_help=True)
+from negamax.cli import bench_kernels, bench_offline, bench_profile
+
+app = typer.Typer(help="Measure a model or its kernels: accuracy, speed, where the time goes.", no_args_is_help=True)
+app.command("offline", help=bench_offline.HELP)(bench_offline.command)
+app.command("kernels", help=bench_kernels.HELP)(bench_kernels.command)
+app.command("profile", help=bench_profile.HELP)(bench_profile.command)
 
 
 @app.callback()
 def bench() -> None:
-    """Measure a model."""
+    """Measure a model or its kernels."""
 
 
 @app.command()

@@ -11,7 +11,8 @@ from negamax.base.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "synthetic")
-DEVICES = ("auto", "cpu")
+DEVICES = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,21 @@ class EngineOptions:
     download_dir: str | None = None
     dtype: str = "auto"  # "auto": the checkpoint's, or float32 where the CPU has no bfloat16 arithmetic
     load_format: str = "auto"
-    device: str = "auto"
+    device: str = "auto"  # "auto": cuda where there is a GPU
+    num_hidden_layers: int | None = None  # fewer layers than the spec has; with synthetic weights only
     max_model_len: int | None = None  # tokens, prompt and output; default: the model's window
-    block_size: int = 16  # tokens per KV block
-    max_num_seqs: int = 64  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step
+    block_size: int | None = None  # tokens per KV block; default: 64 on a GPU, 16 on the CPU
+    max_num_seqs: int | None = None  # sequences in one step; default: 256 on a GPU, 64 on the CPU
+    max_num_batched_tokens: int | None = None  # tokens in one step; default: 8192 on a GPU, 2048 on the CPU
     max_queued_requests: int = 1024  # waiting requests above this are refused with 429
-    kv_cache_memory: int | None = None  # bytes per rank; default: a share of the free memory
+    kv_cache_dtype: str = "auto"  # "auto": the compute dtype; "fp8" is "fp8_e4m3"
+    kv_cache_memory: int | None = None  # bytes per rank; default: what is left on the GPU, a share of main memory on the CPU
+    gpu_memory_utilization: float = 0.92  # share of a GPU's memory that weights, cache and workspaces may take together
     num_kv_blocks: int | None = None  # overrides kv_cache_memory
     enable_prefix_caching: bool = True
     enable_overlap: bool = True  # launch step N before step N-1 is committed
+    enforce_eager: bool = False  # no CUDA graphs
+    max_cudagraph_capture_size: int | None = None  # sequences of the largest captured decode step; default: max_num_seqs
     tensor_parallel_size: int = 1
     num_threads: int | None = None  # CPU threads per rank; default: the cores (from three up: less one) shared out
     seed: int = 0  # for requests that name none, and for synthetic weights
@@ -43,6 +49,16 @@ class EngineOptions:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         _one_of("--device", self.device, DEVICES)
+        _one_of("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; allowed: above 0, at most 1")
+        _at_least("--num-hidden-layers", self.num_hidden_layers, 1)
+        if self.num_hidden_layers is not None and self.load_format != "synthetic":
+            raise ConfigError(
+                "--num-hidden-layers leaves layers of a checkpoint out; it is for synthetic weights",
+                hint="add --load-format synthetic",
+            )
+        _at_least("--max-cudagraph-capture-size", self.max_cudagraph_capture_size, 1)
         _at_least("--max-model-len", self.max_model_len, 2)
         _at_least("--block-size", self.block_size, 1)
         _at_least("--max-num-seqs", self.max_num_seqs, 1)

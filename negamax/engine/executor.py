@@ -7,8 +7,8 @@ import dataclasses
 import shutil
 import socket as net
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
@@ -16,8 +16,11 @@ import zmq
 from negamax.base import process
 from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.scheduler.step import StepPlan, StepResult
-from negamax.worker.config import WorkerConfig, WorkerReady
-from negamax.worker.rank_process import RankFailed, RankReport
+from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
+from negamax.worker.rank_process import PLAN, PROBE, RankFailed, RankReport
+
+if TYPE_CHECKING:
+    from negamax.worker.outcome import Outcome
 
 POLL_MS = 500
 
@@ -37,6 +40,10 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan) -> Launched: ...
 
+    def probe(self, probe: Probe) -> ProbeAnswer:
+        """Ask every rank between steps; the answer of rank 0."""
+        ...
+
     def shutdown(self) -> None: ...
 
 
@@ -47,18 +54,36 @@ class InProcessExecutor:
         from negamax.worker.worker import Worker
 
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
+        self._closed = False
         self._worker = self._thread.submit(Worker, config).result()
         self.ready = self._worker.ready
 
     def launch(self, plan: StepPlan) -> Launched:
-        return self._thread.submit(self._worker.execute, plan)
+        return _LocalStep(self._thread.submit(self._worker.launch, plan))
+
+    def probe(self, probe: Probe) -> ProbeAnswer:
+        return self._thread.submit(self._worker.probe, probe).result()
 
     def shutdown(self) -> None:
-        self._thread.shutdown(wait=True)
+        if not self._closed:
+            self._closed = True
+            self._thread.submit(self._worker.close).result()
+            self._thread.shutdown(wait=True)
+
+
+class _LocalStep:
+    """The worker's thread enqueues the step; whoever wants the result waits for the device."""
+
+    def __init__(self, launched: Future[Outcome | StepResult]) -> None:
+        self._launched = launched
+
+    def result(self) -> StepResult:
+        outcome = self._launched.result()
+        return outcome if isinstance(outcome, StepResult) else outcome.result()
 
 
 class MultiProcessExecutor:
-    """`layout.world_size` rank processes on this machine, joined by gloo; rank 0 reports the results."""
+    """`layout.world_size` rank processes on this machine, joined by gloo or NCCL; rank 0 reports the results."""
 
     def __init__(self, config: WorkerConfig) -> None:
         world_size = config.layout.world_size
@@ -68,6 +93,9 @@ class MultiProcessExecutor:
         self._processes = []
         self._results = msgspec.msgpack.Decoder(StepResult)
         init_method = f"tcp://127.0.0.1:{_free_port()}"
+        results_address = f"ipc://{self._folder}/results"
+        self._result_socket = self._context.socket(zmq.PAIR)
+        self._result_socket.bind(results_address)
         try:
             for rank in range(world_size):
                 address = f"ipc://{self._folder}/rank{rank}"
@@ -75,7 +103,7 @@ class MultiProcessExecutor:
                 socket.linger = 0
                 socket.bind(address)
                 self._sockets.append(socket)
-                self._processes.append(process.spawn("negamax.worker.rank_process", address))
+                self._processes.append(process.spawn("negamax.worker.rank_process", address, results_address))
                 layout = dataclasses.replace(config.layout, rank=rank)
                 rank_config = dataclasses.replace(config, layout=layout, init_method=init_method)
                 socket.send(msgspec.msgpack.encode(rank_config))
@@ -88,14 +116,21 @@ class MultiProcessExecutor:
         self.ready = dataclasses.replace(readies[0], num_kv_blocks=min(blocks))
 
     def launch(self, plan: StepPlan) -> Launched:
-        frame = msgspec.msgpack.encode(plan)
+        frame = PLAN + msgspec.msgpack.encode(plan)
         for socket in self._sockets:
             socket.send(frame)
         return _RemoteStep(self)
 
+    def probe(self, probe: Probe) -> ProbeAnswer:
+        frame = PROBE + msgspec.msgpack.encode(probe)
+        for socket in self._sockets:
+            socket.send(frame)
+        answers = [msgspec.msgpack.decode(self._receive(socket), type=ProbeAnswer) for socket in self._sockets]
+        return answers[0]
+
     def receive(self) -> StepResult:
         """The next result of rank 0. Errors: `EngineDeadError` where a rank process is gone."""
-        return self._results.decode(self._receive(0))
+        return self._results.decode(self._receive(self._result_socket))
 
     def shutdown(self) -> None:
         for socket in self._sockets:
@@ -103,29 +138,30 @@ class MultiProcessExecutor:
                 socket.send(b"", zmq.NOBLOCK)
         for child in self._processes:
             process.stop(child, timeout=5.0)
-        for socket in self._sockets:
+        for socket in (*self._sockets, self._result_socket):
             socket.close(0)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait_ready(self, rank: int) -> WorkerReady:
-        report = msgspec.msgpack.decode(self._receive(rank), type=RankReport)
+        report = msgspec.msgpack.decode(self._receive(self._sockets[rank]), type=RankReport)
         if isinstance(report, RankFailed):
             error = ConfigError(report.message)
             error.exit_code = report.exit_code
             raise error
         return report.ready
 
-    def _receive(self, rank: int) -> bytes:
-        while not self._sockets[rank].poll(POLL_MS):
-            for other, child in enumerate(self._processes):
+    def _receive(self, socket: zmq.Socket[bytes]) -> bytes:
+        """The next frame of `socket`, while all ranks live."""
+        while not socket.poll(POLL_MS):
+            for rank, child in enumerate(self._processes):
                 code = child.poll()
-                # A rank that failed in order has left its report in its own socket.
-                if code is not None and not self._sockets[other].poll(0):
-                    raise EngineDeadError(f"rank {other} ended with exit code {code}")
-                if code is not None and other != rank:
-                    self._wait_ready(other)
-        return self._sockets[rank].recv()
+                if code is None or socket.poll(0):
+                    continue
+                if self._sockets[rank].poll(0):  # it failed in order and left its report
+                    self._wait_ready(rank)
+                raise EngineDeadError(f"rank {rank} ended with exit code {code}")
+        return socket.recv()
 
 
 class _RemoteStep:

@@ -12,6 +12,15 @@ from negamax.engine.wire import EngineStats
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import SequenceUpdate, StepPlan
+from negamax.worker.config import (
+    DECODE_SECONDS,
+    DISTINCT_EXPERTS,
+    OBSERVE_ROUTING,
+    START_PROFILE,
+    STOP_PROFILE,
+    KernelTime,
+    Probe,
+)
 
 logger = get_logger(__name__)
 
@@ -34,6 +43,8 @@ class EngineLoop:
         self._pending_updates: list[SequenceUpdate] = []
         self._step_count = 0
         self._step_seconds = 0.0
+        self._device_seconds = 0.0
+        self._idle_seconds = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -81,7 +92,29 @@ class EngineLoop:
             cached_prompt_tokens=s.cached_prompt_tokens,
             generated_tokens=s.generated_tokens,
             step_seconds=self._step_seconds,
+            device_seconds=self._device_seconds,
+            idle_seconds=self._idle_seconds,
         )
+
+    def observe_routing(self, on: bool) -> None:
+        """From now on (or no more) run without CUDA graphs and keep which experts each step chose."""
+        self._executor.probe(Probe(OBSERVE_ROUTING, int(on)))
+
+    def distinct_experts(self, num_rows: int) -> float | None:
+        """Experts that the first `num_rows` rows of the last step chose, mean over the layers; None unless observed."""
+        return self._executor.probe(Probe(DISTINCT_EXPERTS, num_rows)).number
+
+    def decode_seconds(self, num_rows: int) -> float | None:
+        """Device time of one captured decode step, launched back to back; None without graphs. Nothing else may be running."""
+        return self._executor.probe(Probe(DECODE_SECONDS, num_rows)).number
+
+    def start_profile(self) -> None:
+        """Record every kernel of rank 0 from now on."""
+        self._executor.probe(Probe(START_PROFILE))
+
+    def stop_profile(self) -> list[KernelTime]:
+        """The kernels since `start_profile`."""
+        return self._executor.probe(Probe(STOP_PROFILE)).kernels or []
 
     def shutdown(self) -> None:
         self._executor.shutdown()
@@ -96,6 +129,8 @@ class EngineLoop:
             return self._scheduler.fail(step.plan, f"the step that ran this request failed ({type(error).__name__})")
         self._step_count += 1
         self._step_seconds = time.monotonic() - step.started
+        self._device_seconds += result.device_seconds
+        self._idle_seconds += result.idle_seconds
         return self._scheduler.commit(step.plan, result)
 
 

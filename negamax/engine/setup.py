@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from negamax.base import env
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
@@ -14,8 +16,23 @@ from negamax.engine.wire import ModelInfo
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.worker.config import WorkerConfig
+from negamax.worker.device import choose_device
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _StepLimits:
+    """Sizes of a step and of a KV block unless the user says otherwise."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+
+
+# A GPU reads all experts for any large prefill, so its chunks are long, and its attention gathers blocks of 64 tokens faster
+# (docs/performance.md). A CPU's chunks are short, so that tokens keep flowing.
+STEP_LIMITS = {"cuda": _StepLimits(256, 8192, 64), "cpu": _StepLimits(64, 2048, 16)}
 
 
 def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
@@ -27,19 +44,30 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     max_model_len = _window(options, spec)
     layout = ParallelLayout(tp=options.tensor_parallel_size)
     _check_split(layout, spec)
+    device = choose_device(options.device, num_ranks=layout.world_size)
+    limits = STEP_LIMITS[device]
+    max_num_seqs = options.max_num_seqs or limits.max_num_seqs
+    max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens
+    block_size = options.block_size or limits.block_size
     executor = start_executor(
         WorkerConfig(
             spec=spec,
             eos_token_ids=source.generation.eos_token_ids,
             folder=None if source.weights_folder is None else str(source.weights_folder),
             layout=layout,
+            device=device,
             dtype=options.dtype,
+            kv_cache_dtype=options.kv_cache_dtype,
             max_model_len=max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            block_size=options.block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
             num_kv_blocks=options.num_kv_blocks,
             kv_cache_memory=options.kv_cache_memory,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            cudagraph_size=0
+            if options.enforce_eager
+            else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
             num_threads=options.num_threads or default_threads(layout.world_size),
             seed=options.seed,
             init_method=None,
@@ -47,19 +75,21 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     )
     ready = executor.ready
     logger.info("%s; %s on %s; %d KV blocks of %d tokens", ready.load_summary, ready.dtype, ready.device,
-                ready.num_kv_blocks, options.block_size)  # fmt: skip
+                ready.num_kv_blocks, block_size)  # fmt: skip
+    if ready.memory_summary:
+        logger.info("%s", ready.memory_summary)
     logger.info("kernels:\n%s", ready.kernels)
-    max_model_len = _window_of_pool(max_model_len, ready.num_kv_blocks * options.block_size)
+    max_model_len = _window_of_pool(max_model_len, ready.num_kv_blocks * block_size)
     eos_token_ids = source.generation.eos_token_ids
     scheduler = Scheduler(
         SchedulerLimits(
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
-            block_size=options.block_size,
+            block_size=block_size,
             num_blocks=ready.num_kv_blocks,
             enable_prefix_caching=options.enable_prefix_caching,
-            max_queued_requests=2 * (options.max_queued_requests + options.max_num_seqs),  # the client refuses long before
+            max_queued_requests=2 * (options.max_queued_requests + max_num_seqs),  # the client refuses long before
             eos_token_ids=frozenset(eos_token_ids),
         )
     )
@@ -72,11 +102,12 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         bos_token_id=spec.bos_token_id,
         sampling_defaults=source.generation.sampling,
         max_logprobs=options.max_logprobs,
-        max_num_seqs=options.max_num_seqs,
-        block_size=options.block_size,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
         num_kv_blocks=ready.num_kv_blocks,
         device=ready.device,
         dtype=ready.dtype,
+        memory=ready.memory_summary,
     )
     return EngineLoop(scheduler, executor, overlap=options.enable_overlap), info
 

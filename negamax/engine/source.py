@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from negamax.base.errors import ConfigError
@@ -36,10 +36,19 @@ def locate(options: EngineOptions) -> ModelSource:
                 hint="add --load-format synthetic, or give a folder or a hub id such as MiniMaxAI/MiniMax-M2",
             )
         tokenizer_folder = resolve_model(NANO)
-        spec = bundled_spec(options.model)
+        spec = _shortened(bundled_spec(options.model), options.num_hidden_layers)
         generation = GenerationDefaults(eos_token_ids=spec.eos_token_ids)
         return ModelSource(spec, generation, None, tokenizer_folder, options.model)
     folder = resolve_model(options.model, options.revision, options.download_dir)
-    spec = ModelSpec.from_hf_config(read_json_object(folder / "config.json"))
+    spec = _shortened(ModelSpec.from_hf_config(read_json_object(folder / "config.json")), options.num_hidden_layers)
     weights = None if options.load_format == "synthetic" else folder
     return ModelSource(spec, read_generation_defaults(folder, spec), weights, folder, options.model.rstrip("/"))
+
+
+def _shortened(spec: ModelSpec, num_layers: int | None) -> ModelSpec:
+    """The model with its first `num_layers` layers only. Errors: `ConfigError` where it has fewer."""
+    if num_layers is None:
+        return spec
+    if num_layers > spec.num_layers:
+        raise ConfigError(f"--num-hidden-layers is {num_layers}; the model has {spec.num_layers}")
+    return replace(spec, num_layers=num_layers)

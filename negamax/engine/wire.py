@@ -25,6 +25,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     device: str
     dtype: str
+    memory: str = ""  # what cache and graphs take on a GPU, for people
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -40,6 +41,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     cached_prompt_tokens: int
     generated_tokens: int
     step_seconds: float  # duration of the last step, launch to commit
+    device_seconds: float = 0.0  # a GPU's time in steps
+    idle_seconds: float = 0.0  # and between them
 
 
 # client -> engine

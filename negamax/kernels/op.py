@@ -66,7 +66,9 @@ class Kernel:
 class Op:
     """The contract of an operation.
 
-    `apply` calls any kernel of this op on a case and returns all its outputs, the tensors it wrote in place included.
+    `apply` calls any kernel of this op on a case and returns all its outputs, the tensors it wrote in place included. `wide`
+    makes cases at the sizes of the real models, on the generator's device; on those, ||out - reference|| / ||reference|| may
+    be `wide_error` at most.
     """
 
     name: str
@@ -76,6 +78,8 @@ class Op:
     apply: Callable[[Kernel, Case], tuple[Tensor, ...]]
     tolerance: dict[torch.dtype, Tolerance]
     cost: Callable[[Case], Cost]
+    wide: Callable[[torch.dtype, torch.Generator], list[Case]] = lambda dtype, generator: []
+    wide_error: float = 1e-2
 
 
 def rounding_tolerance(*, scale: float = 1.0, reason: str) -> dict[torch.dtype, Tolerance]:

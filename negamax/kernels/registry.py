@@ -12,6 +12,7 @@ import torch
 from negamax.base.errors import ConfigError
 from negamax.kernels.attention import bucketed
 from negamax.kernels.attention import spec as attention
+from negamax.kernels.collectives import spec as collectives
 from negamax.kernels.gemm import padded as gemm_padded
 from negamax.kernels.gemm import spec as gemm
 from negamax.kernels.gemm import vendor as gemm_vendor
@@ -27,10 +28,20 @@ from negamax.kernels.sampling import spec as sampling
 
 OPS: dict[str, Op] = {
     op.name: op
-    for op in (*norm.OPS, *rope.OPS, *kvcache.OPS, *attention.OPS, *gemm.OPS, *moe.OPS, *quantize.OPS, *sampling.OPS)
+    for op in (
+        *norm.OPS,
+        *rope.OPS,
+        *kvcache.OPS,
+        *attention.OPS,
+        *gemm.OPS,
+        *moe.OPS,
+        *quantize.OPS,
+        *sampling.OPS,
+        *collectives.OPS,
+    )
 }
 
-# Preferred first; the reference of every op is the last resort.
+# For the CPU, preferred first; the reference of every op is the last resort.
 _LINEARS: tuple[Kernel, ...] = (*gemm_vendor.KERNELS, *gemm_padded.KERNELS, OPS["gemm.linear"].reference)
 KERNELS: tuple[Kernel, ...] = (
     *_LINEARS[:-1],
@@ -39,6 +50,24 @@ KERNELS: tuple[Kernel, ...] = (
     *moe_sorted.kernels(_LINEARS),
     *(op.reference for op in OPS.values()),
 )
+
+
+def gpu_kernels() -> tuple[Kernel, ...]:
+    """The kernels for GPUs, preferred first. Imports Triton, which a CPU does without."""
+    from negamax.kernels.attention import triton as attention_triton
+    from negamax.kernels.collectives import triton as collectives_triton
+    from negamax.kernels.gemm import triton as gemm_triton
+    from negamax.kernels.kvcache import triton as kvcache_triton
+    from negamax.kernels.moe import triton as moe_triton
+    from negamax.kernels.norm import triton as norm_triton
+    from negamax.kernels.quantize import triton as quantize_triton
+    from negamax.kernels.sampling import triton as sampling_triton
+
+    families = (
+        attention_triton, collectives_triton, gemm_triton, kvcache_triton, moe_triton, norm_triton, quantize_triton,
+        sampling_triton,
+    )  # fmt: skip
+    return (*(kernel for family in families for kernel in family.KERNELS), *(op.reference for op in OPS.values()))
 
 
 @dataclass(frozen=True)
@@ -63,7 +92,7 @@ def providers(op: str, *, platform: str, dtype: torch.dtype) -> list[Kernel]:
     """Every kernel of `op` that runs here, preferred first. The reference runs everywhere."""
     return [
         kernel
-        for kernel in KERNELS
+        for kernel in (gpu_kernels() if platform == "cuda" else KERNELS)
         if kernel.op == op
         and (kernel.provider == "reference" or platform in kernel.platforms)
         and dtype in kernel.dtypes
@@ -72,7 +101,7 @@ def providers(op: str, *, platform: str, dtype: torch.dtype) -> list[Kernel]:
 
 
 def resolve(*, platform: str, dtype: torch.dtype, choices: Mapping[str, str] | None = None) -> KernelTable:
-    """The table for `platform` ("cpu") and `dtype`; `choices` names a provider for some ops.
+    """The table for `platform` ("cpu", "cuda") and `dtype`; `choices` names a provider for some ops.
 
     Errors: `ConfigError` for an op or a provider that does not exist here, with those that do.
     """

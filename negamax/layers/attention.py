@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.attention.spec import PagedShape
-from negamax.kernels.kvcache.spec import cache_rows
+from negamax.kernels.activations import GROUP, Activations, concatenate
+from negamax.kernels.attention.spec import PagedQueries, PagedShape
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.rope.spec import cos_sin
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.context import ParallelContext
+from negamax.quantization.scheme import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -24,54 +24,58 @@ class KvView:
 
     k: Tensor  # [num_blocks, kv_heads, block_size, head_dim]
     v: Tensor  # [num_blocks, kv_heads, block_size, head_dim]
+    k_scale: float = 1.0  # what an FP8 cache's values are multiplied by
+    v_scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Where the tokens of a step stand. T tokens of S sequences; the first `num_decodes` sequences run exactly one token."""
+    """Where the T tokens of a step stand: first those that are one query each, then the runs of several."""
 
     positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64, block_id * block_size + offset
-    block_tables: Tensor  # [S, max_blocks] int64
-    query_starts: tuple[int, ...]  # [S + 1] first token of each sequence among the T, then T
-    seq_lens: tuple[int, ...]  # [S] tokens including this step
-    num_decodes: int
+    token_rows: Tensor  # [T] int64, row of block_tables of each token's sequence
+    block_tables: Tensor  # [rows, max_blocks] int32 or int64
+    decodes: PagedQueries | None  # of the first tokens, one query per sequence
+    prefills: PagedQueries | None  # of the tokens behind them
+    active: Tensor | None = None  # [1] int32, tokens that are real, the others being padding; None: all
 
 
 @dataclass(frozen=True)
-class AttentionStep:
+class Step:
     """What every layer of a step shares, worked out once: angles, cache rows and the kernels' own plans."""
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor  # [T, 1, rotary_dim] fp32
     rows: Tensor  # [T * kv_heads] int64
-    num_decodes: int
-    decode: Any  # plan of the attention.decode kernel for the first num_decodes sequences; None: there are none
-    prefills: tuple[tuple[int, int, Any], ...]  # (first token, last token + 1, plan of the attention.prefill kernel)
+    num_decodes: int  # tokens
+    decode: Any  # plan of the attention.decode kernel for the first num_decodes tokens; None: there are none
+    prefill: Any  # plan of the attention.prefill kernel for the tokens behind them; None: there are none
+    active: Tensor | None  # [1] int32, tokens that are real; None: all
 
 
-def begin_step(inputs: AttentionInputs, *, frequencies: Tensor, shape: PagedShape, kernels: KernelTable) -> AttentionStep:
-    """Prepare a step. `frequencies` from `rope.spec.signed_frequencies`."""
+def begin_step(
+    inputs: AttentionInputs, *, frequencies: Tensor, shape: PagedShape, quantize: bool, kernels: KernelTable
+) -> Step:
+    """Prepare a step. `frequencies` from `rope.spec.signed_frequencies`; `quantize`: the output projections are FP8."""
     plan_decode, plan_prefill = kernels["attention.decode"].prepare, kernels["attention.prefill"].prepare
     assert plan_decode is not None and plan_prefill is not None
-    cos, sin = cos_sin(inputs.positions, frequencies)
-    num_decodes = inputs.num_decodes
-    decode = None
-    if num_decodes:
-        decode = plan_decode(inputs.block_tables[:num_decodes], inputs.seq_lens[:num_decodes], shape, dtype=kernels.dtype)
-    prefills = []
-    for row in range(num_decodes, len(inputs.seq_lens)):
-        first, last = inputs.query_starts[row : row + 2]
-        start = inputs.seq_lens[row] - (last - first)
-        plan = plan_prefill(inputs.block_tables[row], shape, start=start, count=last - first, dtype=kernels.dtype)
-        prefills.append((first, last, plan))
-    return AttentionStep(
+    cos, sin, rows = kernels["kvcache.locate"].run(
+        inputs.positions,
+        inputs.token_rows,
+        inputs.block_tables,
+        frequencies,
+        kv_heads=shape.kv_heads,
+        block_size=shape.block_size,
+    )
+    decodes, prefills, options = inputs.decodes, inputs.prefills, {"dtype": kernels.dtype, "quantize": quantize}
+    return Step(
         cos=cos,
         sin=sin,
-        rows=cache_rows(inputs.slot_mapping, kv_heads=shape.kv_heads, block_size=shape.block_size),
-        num_decodes=num_decodes,
-        decode=decode,
-        prefills=tuple(prefills),
+        rows=rows,
+        num_decodes=decodes.table_rows.shape[0] if decodes else 0,
+        decode=plan_decode(decodes, shape, **options) if decodes else None,
+        prefill=plan_prefill(prefills, shape, **options) if prefills else None,
+        active=inputs.active,
     )
 
 
@@ -93,32 +97,27 @@ class QkNormAttention:
         eps: float,
         context: ParallelContext,
         kernels: KernelTable,
-        dtype: torch.dtype,
-        device: torch.device,
+        weights: WeightFormat,
     ) -> None:
         view = context.layout.attention
         q_rows = _rows(view.heads(heads), head_dim)
         kv_rows = _rows(view.kv_heads(kv_heads), head_dim)
         q_total, kv_total = heads * head_dim, kv_heads * head_dim
         group = context.attention_group
-        self._all_reduce = group.all_reduce if group.size > 1 else None
+        self._group = group if group.size > 1 else None
         self._decode, self._prefill = kernels["attention.decode"].run, kernels["attention.prefill"].run
         qkv = (
             Part(f"{prefix}.q_proj.weight", q_total, q_rows),
             Part(f"{prefix}.k_proj.weight", kv_total, kv_rows),
             Part(f"{prefix}.v_proj.weight", kv_total, kv_rows),
         )
-        self._qkv = ColumnParallel(qkv, hidden_size, kernels=kernels, dtype=dtype, device=device)
+        self._qkv = ColumnParallel(qkv, hidden_size, kernels=kernels, weights=weights)
         self._out = RowParallel(
-            f"{prefix}.o_proj.weight",
-            (hidden_size, q_total),
-            columns=q_rows,
-            group=group,
-            kernels=kernels,
-            dtype=dtype,
-            device=device,
+            f"{prefix}.o_proj.weight", (hidden_size, q_total), columns=q_rows, kernels=kernels, weights=weights
         )
-        norm_weight = torch.empty(len(q_rows) + len(kv_rows), dtype=torch.float32, device=device)
+        self.takes_quantized = self._qkv.quantized
+        self.gives_quantized = self._out.quantized and head_dim == GROUP  # a head is what shares a scale
+        norm_weight = torch.empty(len(q_rows) + len(kv_rows), dtype=torch.float32, device=weights.device)
         q_norm, k_norm = torch.split(norm_weight, [len(q_rows), len(kv_rows)])
         fused = kernels["attention.qk_norm_rope_write"]
         assert fused.prepare is not None
@@ -126,20 +125,29 @@ class QkNormAttention:
         self._norm = fused.prepare(
             norm_weight, heads=len(q_rows) // head_dim, kv_heads=len(kv_rows) // head_dim, eps=eps, ranks=view.size
         )
+        self._kv_scales = torch.ones(2)  # of the keys and of the values, on the host
         self.slots = [
             *self._qkv.slots,
             *self._out.slots,
             WeightSlot(f"{prefix}.q_norm.weight", (q_total,), target=q_norm, region=(q_rows,)),
             WeightSlot(f"{prefix}.k_norm.weight", (kv_total,), target=k_norm, region=(kv_rows,)),
+            WeightSlot(f"{prefix}.k_scale", (), target=self._kv_scales[0], optional=True),
+            WeightSlot(f"{prefix}.v_scale", (), target=self._kv_scales[1], optional=True),
         ]
+
+    @property
+    def kv_scales(self) -> tuple[float, float]:
+        """The checkpoint's scales of an FP8 cache's keys and values; 1.0 where it has none."""
+        k_scale, v_scale = self._kv_scales.tolist()
+        return k_scale, v_scale
 
     def finish_loading(self) -> None:
         """Put the weights into their kernels' layout."""
         self._qkv.finish_loading()
         self._out.finish_loading()
 
-    def __call__(self, x: Tensor, step: AttentionStep, kv: KvView) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; the tokens' keys and values are in `kv` afterwards."""
+    def __call__(self, x: Tensor | Activations, step: Step, kv: KvView) -> Tensor:
+        """x [T, hidden] -> [T, hidden], to be summed over the ranks; the tokens' keys and values are in `kv` afterwards."""
         q = self._qk_norm_rope_write(
             self._qkv(x),
             self._norm,
@@ -148,17 +156,19 @@ class QkNormAttention:
             kv.k,
             kv.v,
             step.rows,
-            all_reduce=self._all_reduce,
+            group=self._group,
+            kv_scales=(kv.k_scale, kv.v_scale),
         )
         return self._out(self._attend(q, step, kv))
 
-    def _attend(self, q: Tensor, step: AttentionStep, kv: KvView) -> Tensor:
+    def _attend(self, q: Tensor, step: Step, kv: KvView) -> Tensor | Activations:
         """q [T, heads, head_dim] -> [T, heads * head_dim]."""
-        parts: list[Tensor] = []
-        if step.num_decodes:
-            parts.append(self._decode(q[: step.num_decodes], kv.k, kv.v, step.decode))
-        parts += [self._prefill(q[first:last], kv.k, kv.v, plan) for first, last, plan in step.prefills]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        scales, parts = (kv.k_scale, kv.v_scale), []
+        if step.decode is not None:
+            parts.append(self._decode(q[: step.num_decodes], kv.k, kv.v, step.decode, kv_scales=scales))
+        if step.prefill is not None:
+            parts.append(self._prefill(q[step.num_decodes :], kv.k, kv.v, step.prefill, kv_scales=scales))
+        return concatenate(parts)
 
 
 def kv_cache_shape(num_blocks: int, block_size: int, *, kv_heads: Sequence[int], head_dim: int) -> tuple[int, int, int, int]:

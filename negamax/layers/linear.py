@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from negamax.kernels.activations import Activations
 from negamax.kernels.registry import KernelTable
-from negamax.layers.weights import WeightSlot
-from negamax.parallel.collectives import Collective
+from negamax.layers.weights import MatrixWeight
+from negamax.quantization.scheme import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -25,53 +27,65 @@ class Part:
 class ColumnParallel:
     """y = x W^T, where W stacks this rank's rows of one or more checkpoint tensors; no communication."""
 
-    def __init__(
-        self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        kernel = kernels["gemm.linear"]
-        assert kernel.prepare is not None
-        self._run, self._prepare = kernel.run, kernel.prepare
-        self._weight = torch.empty(sum(len(part.rows) for part in parts), inputs, dtype=dtype, device=device)  # [out, in]
-        self.widths = tuple(len(part.rows) for part in parts)
-        self.slots = [
-            WeightSlot(part.name, (part.total_rows, inputs), target=target, region=(part.rows, range(inputs)))
-            for part, target in zip(parts, torch.split(self._weight, list(self.widths)), strict=True)
-        ]
+    def __init__(self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, weights: WeightFormat) -> None:
+        names, self.widths = tuple(part.name for part in parts), tuple(len(part.rows) for part in parts)
+        matrix = MatrixWeight(names, (sum(self.widths), inputs), weights)
+        self._linear = _Linear(matrix, kernels=kernels)
+        self.quantized = matrix.quantized  # multiplied as the checkpoint stores it
+        self.slots, first = [], 0
+        for part in parts:
+            region = (part.rows, range(inputs))
+            self.slots += matrix.slots(part.name, (part.total_rows, inputs), region=region, at=(first,))
+            first += len(part.rows)
 
     def finish_loading(self) -> None:
         """Put the weight into the kernel's layout; the plain copy is freed."""
-        self._weight = self._prepare(self._weight)
+        self._linear.finish_loading()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, this rank's rows of all parts]."""
-        out: Tensor = self._run(x, self._weight)
-        return out
+    def __call__(self, x: Tensor | Activations, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, this rank's rows of all parts], in `out_dtype` (None: that of x), in `out` where given."""
+        return self._linear(x, out_dtype=out_dtype, out=out)
 
 
 class RowParallel:
-    """y = x W^T, where x and W hold this rank's input columns; the sum over the ranks of `group` is on every rank."""
+    """y = x W^T, where x and W hold this rank's input columns: this rank's part of a sum, which the next norm completes."""
 
     def __init__(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        *,
-        columns: range,
-        group: Collective,
-        kernels: KernelTable,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, name: str, shape: tuple[int, int], *, columns: range, kernels: KernelTable, weights: WeightFormat
     ) -> None:
-        kernel = kernels["gemm.linear"]
-        assert kernel.prepare is not None
-        self._run, self._prepare, self._group = kernel.run, kernel.prepare, group
-        self._weight = torch.empty(shape[0], len(columns), dtype=dtype, device=device)  # [out, in of this rank]
-        self.slots = [WeightSlot(name, shape, target=self._weight, region=(range(shape[0]), columns))]
+        matrix = MatrixWeight((name,), (shape[0], len(columns)), weights)
+        self._linear = _Linear(matrix, kernels=kernels)
+        self.quantized = matrix.quantized  # multiplied as the checkpoint stores it
+        self.slots = matrix.slots(name, shape, region=(range(shape[0]), columns))
 
     def finish_loading(self) -> None:
         """Put the weight into the kernel's layout; the plain copy is freed."""
-        self._weight = self._prepare(self._weight)
+        self._linear.finish_loading()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in of this rank] -> [T, out]."""
-        return self._group.all_reduce(self._run(x, self._weight))
+    def __call__(self, x: Tensor | Activations) -> Tensor:
+        """x [T, in of this rank] -> [T, out], to be summed over the ranks."""
+        return self._linear(x)
+
+
+class _Linear:
+    """A matrix and the kernel that multiplies with it."""
+
+    def __init__(self, matrix: MatrixWeight, *, kernels: KernelTable) -> None:
+        kernel = kernels["gemm.linear"]
+        assert kernel.prepare is not None
+        self._run, self._prepare = kernel.run, kernel.prepare
+        self._matrix: MatrixWeight | None = matrix
+        self._weight: Any = None
+
+    def finish_loading(self) -> None:
+        assert self._matrix is not None
+        self._weight = self._prepare(*self._matrix.take())
+        self._matrix = None
+
+    def __call__(self, x: Tensor | Activations, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        product: Tensor
+        if out is None:
+            product = self._run(x, self._weight, out_dtype=out_dtype)
+        else:
+            product = self._run(x, self._weight, out_dtype=out_dtype, out=out)
+        return product

@@ -1,4 +1,4 @@
-"""Mixture of experts: every rank routes every token, runs its share of the experts, and the group adds up."""
+"""Mixture of experts: every rank routes every token and runs its share of the experts; the next norm adds up."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from negamax.kernels.activations import Activations
 from negamax.kernels.registry import KernelTable
-from negamax.layers.weights import WeightSlot
+from negamax.layers.weights import MatrixWeight, WeightSlot
 from negamax.parallel.context import ParallelContext
+from negamax.quantization.scheme import WeightFormat
 
 
 class SparseMoe:
@@ -25,46 +27,56 @@ class SparseMoe:
         top_k: int,
         context: ParallelContext,
         kernels: KernelTable,
-        dtype: torch.dtype,
-        device: torch.device,
+        weights: WeightFormat,
     ) -> None:
         view = context.layout.experts
-        self._experts, self._group, self._top_k = view.experts(num_experts), context.expert_group, top_k
-        rows = view.width(width)
-        self._route, experts_kernel = kernels["moe.route"].run, kernels["moe.experts"]
-        assert experts_kernel.prepare is not None
-        self._run, self._prepare = experts_kernel.run, experts_kernel.prepare
-        self._gate = torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device)
-        self._bias = torch.empty(num_experts, dtype=torch.float32, device=device)
-        local = len(self._experts)
-        self._gate_up = torch.empty(local, 2 * len(rows), hidden_size, dtype=dtype, device=device)  # gate rows, then up rows
-        self._down = torch.empty(local, hidden_size, len(rows), dtype=dtype, device=device)
-        self._prepared: Any = None
+        self._experts, self._top_k = view.experts(num_experts), top_k
+        rows, everything = view.width(width), range(hidden_size)
+        self._route_kernel, self._experts_kernel = kernels["moe.route"], kernels["moe.experts"]
+        self._gate = torch.empty(num_experts, hidden_size, dtype=torch.float32, device=weights.device)
+        self._bias = torch.empty(num_experts, dtype=torch.float32, device=weights.device)
         self.slots = [
             WeightSlot(f"{prefix}.gate.weight", (num_experts, hidden_size), target=self._gate),
             WeightSlot(f"{prefix}.e_score_correction_bias", (num_experts,), target=self._bias),
         ]
-        everything = range(hidden_size)
+        first, local = f"{prefix}.experts.{self._experts.start}", len(self._experts)
+        names = (f"{first}.w1.weight", f"{first}.w3.weight")
+        self._gate_up = MatrixWeight(names, (local, 2 * len(rows), hidden_size), weights)  # gate rows, then up rows
+        self._down = MatrixWeight((f"{first}.w2.weight",), (local, hidden_size, len(rows)), weights)
+        self.quantized = self._gate_up.quantized
         for expert in range(num_experts):
-            mine = expert in self._experts
-            index = expert - self._experts.start
-            gate = self._gate_up[index, : len(rows)] if mine else None
-            up = self._gate_up[index, len(rows) :] if mine else None
-            down = self._down[index] if mine else None
-            name = f"{prefix}.experts.{expert}"
-            self.slots += [
-                WeightSlot(f"{name}.w1.weight", (width, hidden_size), target=gate, region=(rows, everything)),
-                WeightSlot(f"{name}.w3.weight", (width, hidden_size), target=up, region=(rows, everything)),
-                WeightSlot(f"{name}.w2.weight", (hidden_size, width), target=down, region=(everything, rows)),
-            ]
+            mine, index = expert in self._experts, expert - self._experts.start
+            across, along = ((rows, everything), (everything, rows)) if mine else (None, None)
+            name, wide, tall = f"{prefix}.experts.{expert}", (width, hidden_size), (hidden_size, width)
+            self.slots += self._gate_up.slots(f"{name}.w1.weight", wide, region=across, at=(index, 0))
+            self.slots += self._gate_up.slots(f"{name}.w3.weight", wide, region=across, at=(index, len(rows)))
+            self.slots += self._down.slots(f"{name}.w2.weight", tall, region=along, at=(index, 0))
+        self._router: Any = None
+        self._prepared: Any = None
+        self._observed: Tensor | None = None
 
     def finish_loading(self) -> None:
-        """Put the expert weights into the kernel's layout; the plain copies are freed."""
-        self._prepared = self._prepare(self._gate_up, self._down)
-        del self._gate_up, self._down
+        """Put the router and the experts into their kernels' layouts; the plain copies are freed."""
+        route, experts = self._route_kernel.prepare, self._experts_kernel.prepare
+        assert route is not None and experts is not None
+        self._router = route(self._gate, self._bias)
+        (gate_up, gate_up_scale), (down, down_scale) = self._gate_up.take(), self._down.take()
+        self._prepared = experts(gate_up, down, gate_up_scale, down_scale)
+        del self._gate, self._bias, self._gate_up, self._down
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        ids, weights = self._route(x, self._gate, self._bias, top_k=self._top_k)
-        out = self._run(x, ids, weights, self._prepared, first=self._experts.start, count=len(self._experts))
-        return self._group.all_reduce(out)
+    def observe(self, ids: Tensor | None) -> None:
+        """From now on the experts of each call's first tokens are written to `ids` [max_tokens, top_k] int32 (None: stop)."""
+        self._observed = ids
+
+    def __call__(self, x: Tensor | Activations, *, active: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> [T, P, hidden], to be summed over P and over the ranks.
+
+        `active` [1] int32: rows from there on are padding and reach no expert.
+        """
+        ids, weights = self._route_kernel.run(x, self._router, top_k=self._top_k, active=active)
+        if self._observed is not None:
+            count = min(len(ids), len(self._observed))
+            self._observed[:count].copy_(ids[:count])
+        first, count = self._experts.start, len(self._experts)
+        out: Tensor = self._experts_kernel.run(x, ids, weights, self._prepared, first=first, count=count)
+        return out

@@ -12,64 +12,89 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from negamax.base.errors import CheckpointError
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.spec import PagedShape
+from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
-from negamax.layers.attention import AttentionInputs, AttentionStep, KvView, QkNormAttention, begin_step, kv_cache_shape
+from negamax.layers.attention import AttentionInputs, KvView, QkNormAttention, Step, begin_step, kv_cache_shape
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.moe import SparseMoe
 from negamax.layers.weights import WeightSlot, check_all_written, slots_by_name
 from negamax.parallel.context import ParallelContext
+from negamax.quantization.scheme import WeightFormat
 
 
 class MiniMaxM2:
-    """One rank's part of the model. Weights are written through `weight_slots`, then `finish_loading` is called once."""
+    """One rank's part of the model. Weights are written through `weight_slots`, then `finish_loading` is called once.
 
-    def __init__(
-        self, spec: ModelSpec, *, context: ParallelContext, dtype: torch.dtype, device: torch.device, kernels: KernelTable
-    ) -> None:
+    Between blocks flow partial results of this rank; the norms sum them over the ranks.
+    """
+
+    def __init__(self, spec: ModelSpec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable) -> None:
         layout = context.layout
         self._spec, self._kernels = spec, kernels
         self._kv_heads = layout.attention.kv_heads(spec.num_kv_heads)
-        self._group = len(layout.attention.heads(spec.num_heads)) // len(self._kv_heads)
-        self._frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(device)
-        vocab, vocab_shape = layout.vocab(spec.vocab_size), (spec.vocab_size, spec.hidden_size)
-        self._embed = VocabEmbedding(
-            "model.embed_tokens.weight", vocab_shape, rows=vocab, group=context.attention_group, dtype=dtype, device=device
-        )
+        self._heads_per_kv_head = len(layout.attention.heads(spec.num_heads)) // len(self._kv_heads)
+        self._frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device)
+        self.vocab_range, vocab_shape = layout.vocab(spec.vocab_size), (spec.vocab_size, spec.hidden_size)
+        self._embed = VocabEmbedding("model.embed_tokens.weight", vocab_shape, rows=self.vocab_range, weights=weights)
         self._layers = [
-            DecoderLayer(spec, layer, context=context, dtype=dtype, device=device, kernels=kernels)
-            for layer in range(spec.num_layers)
+            DecoderLayer(spec, layer, context=context, weights=weights, kernels=kernels) for layer in range(spec.num_layers)
         ]
         self._norm = RmsNorm(
-            "model.norm.weight", spec.hidden_size, eps=spec.rms_norm_eps, kernels=kernels, dtype=dtype, device=device
+            "model.norm.weight",
+            spec.hidden_size,
+            eps=spec.rms_norm_eps,
+            group=context.expert_group,
+            quantize=False,
+            kernels=kernels,
+            weights=weights,
         )
         self._head = VocabHead(
             "lm_head.weight",
             vocab_shape,
-            rows=vocab,
+            rows=self.vocab_range,
             group=context.attention_group,
             kernels=kernels,
-            dtype=dtype,
-            device=device,
+            weights=weights,
         )
         per_layer = [slot for layer in self._layers for slot in layer.slots]
         self._slots = slots_by_name([*self._embed.slots, *per_layer, *self._norm.slots, *self._head.slots])
 
     def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvView]) -> Tensor:
         """token_ids [T] int64, one KvView per layer -> final hidden states [T, hidden]."""
-        shape = PagedShape(kv_heads=len(self._kv_heads), group=self._group, block_size=kv[0].k.shape[2])
-        step = begin_step(inputs, frequencies=self._frequencies, shape=shape, kernels=self._kernels)
-        residual = self._embed(token_ids)
-        x = torch.zeros_like(residual)
+        step = begin_step(
+            inputs,
+            frequencies=self._frequencies,
+            shape=PagedShape(kv_heads=len(self._kv_heads), group=self._heads_per_kv_head, block_size=kv[0].k.shape[2]),
+            quantize=all(layer.attention.gives_quantized for layer in self._layers),
+            kernels=self._kernels,
+        )
+        x = self._embed(token_ids)
+        residual = torch.zeros_like(x)
         for layer, cache in zip(self._layers, kv, strict=True):
             x = layer(x, residual, step, cache)
-        return self._norm(x, residual)
+        hidden = self._norm(x, residual)
+        assert isinstance(hidden, Tensor)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab] fp32, the full vocabulary on every rank."""
         return self._head(hidden)
+
+    def local_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, the logits of the ids of `vocab_range`, in `out` where given."""
+        return self._head.local(hidden, out=out)
+
+    def observe_routing(self, ids: Tensor | None) -> None:
+        """Have every forward write the experts of its first tokens into `ids` [layers, max_tokens, top_k] int32 (None: stop).
+
+        To be called before graphs are captured: a graph keeps the tensor it was captured with.
+        """
+        for layer, expert_ids in zip(self._layers, [None] * len(self._layers) if ids is None else ids, strict=True):
+            layer.moe.observe(expert_ids)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Where each tensor of the checkpoint goes, by its name there."""
@@ -78,7 +103,9 @@ class MiniMaxM2:
     def finish_loading(self) -> None:
         """Put all weights into their kernels' layout. Errors: `CheckpointError` where a needed slot was not written."""
         check_all_written(self._slots)
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
+            if not all(0 < scale < float("inf") for scale in layer.attention.kv_scales):
+                raise CheckpointError(f"the KV-cache scales of layer {number} are {layer.attention.kv_scales}, not above 0")
             layer.finish_loading()
         self._head.finish_loading()
 
@@ -87,22 +114,19 @@ class MiniMaxM2:
         shape = kv_cache_shape(num_blocks, block_size, kv_heads=self._kv_heads, head_dim=self._spec.head_dim)
         return self._spec.num_layers, shape
 
+    def kv_scales(self) -> list[tuple[float, float]]:
+        """Per layer, the scales of the keys and values of an FP8 cache: the checkpoint's, or 1.0."""
+        return [layer.attention.kv_scales for layer in self._layers]
+
 
 class DecoderLayer:
     """Attention and experts, each behind a norm; both add to the residual stream."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        *,
-        context: ParallelContext,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: KernelTable,
+        self, spec: ModelSpec, layer: int, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
     ) -> None:
         prefix = f"model.layers.{layer}"
-        self._attention = QkNormAttention(
+        self.attention = QkNormAttention(
             f"{prefix}.self_attn",
             hidden_size=spec.hidden_size,
             heads=spec.num_heads,
@@ -111,10 +135,9 @@ class DecoderLayer:
             eps=spec.rms_norm_eps,
             context=context,
             kernels=kernels,
-            dtype=dtype,
-            device=device,
+            weights=weights,
         )
-        self._moe = SparseMoe(
+        self.moe = SparseMoe(
             f"{prefix}.block_sparse_moe",
             hidden_size=spec.hidden_size,
             width=spec.intermediate_size,
@@ -122,23 +145,32 @@ class DecoderLayer:
             top_k=spec.experts_per_token,
             context=context,
             kernels=kernels,
-            dtype=dtype,
-            device=device,
+            weights=weights,
         )
-        self._input_norm, self._post_norm = (
-            RmsNorm(
-                f"{prefix}.{name}.weight", spec.hidden_size, eps=spec.rms_norm_eps, kernels=kernels, dtype=dtype, device=device
+
+        def norm(name: str, *, group: Collective, quantize: bool) -> RmsNorm:
+            return RmsNorm(
+                f"{prefix}.{name}.weight",
+                spec.hidden_size,
+                eps=spec.rms_norm_eps,
+                group=group,
+                quantize=quantize,
+                kernels=kernels,
+                weights=weights,
             )
-            for name in ("input_layernorm", "post_attention_layernorm")
-        )
-        self.slots = [*self._input_norm.slots, *self._attention.slots, *self._post_norm.slots, *self._moe.slots]
+
+        # Before the first layer comes the embedding, which is split as attention is; before the others, experts.
+        before = context.expert_group if layer else context.attention_group
+        self._input_norm = norm("input_layernorm", group=before, quantize=self.attention.takes_quantized)
+        self._post_norm = norm("post_attention_layernorm", group=context.attention_group, quantize=self.moe.quantized)
+        self.slots = [*self._input_norm.slots, *self.attention.slots, *self._post_norm.slots, *self.moe.slots]
 
     def finish_loading(self) -> None:
         """Put the weights into their kernels' layout."""
-        self._attention.finish_loading()
-        self._moe.finish_loading()
+        self.attention.finish_loading()
+        self.moe.finish_loading()
 
-    def __call__(self, x: Tensor, residual: Tensor, step: AttentionStep, kv: KvView) -> Tensor:
-        """x [T, hidden], the previous block's output, is added to `residual` in place; returns the experts' output."""
-        x = self._attention(self._input_norm(x, residual), step, kv)
-        return self._moe(self._post_norm(x, residual))
+    def __call__(self, x: Tensor, residual: Tensor, step: Step, kv: KvView) -> Tensor:
+        """x [T, hidden] or [T, P, hidden], the block before's output, is added to `residual` in place; the experts' output."""
+        x = self.attention(self._input_norm(x, residual), step, kv)
+        return self.moe(self._post_norm(x, residual), active=step.active)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from negamax.kernels.collectives.spec import Collective, PeerMemory
 
-class Collective(Protocol):
-    """A group of ranks, of which this process is one."""
+if TYPE_CHECKING:
+    from negamax.parallel.symmetric import SharedBuffer
 
-    size: int
-    rank: int
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's `tensor`, on every rank."""
-
-    def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        """Every rank's `tensor` (of one shape), concatenated along `dim` in rank order."""
+__all__ = ["Alone", "Collective", "ProcessGroup"]
 
 
 class Alone:
@@ -27,8 +21,12 @@ class Alone:
 
     size = 1
     rank = 0
+    peers: PeerMemory | None = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
@@ -36,26 +34,56 @@ class Alone:
 
 
 class ProcessGroup:
-    """Collectives over one torch.distributed group."""
+    """Collectives over one torch.distributed group: gloo for tensors on the CPU, NCCL for those on a GPU."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, peers: PeerMemory | None = None, shared: SharedBuffer | None = None
+    ) -> None:
         self._group = group
+        self._shared = shared
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self.peers = peers
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum in fp32 and in rank order, rounded once.
+        """On the CPU the sum in fp32 and in rank order, rounded once.
 
-        A ring's order of summation depends on the size of the tensor, and so would a token's result on the batch it is in.
+        A ring's order of summation depends on the size of the tensor, and so would a token's result on the batch it is in. On
+        a GPU that is accepted for large tensors (small ones are summed in rank order too, by kernels that use `peers`): the
+        result lies in `tensor` itself, where NCCL summed it, or in a buffer that the next call overwrites.
         """
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        total = parts[0].float()
-        for part in parts[1:]:
+        if tensor.is_cuda:
+            if self._shared is not None and self._shared.fits(tensor):
+                return self._shared.all_reduce(tensor)
+            tensor = tensor.contiguous()
+            dist.all_reduce(tensor, group=self._group)
+            return tensor
+        total = torch.zeros(tensor.shape, dtype=torch.float32)
+        for part in self._gather(tensor):
             total = total.add_(part)
         return total.to(tensor.dtype)
 
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """On the CPU the rows of `all_reduce`; on a GPU summed by NCCL, in an order of its own."""
+        assert tensor.shape[0] % self.size == 0, f"{tensor.shape[0]} rows over {self.size} ranks"
+        rows = tensor.shape[0] // self.size
+        if not tensor.is_cuda:
+            return self.all_reduce(tensor)[self.rank * rows : (self.rank + 1) * rows]
+        out = tensor.new_empty(rows, *tensor.shape[1:])
+        dist.reduce_scatter_tensor(out, tensor.contiguous(), group=self._group)
+        return out
+
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        return torch.cat(parts, dim=dim)
+        if dim == 0 and tensor.dim() and tensor.is_cuda:  # as it lies in memory
+            out = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+            dist.all_gather_into_tensor(out, tensor.contiguous(), group=self._group)
+            return out
+        return torch.cat(self._gather(tensor), dim=dim)
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if tensor.is_cuda:
+            dist.all_gather_into_tensor(parts, tensor.contiguous(), group=self._group)
+        else:
+            dist.all_gather(list(parts), tensor.contiguous(), group=self._group)
+        return list(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from negamax.base.errors import EngineError
@@ -37,38 +38,94 @@ class ParallelContext:
         """
         if layout.world_size == 1:
             return ParallelContext.single()
-        try:
-            dist.init_process_group(
-                "gloo",
-                init_method=init_method,
-                rank=layout.rank,
-                world_size=layout.world_size,
-                timeout=timedelta(seconds=START_TIMEOUT_S),
-            )
-        except (RuntimeError, ValueError) as error:
-            raise EngineError(
-                f"rank {layout.rank} of {layout.world_size} did not meet the others at {init_method} "
-                f"within {START_TIMEOUT_S:.0f} s: {error}"
-            ) from error
-        attention_rank_sets = {_at(layout, rank).attention.ranks for rank in range(layout.world_size)}
-        expert_rank_sets = {_at(layout, rank).experts.ranks for rank in range(layout.world_size)}
-        everyone = tuple(range(layout.world_size))
+        _meet(layout, init_method, backend="gloo")
         groups: dict[tuple[int, ...], Collective] = {}
-        for ranks in sorted(attention_rank_sets | expert_rank_sets | {everyone}):  # every rank creates every group, in order
-            group = dist.new_group(list(ranks), timeout=timedelta(seconds=STEP_TIMEOUT_S), backend="gloo")
-            if layout.rank in ranks:
-                groups[ranks] = Alone() if len(ranks) == 1 else ProcessGroup(group)
+        for ranks, group in _new_groups(layout, backend="gloo").items():
+            groups[ranks] = Alone() if len(ranks) == 1 else ProcessGroup(group)
+        return ParallelContext._of(layout, groups)
+
+    @staticmethod
+    def nccl(
+        layout: ParallelLayout,
+        init_method: str,
+        *,
+        device: torch.device,
+        hidden_size: int,
+        max_tokens: int,
+        max_rows: int,
+    ) -> ParallelContext:
+        """The same for ranks that each hold one GPU of this machine, `device`, which is the current one.
+
+        Tensors on GPUs travel by NCCL or, from kernels, through peer memory (`peers` of the groups; None where the GPUs cannot
+        reach each other); tensors on the CPU by gloo. Peer memory has room for rows `hidden_size` wide, the norm statistics of
+        `max_tokens` tokens and `max_rows` sampled tokens. Every rank must call this with the same sizes.
+        """
+        if layout.world_size == 1:
+            return ParallelContext.single()
+        from negamax.parallel import symmetric  # not needed, and slow to import, on a CPU
+
+        backend = "cpu:gloo,cuda:nccl"
+        _meet(layout, init_method, backend=backend, device=device)
+        groups: dict[tuple[int, ...], Collective] = {}
+        kernel_groups = {layout.attention.ranks, layout.experts.ranks}
+        for ranks, group in _new_groups(layout, backend=backend).items():
+            if len(ranks) == 1:
+                groups[ranks] = Alone()
+                continue
+            peers = shared = None
+            if ranks in kernel_groups:
+                connected = symmetric.connect(group, device, hidden_size=hidden_size, max_tokens=max_tokens, max_rows=max_rows)
+                peers, shared = connected or (None, None)
+            groups[ranks] = ProcessGroup(group, peers=peers, shared=shared)
+        return ParallelContext._of(layout, groups)
+
+    @staticmethod
+    def _of(layout: ParallelLayout, groups: dict[tuple[int, ...], Collective]) -> ParallelContext:
         return ParallelContext(
             layout,
             attention_group=groups[layout.attention.ranks],
             expert_group=groups[layout.experts.ranks],
-            world=groups[everyone],
+            world=groups[tuple(range(layout.world_size))],
         )
+
+    def world_min(self, value: int) -> int:
+        """The smallest `value` of all ranks."""
+        return int(self.world.all_gather(torch.tensor([value], dtype=torch.int64), dim=0).min())
 
     def close(self) -> None:
         """Leave the groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(layout: ParallelLayout, init_method: str, *, backend: str, device: torch.device | None = None) -> None:
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=init_method,
+            rank=layout.rank,
+            world_size=layout.world_size,
+            timeout=timedelta(seconds=START_TIMEOUT_S),
+            device_id=device,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise EngineError(
+            f"rank {layout.rank} of {layout.world_size} did not meet the others at {init_method} "
+            f"within {START_TIMEOUT_S:.0f} s: {error}"
+        ) from error
+
+
+def _new_groups(layout: ParallelLayout, *, backend: str) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """The groups this rank is in, by their ranks."""
+    attention_rank_sets = {_at(layout, rank).attention.ranks for rank in range(layout.world_size)}
+    expert_rank_sets = {_at(layout, rank).experts.ranks for rank in range(layout.world_size)}
+    everyone = tuple(range(layout.world_size))
+    groups = {}
+    for ranks in sorted(attention_rank_sets | expert_rank_sets | {everyone}):  # every rank creates every group, in order
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=STEP_TIMEOUT_S), backend=backend)
+        if layout.rank in ranks:
+            groups[ranks] = group
+    return groups
 
 
 def _at(layout: ParallelLayout, rank: int) -> ParallelLayout:

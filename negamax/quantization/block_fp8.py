@@ -2,7 +2,7 @@
 
 The scale of `x.weight` [N, K] is `x.weight_scale_inv` [ceil(N / 128), ceil(K / 128)]; in spite of its name it multiplies. On
 the CPU a weight is applied by turning it into a plain one at load. A device that keeps it quantised can hold only slices that
-start on a block and end on one (or at the edge of the weight): `BLOCK` is the shard unit.
+start on a block and end on one: `BLOCK` is the shard unit.
 """
 
 from __future__ import annotations

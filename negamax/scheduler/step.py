@@ -59,6 +59,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: dict[int, TokenLogprobs]  # by index into `token_ids`; only rows that asked
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # by row index of the plan; one entry per prompt token run after the first
     errors: dict[int, str]  # by row index of the plan: this row failed, the others are good
+    device_seconds: float = 0.0  # that the step took on a GPU
+    idle_seconds: float = 0.0  # that the GPU had nothing to do before it
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):

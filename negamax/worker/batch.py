@@ -1,86 +1,153 @@
-"""From a plan and the rows to the tensors of one forward pass."""
+"""From a plan and the rows to the inputs of one forward pass: laid out on the host, then sent to the device at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from negamax.kernels.attention.spec import PagedQueries
 from negamax.layers.attention import AttentionInputs
 from negamax.scheduler.step import StepPlan
+from negamax.worker.device import upload
 from negamax.worker.rows import Rows
+
+Column = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SampleInputs:
+    """Which rows of a step are sampled. R rows."""
+
+    slots: list[int]  # [R] slot of each sampled row
+    positions: list[int]  # [R] where the sampled token lands in its row
+    slots_device: Tensor  # [R] int64
+    positions_device: Tensor  # [R] int64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A step on the host: T tokens of S sequences, first the generated tokens, each a sequence of its own, then runs of
+    prompt tokens."""
+
+    num_decodes: int
+    token_slots: Column  # [T]
+    token_positions: Column  # [T]
+    slots: Column  # [S]
+    seq_lens: Column  # [S] tokens including this step
+    counts: Column  # [S] tokens that run
+    query_starts: Column  # [S + 1]
+    prompt_starts: list[int]  # per row of the plan: index of its first prompt token among the T (meaningless without any)
+    sample_slots: list[int]  # [R]
+    sample_positions: list[int]  # [R]
+    sample_tokens: list[int]  # [R] index among the T of the token whose hidden state is sampled
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_slots)
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The inputs of one step. T tokens run, R rows sampled."""
+    """The inputs of one step on the device."""
 
     token_ids: Tensor  # [T] int64
     attention: AttentionInputs
-    prompt_starts: list[int]  # per row of the plan: index of its first prompt token among the T (meaningless without any)
-    sample_slots: list[int]  # [R] slot of each sampled row
-    sample_slots_device: Tensor  # [R] int64
-    sample_tokens: Tensor  # [R] int64, index into the T tokens whose hidden state is sampled
-    sample_positions: list[int]  # [R] where the sampled token lands in its row
-    sample_positions_device: Tensor  # [R] int64
 
 
-def build(plan: StepPlan, rows: Rows, *, block_size: int) -> ForwardBatch:
-    """Gather the tokens, positions and cache slots of `plan` from `rows` (already holding the plan's changes).
+def is_decode(plan: StepPlan, rows: Rows) -> bool:
+    """Every row runs one generated token and samples the next: the step that a captured graph can replay."""
+    return (
+        bool(plan.slots)
+        and all(plan.samples)
+        and max(plan.counts) == 1
+        and all(start >= rows.state(slot).prompt_len for slot, start in zip(plan.slots, plan.starts, strict=True))
+    )
 
-    Generated tokens run one by one as decodes, prompt tokens as prefills, however the scheduler cut them into steps (a
-    preempted sequence runs both again): which kernel computes a token never depends on what else was running. Several decodes
-    of one step may belong to one sequence: a layer writes all keys and values before it attends, and each sees only its own.
+
+def lay_out(plan: StepPlan, rows: Rows, *, generated_apart: bool) -> Layout:
+    """Cut `plan` into single generated tokens and runs of prompt tokens.
+
+    `generated_apart`: generated tokens run one by one as decodes, prompt tokens as prefills, however the scheduler cut them
+    into steps (a preempted sequence runs both again). Several decodes of one step may belong to one sequence: a layer writes
+    all keys and values before it attends, and each sees only its own. Without it a resumed sequence is one run of tokens.
     """
-    device = rows.tokens.device
-    slots: list[int] = []  # of each token, decodes first
-    positions: list[int] = []
-    prefills: list[tuple[int, int, int]] = []  # slot, first position, tokens
-    last_tokens: list[int] = []  # per row: index of its last token; prompt tokens are counted from the end of the decodes
+    decodes: list[tuple[int, int, int]] = []  # slot, first position, tokens
+    prefills: list[tuple[int, int, int]] = []
+    last_tokens: list[int] = []  # of a row that ends in its prompt: minus the prompt tokens up to its last one
     prompt_starts: list[int] = []
     num_prompt_tokens = 0
     for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
         end = start + count
         split = min(max(rows.state(slot).prompt_len, start), end)
+        if count > 1 and not generated_apart:
+            split = end
         prompt_starts.append(num_prompt_tokens)
         if split > start:
             prefills.append((slot, start, split - start))
             num_prompt_tokens += split - start
-        if split < end:
-            slots += [slot] * (end - split)
-            positions += range(split, end)
-        last_tokens.append(len(positions) - 1 if split < end else -num_prompt_tokens)
-    num_decodes = len(positions)
-    sequence_slots = slots + [slot for slot, _, _ in prefills]
-    seq_lens = [position + 1 for position in positions] + [start + count for _, start, count in prefills]
-    query_lens = [1] * num_decodes + [count for _, _, count in prefills]
-    for slot, start, count in prefills:
-        slots += [slot] * count
-        positions += range(start, start + count)
-    token_slots, token_positions = torch.tensor(slots, device=device), torch.tensor(positions, device=device)
-    blocks = rows.block_tables[token_slots, token_positions // block_size]
-    table_slots = token_slots if not prefills else torch.tensor(sequence_slots, device=device)
-    sampled = [i for i, sample in enumerate(plan.samples) if sample]
-    # A row that ends in its prompt: its last token is the last of its prefill.
-    sample_tokens = [last_tokens[i] if last_tokens[i] >= 0 else num_decodes - last_tokens[i] - 1 for i in sampled]
-    sample_slots = [plan.slots[i] for i in sampled]
-    sample_positions = [plan.starts[i] + plan.counts[i] for i in sampled]
-    return ForwardBatch(
-        token_ids=rows.tokens[token_slots, token_positions],
-        attention=AttentionInputs(
-            positions=token_positions,
-            slot_mapping=blocks * block_size + token_positions % block_size,
-            block_tables=rows.block_tables[table_slots, : -(-max(seq_lens) // block_size)],
-            query_starts=(0, *accumulate(query_lens)),
-            seq_lens=tuple(seq_lens),
-            num_decodes=num_decodes,
-        ),
+        decodes += ((slot, position, 1) for position in range(split, end))
+        last_tokens.append(len(decodes) - 1 if split < end else -num_prompt_tokens)
+    num_decodes = len(decodes)
+    slots, starts, counts = np.array(decodes + prefills, dtype=np.int64).T
+    ends = counts.cumsum()
+    query_starts = np.concatenate(([0], ends))
+    sampled = [i for i, samples in enumerate(plan.samples) if samples]
+    return Layout(
+        num_decodes=num_decodes,
+        token_slots=slots.repeat(counts),
+        token_positions=np.arange(ends[-1]) + (starts - query_starts[:-1]).repeat(counts),
+        slots=slots,
+        seq_lens=starts + counts,
+        counts=counts,
+        query_starts=query_starts,
         prompt_starts=[num_decodes + start for start in prompt_starts],
-        sample_slots=sample_slots,
-        sample_slots_device=torch.tensor(sample_slots, dtype=torch.int64, device=device),
-        sample_tokens=torch.tensor(sample_tokens, dtype=torch.int64, device=device),
-        sample_positions=sample_positions,
-        sample_positions_device=torch.tensor(sample_positions, dtype=torch.int64, device=device),
+        sample_slots=[plan.slots[i] for i in sampled],
+        sample_positions=[plan.starts[i] + plan.counts[i] for i in sampled],
+        sample_tokens=[last_tokens[i] if last_tokens[i] >= 0 else num_decodes - last_tokens[i] - 1 for i in sampled],
     )
+
+
+def build(layout: Layout, rows: Rows) -> ForwardBatch:
+    """The tokens, positions and cache slots of `layout`, gathered from `rows` (already holding the plan's changes)."""
+    split = layout.num_decodes
+    columns = (
+        layout.token_slots,
+        layout.token_positions,
+        layout.slots,
+        layout.seq_lens,
+        layout.query_starts[: split + 1],
+        layout.query_starts[split:] - split,
+    )
+    token_slots, positions, table_rows, seq_lens, *query_starts = upload(columns, rows.tokens.device)
+
+    def queries(part: slice, starts: Tensor) -> PagedQueries:
+        return PagedQueries(
+            block_tables=rows.block_tables,
+            table_rows=table_rows[part],
+            seq_lens=seq_lens[part].int(),
+            query_starts=starts.int(),
+            host_seq_lens=tuple(layout.seq_lens[part].tolist()),
+            host_counts=tuple(layout.counts[part].tolist()),
+        )
+
+    return ForwardBatch(
+        token_ids=rows.tokens[token_slots, positions].long(),
+        attention=AttentionInputs(
+            positions=positions,
+            token_rows=token_slots,
+            block_tables=rows.block_tables,
+            decodes=queries(slice(split), query_starts[0]) if split else None,
+            prefills=queries(slice(split, None), query_starts[1]) if split < len(layout.slots) else None,
+            active=None,
+        ),
+    )
+
+
+def sample_inputs(slots: list[int], positions: list[int], *, device: torch.device) -> SampleInputs:
+    """The sampled rows `slots`, whose new tokens land at `positions`."""
+    columns = upload((np.array(slots, dtype=np.int64), np.array(positions, dtype=np.int64)), device)
+    return SampleInputs(slots, positions, slots_device=columns[0], positions_device=columns[1])

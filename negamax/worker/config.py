@@ -1,8 +1,10 @@
-"""What one worker rank needs to know. Plain data: it crosses to rank processes as MessagePack."""
+"""What one worker rank needs to know, and what it tells. Plain data: it crosses to rank processes as MessagePack."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import msgspec
 
 from negamax.config.model_spec import ModelSpec
 from negamax.parallel.layout import ParallelLayout
@@ -16,13 +18,17 @@ class WorkerConfig:
     eos_token_ids: tuple[int, ...]  # of the checkpoint's generation defaults
     folder: str | None
     layout: ParallelLayout
+    device: str  # "cpu" or "cuda"; rank r of a machine takes the r-th GPU
     dtype: str  # "auto", "bfloat16", "float16", "float32"
+    kv_cache_dtype: str  # "auto", "bfloat16", "float16", "fp8", "fp8_e4m3"
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
     num_kv_blocks: int | None
     kv_cache_memory: int | None  # bytes per rank
+    gpu_memory_utilization: float
+    cudagraph_size: int  # sequences of the largest captured step; 0: no graphs
     num_threads: int
     seed: int
     init_method: str | None  # rendezvous of the ranks; None where there is one rank
@@ -34,6 +40,35 @@ class WorkerReady:
 
     num_kv_blocks: int
     dtype: str
-    device: str
+    device: str  # "cpu", "cuda:0"
     kernels: str  # the kernel table, one line per op
     load_summary: str
+    memory_summary: str = ""  # what weights, cache and graphs took on a GPU
+
+
+OBSERVE_ROUTING = "observe_routing"  # argument: 1 or 0; while on, steps run without graphs and keep their expert ids
+DISTINCT_EXPERTS = "distinct_experts"  # argument: rows of the last step; answer: mean over the layers
+DECODE_SECONDS = "decode_seconds"  # argument: rows; answer: device time of one captured step, launched back to back
+START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"  # answer of the second: the kernels in between
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """A benchmark's question to the worker between steps; `name` is one of those above."""
+
+    name: str
+    argument: int = 0
+
+
+class KernelTime(msgspec.Struct, frozen=True):
+    """One kernel in a profile."""
+
+    name: str
+    calls: int
+    microseconds: float  # of all calls together
+
+
+class ProbeAnswer(msgspec.Struct, frozen=True):
+    """`number` or `kernels`, as the question asks; both None where this worker cannot tell."""
+
+    number: float | None = None
+    kernels: list[KernelTime] | None = None

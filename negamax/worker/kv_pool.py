@@ -1,4 +1,4 @@
-"""The KV cache of one rank: how many blocks fit, and the tensors that hold them."""
+"""The KV cache of one rank: how many blocks fit beside weights and workspaces, and the tensors that hold them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,37 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import ResourceError
+from negamax.base.log import get_logger
+from negamax.config.model_spec import ModelSpec
 from negamax.layers.attention import KvView
+from negamax.models.registry import CausalModel
+from negamax.worker.config import WorkerConfig
+from negamax.worker.profile import peak_bytes
+
+logger = get_logger(__name__)
 
 GIB = 2**30
 # Of the memory that is free once the weights are loaded, the share a CPU rank takes for its cache unless told otherwise.
 CPU_CACHE_SHARE = 0.25
+# Beside the measured peak of a full step, what CUDA graphs and the driver take on a GPU.
+GRAPH_RESERVE = GIB
 
 
-def allocate(layers: int, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[KvView]:
-    """Key and value tensors of every layer, `shape` = [num_blocks, kv_heads, block_size, head_dim] each, zeroed."""
-    make = _zeros_on_large_pages if device.type == "cpu" else partial(torch.zeros, device=device)
-    return [KvView(k=make(shape, dtype=dtype), v=make(shape, dtype=dtype)) for _ in range(layers)]
+def allocate(model: CausalModel, num_blocks: int, *, block_size: int, dtype: torch.dtype, device: torch.device) -> list[KvView]:
+    """Key and value tensors of every layer, zeroed. On a GPU there is one block more, which padding rows write.
+
+    An FP8 cache takes the scales of its layer.
+    """
+    extra = 1 if device.type == "cuda" else 0
+    layers, shape = model.kv_shape(num_blocks + extra, block_size)
+    make = _zeros_on_large_pages if device.type == "cpu" else partial(_zeros, device=device)
+    scales = model.kv_scales() if dtype == torch.float8_e4m3fn else [(1.0, 1.0)] * layers
+    return [KvView(make(shape, dtype=dtype), make(shape, dtype=dtype), *scale) for scale in scales]
+
+
+def _zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    raw = torch.zeros(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+    return raw.view(dtype).view(*shape)
 
 
 def _zeros_on_large_pages(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
@@ -38,31 +58,57 @@ def _zeros_on_large_pages(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor
     return torch.frombuffer(memory, dtype=dtype, count=torch.Size(shape).numel()).view(*shape)
 
 
-def choose_num_blocks(
-    *,
-    block_bytes: int,
-    block_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    memory: int | None,
-    num_ranks: int,
-) -> int:
-    """How many blocks of `block_bytes` to allocate: what all sequences could use at most, bounded by memory.
+def choose_blocks(model: CausalModel, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device) -> int:
+    """How many blocks this rank can hold: as the user says, or from the memory that is left. `dtype` of the cache.
 
-    `memory` is the user's bound in bytes per rank; without one the bound is a share of the free memory divided over the
-    ranks of this machine. Errors: `ResourceError` where not even one sequence of `max_model_len` tokens fits.
+    On a GPU a full prefill step runs first, so that what it needs beside the cache is measured (and its kernels are compiled).
+    """
+    on_gpu = device.type == "cuda"
+    workspace = peak_bytes(model, config, dtype=dtype, device=device) if on_gpu else 0
+    if config.num_kv_blocks:
+        return config.num_kv_blocks
+    if config.kv_cache_memory is not None:
+        budget = config.kv_cache_memory
+    elif on_gpu:
+        free, total = torch.cuda.mem_get_info(device)
+        # Graphs keep a workspace of their own beside that of steps run kernel by kernel.
+        budget = int(total * config.gpu_memory_utilization) - (total - free) - 2 * workspace - GRAPH_RESERVE
+    else:
+        budget = int(available_memory() * CPU_CACHE_SHARE) // config.layout.world_size
+    layers, shape = model.kv_shape(1, config.block_size)
+    return choose_num_blocks(
+        block_bytes=2 * layers * int(torch.Size(shape).numel()) * dtype.itemsize,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        budget=budget,
+    )
+
+
+def choose_num_blocks(*, block_bytes: int, block_size: int, max_model_len: int, max_num_seqs: int, budget: int) -> int:
+    """How many blocks of `block_bytes` to allocate: what all sequences could use at most, bounded by `budget` bytes.
+
+    Errors: `ResourceError` where not even one sequence of `max_model_len` tokens fits.
     """
     blocks_per_sequence = -(-max_model_len // block_size)
-    budget = memory if memory is not None else int(available_memory() * CPU_CACHE_SHARE) // num_ranks
-    affordable = budget // block_bytes
+    affordable = max(0, budget) // block_bytes
     if affordable < blocks_per_sequence:
         fitting = affordable * block_size
         raise ResourceError(
             f"one sequence of {max_model_len} tokens needs {blocks_per_sequence * block_bytes / GIB:.2f} GiB of KV cache, "
-            f"{budget / GIB:.2f} GiB are available for it",
-            hint=f"lower --max-model-len to {fitting} or raise --kv-cache-memory",
+            f"{max(0, budget) / GIB:.2f} GiB are available for it",
+            hint=f"lower --max-model-len to {fitting} or raise --kv-cache-memory"
+            if fitting > 1
+            else "use more GPUs (--tensor-parallel-size), a smaller model, or more memory",
         )
     return int(min(affordable, blocks_per_sequence * max_num_seqs))
+
+
+def describe(num_blocks: int, config: WorkerConfig, *, model: CausalModel, dtype: torch.dtype) -> str:
+    """The cache's size and dtype, for people."""
+    layers, shape = model.kv_shape(num_blocks, config.block_size)
+    size = 2 * layers * int(torch.Size(shape).numel()) * dtype.itemsize
+    return f"KV cache {size / GIB:.2f} GiB per rank in {str(dtype).removeprefix('torch.')}"
 
 
 def available_memory() -> int:
@@ -75,11 +121,24 @@ def available_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def check_weights_fit(weight_bytes: int, *, num_ranks: int) -> None:
-    """Refuse a model whose weights exceed the free main memory (`weight_bytes` over all ranks of this machine)."""
-    free = available_memory()
-    if weight_bytes > free:
+def check_weights_fit(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, num_ranks: int) -> None:
+    """Refuse a model whose weights exceed the free memory: of each rank's GPU, or of this machine for all CPU ranks."""
+    if device.type == "cuda":
+        needed, free = weight_bytes(spec, dtype=dtype, keep_quantized=True) // num_ranks, torch.cuda.mem_get_info(device)[0]
+        where, remedy = f"on {device}", "use more GPUs (--tensor-parallel-size) or a smaller model"
+    else:
+        needed, free = weight_bytes(spec, dtype=dtype, keep_quantized=False), available_memory()
+        where, remedy = "in main memory", "use a smaller model or a machine with more memory"
+    if needed > free:
         raise ResourceError(
-            f"the weights need {weight_bytes / GIB:.1f} GiB in main memory ({num_ranks} ranks), {free / GIB:.1f} GiB are free",
-            hint="use a smaller model or a machine with more memory",
+            f"the weights need {needed / GIB:.1f} GiB {where} ({num_ranks} ranks), {free / GIB:.1f} GiB are free", hint=remedy
         )
+
+
+def weight_bytes(spec: ModelSpec, *, dtype: torch.dtype, keep_quantized: bool) -> int:
+    """Bytes of the whole model's weights; with `keep_quantized` linear weights stay as the checkpoint stores them."""
+    if spec.quantization is None or not keep_quantized:
+        return spec.num_parameters * dtype.itemsize
+    plain = 2 * spec.vocab_size * spec.hidden_size
+    router = spec.num_layers * spec.num_experts * spec.hidden_size
+    return plain * dtype.itemsize + 4 * router + (spec.num_parameters - plain - router)

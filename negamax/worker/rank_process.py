@@ -1,21 +1,41 @@
-"""One tensor-parallel rank as a process: `python -m negamax.worker.rank_process ADDRESS`.
+"""One tensor-parallel rank as a process: `python -m negamax.worker.rank_process PLANS RESULTS`.
 
-Frames from the executor: a WorkerConfig first, then StepPlans, an empty frame to stop. Frames to it: a WorkerReady or a
-RankFailed, then (rank 0 only) one StepResult per plan.
+Frames on the first socket: a WorkerConfig, then StepPlans and Probes, each behind one byte that tells which, and an empty frame
+to stop; back come a WorkerReady or a RankFailed, then one answer per probe. The second socket carries one StepResult per plan,
+from rank 0 only: a thread of its own waits for the device, so that the next plan is launched meanwhile.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
-from negamax.base import log
+from negamax.base import env, log
 from negamax.base.errors import NegamaxError
-from negamax.base.process import exit_with_parent
-from negamax.scheduler.step import StepPlan
-from negamax.worker.config import WorkerConfig, WorkerReady
+from negamax.base.log import get_logger
+from negamax.base.process import exit_now, exit_with_parent
+from negamax.scheduler.step import StepPlan, StepResult
+from negamax.worker.config import Probe, WorkerConfig, WorkerReady
+
+if TYPE_CHECKING:
+    from negamax.worker.outcome import Outcome
+
+logger = get_logger(__name__)
+
+PLAN, PROBE = b"s", b"p"  # first byte of a frame
+# Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by themselves, is not used. The
+# executor watches the ranks, so PyTorch's own watch of them, which calls an orderly end an alarm, is off.
+GPU_ENVIRONMENT = (
+    ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
+    ("NCCL_NVLS_ENABLE", "0"),
+    ("TORCH_NCCL_ENABLE_MONITORING", "0"),
+)
 
 
 class RankReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -30,14 +50,16 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
 RankReport = RankReady | RankFailed
 
 
-def main(address: str) -> int:
+def main(plans_address: str, results_address: str) -> int:
     """Serve one executor until it says stop; the exit code of the process."""
     exit_with_parent()
     log.setup()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 1000
-        socket.connect(address)
+        socket.connect(plans_address)
         config = msgspec.msgpack.decode(socket.recv(), type=WorkerConfig)
+        for name, value in GPU_ENVIRONMENT:
+            env.set_default(name, value)
         try:
             from negamax.worker.worker import Worker  # torch: seconds of import, after the connection stands
 
@@ -45,14 +67,45 @@ def main(address: str) -> int:
         except NegamaxError as error:
             socket.send(msgspec.msgpack.encode(RankFailed(str(error), error.exit_code)))
             return error.exit_code
+        gc.freeze()  # what the start left behind lives as long as the process: later collections need not visit it
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
-        plans = msgspec.msgpack.Decoder(StepPlan)
-        while frame := socket.recv():
-            result = worker.execute(plans.decode(frame))
+        outcomes: SimpleQueue[Outcome | StepResult | None] = SimpleQueue()
+        sender = threading.Thread(target=_send_results, args=(outcomes, context, results_address), name="results")
+        if config.layout.rank == 0:
+            sender.start()
+        plans, probes = msgspec.msgpack.Decoder(StepPlan), msgspec.msgpack.Decoder(Probe)
+        try:
+            while frame := socket.recv():
+                if frame[:1] == PLAN:
+                    outcome = worker.launch(plans.decode(frame[1:]))
+                    if config.layout.rank == 0:
+                        outcomes.put(outcome)
+                else:
+                    socket.send(msgspec.msgpack.encode(worker.probe(probes.decode(frame[1:]))))
+        finally:  # a rank that fails must end, and not wait for its own thread
+            outcomes.put(None)
             if config.layout.rank == 0:
-                socket.send(msgspec.msgpack.encode(result))
+                sender.join()
+        worker.close()
     return 0
 
 
+def _send_results(
+    outcomes: SimpleQueue[Outcome | StepResult | None], context: zmq.Context[zmq.Socket[bytes]], address: str
+) -> None:
+    """Wait for one outcome after another and send what came of it, until None."""
+    encoder = msgspec.msgpack.Encoder()
+    with context.socket(zmq.PAIR) as socket:
+        socket.linger = 1000
+        socket.connect(address)
+        while (outcome := outcomes.get()) is not None:
+            try:
+                result = outcome if isinstance(outcome, StepResult) else outcome.result()
+            except Exception:
+                logger.exception("a step failed on the device")
+                exit_now(1)
+            socket.send(encoder.encode(result))
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -1,18 +1,21 @@
 """Persistent rows: what the worker remembers of each running sequence between steps, indexed by the scheduler's slot.
 
 The worker is the single writer. A row is complete: tokens known so far (sampled ones are written here by the device, so the
-next step can run before the host has seen them), block table, and sampling state.
+next step can run before the host has seen them), block table, and sampling state. On a GPU the last row belongs to nobody:
+steps that are padded to a captured size run their padding on it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
+from negamax.worker.device import upload, upload_floats
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class RowState:
 
 
 class Rows:
-    """`max_num_seqs` rows of up to `max_model_len` tokens on `device`."""
+    """`max_num_seqs` rows of up to `max_model_len` tokens on `device`, and one row for padding."""
 
     def __init__(
         self,
@@ -40,14 +43,19 @@ class Rows:
     ) -> None:
         self._device = device
         self._eos_token_ids = eos_token_ids
+        self.padding_slot = max_num_seqs
+        num_rows = max_num_seqs + 1
+        index_dtype = torch.int64 if device.type == "cpu" else torch.int32
         # One column more than the window: the last sampled token of a full sequence is written but never run.
-        self.tokens = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int64, device=device)
-        self.block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int64, device=device)
-        self._num_blocks = [0] * max_num_seqs
-        # [max_num_seqs, 4] fp32: temperature, top_k, top_p, min_p
-        self.sampling = torch.zeros(max_num_seqs, 4, dtype=torch.float32, device=device)
-        self._states: list[RowState | None] = [None] * max_num_seqs
+        self.tokens = torch.zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
+        self.block_tables = torch.zeros(num_rows, max_blocks, dtype=index_dtype, device=device)
+        self._num_blocks = np.zeros(num_rows, dtype=np.int64)
+        # [rows, 4] fp32: temperature, top_k, top_p, min_p
+        self.sampling = torch.zeros(num_rows, 4, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._states: list[RowState | None] = [None] * num_rows
         self.special_slots: set[int] = set()  # rows with penalties, bias or blocked ids: their logits are edited
+        self.filtered_slots: set[int] = set()  # rows with top-k, top-p or min-p
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
 
@@ -55,21 +63,42 @@ class Rows:
         """Take over the plan's new rows and appended blocks."""
         for row in plan.new_rows:
             self._assign(row)
-        for slot, block in zip(plan.appended_slots, plan.appended_blocks, strict=True):
-            self.block_tables[slot, self._num_blocks[slot]] = block
-            self._num_blocks[slot] += 1
+        if plan.appended_slots:
+            slots = np.array(plan.appended_slots, dtype=np.int64)
+            columns = self._num_blocks[slots]
+            if len(set(plan.appended_slots)) < len(slots):  # several blocks of one slot go one behind the other
+                columns += [plan.appended_slots[:i].count(slot) for i, slot in enumerate(plan.appended_slots)]
+            np.add.at(self._num_blocks, slots, 1)
+            blocks = np.array(plan.appended_blocks, dtype=np.int64)
+            rows, places, values = upload((slots, columns, blocks), self._device)
+            self.block_tables[rows, places] = values.to(self.block_tables.dtype)
 
     def state(self, slot: int) -> RowState:
         state = self._states[slot]
         assert state is not None, f"slot {slot} was never assigned"
         return state
 
+    def are_plain(self, slots: list[int]) -> bool:
+        """Whether all of these are sampled from their unedited logits with nothing but a temperature."""
+        return not any(
+            slot in self.special_slots or slot in self.filtered_slots or slot in self.logprob_slots for slot in slots
+        )
+
+    def set_padding_block(self, block: int) -> None:
+        """The block that the padding row reads and writes; no sequence may own it."""
+        self.block_tables[self.padding_slot] = block
+
     def _assign(self, row: NewRow) -> None:
         slot, params = row.slot, row.sampling
-        self.tokens[slot, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int64)
-        self.block_tables[slot, : len(row.block_ids)] = torch.tensor(row.block_ids, dtype=torch.int64)
+        assert params.temperature is not None and params.top_k is not None and params.seed is not None
+        assert params.top_p is not None and params.min_p is not None
+        numbers = (np.array(row.token_ids, dtype=np.int64), np.array(row.block_ids, dtype=np.int64), np.array([params.seed]))
+        tokens, blocks, seed = upload(numbers, self._device)
+        self.tokens[slot, : len(row.token_ids)] = tokens
+        self.block_tables[slot, : len(row.block_ids)] = blocks
+        self.seeds[slot : slot + 1] = seed
         self._num_blocks[slot] = len(row.block_ids)
-        self.sampling[slot] = torch.tensor([params.temperature, params.top_k, params.top_p, params.min_p])
+        self.sampling[slot] = upload_floats((params.temperature, params.top_k, params.top_p, params.min_p), self._device)
         bias = params.logit_bias or {}
         blocked = sorted({*self._eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
         self._states[slot] = RowState(
@@ -82,7 +111,9 @@ class Rows:
         edited = bool(
             bias or blocked or params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
         )
+        filtered = params.temperature > 0.0 and (params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0)
         _toggle(self.special_slots, slot, edited)
+        _toggle(self.filtered_slots, slot, filtered)
         _toggle(self.logprob_slots, slot, params.logprobs is not None)
         _toggle(self.prompt_logprob_slots, slot, params.prompt_logprobs is not None)
 

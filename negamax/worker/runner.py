@@ -1,4 +1,4 @@
-"""Runs the model over one batch: hidden states, then logits of the positions that matter."""
+"""Runs the model over one batch, and scores prompts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from negamax.layers.attention import KvView
 from negamax.models.registry import CausalModel
-from negamax.scheduler.step import StepPlan, TokenLogprobs
-from negamax.worker.batch import ForwardBatch
+from negamax.scheduler.step import StepPlan
+from negamax.worker.batch import ForwardBatch, Layout
 from negamax.worker.rows import Rows
-from negamax.worker.sampler import describe
+from negamax.worker.sampler import LogprobEntries
 
 # Prompt log-probabilities need logits of every prompt token; this many positions at a time bound the memory.
 PROMPT_LOGPROB_TILE = 256
@@ -29,32 +29,26 @@ class Runner:
         """Hidden states [T, hidden] of the batch; keys and values land in the cache."""
         return self._model.forward(batch.token_ids, batch.attention, self._kv)
 
-    def logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Logits [R, V] fp32 of the sampled rows."""
-        return self._model.logits(hidden[batch.sample_tokens])
-
-    def prompt_logprobs(
-        self, plan: StepPlan, hidden: Tensor, *, batch: ForwardBatch, rows: Rows
-    ) -> dict[int, list[TokenLogprobs]]:
-        """For each row that asked: entries of the prompt tokens that this step's tokens predict, by row index."""
+    def prompt_logprobs(self, plan: StepPlan, hidden: Tensor, *, layout: Layout, rows: Rows) -> dict[int, list[LogprobEntries]]:
+        """For each row that asked: entries of the prompt tokens that this step's tokens predict, by row index, in tiles."""
         if not rows.prompt_logprob_slots:
             return {}
-        found: dict[int, list[TokenLogprobs]] = {}
-        columns = zip(plan.slots, plan.starts, plan.counts, batch.prompt_starts, strict=True)
+        found: dict[int, list[LogprobEntries]] = {}
+        columns = zip(plan.slots, plan.starts, plan.counts, layout.prompt_starts, strict=True)
         for row, (slot, start, count, first) in enumerate(columns):
             state = rows.state(slot)
             predicted = min(start + count, state.prompt_len - 1) - start
             if slot in rows.prompt_logprob_slots and predicted > 0:
                 found[row] = self._entries(
                     hidden[first : first + predicted],
-                    rows.tokens[slot, start + 1 : start + 1 + predicted],
+                    rows.tokens[slot, start + 1 : start + 1 + predicted].long(),
                     num_top=state.sampling.prompt_logprobs or 0,
                 )
         return found
 
-    def _entries(self, hidden: Tensor, token_ids: Tensor, *, num_top: int) -> list[TokenLogprobs]:
-        entries: list[TokenLogprobs] = []
+    def _entries(self, hidden: Tensor, token_ids: Tensor, *, num_top: int) -> list[LogprobEntries]:
+        entries = []
         for tile, ids in zip(hidden.split(PROMPT_LOGPROB_TILE), token_ids.split(PROMPT_LOGPROB_TILE), strict=True):
             logprobs = torch.log_softmax(self._model.logits(tile), dim=-1)
-            entries += describe(logprobs, ids, num_top=[num_top] * ids.shape[0])
+            entries.append(LogprobEntries(logprobs, ids, num_top=[num_top] * ids.shape[0]))
         return entries

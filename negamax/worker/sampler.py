@@ -1,111 +1,230 @@
 """From logits to one token per sampled row, with what the row's parameters ask for. Rare features touch only the rows that
-use them."""
+use them, and nothing waits for the device: what the host wants to know is on its way when these functions return.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling import spec as ops
 from negamax.scheduler.step import TokenLogprobs
-from negamax.worker.batch import ForwardBatch
+from negamax.worker.batch import SampleInputs
+from negamax.worker.device import HostTensor, indices, upload_floats
 from negamax.worker.rows import Rows
+
+BROKEN = -1  # instead of a token: the row's logits were not finite numbers
+
+
+class LogprobEntries:
+    """Log-probabilities of N chosen tokens with up to `max(num_top)` alternatives each, on their way to the host."""
+
+    def __init__(self, logprobs: Tensor, token_ids: Tensor, *, num_top: Sequence[int]) -> None:
+        """logprobs [N, V] fp32, token_ids [N] int64; row i reports num_top[i] alternatives."""
+        self._num_top = num_top
+        described = ops.token_logprobs(logprobs, token_ids.clamp_min(0), num_top=min(max(num_top), logprobs.shape[1]))
+        self._columns = [HostTensor(column) for column in (token_ids, *described)]
+
+    def read(self) -> list[TokenLogprobs]:
+        """One entry per row."""
+        columns = [column.read().tolist() for column in self._columns]
+        return [
+            TokenLogprobs(token_id=token, logprob=lp, rank=rank, top_ids=top[:k], top_logprobs=top_lp[:k])
+            for token, lp, rank, top, top_lp, k in zip(*columns, self._num_top, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class Sampled:
     """The outcome for R rows."""
 
-    token_ids: Tensor  # [R] int64
-    logprobs: dict[int, TokenLogprobs]  # by index into the R rows
-    broken: tuple[int, ...]  # indices of rows whose logits are not finite
+    token_ids: Tensor  # [R] int64, BROKEN where a row has no finite logits
+    logprob_rows: list[int]  # indices of the rows that asked for log-probabilities
+    logprobs: LogprobEntries | None  # of those rows
 
 
-def sample(logits: Tensor, batch: ForwardBatch, *, rows: Rows, kernels: KernelTable) -> Sampled:
-    """Choose a token for every sampled row. `logits` [R, V] fp32 may be changed in place."""
-    slots = batch.sample_slots
-    wants_logprobs = [i for i, slot in enumerate(slots) if slot in rows.logprob_slots]
+def sample(logits: Tensor, inputs: SampleInputs, *, rows: Rows, kernels: KernelTable) -> Sampled:
+    """Choose a token for every sampled row from all its logits. `logits` [R, V] fp32 may be changed in place."""
+    wants_logprobs = [i for i, slot in enumerate(inputs.slots) if slot in rows.logprob_slots]
     raw = torch.log_softmax(logits[wants_logprobs], dim=-1) if wants_logprobs else None
-    for i, slot in enumerate(slots):
-        if slot in rows.special_slots:
-            _edit(logits[i], slot, position=batch.sample_positions[i], rows=rows)
-    token_ids = _draw(logits, batch, rows=rows, kernels=kernels)
-    finite = logits.gather(1, token_ids.unsqueeze(1)).isfinite()  # argmax and topk both put NaN first
-    broken = () if bool(finite.all()) else tuple((~finite.squeeze(1)).nonzero().flatten().tolist())
-    logprobs: dict[int, TokenLogprobs] = {}
-    if raw is not None:
-        requested = [rows.state(slots[i]).sampling.logprobs or 0 for i in wants_logprobs]
-        entries = describe(raw, token_ids[wants_logprobs], num_top=requested)
-        logprobs = dict(zip(wants_logprobs, entries, strict=True))
-    return Sampled(token_ids=token_ids, logprobs=logprobs, broken=broken)
+    _edit_rows(logits, inputs, range(len(inputs.slots)), rows=rows)
+    token_ids = _draw(logits, inputs, rows=rows, kernels=kernels)
+    best = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)  # argmax and topk both put NaN first
+    token_ids = token_ids.where(best.isfinite(), BROKEN)
+    entries = None if raw is None else _entries(raw, token_ids[wants_logprobs], inputs, wants_logprobs, rows=rows)
+    return Sampled(token_ids, wants_logprobs, entries)
 
 
-def describe(logprobs: Tensor, token_ids: Tensor, *, num_top: list[int]) -> list[TokenLogprobs]:
-    """Per row of `logprobs` [R, V]: the chosen token's entry with its own number of leading alternatives."""
-    chosen, ranks, ids, values = ops.token_logprobs(logprobs, token_ids, num_top=min(max(num_top), logprobs.shape[1]))
-    columns = zip(token_ids.tolist(), chosen.tolist(), ranks.tolist(), ids.tolist(), values.tolist(), num_top, strict=True)
-    return [
-        TokenLogprobs(token_id=token, logprob=lp, rank=rank, top_ids=top[:k], top_logprobs=top_lp[:k])
-        for token, lp, rank, top, top_lp, k in columns
-    ]
+def sample_sharded(
+    logits: Tensor,  # [R, V of this rank] fp32
+    inputs: SampleInputs,
+    *,
+    rows: Rows,
+    kernels: KernelTable,
+    first_id: int,
+    group: Collective,
+    picked: Tensor | None = None,
+) -> Sampled:
+    """The same for logits split over the ranks of `group`; this rank's begin at token `first_id`.
+
+    Rows without filters, edits and log-probabilities exchange a value and an index per rank (`picked`, where a captured step
+    has done that already); rows with a small top_k their leading candidates. The others are gathered: their whole logits are
+    on every rank, and every rank draws the same token.
+    """
+    pick = kernels["sampling.pick"].run
+    if picked is None:
+        picked = pick(
+            logits,
+            first_id=first_id,
+            temperature=rows.sampling[inputs.slots_device, 0],
+            seeds=rows.seeds[inputs.slots_device],
+            positions=inputs.positions_device,
+            group=group,
+        )
+    narrow: list[int] = []
+    gathered: list[int] = []
+    for i, slot in enumerate(inputs.slots):
+        if slot in rows.special_slots or slot in rows.logprob_slots:
+            gathered.append(i)
+        elif slot in rows.filtered_slots:
+            (narrow if _is_narrow(rows.state(slot).sampling.top_k) else gathered).append(i)
+    if narrow:
+        where = indices(narrow, logits.device)
+        leading = kernels["sampling.candidates"].run(
+            logits if len(narrow) == len(inputs.slots) else logits[where], first_id=first_id, count=ops.CANDIDATES, group=group
+        )
+        drawn = ops.draw_from(*leading, **_filters(inputs, narrow, rows=rows))
+        drawn = drawn.where(leading[0][:, 0].isfinite(), BROKEN)
+        picked = drawn if len(narrow) == len(inputs.slots) else picked.index_copy(0, where, drawn)
+    if not gathered:
+        return Sampled(picked, [], None)
+    return _sample_gathered(logits, inputs, gathered, picked=picked, rows=rows, kernels=kernels, group=group)
 
 
-def _draw(logits: Tensor, batch: ForwardBatch, *, rows: Rows, kernels: KernelTable) -> Tensor:
+def _sample_gathered(
+    logits: Tensor,
+    inputs: SampleInputs,
+    members: list[int],
+    *,
+    picked: Tensor,
+    rows: Rows,
+    kernels: KernelTable,
+    group: Collective,
+) -> Sampled:
+    """`sample_sharded` for the rows `members`, whose logits are gathered."""
+    device = logits.device
+    whole = len(members) == len(inputs.slots)
+    index = indices(members, device)
+    full = group.all_gather(logits if whole else logits[index], dim=-1)
+    slots, positions = [inputs.slots[i] for i in members], [inputs.positions[i] for i in members]
+    part = SampleInputs(slots, positions, inputs.slots_device[index], inputs.positions_device[index])
+    wants_logprobs = [i for i, slot in enumerate(slots) if slot in rows.logprob_slots]
+    raw = torch.log_softmax(full[indices(wants_logprobs, device)], dim=-1) if wants_logprobs else None
+    _edit_rows(full, part, range(len(slots)), rows=rows)
+    token_ids = kernels["sampling.pick"].run(
+        full,
+        first_id=0,
+        temperature=rows.sampling[part.slots_device, 0],
+        seeds=rows.seeds[part.slots_device],
+        positions=part.positions_device,
+    )
+    for chosen, candidates in _filtered(part, rows, vocab_size=full.shape[1]):
+        where = indices(chosen, device)
+        drawn = _draw_from(full[where], part, chosen, candidates=candidates, rows=rows, kernels=kernels)
+        token_ids[where] = drawn.where(token_ids[where] != BROKEN, BROKEN)
+    token_ids = token_ids if whole else picked.index_copy(0, index, token_ids)
+    asked = [members[i] for i in wants_logprobs]
+    entries = None if raw is None else _entries(raw, token_ids[indices(asked, device)], inputs, asked, rows=rows)
+    return Sampled(token_ids, asked, entries)
+
+
+def _entries(raw: Tensor, token_ids: Tensor, inputs: SampleInputs, members: list[int], *, rows: Rows) -> LogprobEntries:
+    num_top = [rows.state(inputs.slots[i]).sampling.logprobs or 0 for i in members]
+    return LogprobEntries(raw, token_ids, num_top=num_top)
+
+
+def _draw(logits: Tensor, inputs: SampleInputs, *, rows: Rows, kernels: KernelTable) -> Tensor:
     """Greedy rows take the maximum; rows with a small top_k draw from a fixed number of candidates; the others sort all.
 
     Each group's arithmetic has a shape that does not depend on the rows of the other groups, so that the same seed gives the
     same token in any company.
     """
-    take_best, draw = kernels["sampling.greedy"].run, kernels["sampling.draw"].run
-    slots = batch.sample_slots
-    greedy: list[int] = []
-    narrow: list[int] = []
-    wide: list[int] = []
-    for i, slot in enumerate(slots):
-        params = rows.state(slot).sampling
-        assert params.temperature is not None and params.top_k is not None
-        if params.temperature == 0.0:
-            greedy.append(i)
-        elif 0 < params.top_k <= ops.CANDIDATES:
-            narrow.append(i)
-        else:
-            wide.append(i)
-    if len(greedy) == len(slots):
+    take_best = kernels["sampling.greedy"].run
+    sampling = [rows.state(slot).sampling for slot in inputs.slots]
+    greedy = [i for i, params in enumerate(sampling) if params.temperature == 0.0]
+    if len(greedy) == len(sampling):
         return take_best(logits)
-    token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+    token_ids = torch.empty(len(sampling), dtype=torch.int64, device=logits.device)
     if greedy:
         token_ids[greedy] = take_best(logits[greedy])
+    narrow = [i for i, params in enumerate(sampling) if params.temperature and _is_narrow(params.top_k)]
+    wide = [i for i, params in enumerate(sampling) if params.temperature and not _is_narrow(params.top_k)]
     vocab_size = logits.shape[1]
     for members, candidates in ((narrow, min(ops.CANDIDATES, vocab_size)), (wide, vocab_size)):
         if not members:
             continue
-        whole = len(members) == len(slots)
-        columns = rows.sampling[batch.sample_slots_device if whole else batch.sample_slots_device[members]]
-        drawn: Tensor = draw(
-            logits if whole else logits[members],
-            temperature=columns[:, 0],
-            top_k=columns[:, 1],
-            top_p=columns[:, 2],
-            min_p=columns[:, 3],
-            uniforms=_uniforms(members, batch, rows=rows),
-            candidates=candidates,
-        )
+        whole = len(members) == len(sampling)
+        chosen = logits if whole else logits[members]
+        drawn = _draw_from(chosen, inputs, members, candidates=candidates, rows=rows, kernels=kernels)
         if whole:
             return drawn
         token_ids[members] = drawn
     return token_ids
 
 
-def _uniforms(members: list[int], batch: ForwardBatch, *, rows: Rows) -> Tensor:
+def _filtered(inputs: SampleInputs, rows: Rows, *, vocab_size: int) -> list[tuple[list[int], int]]:
+    """The rows with top-k, top-p or min-p, in groups (rows, candidates to draw from)."""
+    narrow: list[int] = []
+    wide: list[int] = []
+    for i, slot in enumerate(inputs.slots):
+        if slot in rows.filtered_slots:
+            (narrow if _is_narrow(rows.state(slot).sampling.top_k) else wide).append(i)
+    groups = ((narrow, min(ops.CANDIDATES, vocab_size)), (wide, vocab_size))
+    return [(members, candidates) for members, candidates in groups if members]
+
+
+def _is_narrow(top_k: int | None) -> bool:
+    assert top_k is not None
+    return 0 < top_k <= ops.CANDIDATES
+
+
+def _draw_from(
+    logits: Tensor, inputs: SampleInputs, members: list[int], *, candidates: int, rows: Rows, kernels: KernelTable
+) -> Tensor:
+    """Draw for `members` of the rows; logits [len(members), V]."""
+    filters = _filters(inputs, members, rows=rows)
+    drawn: Tensor = kernels["sampling.draw"].run(logits, candidates=candidates, **filters)
+    return drawn
+
+
+def _filters(inputs: SampleInputs, members: list[int], *, rows: Rows) -> dict[str, Tensor]:
+    """The parameters by which `members` of the rows are drawn, and their random numbers; each [len(members)] fp32."""
+    slots = inputs.slots_device
+    whole = len(members) == len(inputs.slots)
+    columns = rows.sampling[slots if whole else slots[indices(members, slots.device)]]
+    names = ("temperature", "top_k", "top_p", "min_p")
+    filters = {name: columns[:, i] for i, name in enumerate(names)}
+    return filters | {"uniforms": _uniforms(members, inputs, rows=rows)}
+
+
+def _uniforms(members: list[int], inputs: SampleInputs, *, rows: Rows) -> Tensor:
     values = []
     for i in members:
-        seed = rows.state(batch.sample_slots[i]).sampling.seed
+        seed = rows.state(inputs.slots[i]).sampling.seed
         assert seed is not None, "the engine gives every request a seed"
-        values.append(ops.uniform(seed, batch.sample_positions[i]))
-    return torch.tensor(values, dtype=torch.float32, device=rows.tokens.device)
+        values.append(ops.uniform(seed, inputs.positions[i]))
+    return upload_floats(values, rows.tokens.device)
+
+
+def _edit_rows(logits: Tensor, inputs: SampleInputs, members: range, *, rows: Rows) -> None:
+    for i in members:
+        if inputs.slots[i] in rows.special_slots:
+            _edit(logits[i], inputs.slots[i], position=inputs.positions[i], rows=rows)
 
 
 def _edit(logits: Tensor, slot: int, *, position: int, rows: Rows) -> None:
@@ -115,8 +234,8 @@ def _edit(logits: Tensor, slot: int, *, position: int, rows: Rows) -> None:
     assert params.repetition_penalty is not None
     ops.apply_penalties(
         logits,
-        rows.tokens[slot, : state.prompt_len],
-        rows.tokens[slot, state.prompt_len : position],
+        rows.tokens[slot, : state.prompt_len].long(),
+        rows.tokens[slot, state.prompt_len : position].long(),
         repetition=params.repetition_penalty,
         frequency=params.frequency_penalty,
         presence=params.presence_penalty,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
@@ -15,71 +16,185 @@ from negamax.parallel.context import ParallelContext
 from negamax.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from negamax.worker import batch as batches
 from negamax.worker import kv_pool
-from negamax.worker.config import WorkerConfig, WorkerReady
+from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
+from negamax.worker.device import HostTensor, choose_dtype, indices, kv_dtype
+from negamax.worker.graphs import DecodeGraphs, DecodeOutputs
+from negamax.worker.outcome import Outcome, StepTimes
+from negamax.worker.prefill_graphs import PrefillGraphs
+from negamax.worker.probes import Probes
 from negamax.worker.rows import Rows
 from negamax.worker.runner import Runner
-from negamax.worker.sampler import sample
+from negamax.worker.sampler import Sampled, sample, sample_sharded
 
 logger = get_logger(__name__)
 
 
 class Worker:
-    """The model runtime of one rank. `execute` is called from one thread, plan after plan."""
+    """The model runtime of one rank. Everything is called from one thread; an `Outcome` may be read from another."""
 
     def __init__(self, config: WorkerConfig) -> None:
         torch.set_num_threads(config.num_threads)
-        self._block_size = config.block_size
-        device = torch.device("cpu")
-        dtype = choose_dtype(config)
-        layout = config.layout
-        kv_pool.check_weights_fit(config.spec.num_parameters * dtype.itemsize // layout.world_size, num_ranks=layout.world_size)
-        context = _parallel_context(config)
-        self._kernels = kernels = resolve(platform="cpu", dtype=dtype)
-        model = build_model(config.spec, context=context, dtype=dtype, device=device, kernels=kernels)
-        load_summary = _load(model, config)
-        num_blocks = config.num_kv_blocks or _profiled_blocks(model, config, dtype=dtype)
-        layers, shape = model.kv_shape(num_blocks, config.block_size)
-        kv = kv_pool.allocate(layers, shape=shape, dtype=dtype, device=device)
-        self._runner = Runner(model, kv)
-        self._rows = Rows(
-            config.max_num_seqs,
-            config.max_model_len,
-            max_blocks=-(-config.max_model_len // config.block_size),
-            eos_token_ids=config.eos_token_ids,
-            device=device,
-        )
+        self._config = config
+        self._device = device = _take_device(config)
+        self._on_gpu = device.type == "cuda"
+        dtype = choose_dtype(config.dtype, spec=config.spec, device=config.device)
+        cache_dtype = kv_dtype(config.kv_cache_dtype, dtype=dtype, device=config.device)
+        kv_pool.check_weights_fit(config.spec, dtype=dtype, device=device, num_ranks=config.layout.world_size)
+        self._context = context = _parallel_context(config, device)
+        self._group = context.attention_group
+        self._kernels = kernels = resolve(platform=config.device, dtype=dtype)
+        self._model = model = build_model(config.spec, context=context, dtype=dtype, device=device, kernels=kernels)
+        with torch.inference_mode():
+            load_summary = _load(model, config, device=device)
+            if self._on_gpu:
+                torch.cuda.empty_cache()  # of what only loading needed
+            self._rows = Rows(
+                config.max_num_seqs,
+                config.max_model_len,
+                max_blocks=-(-config.max_model_len // config.block_size),
+                eos_token_ids=config.eos_token_ids,
+                device=device,
+            )
+            self._probes = Probes(model, config, device=device)
+            num_blocks = context.world_min(kv_pool.choose_blocks(model, config, dtype=cache_dtype, device=device))
+            kv = kv_pool.allocate(model, num_blocks, block_size=config.block_size, dtype=cache_dtype, device=device)
+            self._runner = Runner(model, kv)
+            self._graphs: DecodeGraphs | None = None
+            self._prefill_graphs: PrefillGraphs | None = None
+            graph_summary = self._capture(kv, num_blocks)
+        self._ended: torch.cuda.Event | None = None  # of the step before
         self.ready = WorkerReady(
             num_kv_blocks=num_blocks,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
             kernels=kernels.describe(),
             load_summary=load_summary,
+            memory_summary=f"{kv_pool.describe(num_blocks, config, model=model, dtype=cache_dtype)}{graph_summary}",
         )
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan. A row that fails is reported in `errors` and leaves the other rows as they would be without it."""
+    def launch(self, plan: StepPlan) -> Outcome | StepResult:
+        """Run one plan; on a GPU it has only been enqueued when this returns.
+
+        On the CPU a row that fails is reported in `errors` and leaves the other rows as they would be without it. On a GPU a
+        launch that raises fails the whole step.
+        """
         self._rows.apply(plan)
-        try:
+        if self._on_gpu:
             return self._run(plan)
+        try:
+            return self._run(plan).result()
         except Exception:
             logger.exception("step %d failed as a batch; running its %d rows one by one", plan.step_id, len(plan.slots))
             return self._run_apart(plan)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    @torch.inference_mode()
+    def probe(self, probe: Probe) -> ProbeAnswer:
+        """Answer a benchmark's question. Every rank must be asked the same, between steps."""
+        return self._probes.answer(probe, self._graphs)
+
+    def close(self) -> None:
+        """Give the memory back and leave the other ranks in order. Nothing else may be called afterwards."""
+        del self._graphs, self._prefill_graphs, self._runner, self._model, self._probes, self._rows
+        if self._on_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+        self._context.close()
+
+    def _capture(self, kv: list[kv_pool.KvView], num_blocks: int) -> str:
+        """Record the CUDA graphs; what they took, for people."""
+        config = self._config
+        if not self._on_gpu or not config.cudagraph_size:
+            return ""
+        self._rows.set_padding_block(num_blocks)  # the one block that the scheduler does not know of
+        self._graphs = DecodeGraphs(
+            self._model,
+            kv,
+            self._rows,
+            kernels=self._kernels,
+            group=self._group,
+            largest=config.cudagraph_size,
+        )
+        self._prefill_graphs = PrefillGraphs(
+            self._model,
+            kv,
+            self._rows,
+            largest=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+        )
+        pool = torch.cuda.graph_pool_handle()
+        prefills = self._prefill_graphs.capture(pool)
+        return f"; CUDA graphs: {self._graphs.capture(pool)}; {prefills}"
+
+    def _run(self, plan: StepPlan) -> Outcome:
         """The step itself: gather, forward, sample, remember. Writes are idempotent, so it may be repeated."""
-        batch = batches.build(plan, self._rows, block_size=self._block_size)
-        hidden = self._runner.hidden(batch)
-        prompt_logprobs = self._runner.prompt_logprobs(plan, hidden, batch=batch, rows=self._rows)
-        if not batch.sample_slots:
-            return StepResult(plan.step_id, [], {}, prompt_logprobs, {})
-        sampled = sample(self._runner.logits(hidden, batch), batch, rows=self._rows, kernels=self._kernels)
-        self._rows.tokens[batch.sample_slots_device, batch.sample_positions_device] = sampled.token_ids
-        errors = {}
-        if sampled.broken:
-            rows = [i for i, samples in enumerate(plan.samples) if samples]
-            errors = {rows[i]: "the model produced logits that are not finite numbers" for i in sampled.broken}
-        return StepResult(plan.step_id, sampled.token_ids.tolist(), sampled.logprobs, prompt_logprobs, errors)
+        use_graphs = not self._probes.need_eager
+        graphs = self._graphs
+        if use_graphs and graphs and len(plan.slots) <= graphs.largest and batches.is_decode(plan, self._rows):
+            graph = graphs.prepare(plan)
+            began = self._mark()
+            outcome = self._decoded(plan, graphs.replay(graph))
+        else:
+            began, outcome = self._forward(plan, use_graphs=use_graphs)
+        ended, previous = self._mark(), self._ended
+        if began is None or ended is None:
+            return outcome
+        self._ended = ended
+        return outcome.timed(StepTimes(began, ended, previous))
+
+    def _forward(self, plan: StepPlan, *, use_graphs: bool) -> tuple[torch.cuda.Event | None, Outcome]:
+        """A step of any shape, and when it began."""
+        # Which kernel computes a token must not depend on the step it runs in, where that decides about bits.
+        layout = batches.lay_out(plan, self._rows, generated_apart=not self._on_gpu)
+        graphs = self._prefill_graphs
+        if use_graphs and graphs is not None and graphs.fits(layout):
+            size = graphs.prepare(layout)
+            began = self._mark()
+            hidden = graphs.replay(size)
+        else:
+            batch = batches.build(layout, self._rows)
+            began = self._mark()
+            hidden = self._runner.hidden(batch)
+        prompt_logprobs = self._runner.prompt_logprobs(plan, hidden, layout=layout, rows=self._rows)
+        if not layout.sample_slots:
+            return began, Outcome(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
+        inputs = batches.sample_inputs(layout.sample_slots, layout.sample_positions, device=self._device)
+        hidden = hidden[indices(layout.sample_tokens, self._device)]
+        if self._on_gpu:
+            sampled = self._sample(self._model.local_logits(hidden), inputs)
+        else:
+            sampled = sample(self._model.logits(hidden), inputs, rows=self._rows, kernels=self._kernels)
+        self._remember(sampled, inputs)
+        rows = [i for i, samples in enumerate(plan.samples) if samples]
+        return began, Outcome(plan.step_id, rows, HostTensor(sampled.token_ids), sampled, prompt_logprobs)
+
+    def _decoded(self, plan: StepPlan, outputs: DecodeOutputs) -> Outcome:
+        """What a replayed step of generated tokens came to; only rows that ask for more are sampled again."""
+        num_rows = len(plan.slots)
+        token_ids = outputs.token_ids[:num_rows]
+        sampled = None
+        if not self._rows.are_plain(plan.slots):
+            inputs = batches.sample_inputs(plan.slots, [start + 1 for start in plan.starts], device=self._device)
+            sampled = self._sample(outputs.logits[:num_rows], inputs, picked=token_ids)
+            self._remember(sampled, inputs)
+            token_ids = sampled.token_ids
+        return Outcome(plan.step_id, list(range(num_rows)), HostTensor(token_ids), sampled)
+
+    def _sample(self, logits: torch.Tensor, inputs: batches.SampleInputs, *, picked: torch.Tensor | None = None) -> Sampled:
+        return sample_sharded(
+            logits,
+            inputs,
+            rows=self._rows,
+            kernels=self._kernels,
+            first_id=self._model.vocab_range.start,
+            group=self._group,
+            picked=picked,
+        )
+
+    def _remember(self, sampled: Sampled, inputs: batches.SampleInputs) -> None:
+        """Write the sampled tokens into their rows, where the next step finds them."""
+        tokens = self._rows.tokens
+        tokens[inputs.slots_device, inputs.positions_device] = sampled.token_ids.clamp_min(0).to(tokens.dtype)
 
     def _run_apart(self, plan: StepPlan) -> StepResult:
         """The same plan a row at a time, so that only rows that fail by themselves are lost."""
@@ -89,7 +204,7 @@ class Worker:
         errors: dict[int, str] = {}
         for row, samples in enumerate(plan.samples):
             try:
-                result = self._run(_single_row(plan, row))
+                result = self._run(_single_row(plan, row)).result()
             except Exception as error:
                 logger.exception("row %d of step %d failed", row, plan.step_id)
                 errors[row] = f"{type(error).__name__} while the model ran this request"
@@ -104,49 +219,50 @@ class Worker:
             token_ids += result.token_ids
         return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)
 
-
-def choose_dtype(config: WorkerConfig) -> torch.dtype:
-    """The compute dtype: as asked; "auto" is the checkpoint's, or float32 where this CPU has no bfloat16 arithmetic."""
-    name = config.dtype
-    if name == "auto":
-        name = config.spec.dtype
-        if name != "float32" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            logger.info("this CPU has no bfloat16 arithmetic: computing in float32 (--dtype float32)")
-            name = "float32"
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    def _mark(self) -> torch.cuda.Event | None:
+        """The present moment on the device's own time line."""
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
-def _parallel_context(config: WorkerConfig) -> ParallelContext:
+def _take_device(config: WorkerConfig) -> torch.device:
+    """This rank's device, with a stream of its own as the calling thread's current one (graphs need that)."""
+    if config.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", config.layout.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    return device
+
+
+def _parallel_context(config: WorkerConfig, device: torch.device) -> ParallelContext:
     if config.layout.world_size == 1:
         return ParallelContext.single()
     assert config.init_method is not None, "several ranks need a rendezvous"
-    return ParallelContext.gloo(config.layout, config.init_method)
+    if device.type == "cpu":
+        return ParallelContext.gloo(config.layout, config.init_method)
+    return ParallelContext.nccl(
+        config.layout,
+        config.init_method,
+        device=device,
+        hidden_size=config.spec.hidden_size,
+        max_tokens=config.max_num_batched_tokens,
+        max_rows=config.max_num_seqs,
+    )
 
 
-def _load(model: CausalModel, config: WorkerConfig) -> str:
+def _load(model: CausalModel, config: WorkerConfig, *, device: torch.device) -> str:
     """Fill the model's weights and pack them; one line that says what was loaded."""
     if config.folder is None:
-        fill_synthetic(model, config.spec, config.seed)
+        fill_synthetic(model, config.spec, config.seed, device=device)
         summary = f"synthetic weights, seed {config.seed}"
     else:
         summary = load_weights(model, config.spec, Path(config.folder)).summary()
     model.finish_loading()
     return summary
-
-
-def _profiled_blocks(model: CausalModel, config: WorkerConfig, *, dtype: torch.dtype) -> int:
-    layers, shape = model.kv_shape(1, config.block_size)
-    block_bytes = 2 * layers * int(torch.Size(shape).numel()) * dtype.itemsize
-    return kv_pool.choose_num_blocks(
-        block_bytes=block_bytes,
-        block_size=config.block_size,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        memory=config.kv_cache_memory,
-        num_ranks=config.layout.world_size,
-    )
 
 
 def _single_row(plan: StepPlan, row: int) -> StepPlan:

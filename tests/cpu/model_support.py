@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from negamax.config.model_spec import MINIMAX_M2, ModelSpec
+from negamax.kernels.attention.spec import PagedQueries, paged_queries
 from negamax.kernels.registry import resolve
 from negamax.layers.attention import AttentionInputs, KvView
 from negamax.models.registry import CausalModel, build_model
@@ -56,6 +57,8 @@ def random_weights(spec: ModelSpec, seed: int, *, router_bias: float = 6.0) -> d
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, slot in build(spec, loaded=False).weight_slots().items():
+        if slot.optional:
+            continue
         values = torch.randn(slot.shape, generator=generator)
         if name.endswith("e_score_correction_bias"):
             weights[name] = (torch.rand(slot.shape, generator=generator) * 2 - 1) * router_bias
@@ -82,7 +85,8 @@ def build(
     if loaded:
         assert weights is not None
         for name, slot in model.weight_slots().items():
-            slot.write(weights[name])
+            if name in weights or not slot.optional:
+                slot.write(weights[name])
         model.finish_loading()
     return model
 
@@ -103,27 +107,42 @@ class PagedRun:
 
     def step(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
         """Run `chunks` (sequence, its next tokens; sequences with one token first) in one forward; logits of every token."""
-        positions, slots, token_ids, starts = [], [], [], [0]
-        for name, tokens in chunks:
+        positions, rows, token_ids, starts = [], [], [], [0]
+        for row, (name, tokens) in enumerate(chunks):
             table, first = self.tables.setdefault(name, []), self.lengths.get(name, 0)
             while len(table) * self.block_size < first + len(tokens):
                 table.append(self.free.pop())
             span = range(first, first + len(tokens))
             positions += span
-            slots += [table[p // self.block_size] * self.block_size + p % self.block_size for p in span]
+            rows += [row] * len(tokens)
             token_ids += tokens
             starts.append(len(token_ids))
             self.lengths[name] = first + len(tokens)
         names = [name for name, _ in chunks]
-        width = max(len(self.tables[name]) for name in names)
+        num_decodes = next((i for i, (_, tokens) in enumerate(chunks) if len(tokens) != 1), len(chunks))
         inputs = AttentionInputs(
             positions=torch.tensor(positions, dtype=torch.int64),
-            slot_mapping=torch.tensor(slots, dtype=torch.int64),
-            block_tables=torch.tensor([self.tables[name] + [0] * (width - len(self.tables[name])) for name in names]),
-            query_starts=tuple(starts),
-            seq_lens=tuple(self.lengths[name] for name in names),
-            num_decodes=next((i for i, (_, tokens) in enumerate(chunks) if len(tokens) != 1), len(chunks)),
+            token_rows=torch.tensor(rows, dtype=torch.int64),
+            block_tables=self._padded_tables(chunks),
+            decodes=self._queries(chunks[:num_decodes]),
+            prefills=self._queries(chunks[num_decodes:]),
         )
         with torch.inference_mode():
             logits = self.model.logits(self.model.forward(torch.tensor(token_ids, dtype=torch.int64), inputs, self.kv))
         return {name: logits[first:last] for name, first, last in zip(names, starts, starts[1:], strict=False)}
+
+    def _queries(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> PagedQueries | None:
+        """The last tokens of these sequences; None of none."""
+        if not chunks:
+            return None
+        return paged_queries(
+            self._padded_tables(chunks),
+            [self.lengths[name] for name, _ in chunks],
+            [len(tokens) for _, tokens in chunks],
+        )
+
+    def _padded_tables(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> Tensor:
+        """[sequences, most blocks] int64."""
+        tables = [self.tables[name] for name, _ in chunks]
+        width = max(len(table) for table in tables)
+        return torch.tensor([table + [0] * (width - len(table)) for table in tables])

@@ -158,7 +158,8 @@ def test_each_rank_gets_its_part(tmp_path: Path) -> None:
     save_single(tmp_path, tensors)
     ranks = [SlotModel(SPEC, rank=rank, size=4) for rank in range(4)]
     for model in ranks:
-        load_weights(model, SPEC, tmp_path)
+        report = load_weights(model, SPEC, tmp_path)
+        assert report.num_bytes == sum(tensor.nbytes for tensor in tensors.values()) // 4
     for name, tensor in tensors.items():
         assert torch.equal(torch.cat([model.parameters[name] for model in ranks]), tensor)
 
@@ -234,13 +235,13 @@ def test_layers_are_filled_in_order_so_that_memory_stays_small(tmp_path: Path) -
         def weight_slots(self) -> dict[str, WeightSlot]:
             slots = super().weight_slots()
             for name, slot in slots.items():
-                write = slot.write
+                write = slot.write_part
 
-                def recorded(tensor: Tensor, *, name: str = name, write: Any = write) -> None:
+                def recorded(part: Tensor, *, name: str = name, write: Any = write) -> None:
                     order.append(layer_of(name) or 0)
-                    write(tensor)
+                    write(part)
 
-                slot.write = recorded  # type: ignore[method-assign]
+                slot.write_part = recorded  # type: ignore[method-assign]
             return dict(reversed(slots.items()))
 
     save_sharded(tmp_path, random_tensors(SPEC), names=[f"model-{number}.safetensors" for number in range(7)])
@@ -443,7 +444,10 @@ def test_slots_of_the_model_are_the_tensors_of_a_published_checkpoint() -> None:
     table = shapes(bundled_spec("minimax-m2"))
     quantized = [name for name in table if name.endswith("_proj.weight") or ".experts." in name]
     assert (len(table) + len(quantized), len(quantized)) == (96_103, 47_864)
-    assert {name: slot.shape for name, slot in build(SPEC).weight_slots().items()} == shapes(SPEC)
+    slots = build(SPEC).weight_slots()
+    assert {name: slot.shape for name, slot in slots.items() if not slot.optional} == shapes(SPEC)
+    optional = {name for name, slot in slots.items() if slot.optional}
+    assert optional == {f"model.layers.{layer}.self_attn.{kind}_scale" for layer in (0, 1) for kind in "kv"}
 
 
 def test_model_takes_what_transformers_saves_and_what_minimax_publishes(tmp_path: Path) -> None:
@@ -457,6 +461,24 @@ def test_model_takes_what_transformers_saves_and_what_minimax_publishes(tmp_path
     model.finish_loading()
     with pytest.raises(CheckpointError, match="is in the checkpoint twice"):
         load_weights(model, FP8_SPEC, folder)
+
+
+@pytest.mark.parametrize("prefix", ["", "attn.", "{}_proj.", "qkv_proj."])
+def test_scales_of_an_fp8_cache_are_read_where_the_checkpoint_has_them(tmp_path: Path, prefix: str) -> None:
+    tensors, attention = random_tensors(SPEC), "model.layers.1.self_attn."
+    model = build(SPEC)
+    extra = {
+        f"{attention}{prefix.format('k')}k_scale": torch.tensor(0.5),
+        f"{attention}{prefix.format('v')}v_scale": torch.tensor([0.25]),
+    }
+    report = load_weights(model, SPEC, save_single(tmp_path, {**tensors, **extra}))
+    model.finish_loading()
+    assert report.skipped == {} and model.kv_scales() == [(1.0, 1.0), (0.5, 0.25)]
+    model = build(SPEC)
+    extra[f"{attention}{prefix.format('k')}k_scale"] = torch.tensor(0.0)
+    load_weights(model, SPEC, save_single(tmp_path, {**tensors, **extra}))
+    with pytest.raises(CheckpointError, match=r"KV-cache scales of layer 1 are \(0\.0, 0\.25\)"):
+        model.finish_loading()
 
 
 def test_finding_a_model_imports_no_torch() -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+import pytest
 import torch
 from m2_checkpoints import SlotModel, tiny_spec
+from model_support import PagedRun, build, tiny_config
 
-from negamax.checkpoint.synthetic import fill_synthetic
+from negamax.checkpoint.synthetic import ATTENTION_GAIN, fill_synthetic
+from negamax.config.model_spec import ModelSpec
+from negamax.models.registry import CausalModel
 
 SPEC = tiny_spec(hidden_size=64, num_local_experts=16, num_hidden_layers=3)
 
@@ -43,15 +48,74 @@ def test_magnitudes_are_those_of_a_trained_model() -> None:
             assert tensor.min() > 6.5 and tensor.max() < 7.5
         elif not name.endswith("embed_tokens.weight"):
             residual = math.sqrt(2 * SPEC.num_layers) if name.endswith(("o_proj.weight", "w2.weight")) else 1.0
-            assert abs(tensor.std().item() * math.sqrt(tensor.shape[1]) * residual - 1) < 0.1, name
+            gain = ATTENTION_GAIN if name.endswith("o_proj.weight") else 1.0
+            assert abs(tensor.std().item() * math.sqrt(tensor.shape[1]) * residual / gain - 1) < 0.1, name
 
 
-def test_synthetic_router_uses_all_experts() -> None:
-    weights = filled()
-    x = torch.randn(512, SPEC.hidden_size, generator=torch.Generator().manual_seed(0))
-    for layer in range(SPEC.num_layers):
-        prefix = f"model.layers.{layer}.block_sparse_moe."
-        scores = torch.sigmoid(x @ weights[prefix + "gate.weight"].T) + weights[prefix + "e_score_correction_bias"]
-        counts = torch.bincount(scores.topk(SPEC.experts_per_token).indices.flatten(), minlength=SPEC.num_experts)
-        even = 512 * SPEC.experts_per_token / SPEC.num_experts
-        assert even / 2 < counts.min() and counts.max() < even * 2
+def routed_model() -> tuple[ModelSpec, CausalModel, torch.Tensor]:
+    """A deep and narrow synthetic model, and where it writes the experts it chooses, [layers, tokens, top_k]."""
+    sizes = {
+        "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 32, "rotary_dim": 16, "intermediate_size": 16, "num_local_experts": 64, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    spec = ModelSpec.from_hf_config(tiny_config(0, **sizes))
+    model = build(spec, loaded=False)
+    fill_synthetic(model, spec, 0)
+    model.finish_loading()
+    chosen = torch.full((spec.num_layers, 128, spec.experts_per_token), -1, dtype=torch.int32)
+    model.observe_routing(chosen)
+    return spec, model, chosen
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For many tiny products: on a busy machine several threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("greedy", [False, True])
+def test_batches_reach_as_many_experts_as_uniform_routing_would(greedy: bool) -> None:
+    """Prompts of random tokens, then tokens that the model generates: 64 (1 - (1 - 2 / 64)^B) experts in every layer."""
+    spec, model, chosen = routed_model()
+    run, generator = PagedRun(model, num_blocks=400), torch.Generator().manual_seed(1)
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def count(kind: int, batch: int) -> None:
+        found.setdefault(kind, []).append(torch.tensor([layer[:batch].unique().numel() for layer in chosen]).float())
+
+    last = {}
+    for number in range(64):
+        prompt = torch.randint(spec.vocab_size, (48,), generator=generator).tolist()
+        logits = run.step([(f"s{number}", prompt)])[f"s{number}"]
+        count(0, 48)
+        last[f"s{number}"] = logits[-1]
+    for batch in (4, 16, 64):
+        for _ in range(12):
+            rows = []
+            for name in list(last)[:batch]:
+                probabilities = last[name].softmax(-1)
+                token = probabilities.argmax() if greedy else torch.multinomial(probabilities, 1, generator=generator)
+                rows.append((name, [int(token)]))
+            last |= {name: logits[-1] for name, logits in run.step(rows).items()}
+            count(batch, batch)
+    for kind, counts in found.items():
+        expected = 64 * (1 - (1 - 2 / 64) ** (kind or 48))
+        by_layer = torch.stack(counts).mean(0) / expected
+        assert abs(by_layer.mean() - 1) < 0.03, (kind, by_layer)
+        assert (by_layer - 1).abs().max() < 0.12, (kind, by_layer)
+
+
+def test_routing_is_reported_for_the_tokens_of_the_last_forward() -> None:
+    spec, model, chosen = routed_model()
+    run = PagedRun(model, num_blocks=20)
+    run.step([("a", list(range(30)))])
+    assert (chosen[:, :30] >= 0).all() and (chosen[:, :30] < spec.num_experts).all() and (chosen[:, 30:] == -1).all()
+    assert all(len(set(token.tolist())) == spec.experts_per_token for layer in chosen for token in layer[:30])
+    model.observe_routing(None)
+    before = chosen.clone()
+    run.step([("a", [5])])
+    assert torch.equal(chosen, before)

@@ -205,7 +205,8 @@ def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
             if not poisoned:
                 worker = engine._loop._executor._worker  # type: ignore[attr-defined]
                 block = int(worker._rows.block_tables[0, 0])
-                worker._runner._kv[0].k[block] = float("nan")
+                with torch.inference_mode():
+                    worker._runner._kv[0].k[block] = float("nan")
                 poisoned = True
         assert reasons[requests[0].request_id] == "error"
         assert reasons[requests[1].request_id] == "length"

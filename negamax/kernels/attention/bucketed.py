@@ -11,7 +11,6 @@ Measured on two Zen 4 cores with caches cold (16 sequences, 384 keys, 2 KV heads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from negamax.kernels.attention.spec import PagedShape
+from negamax.kernels.attention.spec import PagedQueries, PagedShape
 from negamax.kernels.op import Kernel
 
 QUERY_TILE = 64  # positions per prefill tile; padded lengths are multiples of it
@@ -70,10 +69,11 @@ class DecodeBucket:
 
 
 def plan_decode(
-    block_tables: Tensor, seq_lens: Sequence[int], shape: PagedShape, *, dtype: torch.dtype
+    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> tuple[DecodeBucket, ...]:
-    """block_tables [S, max_blocks] int64, one query per sequence at position seq_len - 1."""
-    tables = block_tables.numpy()
+    """One query per sequence, at position seq_len - 1."""
+    assert not quantize, "FP8 output is made on the GPU only"
+    tables, seq_lens = queries.used_tables(shape.block_size).numpy(), queries.host_seq_lens
     members: dict[int, list[int]] = {}
     for row, length in enumerate(seq_lens):
         members.setdefault(padded_keys(length, shape.block_size), []).append(row)
@@ -89,8 +89,16 @@ def plan_decode(
     return tuple(buckets)
 
 
-def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: tuple[DecodeBucket, ...]) -> Tensor:
-    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [S, heads * head_dim]."""
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: tuple[DecodeBucket, ...],
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] of q's dtype -> [S, heads * head_dim]."""
+    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, "scaled caches are read on the GPU only"
     num_seqs, heads, head_dim = q.shape
     if len(plan) == 1:
         return _decode_bucket(q, k_cache, v_cache, plan[0])
@@ -127,39 +135,70 @@ class PrefillTile:
 
 
 @dataclass(frozen=True)
-class PrefillPlan:
-    """One sequence's run of queries."""
+class PrefillRun:
+    """One sequence's run of queries, [first, last) of the T."""
 
+    first: int
+    last: int
     blocks: Tensor  # from gather_index
     tiles: tuple[PrefillTile, ...]
 
 
-def plan_prefill(block_table: Tensor, shape: PagedShape, *, start: int, count: int, dtype: torch.dtype) -> PrefillPlan:
-    """`count` queries of one sequence at positions start, start + 1, ... block_table [max_blocks] int64."""
-    end = start + count
-    num_keys = padded_keys(end, shape.block_size)
-    blocks = gather_index(block_table.numpy()[None], np.array([[end]]), num_keys=num_keys, shape=shape)
+def plan_prefill(
+    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+) -> tuple[PrefillRun, ...]:
+    """A run of queries per sequence, each at the last positions of its sequence."""
+    assert not quantize, "FP8 output is made on the GPU only"
+    tables, runs, first = queries.used_tables(shape.block_size).numpy(), [], 0
+    for table, end, count in zip(tables, queries.host_seq_lens, queries.host_counts, strict=True):
+        num_keys = padded_keys(end, shape.block_size)
+        blocks = gather_index(table[None], np.array([[end]]), num_keys=num_keys, shape=shape)
+        tiles = _plan_tiles(end - count, end, block_size=shape.block_size, dtype=dtype)
+        runs.append(PrefillRun(first, first + count, blocks, tiles))
+        first += count
+    return tuple(runs)
+
+
+def _plan_tiles(start: int, end: int, *, block_size: int, dtype: torch.dtype) -> tuple[PrefillTile, ...]:
+    """Queries at positions start to end - 1, cut where the padded length may change."""
     tiles = []
     first = start
     while first < end:
         last = min((first // QUERY_TILE + 1) * QUERY_TILE, end)
-        num_keys = padded_keys(last, shape.block_size)
-        queries = torch.arange(first, first + -(-(last - first) // _ROW_MULTIPLE) * _ROW_MULTIPLE)
-        mask = torch.zeros(len(queries), num_keys, dtype=dtype)
-        mask.masked_fill_(torch.arange(num_keys) > queries[:, None], -torch.inf)
+        num_keys = padded_keys(last, block_size)
+        positions = torch.arange(first, first + -(-(last - first) // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+        mask = torch.zeros(len(positions), num_keys, dtype=dtype)
+        mask.masked_fill_(torch.arange(num_keys) > positions[:, None], -torch.inf)
         tiles.append(PrefillTile(first - start, last - start, num_keys, mask))
         first = last
-    return PrefillPlan(blocks, tuple(tiles))
+    return tuple(tiles)
 
 
-def prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PrefillPlan) -> Tensor:
-    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads * head_dim]."""
+def prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: tuple[PrefillRun, ...],
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] of q's dtype -> [T, heads * head_dim]."""
+    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, "scaled caches are read on the GPU only"
+    num_tokens, heads, head_dim = q.shape
+    out = q.new_empty(num_tokens, heads * head_dim)
+    for run in plan:
+        _prefill_run(q[run.first : run.last], k_cache, v_cache, run, out[run.first : run.last])
+    return out
+
+
+def _prefill_run(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: PrefillRun, out: Tensor) -> None:
+    """q [T, heads, head_dim] of one sequence; fills out [T, heads * head_dim]."""
     num_tokens, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
-    k, v = (gather(cache, plan.blocks, matrices=kv_heads).expand(kv_heads, group, -1, head_dim) for cache in (k_cache, v_cache))
-    out = q.new_empty(num_tokens, kv_heads, group, head_dim)
-    for tile in plan.tiles:
+    k, v = (gather(cache, run.blocks, matrices=kv_heads).expand(kv_heads, group, -1, head_dim) for cache in (k_cache, v_cache))
+    out = out.view(num_tokens, kv_heads, group, head_dim)
+    for tile in run.tiles:
         count = tile.last - tile.first
         queries = (
             q[tile.first : tile.last].reshape(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
@@ -168,7 +207,6 @@ def prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PrefillPlan) -> T
             queries = F.pad(queries, (0, 0, 0, -count % _ROW_MULTIPLE))
         mixed = F.scaled_dot_product_attention(queries, k[:, :, : tile.num_keys], v[:, :, : tile.num_keys], attn_mask=tile.mask)
         out[tile.first : tile.last] = mixed[:, :, :count].permute(2, 0, 1, 3)
-    return out.view(num_tokens, heads * head_dim)
 
 
 KERNELS = (

@@ -8,14 +8,16 @@ through a block table: position p of a sequence lies in block table[p // block_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from negamax.kernels.kvcache.spec import cache_rows, write
-from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
+from negamax.kernels.collectives.spec import Collective
+from negamax.kernels.kvcache.spec import FP8, cache_rows, write
+from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, rounding_tolerance
 from negamax.kernels.rope.spec import cos_sin, half_split_, signed_frequencies
 
 
@@ -26,6 +28,42 @@ class PagedShape:
     kv_heads: int
     group: int  # query heads per KV head
     block_size: int
+
+
+@dataclass(frozen=True)
+class PagedQueries:
+    """T queries of S sequences whose keys are in the paged cache; a sequence's queries are its last tokens.
+
+    Sequence s has the queries query_starts[s] to query_starts[s + 1] - 1 of the T, and its blocks are
+    block_tables[table_rows[s]]. Tensors are on the device of the cache; the host copies serve whoever plans on the host, and
+    are () while a graph is captured (decodes only: one query per sequence).
+    """
+
+    block_tables: Tensor  # [rows, max_blocks] int32 or int64
+    table_rows: Tensor  # [S] int64
+    seq_lens: Tensor  # [S] int32, tokens including this step; 0: a row of padding, whose output is 0
+    query_starts: Tensor  # [S + 1] int32
+    host_seq_lens: tuple[int, ...]  # [S]
+    host_counts: tuple[int, ...]  # [S] queries of each sequence
+    most_queries: int = 0  # where the host knows no counts
+
+    def used_tables(self, block_size: int) -> Tensor:
+        """The tables of the S sequences, as wide as the longest of them needs. [S, blocks] int64, from the host's lengths."""
+        width = max(1, -(-max(self.host_seq_lens, default=0) // block_size))
+        return self.block_tables[:, :width].index_select(0, self.table_rows).long()
+
+
+def paged_queries(block_tables: Tensor, seq_lens: Sequence[int], counts: Sequence[int]) -> PagedQueries:
+    """The last counts[s] tokens of each sequence of seq_lens[s] tokens, whose blocks are block_tables[s]."""
+    device = block_tables.device
+    return PagedQueries(
+        block_tables=block_tables,
+        table_rows=torch.arange(len(seq_lens), device=device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        query_starts=torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
+        host_seq_lens=tuple(seq_lens),
+        host_counts=tuple(counts),
+    )
 
 
 # --- QK norm, rope, cache write -------------------------------------------------------------------------------------------
@@ -60,13 +98,15 @@ def qk_norm_rope_write(
     v_cache: Tensor,
     rows: Tensor,
     *,
-    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    group: Collective | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Full-width RMS norm of q and of k, rope on both, k and v into the cache; returns q [T, heads, head_dim].
 
     qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection (overwritten); cos, sin from `rope.spec.cos_sin`; rows
-    from `kvcache.spec.cache_rows`. The mean of squares runs over all heads of the attention group: `all_reduce` sums the
-    ranks' fp32 sums of squares [T, 2]; None where there is one rank. All arithmetic is in fp32 and rounded once, at the end.
+    from `kvcache.spec.cache_rows`. The mean of squares runs over all heads of the attention `group`, whose ranks' fp32 sums of
+    squares [T, 2] are added; None: one rank. All arithmetic is in fp32 and rounded once, at the end. The cache holds
+    k / kv_scales[0] and v / kv_scales[1].
     """
     num_tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     q_width, qk_width = norm.heads * head_dim, norm.weight.shape[0]
@@ -75,43 +115,102 @@ def qk_norm_rope_write(
     wide = qkv.nan_to_num_().float()
     q, k = wide[:, :q_width], wide[:, q_width:qk_width]
     q_sum, k_sum = q.square().sum(-1, keepdim=True), k.square().sum(-1, keepdim=True)  # [T, 1]
-    if all_reduce is not None:
-        q_sum, k_sum = torch.split(all_reduce(torch.cat((q_sum, k_sum), dim=-1)), 1, dim=-1)
+    if group is not None and group.size > 1:
+        q_sum, k_sum = torch.split(group.all_reduce(torch.cat((q_sum, k_sum), dim=-1)), 1, dim=-1)
     q.mul_(q_sum.div_(norm.q_count).add_(norm.eps).rsqrt_())
     k.mul_(k_sum.div_(norm.k_count).add_(norm.eps).rsqrt_())
     half_split_(wide[:, :qk_width].mul_(norm.weight).view(num_tokens, norm.heads + norm.kv_heads, head_dim), cos, sin)
-    rounded = wide.to(qkv.dtype).view(num_tokens, norm.heads + 2 * norm.kv_heads, head_dim)
-    q, k, v = torch.split(rounded, [norm.heads, norm.kv_heads, norm.kv_heads], dim=1)
-    write(k, v, k_cache, v_cache, rows)
-    return q
+    heads = wide.view(num_tokens, norm.heads + 2 * norm.kv_heads, head_dim)
+    q, k, v = torch.split(heads, [norm.heads, norm.kv_heads, norm.kv_heads], dim=1)
+    write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    return q.to(qkv.dtype)
+
+
+def _qknr_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    num_tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    cache: tuple[int, int],
+    cache_dtype: torch.dtype | None = None,
+) -> Case:
+    """`cache` is the number of blocks and their size; in FP8 it has scales other than 1."""
+    num_blocks, block_size = cache
+    device = generator.device
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    tensors = {
+        "qkv": (2.0 * normal(num_tokens, (heads + 2 * kv_heads) * head_dim)).to(dtype),
+        "norm_weight": 1 + 0.2 * normal((heads + kv_heads) * head_dim),
+        "positions": torch.randint(0, 1000, (num_tokens,), generator=generator, device=device),
+        "k_cache": normal(num_blocks, kv_heads, block_size, head_dim).to(dtype),
+        "v_cache": normal(num_blocks, kv_heads, block_size, head_dim).to(dtype),
+        "slots": torch.randperm(num_blocks * block_size, generator=generator, device=device)[:num_tokens],
+    }
+    label = f"T={num_tokens} heads={heads} kv_heads={kv_heads} head_dim={head_dim} rotary_dim={rotary_dim}"
+    numbers = {"heads": heads, "rotary_dim": rotary_dim}
+    if cache_dtype is not None:
+        numbers |= {"cache_dtype": cache_dtype, "kv_scales": (0.5, 2.0)}
+        label = f"{label} {cache_dtype}"
+    return Case(label, tensors, numbers)
 
 
 def _qknr_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    cases = []
-    for num_tokens, heads, kv_heads, head_dim, rotary_dim in ((0, 2, 1, 16, 8), (1, 8, 2, 128, 64), (11, 6, 3, 20, 10)):
-        num_blocks, block_size = 4, 8
-        cache = (num_blocks, kv_heads, block_size, head_dim)
-        tensors = {
-            "qkv": randn(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, generator=generator, scale=2.0),
-            "norm_weight": 1 + randn((heads + kv_heads) * head_dim, dtype=torch.float32, generator=generator, scale=0.2),
-            "positions": torch.randint(0, 1000, (num_tokens,), generator=generator),
-            "k_cache": randn(*cache, dtype=dtype, generator=generator),
-            "v_cache": randn(*cache, dtype=dtype, generator=generator),
-            "slots": torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens],
-        }
-        label = f"T={num_tokens} heads={heads} kv_heads={kv_heads} head_dim={head_dim} rotary_dim={rotary_dim}"
-        cases.append(Case(label, tensors, {"heads": heads, "rotary_dim": rotary_dim}))
-    return cases
+    return [
+        _qknr_case(
+            dtype,
+            generator,
+            num_tokens=num_tokens,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            cache=(4, 8),
+        )
+        for num_tokens, heads, kv_heads, head_dim, rotary_dim in ((0, 2, 1, 16, 8), (1, 8, 2, 128, 64), (11, 6, 3, 20, 10))
+    ]
+
+
+def _qknr_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's slices under TP1, TP2 and TP4."""
+    return [
+        _qknr_case(
+            dtype,
+            generator,
+            num_tokens=num_tokens,
+            heads=6 * kv_heads,
+            kv_heads=kv_heads,
+            head_dim=128,
+            rotary_dim=64,
+            cache=(4096 // block_size, block_size),
+            cache_dtype=cache_dtype,
+        )
+        for num_tokens, kv_heads, block_size, cache_dtype in (
+            (1, 8, 64, None),
+            (1, 2, 16, None),
+            (100, 4, 32, None),
+            (3001, 2, 16, None),
+            (1000, 8, 16, FP8),
+            (7, 2, 64, FP8),
+        )
+    ]
 
 
 def _qknr_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
-    t = case.tensors
-    k_cache, v_cache = t["k_cache"].clone(), t["v_cache"].clone()
-    cos, sin = cos_sin(t["positions"], signed_frequencies(case.numbers["rotary_dim"], 5e6))
+    """Caches of the dtype that the case names, else of the case's own: what is stored is rounded in the definition too."""
+    t, n = case.tensors, case.numbers
+    k_cache, v_cache = (t[name].to(n.get("cache_dtype", t[name].dtype), copy=True) for name in ("k_cache", "v_cache"))
+    cos, sin = cos_sin(t["positions"], signed_frequencies(n["rotary_dim"], 5e6).to(t["positions"].device))
     rows = cache_rows(t["slots"], kv_heads=k_cache.shape[1], block_size=k_cache.shape[2])
     assert kernel.prepare is not None
-    norm = kernel.prepare(t["norm_weight"], heads=case.numbers["heads"], kv_heads=k_cache.shape[1], eps=1e-6, ranks=1)
-    q = kernel.run(t["qkv"].clone(), norm, cos, sin, k_cache, v_cache, rows)
+    norm = kernel.prepare(t["norm_weight"], heads=n["heads"], kv_heads=k_cache.shape[1], eps=1e-6, ranks=1)
+    q = kernel.run(t["qkv"].clone(), norm, cos, sin, k_cache, v_cache, rows, kv_scales=n.get("kv_scales", (1.0, 1.0)))
     return q, k_cache, v_cache
 
 
@@ -127,122 +226,199 @@ def _qknr_cost(case: Case) -> Cost:
 class ReferencePlan:
     """Block tables and lengths as they are."""
 
-    block_tables: Tensor  # [S, max_blocks] int64
+    block_tables: Tensor  # [S, blocks] int64
     first_positions: tuple[int, ...]  # position of each sequence's first query
     counts: tuple[int, ...]  # queries of each sequence
 
 
-def plan_decode(block_tables: Tensor, seq_lens: Sequence[int], shape: PagedShape, *, dtype: torch.dtype) -> ReferencePlan:
-    """One query per sequence, at position seq_len - 1. block_tables [S, max_blocks] int64; `dtype` of queries and cache."""
-    return ReferencePlan(block_tables, tuple(length - 1 for length in seq_lens), (1,) * len(seq_lens))
+def plan(queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False) -> ReferencePlan:
+    """`dtype` of the queries. `quantize` asks for `Activations` from `run`, which the definition does not make."""
+    assert not quantize, "the definition has no FP8 output"
+    lengths, counts = queries.host_seq_lens, queries.host_counts
+    firsts = tuple(length - count for length, count in zip(lengths, counts, strict=True))
+    return ReferencePlan(queries.used_tables(shape.block_size), firsts, counts)
 
 
-def plan_prefill(block_table: Tensor, shape: PagedShape, *, start: int, count: int, dtype: torch.dtype) -> ReferencePlan:
-    """`count` queries of one sequence at positions start, start + 1, ... block_table [max_blocks] int64."""
-    return ReferencePlan(block_table[None], (start,), (count,))
+def attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: ReferencePlan, *, kv_scales: tuple[float, float] = (1.0, 1.0)
+) -> Tensor:
+    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads * head_dim].
 
-
-def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: ReferencePlan) -> Tensor:
-    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads * head_dim]."""
+    A key is its cache row * kv_scales[0], a value its row * kv_scales[1].
+    """
     heads, head_dim = q.shape[1:]
-    kv_heads = k_cache.shape[1]
+    kv_heads, block_size = k_cache.shape[1:3]
     outputs, first_query = [q.new_empty(0, heads * head_dim)], 0
     for table, first, count in zip(plan.block_tables, plan.first_positions, plan.counts, strict=True):
         length = first + count
+        if first < 0:  # a row of padding
+            outputs.append(q.new_zeros(count, heads * head_dim))
+            first_query += count
+            continue
         k, v = (
-            cache[table]
+            _rows_of(cache, table[: -(-length // block_size)])
             .transpose(1, 2)
             .reshape(-1, kv_heads, head_dim)[:length]
             .float()
+            .mul_(scale)
             .repeat_interleave(heads // kv_heads, 1)
-            for cache in (k_cache, v_cache)
+            for cache, scale in zip((k_cache, v_cache), kv_scales, strict=True)
         )
         queries = q[first_query : first_query + count].float()
         scores = torch.einsum("thd,jhd->htj", queries, k) * head_dim**-0.5
         hidden = torch.arange(length, device=q.device) > torch.arange(first, length, device=q.device)[:, None]
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("htj,jhd->thd", weights, v).reshape(count, -1).to(q.dtype))
         first_query += count
     return torch.cat(outputs)
 
 
+def _rows_of(cache: Tensor, blocks: Tensor) -> Tensor:
+    """A copy of `blocks` of the cache; indexing does not take FP8 itself."""
+    return cache.view(torch.uint8)[blocks].view(cache.dtype) if cache.element_size() == 1 else cache[blocks]
+
+
 def _paged(
     dtype: torch.dtype, generator: torch.Generator, *, lengths: Sequence[int], shape: PagedShape, head_dim: int
 ) -> dict[str, Tensor]:
-    """Caches and shuffled block tables for sequences of these lengths."""
+    """Caches and shuffled block tables for sequences of these lengths, on the generator's device."""
+    device = generator.device
     per_sequence = [-(-length // shape.block_size) for length in lengths]
     cache = (sum(per_sequence) + 2, shape.kv_heads, shape.block_size, head_dim)
-    blocks = torch.randperm(cache[0], generator=generator)
-    tables = torch.zeros(len(lengths), max(per_sequence, default=1), dtype=torch.int64)
+    blocks = torch.randperm(cache[0], generator=generator, device=device)
+    tables = torch.zeros(len(lengths), max(per_sequence, default=1), dtype=torch.int64, device=device)
     used = 0
     for row, count in enumerate(per_sequence):
         tables[row, :count] = blocks[used : used + count]
         used += count
     return {
-        "k_cache": randn(*cache, dtype=dtype, generator=generator),
-        "v_cache": randn(*cache, dtype=dtype, generator=generator),
+        "k_cache": torch.randn(*cache, generator=generator, device=device).to(dtype),
+        "v_cache": torch.randn(*cache, generator=generator, device=device).to(dtype),
         "block_tables": tables,
     }
 
 
+def _attention_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    shape: PagedShape,
+    head_dim: int = 128,
+    cache_dtype: torch.dtype | None = None,
+) -> Case:
+    """Queries of the last `counts` tokens of each sequence; a cache in FP8 has scales other than 1."""
+    tensors = _paged(cache_dtype or dtype, generator, lengths=lengths, shape=shape, head_dim=head_dim)
+    q = torch.randn(sum(counts), shape.kv_heads * shape.group, head_dim, generator=generator, device=generator.device)
+    tensors["q"] = q.to(dtype)
+    numbers = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
+    if cache_dtype == FP8:
+        numbers["kv_scales"] = (0.5, 2.0)
+    tokens = f"lengths={list(lengths)}" if len(lengths) < 5 else f"{len(lengths)} sequences of {sum(lengths)} tokens"
+    sizes = f"kv_heads={shape.kv_heads} group={shape.group} head_dim={head_dim} block_size={shape.block_size}"
+    return Case(f"{tokens} queries={sum(counts)} {sizes} {cache_dtype or dtype}", tensors, numbers)
+
+
 def _decode_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    cases = []
-    for lengths, kv_heads, group, head_dim, block_size in (
-        ((1,), 1, 1, 8, 16),
-        ((300,), 2, 4, 128, 16),
-        ((5, 130, 1, 700), 2, 3, 12, 5),
-        ((16, 32, 31), 1, 12, 20, 16),
-    ):
-        shape = PagedShape(kv_heads=kv_heads, group=group, block_size=block_size)
-        tensors = _paged(dtype, generator, lengths=lengths, shape=shape, head_dim=head_dim)
-        tensors["q"] = randn(len(lengths), kv_heads * group, head_dim, dtype=dtype, generator=generator)
-        label = f"lengths={list(lengths)} kv_heads={kv_heads} group={group} head_dim={head_dim} block_size={block_size}"
-        cases.append(Case(label, tensors, {"lengths": lengths, "shape": shape}))
-    return cases
+    return [
+        _attention_case(
+            dtype,
+            generator,
+            lengths=lengths,
+            counts=(1,) * len(lengths),
+            shape=PagedShape(kv_heads=kv_heads, group=group, block_size=block_size),
+            head_dim=head_dim,
+        )
+        for lengths, kv_heads, group, head_dim, block_size in (
+            ((1,), 1, 1, 8, 16),
+            ((300,), 2, 4, 128, 16),
+            ((5, 130, 1, 700), 2, 3, 12, 5),
+            ((16, 32, 31), 1, 12, 20, 16),
+        )
+    ]
 
 
 def _prefill_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    cases = []
-    for start, count, kv_heads, group, head_dim, block_size in (
-        (0, 1, 1, 1, 8, 16),
-        (0, 150, 2, 4, 32, 16),
-        (77, 200, 2, 3, 12, 5),
-        (1000, 40, 1, 6, 20, 16),
-    ):
-        shape = PagedShape(kv_heads=kv_heads, group=group, block_size=block_size)
-        tensors = _paged(dtype, generator, lengths=(start + count,), shape=shape, head_dim=head_dim)
-        tensors["q"] = randn(count, kv_heads * group, head_dim, dtype=dtype, generator=generator)
-        label = f"start={start} count={count} kv_heads={kv_heads} group={group} head_dim={head_dim} block_size={block_size}"
-        cases.append(Case(label, tensors, {"start": start, "count": count, "shape": shape}))
-    return cases
+    return [
+        _attention_case(
+            dtype,
+            generator,
+            lengths=[start + count for start, count in zip(starts, counts, strict=True)],
+            counts=counts,
+            shape=PagedShape(kv_heads=kv_heads, group=group, block_size=block_size),
+            head_dim=head_dim,
+        )
+        for starts, counts, kv_heads, group, head_dim, block_size in (
+            ((0,), (1,), 1, 1, 8, 16),
+            ((0,), (150,), 2, 4, 32, 16),
+            ((77, 0, 5), (200, 3, 64), 2, 3, 12, 5),
+            ((1000, 0), (40, 2), 1, 6, 20, 16),
+        )
+    ]
 
 
-def _decode_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _decode_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's slices (8, 4 and 2 KV heads), one to a hundred sequences, rows of padding, one very long sequence."""
+    uneven = [1 + 37 * i % 2200 for i in range(99)] + [0]
+    return [
+        _attention_case(
+            dtype,
+            generator,
+            lengths=lengths,
+            counts=(1,) * len(lengths),
+            shape=PagedShape(kv_heads=kv_heads, group=6, block_size=block_size),
+            cache_dtype=cache_dtype,
+        )
+        for lengths, kv_heads, block_size, cache_dtype in (
+            ([1064], 2, 16, None),
+            ([1064], 8, 64, None),
+            ([1064] * 16, 2, 16, None),
+            ([1064] * 100, 8, 64, None),
+            (uneven, 4, 32, None),
+            ([5, 60_000, 0, 300], 2, 16, None),
+            ([1064] * 100, 2, 16, FP8),
+            (uneven, 8, 64, FP8),
+        )
+    ]
+
+
+def _prefill_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's slices: whole prompts, chunks on a prefix, odd counts."""
+    return [
+        _attention_case(
+            dtype,
+            generator,
+            lengths=lengths,
+            counts=counts,
+            shape=PagedShape(kv_heads=kv_heads, group=6, block_size=block_size),
+            cache_dtype=cache_dtype,
+        )
+        for lengths, counts, kv_heads, block_size, cache_dtype in (
+            ([1000] * 8, [1000] * 8, 2, 16, None),
+            ([6000, 1, 777, 129], [2000, 1, 777, 65], 2, 64, None),
+            ([1000, 300], [1000, 7], 8, 32, None),
+            ([1000] * 4, [1000] * 4, 4, 16, FP8),
+        )
+    ]
+
+
+def _attention_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     t, n = case.tensors, case.numbers
     assert kernel.prepare is not None
-    plan = kernel.prepare(t["block_tables"], n["lengths"], n["shape"], dtype=t["q"].dtype)
-    return (kernel.run(t["q"], t["k_cache"], t["v_cache"], plan),)
+    queries = paged_queries(t["block_tables"], n["lengths"], n["counts"])
+    plan = kernel.prepare(queries, n["shape"], dtype=t["q"].dtype)
+    return (kernel.run(t["q"], t["k_cache"], t["v_cache"], plan, kv_scales=n.get("kv_scales", (1.0, 1.0))),)
 
 
-def _prefill_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
-    t, n = case.tensors, case.numbers
-    assert kernel.prepare is not None
-    plan = kernel.prepare(t["block_tables"][0], n["shape"], start=n["start"], count=n["count"], dtype=t["q"].dtype)
-    return (kernel.run(t["q"], t["k_cache"], t["v_cache"], plan),)
-
-
-def _decode_cost(case: Case) -> Cost:
-    q, shape = case.tensors["q"], case.numbers["shape"]
-    keys = sum(case.numbers["lengths"])
-    kv_bytes = 2 * keys * shape.kv_heads * q.shape[-1] * q.element_size()
-    return Cost(num_bytes=kv_bytes + 2 * num_bytes(q), flops=4 * keys * q.shape[1] * q.shape[2])
-
-
-def _prefill_cost(case: Case) -> Cost:
+def _attention_cost(case: Case) -> Cost:
+    """Every key and value of the sequences read once, queries read and results written; the products of visible pairs."""
     q, n = case.tensors["q"], case.numbers
-    kv_bytes = 2 * (n["start"] + n["count"]) * n["shape"].kv_heads * q.shape[-1] * q.element_size()
-    pairs = n["count"] * n["start"] + n["count"] * (n["count"] + 1) // 2
-    return Cost(num_bytes=kv_bytes + 2 * num_bytes(q), flops=4 * pairs * q.shape[1] * q.shape[2])
+    row_bytes = n["shape"].kv_heads * q.shape[-1] * case.tensors["k_cache"].element_size()
+    pairs = sum(
+        count * (length - count) + count * (count + 1) // 2 for length, count in zip(n["lengths"], n["counts"], strict=True)
+    )
+    return Cost(num_bytes=2 * sum(n["lengths"]) * row_bytes + 2 * num_bytes(q), flops=4 * pairs * q.shape[1] * q.shape[2])
 
 
 _ATTENTION_TOLERANCE = rounding_tolerance(
@@ -255,6 +431,8 @@ OPS = (
         summary="full-width RMS norm of q and k, rope, keys and values into the paged cache",
         reference=Kernel("attention.qk_norm_rope_write", "reference", qk_norm_rope_write, prepare_qk_norm),
         cases=_qknr_cases,
+        wide=_qknr_wide,
+        wide_error=5e-3,
         apply=_qknr_apply,
         tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
         cost=_qknr_cost,
@@ -262,19 +440,23 @@ OPS = (
     Op(
         name="attention.decode",
         summary="one query per sequence against its paged keys and values",
-        reference=Kernel("attention.decode", "reference", attend, plan_decode),
+        reference=Kernel("attention.decode", "reference", attend, plan),
         cases=_decode_cases,
-        apply=_decode_apply,
+        wide=_decode_wide,
+        wide_error=5e-3,
+        apply=_attention_apply,
         tolerance=_ATTENTION_TOLERANCE,
-        cost=_decode_cost,
+        cost=_attention_cost,
     ),
     Op(
         name="attention.prefill",
-        summary="a run of queries of one sequence, causal, on top of its cached prefix",
-        reference=Kernel("attention.prefill", "reference", attend, plan_prefill),
+        summary="runs of queries, one per sequence, causal, each on top of its cached prefix",
+        reference=Kernel("attention.prefill", "reference", attend, plan),
         cases=_prefill_cases,
-        apply=_prefill_apply,
+        wide=_prefill_wide,
+        wide_error=5e-3,
+        apply=_attention_apply,
         tolerance=_ATTENTION_TOLERANCE,
-        cost=_prefill_cost,
+        cost=_attention_cost,
     ),
 )

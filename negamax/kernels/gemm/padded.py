@@ -12,19 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.gemm.spec import keep
+from negamax.kernels.activations import Activations, plain
+from negamax.kernels.gemm.spec import refuse_scale
 from negamax.kernels.op import Kernel
 
 SAFE_MULTIPLE = 4
 _SAFE_ROWS = 12  # from here on every count was alike
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, in] fp32, weight [out, in] fp32 -> [T, out] fp32."""
+def prepare(weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The weight as it is."""
+    refuse_scale(scale)
+    return weight
+
+
+def linear(x: Tensor | Activations, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, in] fp32, weight [out, in] fp32 -> [T, out] in `out_dtype` (None: fp32)."""
+    x = plain(x)
     num_rows = x.shape[0]
-    if num_rows >= _SAFE_ROWS or num_rows % SAFE_MULTIPLE == 0:
-        return F.linear(x, weight)
-    return F.linear(F.pad(x, (0, 0, 0, -num_rows % SAFE_MULTIPLE)), weight)[:num_rows]
+    if num_rows < _SAFE_ROWS and num_rows % SAFE_MULTIPLE != 0:
+        x = F.pad(x, (0, 0, 0, -num_rows % SAFE_MULTIPLE))
+    return F.linear(x, weight)[:num_rows].to(out_dtype or x.dtype)
 
 
-KERNELS = (Kernel("gemm.linear", "padded", linear, keep, dtypes=(torch.float32,)),)
+KERNELS = (Kernel("gemm.linear", "padded", linear, prepare, dtypes=(torch.float32,)),)

@@ -12,22 +12,24 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from negamax.kernels.gemm.spec import refuse_scale
 from negamax.kernels.op import Kernel
 
 _ROWS_HINT = 4  # the layout is chosen for so many rows; any number of rows can read it
 _NO_SCALARS: list[float] = []
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack(weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """weight [out, in] -> the same values in oneDNN's layout (an opaque tensor)."""
+    refuse_scale(scale)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
     return packed
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, in], weight from `pack` -> [T, out]."""
+def linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, in], weight from `pack` -> [T, out] in `out_dtype` (None: that of x)."""
     out: Tensor = _linear_pointwise(x, weight, None, "none", _NO_SCALARS, "")
-    return out
+    return out if out_dtype is None else out.to(out_dtype)
 
 
 def _runs(dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negamax.kernels.moe.spec import refuse_scales
 from negamax.kernels.op import Kernel
 
 
@@ -30,7 +31,10 @@ def kernel(linear: Kernel) -> Kernel:
     prepare_weight, product = linear.prepare, linear.run
     assert prepare_weight is not None
 
-    def prepare(gate_up: Tensor, down: Tensor) -> PreparedExperts:
+    def prepare(
+        gate_up: Tensor, down: Tensor, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None
+    ) -> PreparedExperts:
+        refuse_scales(gate_up_scale, down_scale)
         return PreparedExperts(tuple(prepare_weight(w) for w in gate_up), tuple(prepare_weight(w) for w in down))
 
     def run(x: Tensor, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int) -> Tensor:

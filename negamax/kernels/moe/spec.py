@@ -12,16 +12,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negamax.kernels.activations import GROUP, Activations, plain
 from negamax.kernels.gemm.padded import SAFE_MULTIPLE
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
+from negamax.kernels.quantize.spec import E4M3_MAX
 from negamax.kernels.rowwise import apply, padded_rows
 
+Activated = Tensor | Activations
 
-def route(x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
-    """x [T, hidden], gate [experts, hidden] fp32, bias [experts] fp32 -> ids [T, top_k] int64, weights [T, top_k] fp32.
 
-    Rows are padded so that a token's scores do not depend on how many others there are (`rowwise`, `gemm/padded.py`).
+Gate = tuple[Tensor, Tensor]
+
+
+def pair(gate: Tensor, bias: Tensor) -> Gate:
+    """gate [experts, hidden] fp32, bias [experts] fp32, as they are."""
+    return gate, bias
+
+
+def route(x: Activated, prepared: Gate, *, top_k: int, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [T, hidden] -> ids [T, top_k] int32, weights [T, top_k] fp32.
+
+    `active` [1] int32: rows from there on are padding and get ids -1 and weights 0. Rows are padded so that a token's scores
+    do not depend on how many others there are (`rowwise`, `gemm/padded.py`).
     """
+    gate, bias = prepared
+    x = plain(x)
     num_tokens, wide = x.shape[0], x.float()
     rows = padded_rows(num_tokens, width=gate.shape[0], multiple=SAFE_MULTIPLE)
     if num_tokens == 1:
@@ -31,23 +46,38 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int) -> tuple[Tensor,
     scores = apply(torch.sigmoid, F.linear(wide, gate))[:num_tokens]
     ids = torch.topk(scores + bias, top_k, dim=-1).indices
     weights = scores.gather(1, ids)
-    return ids, weights.div_(weights.sum(-1, keepdim=True))
+    return mask_padding(ids.int(), weights.div_(weights.sum(-1, keepdim=True)), active)
+
+
+def mask_padding(ids: Tensor, weights: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`ids` and `weights` [T, top_k] with -1 and 0 in the rows from active[0] on."""
+    if active is None:
+        return ids, weights
+    padding = (torch.arange(ids.shape[0], device=ids.device) >= active).unsqueeze(-1)
+    return ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
 
 
 Experts = tuple[Tensor, Tensor]
 
 
-def stack(gate_up: Tensor, down: Tensor) -> Experts:
+def stack(gate_up: Tensor, down: Tensor, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None) -> Experts:
     """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width], as they are."""
+    refuse_scales(gate_up_scale, down_scale)
     return gate_up, down
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, prepared: Experts, *, first: int, count: int) -> Tensor:
-    """x [T, hidden], ids [T, top_k] int64, weights [T, top_k] fp32 -> [T, hidden].
+def refuse_scales(*scales: Tensor | None) -> None:
+    """The kernels of the CPU multiply plain weights."""
+    assert all(scale is None for scale in scales), "experts with scales need a kernel of the GPU"
 
-    `prepared` holds experts first .. first + count - 1; the choices of other experts add nothing.
+
+def experts(x: Activated, ids: Tensor, weights: Tensor, prepared: Experts, *, first: int, count: int) -> Tensor:
+    """x [T, hidden], ids [T, top_k] int32, weights [T, top_k] fp32 -> [T, hidden], or [T, P, hidden] to be summed over P.
+
+    `prepared` holds experts first .. first + count - 1; the choices of other experts (and -1) add nothing.
     """
     gate_up, down = prepared
+    x = plain(x)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(count):
         tokens, choices = torch.where(ids == first + expert)
@@ -88,7 +118,7 @@ def _experts_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]
         weights = torch.rand(num_tokens, top_k, generator=generator) + 0.1
         tensors = {
             "x": randn(num_tokens, hidden, dtype=dtype, generator=generator),
-            "ids": scores.topk(top_k, dim=-1).indices,
+            "ids": scores.topk(top_k, dim=-1).indices.int(),
             "weights": weights / weights.sum(-1, keepdim=True),
             "gate_up": randn(count, 2 * width, hidden, dtype=dtype, generator=generator, scale=hidden**-0.5),
             "down": randn(count, hidden, width, dtype=dtype, generator=generator, scale=width**-0.5),
@@ -100,18 +130,88 @@ def _experts_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]
     return cases
 
 
+_WIDE_TOKENS = (1, 4, 16, 64, 100, 1000)
+_WIDE_WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts whole, and cut for two and four ranks
+
+
+def _wide_route(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    gate, bias = _wide_randn(256, 3072, generator=generator) * 3072**-0.5, _wide_randn(256, generator=generator)
+    return [
+        Case(
+            f"T={num_tokens} hidden=3072 experts=256 top_k=8",
+            {"x": _wide_randn(num_tokens, 3072, generator=generator).to(dtype), "gate": gate, "bias": bias},
+            {"top_k": 8},
+        )
+        for num_tokens in _WIDE_TOKENS
+    ]
+
+
+def _wide_experts(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """FP8 weights; the cases of a width share them."""
+    cases = []
+    for width in _WIDE_WIDTHS:
+        gate_up, gate_up_scale = _wide_weight(256, 2 * width, 3072, generator=generator)
+        down, down_scale = _wide_weight(256, 3072, width, generator=generator)
+        for num_tokens in _WIDE_TOKENS:
+            shares = torch.rand(num_tokens, 8, generator=generator, device=generator.device) + 0.1
+            tensors = {
+                "x": _wide_randn(num_tokens, 3072, generator=generator).to(dtype),
+                "ids": torch.rand(num_tokens, 256, generator=generator, device=generator.device).topk(8).indices.int(),
+                "weights": shares / shares.sum(-1, keepdim=True),
+                "gate_up": gate_up,
+                "down": down,
+                "gate_up_scale": gate_up_scale,
+                "down_scale": down_scale,
+            }
+            cases.append(Case(f"fp8 T={num_tokens} hidden=3072 width={width}", tensors, {"first": 0, "count": 256}))
+    return cases
+
+
+def _wide_randn(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, generator=generator, device=generator.device)
+
+
+def _wide_weight(count: int, rows: int, columns: int, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """`count` FP8 matrices [rows, columns] of standard deviation columns^-1/2, and their scales."""
+    values = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn, device=generator.device)
+    for matrix in values:
+        matrix.copy_(_wide_randn(rows, columns, generator=generator).mul_(100).clamp_(-448, 448))
+    spread = torch.rand(count, rows // 128, columns // 128, generator=generator, device=generator.device) + 0.5
+    return values, spread * (columns**-0.5 / 100)
+
+
+def quantize_rows(x: Tensor) -> Activations:
+    """x [T, width] with its FP8 form, one scale for 128 columns."""
+    groups = x.float().view(x.shape[0], -1, GROUP) if x.numel() else x.new_zeros(0, x.shape[1] // GROUP, GROUP)
+    scales = (groups.abs().amax(-1) / E4M3_MAX).clamp_min(1e-30).float()
+    return Activations(x, (groups / scales.unsqueeze(-1)).view_as(x).to(torch.float8_e4m3fn), scales)
+
+
 def _route_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     t = case.tensors
-    ids, weights = kernel.run(t["x"], t["gate"], t["bias"], top_k=case.numbers["top_k"])
-    order = ids.argsort(-1)  # the order of the choices is the provider's own
+    assert kernel.prepare is not None
+    ids, weights = kernel.run(t["x"], kernel.prepare(t["gate"], t["bias"]), active=t.get("active"), **case.numbers)
+    order = ids.argsort(dim=-1, stable=True)  # the order of the choices is the provider's own
     return ids.gather(1, order), weights.gather(1, order)
 
 
 def _experts_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+    """FP8 weights go with FP8 activations; once upcast (see `Case.upcast`), they are multiplied by their scales."""
     t = case.tensors
     assert kernel.prepare is not None
-    prepared = kernel.prepare(t["gate_up"], t["down"])
-    return (kernel.run(t["x"], t["ids"], t["weights"], prepared, **case.numbers),)
+    x: Activated = t["x"]
+    weights: tuple[Tensor, ...] = (t["gate_up"], t["down"])
+    if t["gate_up"].dtype == torch.float8_e4m3fn:
+        x, weights = quantize_rows(t["x"]), (*weights, t["gate_up_scale"], t["down_scale"])
+    elif "gate_up_scale" in t:
+        weights = (_scaled(t["gate_up"], t["gate_up_scale"]), _scaled(t["down"], t["down_scale"]))
+    out = kernel.run(x, t["ids"], t["weights"], kernel.prepare(*weights), **case.numbers)
+    return (out if out.dim() == 2 else out.float().sum(1).to(out.dtype),)
+
+
+def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
+    count, rows, columns = scale.shape
+    return (weight.view(count, rows, 128, columns, 128) * scale[:, :, None, :, None]).view_as(weight)
 
 
 def _route_cost(case: Case) -> Cost:
@@ -124,7 +224,7 @@ def _experts_cost(case: Case) -> Cost:
     chosen = t["ids"][(t["ids"] >= n["first"]) & (t["ids"] < n["first"] + n["count"])]
     hit = chosen.unique().numel()
     per_expert = t["gate_up"][0].numel() + t["down"][0].numel()
-    weight_bytes = hit * per_expert * t["x"].element_size()
+    weight_bytes = hit * per_expert * t["gate_up"].element_size()
     return Cost(num_bytes=weight_bytes + 2 * num_bytes(t["x"]), flops=2 * chosen.numel() * per_expert)
 
 
@@ -132,11 +232,13 @@ OPS = (
     Op(
         name="moe.route",
         summary="sigmoid scores, biased top-k, renormalised weights",
-        reference=Kernel("moe.route", "reference", route),
+        reference=Kernel("moe.route", "reference", route, pair),
         cases=_route_cases,
         apply=_route_apply,
         tolerance=rounding_tolerance(reason="fp32 throughout, in every dtype"),
         cost=_route_cost,
+        wide=_wide_route,
+        wide_error=1e-5,
     ),
     Op(
         name="moe.experts",
@@ -146,5 +248,7 @@ OPS = (
         apply=_experts_apply,
         tolerance=rounding_tolerance(reason="three products and the activation are rounded to the dtype; |out| about 0.5"),
         cost=_experts_cost,
+        wide=_wide_experts,
+        wide_error=6e-2,  # both factors of both products in FP8: 4.3e-2 measured; FP8 weights alone: 0.3e-2
     ),
 )

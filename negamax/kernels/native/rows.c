@@ -240,7 +240,7 @@ void negamax_decode(const bf16 *q, const bf16 *k_cache, const bf16 *v_cache, con
 
 /* x [tokens, hidden] bf16, gate [experts, hidden] fp32, bias [experts] fp32 -> the top_k experts of sigmoid(gate x) + bias, and
    their sigmoids divided by the sum; ids, weights [tokens, top_k]. Equal scores: the lower id. */
-void negamax_route(const bf16 *x, const float *gate, const float *bias, int64_t *ids, float *weights, int64_t tokens,
+void negamax_route(const bf16 *x, const float *gate, const float *bias, int32_t *ids, float *weights, int64_t tokens,
                    int64_t hidden, int64_t experts, int64_t top_k) {
     float wide[hidden], score[experts], biased[experts];
     for (int64_t token = 0; token < tokens; token++) {
@@ -265,7 +265,7 @@ void negamax_route(const bf16 *x, const float *gate, const float *bias, int64_t 
                 for (int64_t earlier = 0; earlier < choice; earlier++) taken |= ids[token * top_k + earlier] == expert;
                 if (!taken && (best < 0 || biased[expert] > biased[best])) best = expert;
             }
-            ids[token * top_k + choice] = best;
+            ids[token * top_k + choice] = (int32_t)best;
             total += weights[token * top_k + choice] = score[best];
         }
         for (int64_t choice = 0; choice < top_k; choice++) weights[token * top_k + choice] /= total;
@@ -287,7 +287,7 @@ void negamax_swiglu(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width)
 /* Sort the (token, choice) pairs of experts first .. first + count - 1 by expert, pairs of one expert in order: pair p of
    ids [tokens * top_k] stands at place[p] of the sorted list (-1: another rank's expert), entry i of the list belongs to token
    source[i], and expert e's entries are bounds[e] .. bounds[e + 1] - 1. source, place [tokens * top_k]; bounds [count + 1]. */
-void negamax_group_pairs(const int64_t *ids, int64_t *source, int64_t *place, int64_t *bounds, int64_t tokens, int64_t top_k,
+void negamax_group_pairs(const int32_t *ids, int64_t *source, int64_t *place, int64_t *bounds, int64_t tokens, int64_t top_k,
                          int64_t first, int64_t count) {
     int64_t pairs = tokens * top_k, next[count + 1];
     memset(bounds, 0, sizeof(int64_t) * (size_t)(count + 1));

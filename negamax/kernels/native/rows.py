@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from negamax.kernels.activations import plain
 from negamax.kernels.attention import spec as attention
-from negamax.kernels.attention.spec import PagedShape, QkNorm
+from negamax.kernels.attention.spec import PagedQueries, PagedShape, QkNorm
+from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.moe import sorted as moe_sorted
 from negamax.kernels.moe.sorted import PreparedExperts
+from negamax.kernels.moe.spec import Activated, Gate, mask_padding, pair
 from negamax.kernels.native import library
+from negamax.kernels.norm.spec import sum_parts
 from negamax.kernels.op import Kernel
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -55,13 +59,20 @@ class NormWeight:
     eps: float
 
 
+def prepare_norm(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight:
+    """weight [width] bf16, eps under the root."""
+    assert not quantize, "the CPU computes in the model's dtype only"
+    return NormWeight(weight, eps)
+
+
 def rms(x: Tensor, norm: NormWeight) -> Tensor:
     """x [T, width] -> [T, width]."""
     return _add_rms(None, x, norm)
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
-    """residual += x, in place; returns the norm of the residual. x, residual [T, width]."""
+    """residual += x, in place; returns the norm of the residual. x [T, width] or its parts [T, P, width]."""
+    x = sum_parts(x)
     assert x.is_contiguous()
     return _add_rms(x.data_ptr(), residual, norm)
 
@@ -99,11 +110,14 @@ def qk_norm_rope_write(
     v_cache: Tensor,
     rows: Tensor,
     *,
-    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    group: Collective | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """As the definition. With several ranks the sums cross the group halfway, so the definition itself runs."""
-    if all_reduce is not None:
-        return attention.qk_norm_rope_write(qkv, norm.shared, cos, sin, k_cache, v_cache, rows, all_reduce=all_reduce)
+    if (group is not None and group.size > 1) or k_cache.dtype != qkv.dtype or kv_scales != (1.0, 1.0):
+        return attention.qk_norm_rope_write(
+            qkv, norm.shared, cos, sin, k_cache, v_cache, rows, group=group, kv_scales=kv_scales
+        )
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     num_tokens, head_dim, shared = qkv.shape[0], k_cache.shape[-1], norm.shared
     q = qkv.new_empty(num_tokens, shared.heads, head_dim)
@@ -137,17 +151,21 @@ class DecodePlan:
     lengths: Tensor
 
 
-def plan_decode(block_tables: Tensor, seq_lens: Sequence[int], shape: PagedShape, *, dtype: torch.dtype) -> DecodePlan:
+def plan_decode(queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False) -> DecodePlan:
     """One query per sequence, at position seq_len - 1."""
-    return DecodePlan(block_tables.contiguous(), torch.tensor(seq_lens, dtype=torch.int64))
+    assert not quantize, "FP8 output is made on the GPU only"
+    return DecodePlan(queries.used_tables(shape.block_size), torch.tensor(queries.host_seq_lens, dtype=torch.int64))
 
 
-def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan) -> Tensor:
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, *, kv_scales: tuple[float, float] = (1.0, 1.0)
+) -> Tensor:
     """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [S, heads * head_dim].
 
     Keys and values are read once, where they lie; gathering them first moves three times the bytes.
     """
     assert q.is_contiguous()
+    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, "scaled caches are read on the GPU only"
     num_seqs, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     out = q.new_empty(num_seqs, heads * head_dim)
@@ -171,11 +189,13 @@ def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan) -> Ten
 # --- mixture of experts ---------------------------------------------------------------------------------------------------
 
 
-def route(x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
-    """x [T, hidden], gate [experts, hidden] fp32, bias [experts] fp32 -> ids [T, top_k] int64, weights [T, top_k] fp32."""
+def route(x: Activated, prepared: Gate, *, top_k: int, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [T, hidden] -> ids [T, top_k] int32, weights [T, top_k] fp32; rows from active[0] on are padding (-1 and 0)."""
+    gate, bias = prepared
+    x = plain(x)
     assert x.is_contiguous()
     num_tokens, hidden = x.shape
-    ids = torch.empty(num_tokens, top_k, dtype=torch.int64)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32)
     _function("route")(
         x.data_ptr(),
@@ -188,7 +208,7 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, *, top_k: int) -> tuple[Tensor,
         gate.shape[0],
         top_k,
     )
-    return ids, weights
+    return mask_padding(ids, weights, active)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -242,10 +262,10 @@ def kernels(linear: Kernel) -> tuple[Kernel, ...]:
         return Kernel(op, "native", run, prepare, dtypes=(torch.bfloat16,), available=_available)
 
     return (
-        kernel("norm.rms", rms, NormWeight),
-        kernel("norm.add_rms", add_rms, NormWeight),
+        kernel("norm.rms", rms, prepare_norm),
+        kernel("norm.add_rms", add_rms, prepare_norm),
         kernel("attention.qk_norm_rope_write", qk_norm_rope_write, prepare_qk_norm),
         kernel("attention.decode", decode, plan_decode),
-        kernel("moe.route", route),
+        kernel("moe.route", route, pair),
         experts_kernel(linear),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from negamax.kernels.activations import GROUP, Activations
 from negamax.kernels.op import Case, Cost, Kernel, Op, Tolerance, num_bytes, randn, rounding_tolerance
 
 E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
@@ -52,6 +53,26 @@ def quantize_block(
     return values.to(torch.float8_e4m3fn), scale
 
 
+def quantize_activations(x: Tensor) -> Activations:
+    """x [T, K] any float dtype, K a multiple of 128 -> x with its FP8 form, one scale per token and 128 columns.
+
+    scale = largest magnitude / 448 (1 for zeros), as for weights.
+    """
+    num_tokens, width = x.shape
+    assert width % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns, not {width}"
+    wide = x.float().view(num_tokens, width // GROUP, GROUP)
+    largest = wide.abs().amax(dim=-1)
+    scales = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).masked_fill(largest == 0, 1.0)
+    values = (wide / scales[..., None]).to(torch.float8_e4m3fn).view(num_tokens, width)
+    return Activations(x, values, scales)
+
+
+def dequantize_activations(x: Activations) -> Tensor:
+    """What the FP8 form stands for: [T, K] fp32."""
+    num_tokens, width = x.values.shape
+    return (x.values.float().view(num_tokens, width // GROUP, GROUP) * x.scales[..., None]).view(num_tokens, width)
+
+
 def _spread(scale: Tensor, rows: int, columns: int, *, block: tuple[int, int]) -> Tensor:
     """`scale` repeated to one entry per weight element."""
     return scale.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
@@ -82,6 +103,33 @@ def _apply_dequantize(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
 def _apply_quantize(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     values, scale = kernel.run(case.tensors["weight"])
     return dequantize_block(values, scale), scale
+
+
+def _activation_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    cases = []
+    for num_tokens, width in ((0, 128), (1, 128), (3, 384), (17, 256)):
+        x = randn(num_tokens, width, dtype=dtype, generator=generator)
+        x[num_tokens // 2 :, :GROUP] = 0  # a group of zeros
+        cases.append(Case(f"T={num_tokens} K={width}", {"x": x}))
+    return cases
+
+
+def _wide_activations(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    cases = []
+    for num_tokens in (1, 301, 8192):
+        x = torch.randn(num_tokens, 3072, device=generator.device, generator=generator).to(dtype)
+        cases.append(Case(f"T={num_tokens} K=3072", {"x": x}))
+    return cases
+
+
+def _apply_activations(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+    out = kernel.run(case.tensors["x"])
+    return out.plain, dequantize_activations(out), out.scales
+
+
+def _cost_activations(case: Case) -> Cost:
+    x = case.tensors["x"]
+    return Cost(num_bytes=num_bytes(x) + x.numel() + 4 * x.numel() // GROUP, flops=2 * x.numel())
 
 
 def _cost_dequantize(case: Case) -> Cost:
@@ -116,5 +164,15 @@ OPS = (
         apply=_apply_quantize,
         tolerance=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), _ONE_STEP),
         cost=_cost_quantize,
+    ),
+    Op(
+        name="quantize.activations",
+        summary="activations to e4m3 values and one fp32 scale per token and 128 columns",
+        reference=Kernel("quantize.activations", "reference", quantize_activations),
+        cases=_activation_cases,
+        apply=_apply_activations,
+        tolerance=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), _ONE_STEP),
+        cost=_cost_activations,
+        wide=_wide_activations,
     ),
 )

@@ -1,7 +1,10 @@
 """Sampling ops, defined in PyTorch: edits of logits, and the draw of one token per row.
 
-A row's draw depends on that row alone: one uniform number per row decides it by inverting the cumulative distribution over
-the row's tokens in falling order of probability. Filters are applied in the order temperature, min-p, top-k, top-p.
+A row's draw depends on that row alone. `draw`: one uniform number per row decides it by inverting the cumulative distribution
+over the row's tokens in falling order of probability. Filters are applied in the order temperature, min-p, top-k, top-p.
+`pick`, for logits split over ranks and rows without filters: every token gets its own noise and the largest sum wins (the
+Gumbel-max trick: P(i wins) is softmax(logits / T)[i]), so that ranks need to exchange a value and an index only.
+`candidates`: the leading tokens of split logits, which is all that `draw_from` needs where a row's top_k is small.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
+from negamax.kernels.sampling import noise
 
 # Rows with 1 <= top_k <= CANDIDATES are drawn from this many leading tokens; all others from the sorted vocabulary.
 CANDIDATES = 64
@@ -32,8 +37,23 @@ def sample(
 ) -> Tensor:  # [R] int64
     """Draw one token per row from the `candidates` most likely ones."""
     values, token_ids = torch.topk(logits, candidates, dim=-1)  # sorted, falling
+    return draw_from(values, token_ids, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, uniforms=uniforms)
+
+
+def draw_from(
+    values: Tensor,  # [R, C] fp32, logits of the leading tokens in falling order
+    token_ids: Tensor,  # [R, C] int64
+    *,
+    temperature: Tensor,  # [R] each, as in `sample`
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniforms: Tensor,
+) -> Tensor:  # [R] int64
+    """Draw one token per row from the given ones."""
+    candidates = values.shape[1]
     probs = torch.softmax(values / temperature.unsqueeze(-1), dim=-1)
-    ranks = torch.arange(candidates, device=logits.device)
+    ranks = torch.arange(candidates, device=values.device)
     limit = torch.where(top_k > 0, top_k, float(candidates)).unsqueeze(-1)
     keep = (ranks < limit) & (probs >= min_p.unsqueeze(-1) * probs[:, :1])
     probs = probs * keep
@@ -47,6 +67,61 @@ def sample(
     # Rounding may push the target onto the total: fall back to the last token that still has mass.
     last = (probs > 0).sum(dim=-1, keepdim=True) - 1
     return token_ids.gather(1, torch.minimum(chosen, last).clamp_min_(0)).squeeze(1)
+
+
+def pick(
+    logits: Tensor,  # [R, V of this rank] fp32
+    *,
+    first_id: int,  # the token of the first column
+    temperature: Tensor,  # [R] fp32; 0: the most likely token
+    seeds: Tensor,  # [R] int64
+    positions: Tensor,  # [R] int64
+    group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
+) -> Tensor:  # [R] int64
+    """The token with the largest logit / T + Gumbel(seed, position, token), the lowest id of several; on every rank the same.
+
+    -1 where a row's largest logit is not finite: it holds NaN or infinity, or nothing above minus infinity.
+    """
+    ids = first_id + torch.arange(logits.shape[1], device=logits.device)
+    keys = noise.row_keys(seeds, positions)
+    exponentials = noise.exponentials(noise.token_bits((keys[0].unsqueeze(1), keys[1].unsqueeze(1)), ids))
+    noisy = (logits / temperature.unsqueeze(1)).clamp_max(noise.LARGEST_SCORE) - exponentials.log()
+    scores = torch.where(temperature.unsqueeze(1) > 0, noisy, logits)
+    broken = logits.isnan() | (logits == torch.inf)
+    scores = scores.masked_fill(broken, torch.inf)
+    best = scores.max(dim=1).values  # [R]
+    chosen = torch.where(scores == best.unsqueeze(1), ids, torch.iinfo(torch.int64).max).min(dim=1).values
+    return best_of_ranks(best, chosen, group)
+
+
+def best_of_ranks(best: Tensor, chosen: Tensor, group: Collective | None) -> Tensor:
+    """The token of the rank with the largest score. best [R] fp32, chosen [R] int64: this rank's -> [R] int64."""
+    if group is not None and group.size > 1:
+        scores = group.all_gather(best.unsqueeze(1), dim=1)  # [R, ranks]
+        ids = group.all_gather(chosen.unsqueeze(1), dim=1)
+        best = scores.max(dim=1).values
+        chosen = torch.where(scores == best.unsqueeze(1), ids, torch.iinfo(torch.int64).max).min(dim=1).values
+    return torch.where(best.isfinite(), chosen, -1)
+
+
+def candidates(
+    logits: Tensor,  # [R, V of this rank] fp32
+    *,
+    first_id: int,  # the token of the first column
+    count: int,  # how many, up to CANDIDATES
+    group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
+) -> tuple[Tensor, Tensor]:  # [R, count] fp32 in falling order, [R, count] int64
+    """The `count` largest logits of each row and their tokens; the lower id first where logits are equal."""
+    values, columns = torch.sort(logits, dim=-1, descending=True, stable=True)
+    return candidates_of_ranks(values[:, :count], columns[:, :count] + first_id, count, group)
+
+
+def candidates_of_ranks(values: Tensor, ids: Tensor, count: int, group: Collective | None) -> tuple[Tensor, Tensor]:
+    """The leading `count` of all ranks' candidates [R, C], each rank's in falling order."""
+    if group is None or group.size == 1:
+        return values, ids
+    values, order = torch.sort(group.all_gather(values, dim=1), dim=-1, descending=True, stable=True)
+    return values[:, :count], group.all_gather(ids, dim=1).gather(1, order[:, :count])
 
 
 def uniform(seed: int, position: int) -> float:
@@ -69,12 +144,11 @@ def apply_penalties(
 ) -> None:
     """Repetition penalty over prompt and output (divide positive, multiply negative logits), then OpenAI's frequency
     (per occurrence) and presence (once) penalties over the output."""
-    if repetition != 1.0:
-        seen = torch.cat((prompt_ids, output_ids)).unique()
-        scores = logits[seen]
-        logits[seen] = torch.where(scores > 0, scores / repetition, scores * repetition)
+    if repetition != 1.0:  # written so that a GPU's host waits for nothing
+        seen = torch.zeros_like(logits, dtype=torch.bool).index_fill_(0, prompt_ids, True).index_fill_(0, output_ids, True)
+        logits.copy_(torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits))
     if frequency or presence:
-        counts = torch.bincount(output_ids, minlength=logits.shape[0])
+        counts = torch.zeros_like(logits).index_add_(0, output_ids, torch.ones_like(output_ids, dtype=logits.dtype))
         logits -= frequency * counts + presence * (counts > 0)
 
 
@@ -114,6 +188,59 @@ def _draw_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     return cases
 
 
+def _pick_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    cases = [_pick_case(rows, vocab, generator) for rows, vocab in ((0, 16), (1, 4160), (9, 331), (5, 2048))]
+    broken = _pick_case(6, 300, generator)
+    logits = broken.tensors["logits"]
+    logits[0, 7], logits[1, 299], logits[2], logits[3, :299] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    logits[4, 5] = logits[4, 250] = 50.0
+    broken.tensors["temperature"][4] = 0.0
+    return [*cases, Case("NaN, infinities, a tie", broken.tensors, broken.numbers)]
+
+
+def _pick_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's vocabulary on one, two and four ranks."""
+    return [_pick_case(rows, 200_064 // ranks, generator) for ranks in (1, 2, 4) for rows in (1, 16, 100)]
+
+
+def _pick_case(rows: int, vocab: int, generator: torch.Generator) -> Case:
+    device = generator.device
+    temperature = 0.5 + torch.rand(rows, generator=generator, device=device)
+    temperature[1::3] = 0.0
+    tensors = {
+        "logits": torch.randn(rows, vocab, generator=generator, device=device) * 3.0,
+        "temperature": temperature,
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator, device=device),
+        "positions": torch.randint(0, 200_000, (rows,), generator=generator, device=device),
+    }
+    return Case(f"R={rows} V={vocab}", tensors, {"first_id": 1000, "group": None})
+
+
+def _candidate_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    sizes = ((0, 100, 64), (1, 700, 64), (3, 331, 20), (2, 64, 64))
+    return [_candidate_case(*size, generator=generator) for size in sizes]
+
+
+def _candidate_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    return [
+        _candidate_case(rows, 200_064 // ranks, CANDIDATES, generator=generator) for ranks in (1, 4) for rows in (1, 16, 100)
+    ]
+
+
+def _candidate_case(rows: int, vocab: int, count: int, *, generator: torch.Generator) -> Case:
+    logits = torch.randn(rows, vocab, generator=generator, device=generator.device) * 3.0
+    return Case(f"R={rows} V={vocab}", {"logits": logits}, {"first_id": 500, "count": count, "group": None})
+
+
+def _apply_pick(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+    return (kernel.run(**case.tensors, **case.numbers),)
+
+
+def _apply_candidates(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+    values, ids = kernel.run(**case.tensors, **case.numbers)
+    return values, ids
+
+
 def _apply_greedy(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     return (kernel.run(case.tensors["logits"]),)
 
@@ -128,6 +255,7 @@ def _cost(case: Case) -> Cost:
     return Cost(num_bytes=num_bytes(logits), flops=logits.numel())
 
 
+_NEAR_TIES = 1e-6  # no rounding to speak of, but tokens that all but tie may change places
 _EXACT = rounding_tolerance(scale=0.0, reason="a token is right or wrong")
 
 OPS = (
@@ -148,5 +276,27 @@ OPS = (
         apply=_apply_draw,
         tolerance=_EXACT,
         cost=_cost,
+    ),
+    Op(
+        name="sampling.pick",
+        summary="one token per row by logit / T + Gumbel noise, over all ranks",
+        reference=Kernel("sampling.pick", "reference", pick),
+        cases=_pick_cases,
+        apply=_apply_pick,
+        tolerance=_EXACT,
+        cost=_cost,
+        wide=_pick_wide,
+        wide_error=_NEAR_TIES,
+    ),
+    Op(
+        name="sampling.candidates",
+        summary="the leading tokens of each row, over all ranks",
+        reference=Kernel("sampling.candidates", "reference", candidates),
+        cases=_candidate_cases,
+        apply=_apply_candidates,
+        tolerance=_EXACT,
+        cost=_cost,
+        wide=_candidate_wide,
+        wide_error=_NEAR_TIES,
     ),
 )

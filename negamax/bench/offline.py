@@ -1,0 +1,202 @@
+"""`negamax bench offline`: how fast prompts are run and tokens generated, without a server in between.
+
+For each batch size: a short batch that is not timed, and one in which the experts are counted; a batch that generates one
+token, whose time is the prefill time; and a batch that generates `output_len` tokens. The time per output token is the
+difference of the two over `output_len - 1`, so steps that mix prompts with generation are counted in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from negamax.base.errors import ConfigError
+from negamax.bench.report import environment
+from negamax.bench.workload import BatchTimes, Prompts, run_batch
+from negamax.config.options import EngineOptions
+from negamax.engine.loop import EngineLoop
+from negamax.engine.setup import start_loop
+from negamax.engine.source import locate
+from negamax.engine.wire import ModelInfo
+
+WARM_UP_TOKENS = 8
+OBSERVED_TOKENS = 24  # more than the steps in which the last prompts still run beside the first ones' tokens
+SCHEMA = "negamax-bench-offline/1"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Batches of `concurrency` requests that are started together. Lengths in tokens."""
+
+    input_len: int
+    output_len: int
+    concurrency: tuple[int, ...]
+    temperature: float = 1.0
+    repeat: int = 1
+    seed: int = 0
+    count_experts: bool = True  # in a batch of its own that is not timed
+
+    def __post_init__(self) -> None:
+        for flag, value, low in (
+            ("--input-len", self.input_len, 1),
+            ("--output-len", self.output_len, 2),
+            ("--repeat", self.repeat, 1),
+            ("--concurrency", min(self.concurrency, default=0), 1),
+        ):
+            if value < low:
+                raise ConfigError(f"{flag} is {value}; allowed: {low} or more")
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One measurement of one batch size, in seconds unless a name says otherwise."""
+
+    prefill_seconds: float  # of a batch that ends there: every request has its first token
+    ttft: tuple[float, ...]  # of the batch that goes on
+    total_seconds: float  # of the batch that goes on
+    tpot: float  # (total - prefill) / (output_len - 1)
+    tpot_in_batch: float  # (total - the last first token of the same batch) / (output_len - 1)
+    step_median: float
+    step_p99: float
+    busy: float
+    idle: float
+    cached_tokens: int
+    preemptions: int
+
+
+def conditions(options: EngineOptions, workload: Workload) -> dict[str, Any]:
+    """What two results must have in common to be compared."""
+    return {
+        "model": options.model,
+        "num_layers": locate(options).spec.num_layers,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "input_len": workload.input_len,
+        "output_len": workload.output_len,
+    }
+
+
+def run(options: EngineOptions, workload: Workload, *, say: Callable[[str], None]) -> dict[str, Any]:
+    """Start an engine, measure every batch size, stop it; the document that `--json` writes. `say` gets lines of progress.
+
+    Errors: `ConfigError` where the batches do not fit the engine.
+    """
+    started = time.perf_counter()
+    loop, info = start_loop(options)
+    start_seconds = time.perf_counter() - started
+    gc.freeze()  # as the engine process does
+    say(f"{info.model}, TP{options.tensor_parallel_size} on {info.device}: ready after {start_seconds:.1f} s")
+    try:
+        runs = _measure_all(loop, info, workload, say=say)
+    finally:
+        loop.shutdown()
+    result = {
+        "engine": "negamax",
+        **conditions(options, workload),
+        "temperature": workload.temperature,
+        "repeat": workload.repeat,
+        "start_seconds": start_seconds,
+        "runs": runs,
+        "options": asdict(options),
+        "info": msgspec.to_builtins(info),
+        "environment": environment(info.device),
+    }
+    return {"schema": SCHEMA, "results": [result]}
+
+
+def _measure_all(loop: EngineLoop, info: ModelInfo, workload: Workload, *, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    prompts = Prompts(info, seed=workload.seed, temperature=workload.temperature)
+    runs = []
+    for num_requests in workload.concurrency:
+        distinct = _warm_up(loop, prompts, workload, num_requests=num_requests)
+        repeats = [_measure(loop, prompts, workload, num_requests=num_requests) for _ in range(workload.repeat)]
+        summary = summarize(repeats, num_requests=num_requests, input_len=workload.input_len)
+        device_step = loop.decode_seconds(num_requests)
+        device_step_ms = None if device_step is None else 1e3 * device_step
+        runs.append(summary | {"distinct_experts": distinct, "device_step_ms": device_step_ms})
+        say(_progress(runs[-1]))
+    return runs
+
+
+def _warm_up(loop: EngineLoop, prompts: Prompts, workload: Workload, *, num_requests: int) -> float | None:
+    """Run a short batch or two; the distinct experts per layer and step of its decode steps, where they are to be counted."""
+    seen: list[float] = []
+
+    def observe() -> None:
+        distinct = loop.distinct_experts(num_requests)
+        if distinct is not None:
+            seen.append(distinct)
+
+    run_batch(loop, prompts.batch(num_requests, input_len=workload.input_len, output_len=WARM_UP_TOKENS))
+    if workload.count_experts:
+        loop.observe_routing(True)
+        batch = prompts.batch(num_requests, input_len=workload.input_len, output_len=OBSERVED_TOKENS)
+        run_batch(loop, batch, on_decode=observe)
+        loop.observe_routing(False)
+    return statistics.mean(seen) if seen else None
+
+
+def _measure(loop: EngineLoop, prompts: Prompts, workload: Workload, *, num_requests: int) -> Repeat:
+    def batch(output_len: int) -> BatchTimes:
+        return run_batch(loop, prompts.batch(num_requests, input_len=workload.input_len, output_len=output_len))
+
+    prefill, full = batch(1), batch(workload.output_len)
+    steps = sorted(full.steps)
+    decoded = workload.output_len - 1
+    return Repeat(
+        prefill_seconds=prefill.seconds,
+        ttft=full.ttft,
+        total_seconds=full.seconds,
+        tpot=(full.seconds - prefill.seconds) / decoded,
+        tpot_in_batch=(full.seconds - full.ttft[-1]) / decoded,
+        step_median=statistics.median(steps),
+        step_p99=steps[int(0.99 * (len(steps) - 1))],
+        busy=full.busy,
+        idle=full.idle,
+        cached_tokens=prefill.cached_tokens + full.cached_tokens,
+        preemptions=prefill.preemptions + full.preemptions,
+    )
+
+
+def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -> dict[str, Any]:
+    """Medians over `repeats`, as an entry of "runs" in the JSON document."""
+
+    def median(of: Callable[[Repeat], float]) -> float:
+        return statistics.median(of(repeat) for repeat in repeats)
+
+    prefill, tpot = median(lambda r: r.prefill_seconds), median(lambda r: r.tpot)
+    measured = sum(r.busy + r.idle for r in repeats)
+    return {
+        "concurrency": num_requests,
+        "ttft_ms_median": 1e3 * median(lambda r: statistics.median(r.ttft)),
+        "ttft_ms_max": 1e3 * median(lambda r: r.ttft[-1]),
+        "prefill_seconds": prefill,
+        "prefill_tokens_per_second": num_requests * input_len / prefill,
+        "tpot_ms": 1e3 * tpot,
+        "tpot_in_batch_ms": 1e3 * median(lambda r: r.tpot_in_batch),
+        "decode_tokens_per_second": num_requests / tpot,
+        "step_ms_median": 1e3 * median(lambda r: r.step_median),
+        "step_ms_p99": 1e3 * median(lambda r: r.step_p99),
+        "gpu_idle_share": sum(r.idle for r in repeats) / measured if measured else None,
+        "cached_tokens": sum(r.cached_tokens for r in repeats),
+        "preemptions": sum(r.preemptions for r in repeats),
+        "repeats": [asdict(repeat) for repeat in repeats],
+    }
+
+
+def _progress(run: dict[str, Any]) -> str:
+    words = [
+        f"concurrency {run['concurrency']}: prefill {run['prefill_seconds']:.3f} s",
+        f"{run['tpot_ms']:.2f} ms per token and request",
+        f"{run['decode_tokens_per_second']:.0f} tokens/s",
+    ]
+    if run["cached_tokens"]:
+        words.append(f"{run['cached_tokens']} prompt tokens came from the prefix cache, so the prefill time is too short")
+    if run["preemptions"]:
+        words.append(f"{run['preemptions']} preemptions: the KV cache is too small for this batch")
+    return ", ".join(words)

@@ -1,0 +1,170 @@
+"""`negamax bench profile`: where the time of a decode step goes, by operation.
+
+The GPU kernels of rank 0 (on a CPU: PyTorch's operators) are recorded over a few decode steps of a batch whose sequences all
+have the same context.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from negamax.bench.report import environment
+from negamax.bench.workload import Prompts, decode_batch
+from negamax.config.options import EngineOptions
+from negamax.engine.loop import EngineLoop
+from negamax.engine.setup import start_loop
+from negamax.engine.source import locate
+from negamax.worker.config import KernelTime
+
+SCHEMA = "negamax-bench-profile/1"
+WARM_UP_STEPS = 8
+
+# Operation, and how the names of its GPU kernels begin; the first match counts. `_kernel_name` has taken decorations off.
+OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("all-reduce + add + norm", ("_all_reduce_add_rms", "_scatter_rows", "_complete_rows")),
+    ("add + norm", ("_add_rms", "_sum_parts")),
+    ("token placement", ("_locate_kernel",)),
+    ("QK norm + rope + KV write", ("_qk_norm", "_sums_kernel")),
+    ("attention", ("_decode", "_prefill")),
+    ("attention plan", ("_plan_decode",)),
+    ("router", ("_route",)),
+    ("experts, gate and up", ("_gate_up",)),
+    ("experts, down", ("_down",)),
+    ("experts, sort and sum", ("_sort_pairs", "_count_pairs", "_add_up_counts", "_sum_choices")),
+    (
+        "dense products",
+        ("_dot_products", "_few_tokens", "_wide", "_narrow", "nvjet", "gemm", "gemv", "cutlass", "sm90_xmma", "splitKreduce"),
+    ),
+    ("activation quantisation", ("_rows",)),
+    ("sampling", ("_best_of", "_leading_of")),
+    ("exchange of words between ranks", ("_send_words",)),
+    ("NCCL", ("nccl",)),
+    ("copies", ("Memcpy", "Memset")),
+    ("indexing", ("index", "vectorized_gather", "gather", "scatter")),
+    ("PyTorch elementwise", ("vectorized_elementwise", "unrolled_elementwise", "elementwise", "reduce", "CatArray")),
+)
+
+
+@dataclass(frozen=True)
+class OperationTime:
+    """One operation (or a kernel that belongs to none) in one decode step of rank 0."""
+
+    operation: str
+    microseconds: float  # per step
+    launches: float  # per step
+    kernels: tuple[str, ...]  # the kernels' names as recorded
+
+
+def operation_of(kernel: str) -> str:
+    """The operation that the GPU kernel named `kernel` belongs to; its own short name where none is known."""
+    name = _kernel_name(kernel)
+    return next((operation for operation, prefixes in OPERATIONS if name.startswith(prefixes)), name)
+
+
+def _kernel_name(kernel: str) -> str:
+    """'void at::native::index_kernel<...>(...)' as 'index_kernel'."""
+    name = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
+    name = name.split("<", 1)[0].split("(", 1)[0]
+    return name.rsplit("::", 1)[-1].strip() or kernel
+
+
+def group(times: Sequence[KernelTime], *, steps: int) -> list[OperationTime]:
+    """`times` of `steps` steps by operation, the longest first."""
+    groups: dict[str, list[KernelTime]] = {}
+    for kernel in times:
+        groups.setdefault(operation_of(kernel.name), []).append(kernel)
+    found = [
+        OperationTime(
+            operation=operation,
+            microseconds=sum(kernel.microseconds for kernel in kernels) / steps,
+            launches=sum(kernel.calls for kernel in kernels) / steps,
+            kernels=tuple(dict.fromkeys(kernel.name for kernel in kernels)),
+        )
+        for operation, kernels in groups.items()
+    ]
+    return sorted(found, key=lambda entry: -entry.microseconds)
+
+
+def run(
+    options: EngineOptions, *, batches: Sequence[int], context: int, steps: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Start an engine, profile `steps` decode steps at every batch size, stop it; the document that `--json` writes.
+
+    `context`: tokens of each sequence when the recording begins. Errors: `ConfigError` where a batch does not fit the engine.
+    """
+    loop, info = start_loop(options)
+    try:
+        prompts = Prompts(info, seed=options.seed, temperature=1.0)
+        runs = []
+        for batch in batches:
+            entries, wall = _profile(loop, prompts, batch=batch, context=context, steps=steps, window=info.max_model_len)
+            runs.append({"batch": batch, "step_microseconds": wall, "operations": [asdict(entry) for entry in entries]})
+            busy = sum(entry.microseconds for entry in entries)
+            say(f"batch {batch}: {busy:.0f} us of kernels in steps of {wall:.0f} us (with the profiler on)")
+    finally:
+        loop.shutdown()
+    result = {
+        "model": options.model,
+        "num_layers": locate(options).spec.num_layers,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "context": context,
+        "steps": steps,
+        "runs": runs,
+        "options": asdict(options),
+        "info": msgspec.to_builtins(info),
+        "environment": environment(info.device),
+    }
+    return {"schema": SCHEMA, "results": [result]}
+
+
+def _profile(
+    loop: EngineLoop, prompts: Prompts, *, batch: int, context: int, steps: int, window: int
+) -> tuple[list[OperationTime], float]:
+    """Kernel times by operation, and the microseconds of a step by the wall clock while they were recorded."""
+    input_len = max(1, context - WARM_UP_STEPS)
+    # As long as the window allows: none may end before the last one has begun and the recording is over.
+    output_len = max(WARM_UP_STEPS + steps, window - input_len)
+    requests = prompts.batch(batch, input_len=input_len, output_len=output_len)
+    stepper = decode_batch(loop, requests)
+    try:
+        for _ in range(WARM_UP_STEPS):
+            next(stepper)
+        loop.start_profile()
+        started = time.perf_counter()
+        for _ in range(steps):
+            next(stepper)
+        wall = 1e6 * (time.perf_counter() - started) / steps
+        times = loop.stop_profile()
+    finally:
+        stepper.close()
+    return group(times, steps=steps), wall
+
+
+def table_rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows: microseconds per layer and launches per layer of each operation, for every batch size.
+
+    What runs once a step (head, sampling) is spread over the layers.
+    """
+    runs, layers = result["runs"], result["num_layers"]
+    by_batch = [{entry["operation"]: entry for entry in run["operations"]} for run in runs]
+    names = list(dict.fromkeys(name for entries in by_batch for name in entries))
+    headings = ["us per layer (launches)", *(f"batch {run['batch']}" for run in runs)]
+
+    def cell(microseconds: float, launches: float) -> str:
+        return f"{microseconds / layers:.1f} ({launches / layers:.2f})"
+
+    rows = [
+        [name, *(cell(e[name]["microseconds"], e[name]["launches"]) if name in e else "" for e in by_batch)] for name in names
+    ]
+    totals = [
+        (sum(e["microseconds"] for e in run["operations"]), sum(e["launches"] for e in run["operations"])) for run in runs
+    ]
+    rows.append(["total", *(cell(*total) for total in totals)])
+    rows.append(["kernels per step, us", *(f"{microseconds:.0f}" for microseconds, _ in totals)])
+    rows.append(["step while profiled, us", *(f"{run['step_microseconds']:.0f}" for run in runs)])
+    return headings, rows

@@ -1,0 +1,159 @@
+"""What every measurement is reported with: the environment, the limits of the machine, and an earlier result beside it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from negamax import __version__
+from negamax.base import env
+from negamax.base.errors import ConfigError
+from negamax.bench.floor import expected_distinct_experts, step_bytes
+from negamax.config.model_spec import ModelSpec
+
+COPY_BYTES = 2**30
+COPY_ROUNDS = 10
+
+Run = Mapping[str, Any]
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions, machine and date. `device` is the engine's, such as "cuda:0" or "cpu"."""
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "cores": env.usable_cores(),
+        "versions": {"negamax": __version__, "torch": str(torch.__version__), "triton": _version("triton")},
+    }
+    if device.startswith("cuda"):
+        found |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) -> float:
+    """Bytes read and written per second by a copy of `num_bytes` on a CUDA device; the best of a few rounds."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    milliseconds: list[float] = []
+    for _ in range(COPY_ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        milliseconds.append(begin.elapsed_time(end))
+    return 2 * num_bytes / (min(milliseconds) / 1e3)
+
+
+def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:
+    """Add to every run of `result` the physical limit of its decode step and the share of it that was reached."""
+    info, options = result["info"], result["options"]
+    kv_dtype = options.get("kv_cache_dtype", "auto")
+    result["bandwidth_tb_s"] = bytes_per_second / 1e12
+    for run in result["runs"]:
+        floor = step_bytes(
+            spec,
+            batch=run["concurrency"],
+            context=result["input_len"] + result["output_len"] / 2,
+            dtype=info["dtype"],
+            kv_dtype=info["dtype"] if kv_dtype == "auto" else kv_dtype,
+        )
+        seconds = floor.seconds(ranks=result["tensor_parallel_size"], bytes_per_second=bytes_per_second)
+        run["limit_tpot_ms"] = 1e3 * seconds
+        run["share_of_limit"] = 1e3 * seconds / run["tpot_ms"]
+
+
+def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
+    """The result in `file` of the same `conditions` (from `offline.conditions`). Errors: `ConfigError` where there is none."""
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))["results"]
+        described = [{key: other[key] for key in conditions} for other in results]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--compare: {file} holds no results of `negamax bench offline` ({error!r})") from error
+    if dict(conditions) not in described:
+        raise ConfigError(f"--compare: {file} has no result for {conditions}; it has {described}")
+    return dict(results[described.index(dict(conditions))])
+
+
+def add_comparison(result: dict[str, Any], baseline: Run) -> None:
+    """Add to every run how many times faster it is than the baseline's run of the same batch size."""
+    others = {run["concurrency"]: run for run in baseline["runs"]}
+    result["compared_with"] = baseline["engine"]
+    for run in result["runs"]:
+        other = others.get(run["concurrency"])
+        if other is not None:
+            run["times_faster_decode"] = other["tpot_ms"] / run["tpot_ms"]
+            run["times_faster_prefill"] = other["prefill_seconds"] / run["prefill_seconds"]
+
+
+_LINES = (  # heading, key of a run, format
+    ("TTFT median, ms", "ttft_ms_median", ".1f"),
+    ("TTFT max, ms", "ttft_ms_max", ".1f"),
+    ("prefill, s", "prefill_seconds", ".3f"),
+    ("prefill, tokens/s", "prefill_tokens_per_second", ",.0f"),
+    ("TPOT, ms", "tpot_ms", ".2f"),
+    ("TPOT after the last first token, ms", "tpot_in_batch_ms", ".2f"),
+    ("step on the GPU alone, ms", "device_step_ms", ".2f"),
+    ("decode, tokens/s", "decode_tokens_per_second", ",.0f"),
+    ("limit of TPOT, ms", "limit_tpot_ms", ".2f"),
+    ("share of the limit", "share_of_limit", ".0%"),
+    ("distinct experts", "distinct_experts", ".1f"),
+    ("expected if uniform", "expected_distinct_experts", ".1f"),
+    ("GPU idle", "gpu_idle_share", ".1%"),
+    ("decode, times {other}", "times_faster_decode", ".2f"),
+    ("prefill, times {other}", "times_faster_prefill", ".2f"),
+)
+
+
+def table(result: Run, spec: ModelSpec) -> Table:
+    """One column per batch size; lines of which no run has a value are left out."""
+    runs = [dict(run) for run in result["runs"]]
+    for run in runs:
+        if run.get("distinct_experts") is not None:
+            run["expected_distinct_experts"] = expected_distinct_experts(spec, run["concurrency"])
+    title = (
+        f"{result['model']}, {result['num_layers']} layers, TP{result['tensor_parallel_size']}, "
+        f"{result['input_len']} prompt and {result['output_len']} output tokens, start {result['start_seconds']:.1f} s"
+    )
+    rows = [
+        [heading.format(other=result.get("compared_with")), *(_cell(run.get(key), form) for run in runs)]
+        for heading, key, form in _LINES
+        if any(run.get(key) is not None for run in runs)
+    ]
+    return rows_table(["requests", *(str(run["concurrency"]) for run in runs)], rows, title=title)
+
+
+def _cell(value: object, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def write_json(file: Path, document: object) -> None:
+    """`document` as indented JSON, its folder made where it is missing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+
+
+def rows_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> Table:
+    """A table whose first column is left-justified and whose others are numbers."""
+    shown = Table(title=title or None, title_justify="left")
+    for index, heading in enumerate(headings):
+        shown.add_column(heading, justify="left" if index == 0 else "right")
+    for row in rows:
+        shown.add_row(*row)
+    return shown

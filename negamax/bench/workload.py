@@ -1,0 +1,143 @@
+"""Batches of random prompts, driven through an engine loop and timed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from itertools import count, pairwise
+
+from negamax.base.errors import ConfigError, EngineError
+from negamax.engine.loop import EngineLoop
+from negamax.engine.output import admit
+from negamax.engine.wire import ModelInfo
+from negamax.scheduler.request import GenerateRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """One batch of requests that were added together. Times are seconds from the first `add`."""
+
+    ttft: tuple[float, ...]  # of each request: its first token has come
+    seconds: float  # every token has come
+    steps: tuple[float, ...]  # durations between the commits of the decode window (every request has its first token)
+    busy: float  # seconds of the decode window in which the GPU worked, and in which it waited; both 0 where not measured
+    idle: float
+    cached_tokens: int  # prompt tokens that were not computed; 0, or the prompts are not what they should be
+    preemptions: int
+
+
+class Prompts:
+    """Requests whose prompts are token ids drawn uniformly from the vocabulary; no two prompts are alike."""
+
+    def __init__(self, info: ModelInfo, *, seed: int, temperature: float) -> None:
+        self._info = info
+        self._random = random.Random(seed)
+        self._temperature = temperature
+        self._numbers = count()
+
+    def batch(self, num_requests: int, *, input_len: int, output_len: int) -> list[GenerateRequest]:
+        """`num_requests` requests that generate exactly `output_len` tokens. Errors: `ConfigError` where they do not fit."""
+        if input_len + output_len > self._info.max_model_len:
+            raise ConfigError(
+                f"{input_len} prompt and {output_len} output tokens exceed the window of {self._info.max_model_len} tokens",
+                hint="shorten them or raise --max-model-len or --kv-cache-memory",
+            )
+        if num_requests > self._info.max_num_seqs:
+            raise ConfigError(
+                f"a batch of {num_requests} requests does not run together: --max-num-seqs is {self._info.max_num_seqs}",
+                hint=f"add --max-num-seqs {num_requests}",
+            )
+        return [self._request(input_len, output_len) for _ in range(num_requests)]
+
+    def _request(self, input_len: int, output_len: int) -> GenerateRequest:
+        prompt = tuple(self._random.choices(range(self._info.vocab_size), k=input_len))
+        sampling = SamplingParams(
+            temperature=self._temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            max_tokens=output_len,
+            ignore_eos=True,
+            seed=self._random.getrandbits(62),
+        )
+        return GenerateRequest(
+            request_id=f"bench-{next(self._numbers)}",
+            prompt_token_ids=prompt,
+            sampling=admit(prompt, sampling, info=self._info),
+        )
+
+
+def run_batch(loop: EngineLoop, requests: list[GenerateRequest], *, on_decode: Callable[[], None] | None = None) -> BatchTimes:
+    """Run `requests` to their end. `on_decode` is called after each step in which all of them generate, which then is not worth
+    timing.
+
+    Errors: `EngineError` where a request fails.
+    """
+    running = {request.request_id for request in requests}
+    first: dict[str, float] = {}
+    commits: list[float] = []
+    cached_tokens = 0
+    before = opening = loop.stats()
+    started = time.perf_counter()
+    for request in requests:
+        loop.add(request)
+    while running:
+        updates = loop.step()
+        now = time.perf_counter() - started
+        for update in updates:
+            if update.error is not None:
+                raise EngineError(update.error)
+            if update.request_id not in first and update.token_ids:
+                first[update.request_id] = now
+                cached_tokens += update.num_cached_tokens
+            if update.finish_reason is not None:
+                running.discard(update.request_id)
+        if len(first) == len(requests):
+            if not commits:
+                opening = loop.stats()
+            commits.append(now)
+            if on_decode is not None and len(running) == len(requests):
+                on_decode()
+    closing = loop.stats()
+    drain(loop)
+    return BatchTimes(
+        ttft=tuple(sorted(first.values())),
+        seconds=commits[-1],
+        steps=tuple(later - earlier for earlier, later in pairwise(commits)),
+        busy=closing.device_seconds - opening.device_seconds,
+        idle=closing.idle_seconds - opening.idle_seconds,
+        cached_tokens=cached_tokens,
+        preemptions=closing.preemption_count - before.preemption_count,
+    )
+
+
+def drain(loop: EngineLoop) -> None:
+    """Step until nothing is left in flight."""
+    while loop.has_work:
+        loop.step()
+
+
+def decode_batch(loop: EngineLoop, requests: list[GenerateRequest]) -> Generator[None, None, None]:
+    """Run `requests` until each has its first token; then one step per `next`, until the first request ends.
+
+    Closing the iterator ends the requests.
+    """
+    waiting = {request.request_id for request in requests}
+    for request in requests:
+        loop.add(request)
+    try:
+        ended = False
+        while not ended:
+            for update in loop.step():
+                if update.error is not None:
+                    raise EngineError(update.error)
+                waiting.discard(update.request_id)
+                ended = ended or update.finish_reason is not None
+            if not waiting:
+                yield
+    finally:
+        loop.abort([request.request_id for request in requests])
+        drain(loop)

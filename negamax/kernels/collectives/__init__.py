@@ -1,0 +1,1 @@
+"""Sums over ranks, fused with what follows them."""

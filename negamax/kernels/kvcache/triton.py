@@ -1,0 +1,76 @@
+"""What a step must know of its tokens, in one launch of Triton instead of a dozen of PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.op import Kernel
+
+
+@triton.jit
+def _locate_kernel(
+    positions,
+    token_rows,
+    tables,
+    frequencies,
+    cos,
+    sin,
+    rows,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    HEADS_2: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_2: tl.constexpr,
+):
+    """One token."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    table = tables + tl.load(token_rows + token) * table_stride
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    head = tl.arange(0, HEADS_2)
+    row = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(rows + token * KV_HEADS + head, row, mask=head < KV_HEADS)
+    i = tl.arange(0, ROTARY_2)
+    angle = position.to(tl.float32) * tl.load(frequencies + i, mask=i < ROTARY, other=0.0)
+    tl.store(cos + token * ROTARY + i, tl.cos(angle), mask=i < ROTARY)
+    tl.store(sin + token * ROTARY + i, tl.sin(angle), mask=i < ROTARY)
+
+
+def locate(
+    positions: Tensor,
+    token_rows: Tensor,
+    block_tables: Tensor,
+    frequencies: Tensor,
+    *,
+    kv_heads: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the definition."""
+    num_tokens, rotary_dim, device = positions.shape[0], frequencies.shape[0], positions.device
+    cos, sin = torch.empty(2, num_tokens, 1, rotary_dim, dtype=torch.float32, device=device).unbind()
+    rows = torch.empty(num_tokens * kv_heads, dtype=torch.int64, device=device)
+    if num_tokens:
+        _locate_kernel[(num_tokens,)](
+            positions,
+            token_rows,
+            block_tables,
+            frequencies,
+            cos,
+            sin,
+            rows,
+            block_tables.stride(0),
+            KV_HEADS=kv_heads,
+            HEADS_2=triton.next_power_of_2(kv_heads),
+            BLOCK_SIZE=block_size,
+            ROTARY=rotary_dim,
+            ROTARY_2=triton.next_power_of_2(rotary_dim),
+            num_warps=1,
+        )
+    return cos, sin, rows
+
+
+KERNELS = (Kernel("kvcache.locate", "triton", locate, platforms=("cuda",), dtypes=(torch.bfloat16, torch.float16)),)

@@ -1,0 +1,67 @@
+"""Dependent launch: a kernel starts up, and fetches its weights, while the kernel before it still runs.
+
+After an ordinary launch a kernel starts when the one before it in the stream has ended, which leaves the GPU idle for a few
+microseconds: long, where a decode step is hundreds of kernels of 3 to 30 us. NVIDIA GPUs from Hopper on can start the next
+kernel as soon as every program of the running one has allowed it (`start_next`, or its end); a kernel that was started so
+itself waits, where it has to, until the one before it has ended and what that wrote can be read. CUDA graphs keep both.
+
+A kernel that is launched with `launch_options`
+
+- waits in every program, also in those that have nothing to do: the wait of a kernel is for the one before it alone, so all
+  that came earlier has ended only because each of them waited in turn;
+- waits before it reads what a kernel has computed, and before it writes anything at all: memory it writes may still be
+  read by its predecessors, of which several may be running;
+- may read before the wait what no kernel since the last ordinary launch has written: weights, and whatever the step
+  prepared ahead of its first layer (PyTorch launches all its kernels in the ordinary way).
+
+Elsewhere, and in Triton's interpreter, PDL is False and nothing of this is compiled.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@cache
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """What a kernel with a parameter `PDL: tl.constexpr` is launched with on `device`, besides its own arguments."""
+    on_hopper = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if on_hopper else {"PDL": False}
+
+
+@triton.jit
+def start_next(PDL: tl.constexpr):
+    """Lets the next kernel start up, once every program of this one has come here."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Until the kernel before this one has ended."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """What most kernels do: the next one starts up while this one waits for the one before it."""
+    start_next(PDL)
+    wait(PDL)
+
+
+@triton.jit
+def wait_then_start_next(PDL: tl.constexpr):
+    """The other order, for kernels that keep all of the GPU busy: what the next one fetches at its start does not take
+    bandwidth from the one before this, and its programs do not hold registers for as long.
+
+    The products of many columns and the experts were measured, and their tiles chosen, with it.
+    """
+    wait(PDL)
+    start_next(PDL)

@@ -1,0 +1,99 @@
+"""Tile sizes of the Triton kernels, measured on an H200 at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_SCAN = 256  # tokens up to which every expert looks for its tokens itself
+SCAN_CHUNK = 512  # pairs looked through at a time
+SORT_CHUNK = 128  # pairs put in place by one program
+SORT_BLOCK = 128  # chunks added up at a time,
+SORT_ROWS = 16  # and experts
+SUM_COLUMNS = 1024
+MAX_ROUTE_TILES = 4096
+
+
+@dataclass(frozen=True)
+class RouteTile:
+    """One program of the router: `rows` experts, one of `splits` parts of the columns, `tokens` tokens."""
+
+    tokens: int
+    rows: int
+    columns: int  # at a time
+    splits: int
+    choose: int  # tokens chosen for at a time
+    stages: int  # 0: the whole part at once
+    warps: int
+
+
+@dataclass(frozen=True)
+class TokenTile:
+    """One program of the token kernels: `rows` of one weight (of each half, in gate_up)."""
+
+    gate_up_rows: int
+    gate_up_columns: int
+    gate_up_warps: int
+    down_rows: int
+    down_columns: int
+    down_warps: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One program of the tile kernels: `rows` of the weight against `tokens` tokens, `columns` at a time."""
+
+    tokens: int
+    gate_up_rows: int  # as many gate rows and up rows; with FP8 the columns of h that share a scale (in sorted: 128)
+    gate_up_columns: int
+    gate_up_stages: int
+    gate_up_warps: int
+    down_rows: int
+    down_columns: int  # without FP8; with it the columns of h that share a scale
+    down_stages: int
+    down_warps: int
+    down_repeat: int = 1  # row tiles that a program does one after another (sorted)
+    down_tokens: int = 64  # (sorted)
+    down_resident: bool = False  # keep the tokens' h in shared memory (sorted, FP8, narrow experts)
+
+
+_ROUTE = (
+    (16, RouteTile(tokens=16, rows=16, columns=128, splits=8, choose=1, stages=0, warps=4)),
+    (256, RouteTile(tokens=64, rows=32, columns=128, splits=8, choose=1, stages=0, warps=4)),
+    (4096, RouteTile(tokens=128, rows=128, columns=64, splits=4, choose=4, stages=3, warps=8)),
+    (1 << 30, RouteTile(tokens=128, rows=128, columns=64, splits=1, choose=16, stages=3, warps=8)),
+)
+
+
+def route(num_tokens: int) -> RouteTile:
+    """By the number of tokens."""
+    return next(tile for limit, tile in _ROUTE if num_tokens <= limit)
+
+
+def max_token(width: int) -> int:
+    """Tokens up to which each choice runs on its own; beyond, an expert's weights are better read once for all its tokens."""
+    return 5 if width <= 384 else 2 if width <= 768 else 3
+
+
+def token(width: int) -> TokenTile:
+    """By the experts' width."""
+    if width <= 768:
+        return TokenTile(2, 1024, 4, 2, 128, 4)
+    return TokenTile(4, 1024, 4, 2, 128, 8)
+
+
+def scan(*, width: int, num_tokens: int, fp8: bool) -> Tile:
+    """At width 384 and 13 to 20 tokens, three small programs on a multiprocessor leave a shorter tail than two large ones."""
+    if not fp8:
+        return Tile(16, 64, 64, 3, 4, 64, 64, 3, 4)
+    stages = 2 if width <= 384 and 12 < num_tokens <= 20 else 3
+    return Tile(16, 128, 128, stages, 4, 128, 128, 3, 4)
+
+
+def sort(*, width: int, num_tokens: int, fp8: bool) -> Tile:
+    """While an expert gets few tokens, a tile of 64 wastes less than one of 128."""
+    if not fp8:
+        return Tile(64, 64, 64, 3, 4, 64, 64, 3, 4)
+    tokens = 64 if num_tokens <= 1536 else 128
+    if width <= 384:
+        return Tile(tokens, 128, 128, 4, 8, 64, 128, 3, 4, down_repeat=24, down_resident=True)
+    return Tile(tokens, 128, 128, 4, 8, 128, 128, 3, 4, down_repeat=8)

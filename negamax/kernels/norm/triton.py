@@ -1,0 +1,219 @@
+"""Residual add and RMS norm of a row in one program, in Triton.
+
+A row is read and written as 4-byte words of two values each, the form in which rows also travel between ranks
+(`kernels/collectives`), and computed in two fp32 halves: the even columns and the odd ones. Statistics stay in registers: a
+row is read once. With `quantize`, the same program writes the row in FP8 with a scale per 128 columns.
+
+Moves per row of width W, in bytes: 2W per part, 2W residual in, 2W residual out, 2W out, and W + W/32 with FP8.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.activations import GROUP, Activations
+from negamax.kernels.launch.triton import launch_options, wait_for_inputs
+from negamax.kernels.norm import spec, tiles
+from negamax.kernels.norm.spec import NormWeight
+from negamax.kernels.op import Kernel
+
+_GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
+_E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+# Whether two values are rounded by one PTX instruction. What ptxas makes of two single ones runs on the slowest of the units:
+# in the program of a row, 36 conversions of 8 cycles a warp, one after the other.
+_IN_PAIRS: tl.constexpr = tl.constexpr(torch.version.cuda is not None and not triton.knobs.runtime.interpret)
+_TINY: tl.constexpr = tl.constexpr(1e-30)  # a scale's lower bound, far above what fp32 cannot invert
+
+
+@triton.jit
+def word_indices(BLOCK: tl.constexpr):
+    """0 .. BLOCK - 1, such that a thread holds two neighbours and a warp the 64 words of a scale: whatever a program reads and
+    writes then lies in one layout, and no shared memory is spent on moving it between two."""
+    return tl.max_contiguous(tl.arange(0, BLOCK), 2)
+
+
+@triton.jit
+def words_of(pointer):
+    """A pointer to 2-byte values as one to words of two of them."""
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def unpack(words, DTYPE: tl.constexpr):
+    """The two values of each word as fp32: of the lower (even column) and of the upper half (odd column)."""
+    if tl.bfloat16 == DTYPE:
+        even = (words << 16).to(tl.float32, bitcast=True)
+        odd = (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        even = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        odd = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return even, odd
+
+
+@triton.jit
+def pack(even, odd, DTYPE: tl.constexpr):
+    """fp32 pairs rounded to DTYPE, two to a word."""
+    if _IN_PAIRS:
+        convert: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $2;" if tl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32 $0, $1, $2;"
+        words = tl.inline_asm_elementwise(convert, "=r,f,f", [odd, even], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        low = even.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        high = odd.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        words = low | high
+    return words
+
+
+@triton.jit
+def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr):
+    """Row `row` of x [T, PARTS, 2 * WORDS] summed over its parts in fp32 and rounded once, as words."""
+    parts = words_of(x) + row.to(tl.int64) * (PARTS * WORDS) + index
+    words = tl.load(parts, mask=mask, other=0)
+    if PARTS > 1:
+        even, odd = unpack(words, DTYPE)
+        for part in tl.static_range(1, PARTS):
+            more_even, more_odd = unpack(tl.load(parts + part * WORDS, mask=mask, other=0), DTYPE)
+            even += more_even
+            odd += more_odd
+        words = pack(even, odd, DTYPE)
+    return words
+
+
+@triton.jit
+def normalise(
+    x_even,  # [BLOCK] fp32 holding DTYPE values, 0 where masked
+    x_odd,
+    residual_words,  # [BLOCK] int32, the row's residual
+    weight_words,
+    row,
+    index,
+    mask,
+    residual,
+    eps,
+    WORDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """residual += x, written where it belongs; the norm of the residual, as words. All of one row."""
+    at = row.to(tl.int64) * WORDS + index
+    even, odd = unpack(residual_words, DTYPE)
+    total = pack(even + x_even, odd + x_odd, DTYPE)
+    tl.store(words_of(residual) + at, total, mask=mask)
+    even, odd = unpack(total, DTYPE)
+    inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
+    even, odd = unpack(pack(even * inverse, odd * inverse, DTYPE), DTYPE)
+    weight_even, weight_odd = unpack(weight_words, DTYPE)
+    return pack(even * weight_even, odd * weight_odd, DTYPE)
+
+
+@triton.jit
+def quantise(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """A row of `normed` words in FP8: its scales [BLOCK / 64] and its columns in order, [2 * BLOCK] e4m3."""
+    even, odd = unpack(normed, DTYPE)
+    groups: tl.constexpr = BLOCK // _GROUP_WORDS
+    even = tl.reshape(even, [groups, _GROUP_WORDS])
+    odd = tl.reshape(odd, [groups, _GROUP_WORDS])
+    largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
+    scale = tl.where(largest > 0, tl.maximum(largest / _E4M3_MAX, _TINY), 1.0)
+    factor = (1.0 / scale)[:, None]
+    # Columns side by side before the conversion, which takes neighbours in pairs: ptxas 12.8 loses every fourth
+    # byte where the halves of such pairs are taken apart again.
+    in_order = tl.reshape(tl.join(even * factor, odd * factor), [2 * BLOCK])
+    return scale, in_order.to(tl.float8e4nv)
+
+
+@triton.jit
+def store_quantised(values, scales, row, scale, in_order, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write what `quantise` made of a row as row `row` (int64) of values [T, 2 * WORDS] and scales [T, WORDS / 64]."""
+    group = tl.arange(0, BLOCK // _GROUP_WORDS)
+    tl.store(scales + row * (WORDS // _GROUP_WORDS) + group, scale, mask=group < WORDS // _GROUP_WORDS)
+    column = tl.max_contiguous(tl.arange(0, 2 * BLOCK), 4)
+    tl.store(values + row * (2 * WORDS) + column, in_order, mask=column < 2 * WORDS)
+
+
+@triton.jit
+def add_and_normalise(
+    x_even, x_odd, residual_words, weight_words, row, index, mask, residual, out, values, scales, eps,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`normalise`, with the norm and its FP8 form written where they belong."""
+    normed = normalise(x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps, WORDS, DTYPE)
+    tl.store(words_of(out) + row.to(tl.int64) * WORDS + index, normed, mask=mask)
+    if QUANTIZE:
+        scale, in_order = quantise(normed, BLOCK, DTYPE)
+        store_quantised(values, scales, row.to(tl.int64), scale, in_order, WORDS, BLOCK)
+
+
+@triton.jit
+def _add_rms(
+    x,  # [T, PARTS, 2 * WORDS]
+    residual,  # [T, 2 * WORDS], changed in place
+    weight,  # [2 * WORDS]
+    out,  # [T, 2 * WORDS]
+    values,  # [T, 2 * WORDS] e4m3 and
+    scales,  # [T, 2 * WORDS / 128] fp32; not touched unless QUANTIZE
+    eps,
+    PARTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    dtype: tl.constexpr = residual.dtype.element_ty
+    row = tl.program_id(0)
+    index = word_indices(BLOCK)
+    mask = index < WORDS
+    weight_words = tl.load(words_of(weight) + index, mask=mask, other=0)
+    wait_for_inputs(PDL)
+    residual_words = tl.load(words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0)
+    x_even, x_odd = unpack(sum_parts(x, row, index, mask, PARTS, WORDS, dtype), dtype)
+    add_and_normalise(
+        x_even, x_odd, residual_words, weight_words, row, index, mask,
+        residual, out, values, scales, eps, WORDS, BLOCK, QUANTIZE, dtype,
+    )  # fmt: skip
+
+
+def outputs(residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Where a norm kernel writes: out, and the FP8 values and scales (`out` stands in for both where nothing is quantised)."""
+    out = torch.empty_like(residual)
+    if not norm.quantize:
+        return out, out, out
+    num_tokens, width = residual.shape
+    values = torch.empty((num_tokens, width), dtype=torch.float8_e4m3fn, device=residual.device)
+    return out, values, torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=residual.device)
+
+
+def result(out: Tensor, values: Tensor, scales: Tensor, norm: NormWeight) -> Tensor | Activations:
+    """What a norm kernel returns from what it wrote."""
+    return Activations(out, values, scales) if norm.quantize else out
+
+
+def prepare(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight:
+    """weight [width], eps under the root; `quantize`: the consumer wants `Activations`, width a multiple of 128."""
+    assert not quantize or weight.shape[0] % GROUP == 0, f"a norm {weight.shape[0]} wide has no whole FP8 groups of {GROUP}"
+    return spec.norm_weight(weight, eps, quantize=quantize)
+
+
+def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Activations:
+    """residual += x (or the sum of its parts), in place; the norm of the residual. x [T, width] or [T, P, width]."""
+    num_tokens, width = residual.shape
+    if width % 2:  # no whole words
+        return spec.add_rms(x, residual, norm)
+    out, values, scales = outputs(residual, norm)
+    if num_tokens == 0:
+        return result(out, values, scales, norm)
+    assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
+    _add_rms[(num_tokens,)](
+        x, residual, norm.weight, out, values, scales, norm.eps_value,
+        PARTS=x.shape[1] if x.dim() == 3 else 1,
+        WORDS=width // 2,
+        BLOCK=max(triton.next_power_of_2(width // 2), GROUP // 2),
+        QUANTIZE=norm.quantize,
+        num_warps=tiles.WARPS,
+        **launch_options(residual.device),
+    )  # fmt: skip
+    return result(out, values, scales, norm)
+
+
+KERNELS = (Kernel("norm.add_rms", "triton", add_rms, prepare, platforms=("cuda",), dtypes=(torch.bfloat16, torch.float16)),)

@@ -1,0 +1,108 @@
+"""Where a rank computes: device and dtype, and how host numbers and device results cross between the two.
+
+Nothing here waits for a GPU: uploads leave from pinned memory, results arrive in pinned memory, and only `HostTensor.read`
+waits for what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from negamax.base.errors import ConfigError
+from negamax.base.log import get_logger
+from negamax.config.model_spec import ModelSpec
+from negamax.config.options import DEVICES
+
+logger = get_logger(__name__)
+
+
+def choose_device(name: str, *, num_ranks: int) -> str:
+    """Option `name` as "cpu" or "cuda"; "auto" is cuda where there is a GPU.
+
+    Errors: `ConfigError` for another name, and for fewer GPUs than ranks.
+    """
+    if name not in DEVICES:
+        raise ConfigError(f"--device is {name!r}; allowed: {', '.join(DEVICES)}")
+    found = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not found):
+        return "cpu"
+    if not found:
+        raise ConfigError("--device is cuda; PyTorch finds no CUDA device here", hint="use --device cpu or auto")
+    if found < num_ranks:
+        raise ConfigError(
+            f"{num_ranks} ranks need {num_ranks} GPUs, {found} are there",
+            hint=f"use --tensor-parallel-size {found} or less, or --device cpu",
+        )
+    return "cuda"
+
+
+def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
+    """The compute dtype: as asked; "auto" is the checkpoint's, or float32 where this CPU has no bfloat16 arithmetic."""
+    if name == "auto":
+        name = spec.dtype
+        if device == "cuda" and name == "float32":
+            logger.info("the checkpoint is in float32: computing in bfloat16 (--dtype bfloat16)")
+            name = "bfloat16"
+        elif device == "cpu" and name != "float32" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            logger.info("this CPU has no bfloat16 arithmetic: computing in float32 (--dtype float32)")
+            name = "float32"
+    if device == "cuda" and name == "float32":
+        raise ConfigError(
+            "--dtype is float32; on a GPU the model runs in bfloat16 or float16", hint="drop --dtype, or use --device cpu"
+        )
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def kv_dtype(name: str, *, dtype: torch.dtype, device: str) -> torch.dtype:
+    """The cache's dtype for option `name`. Errors: `ConfigError` for FP8 on the CPU, or another float type than the model's."""
+    if name == "auto" or name == str(dtype).removeprefix("torch."):
+        return dtype
+    if name in ("fp8", "fp8_e4m3") and device == "cuda":
+        return torch.float8_e4m3fn
+    allowed = f"auto or {str(dtype).removeprefix('torch.')}" + (", fp8" if device == "cuda" else "; fp8 needs a GPU")
+    raise ConfigError(f"--kv-cache-dtype is {name}; allowed here: {allowed}")
+
+
+def upload(columns: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """Each column as an int64 tensor on `device`; to a GPU all of them travel in one transfer."""
+    if device.type == "cpu":
+        return [torch.from_numpy(column) for column in columns]
+    packed = torch.from_numpy(np.concatenate(columns)).pin_memory().to(device, non_blocking=True)
+    return list(torch.split(packed, [len(column) for column in columns]))
+
+
+def upload_floats(values: Sequence[float], device: torch.device) -> Tensor:
+    """`values` as fp32 on `device`."""
+    column = torch.tensor(values, dtype=torch.float32)
+    return column if device.type == "cpu" else column.pin_memory().to(device, non_blocking=True)
+
+
+def indices(members: Sequence[int], device: torch.device) -> Tensor:
+    """`members` as an int64 index on `device`."""
+    return upload((np.array(members, dtype=np.int64),), device)[0]
+
+
+class HostTensor:
+    """A device tensor on its way to the host. On the CPU it is the tensor itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._tensor = tensor
+        if tensor.device.type == "cuda":
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> Tensor:
+        """The values, once they are there."""  # host-sync: waits for the step that makes them
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._tensor

@@ -1,0 +1,57 @@
+"""What a launched step hands to the host: numbers that may still be on their way, and how they become a `StepResult`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from negamax.scheduler.step import StepResult
+from negamax.worker.device import HostTensor
+from negamax.worker.sampler import BROKEN, LogprobEntries, Sampled
+
+_NOT_FINITE = "the model produced logits that are not finite numbers"
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """When a step began and ended on the GPU, and when the one before it ended."""
+
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    previous: torch.cuda.Event | None
+
+    def seconds(self) -> tuple[float, float]:
+        """(busy, idle before it); an idle spell before a step that nobody had asked for yet counts too."""
+        self.ended.synchronize()  # host-sync: a step that samples nothing has no other end to wait for
+        idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
+        return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step, launched. `result` may be called from another thread than the one that launches."""
+
+    step_id: int
+    sampled_rows: list[int]  # rows of the plan that were sampled
+    token_ids: HostTensor | None  # [R] int64; None: none was sampled
+    sampled: Sampled | None = None
+    prompt_logprobs: dict[int, list[LogprobEntries]] = field(default_factory=dict)
+    times: StepTimes | None = None
+
+    def timed(self, times: StepTimes) -> Outcome:
+        """The same with the step's times."""
+        return replace(self, times=times)
+
+    def result(self) -> StepResult:
+        """Wait for the numbers and put them together."""
+        token_ids: list[int] = [] if self.token_ids is None else self.token_ids.read().tolist()
+        errors = {row: _NOT_FINITE for row, token in zip(self.sampled_rows, token_ids, strict=True) if token == BROKEN}
+        if errors:
+            token_ids = [max(token, 0) for token in token_ids]
+        logprobs = {}
+        if self.sampled is not None and self.sampled.logprobs is not None:
+            logprobs = dict(zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True))
+        prompt = {row: [entry for tile in tiles for entry in tile.read()] for row, tiles in self.prompt_logprobs.items()}
+        device_seconds, idle_seconds = (0.0, 0.0) if self.times is None else self.times.seconds()
+        return StepResult(self.step_id, token_ids, logprobs, prompt, errors, device_seconds, idle_seconds)

@@ -1,0 +1,51 @@
+"""What a step needs beside weights and cache: measured by running the largest prefill step once."""
+
+from __future__ import annotations
+
+import torch
+
+from negamax.base.log import get_logger
+from negamax.kernels.attention.spec import paged_queries
+from negamax.layers.attention import AttentionInputs, KvView
+from negamax.models.registry import CausalModel
+from negamax.worker.config import WorkerConfig
+
+logger = get_logger(__name__)
+
+
+@torch.inference_mode()
+def peak_bytes(model: CausalModel, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that a step of `max_num_batched_tokens` prompt tokens and `max_num_seqs` sampled rows takes on the GPU.
+
+    Its layers share one cache of just these tokens. `dtype` of the cache.
+    """
+    num_tokens, block_size = config.max_num_batched_tokens, config.block_size
+    length = min(num_tokens, config.max_model_len)
+    counts = [length] * (num_tokens // length) + ([num_tokens % length] if num_tokens % length else [])
+    blocks_each = -(-length // block_size)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    layers, shape = model.kv_shape(len(counts) * blocks_each, block_size)
+    raw = torch.zeros(2, torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+    view = KvView(k=raw[0].view(dtype).view(*shape), v=raw[1].view(dtype).view(*shape))
+    tables = torch.arange(len(counts) * blocks_each, dtype=torch.int32, device=device).view(len(counts), blocks_each)
+    positions = torch.cat([torch.arange(count, device=device) for count in counts])
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=device), torch.tensor(counts, device=device))
+    inputs = AttentionInputs(
+        positions=positions,
+        token_rows=rows,
+        block_tables=tables,
+        decodes=None,
+        prefills=paged_queries(tables, counts, counts),
+        active=None,
+    )
+    token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)
+    hidden = model.forward(token_ids, inputs, [view] * layers)
+    model.local_logits(hidden[: config.max_num_seqs])
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before - raw.numel()
+    del hidden, raw, view
+    torch.cuda.empty_cache()
+    logger.info("a step of %d tokens takes %.2f GiB beside weights and cache", num_tokens, peak / 2**30)
+    return peak + peak // 8  # the allocator's fragments

@@ -1,0 +1,113 @@
+"""`negamax bench kernels` on the CPU: kernels are called alone, on every op, and figures follow from time and cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from negamax.bench.bindings import bind, case_bytes, copy_case, map_tensors
+from negamax.bench.kernels import Ceilings, cases, has_fp8, time_kernel
+from negamax.cli.main import main
+from negamax.kernels.op import Case
+from negamax.kernels.registry import OPS, providers
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_every_op_can_be_bound_and_repeated(name: str) -> None:
+    op = OPS[name]
+    for case in cases(op, platform="cpu", dtype=torch.bfloat16, ranks=(1,)):
+        for kernel in providers(name, platform="cpu", dtype=torch.bfloat16):
+            call = bind(op, kernel, case)
+            with torch.inference_mode():
+                call()
+                call()
+
+
+def test_a_bound_kernel_is_prepared_once_and_returns_what_the_op_returns() -> None:
+    op = OPS["gemm.linear"]
+    (case, *_) = cases(op, platform="cpu", dtype=torch.float32, ranks=(1,))
+    prepared: list[int] = []
+
+    def prepare(*weights: Tensor | None) -> Any:
+        assert op.reference.prepare is not None
+        prepared.append(1)
+        return op.reference.prepare(*weights)
+
+    kernel = replace(op.reference, prepare=prepare)
+    call = bind(op, kernel, case)
+    (expected,) = op.apply(op.reference, case)
+    assert torch.equal(call(), expected) and torch.equal(call(), expected)
+    assert prepared == [1]
+
+
+def test_copies_of_a_case_share_no_memory() -> None:
+    @dataclass(frozen=True)
+    class Pair:
+        left: Tensor
+        right: tuple[Tensor, ...]
+
+    value = Pair(torch.ones(2), (torch.zeros(3), torch.ones(1).to(torch.float8_e4m3fn)))
+    case = Case("", {"pair": value, "plain": torch.ones(5, dtype=torch.int64)}, {"k": 1})
+    copy = copy_case(case)
+    assert copy.numbers == {"k": 1}
+    assert torch.equal(copy.tensors["pair"].right[0], value.right[0])
+    assert copy.tensors["pair"].left.data_ptr() != value.left.data_ptr()
+    assert case_bytes(case) == 4 * 2 + 4 * 3 + 1 + 8 * 5
+    assert has_fp8(case) and not has_fp8(Case("", {"x": torch.ones(1)}))
+    assert map_tensors([None, "x"], torch.neg) == [None, "x"]
+
+
+def test_empty_cases_and_other_degrees_are_left_out() -> None:
+    made = [
+        Case("T=1 TP4 qkv", {"x": torch.ones(1)}),
+        Case("T=0", {"x": torch.ones(0)}),
+        Case("tp=2", {"x": torch.ones(1)}),
+        Case("any", {"x": torch.ones(1)}),
+    ]
+    op = replace(OPS["norm.rms"], cases=lambda dtype, generator: list(made))
+    labels = [case.label for case in cases(op, platform="cpu", dtype=torch.float32, ranks=(4,))]
+    assert labels == ["T=1 TP4 qkv", "any"]
+
+
+def test_percent_of_roofline_is_the_longer_floor_over_the_time() -> None:
+    op = OPS["gemm.linear"]
+    *_, case = cases(op, platform="cpu", dtype=torch.float32, ranks=(1,))
+    cost = op.cost(case)
+    for ceilings in (Ceilings(1e3, 1e30, 0), Ceilings(1e30, 1e3, 0)):
+        timing = time_kernel(op, op.reference, case, dtype=torch.float32, platform="cpu", ceilings=ceilings)
+        seconds = timing.microseconds / 1e6
+        floor = max(cost.num_bytes / ceilings.bytes_per_second, cost.flops / ceilings.flops_per_second)
+        assert timing.percent_of_roofline == pytest.approx(100 * floor / seconds)
+        assert timing.gigabytes_per_second == pytest.approx(cost.num_bytes / seconds / 1e9)
+        assert timing.is_cold is None
+    fp8 = Case("", {"w": torch.ones(1).to(torch.float8_e4m3fn)})
+    assert Ceilings(1.0, 1.0, 0).seconds(fp8, num_bytes=0, flops=4) == 2.0
+
+
+def test_command_prints_a_line_per_kernel_and_case_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    assert main(["bench", "kernels", "--op", "norm.rms", "--device", "cpu", "--dtype", "float32", "--json", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    document = json.loads(file.read_text())
+    assert len(document["timings"]) == len(lines) - 1 >= 3
+    assert {timing["op"] for timing in document["timings"]} == {"norm.rms"}
+    assert document["ceilings"]["bytes_per_second"] > 0
+    assert not document["failures"]
+
+
+def test_unknown_names_are_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, words in (
+        (("--op", "norm.cube"), "known: attention.decode"),
+        (("--dtype", "int4"), "allowed: float32"),
+        (("--device", "abacus"), "allowed: auto, cpu, cuda"),
+        (("--op", "norm.rms", "--provider", "nobody"), "no kernel to time"),
+        (("--tp", "0"), "--tp is '0'"),
+    ):
+        assert main(["bench", "kernels", *flags]) == 2
+        assert words in capsys.readouterr().err

@@ -1,0 +1,183 @@
+"""`negamax bench offline` on nano: what it measures, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from negamax.base.errors import ConfigError
+from negamax.bench.offline import Repeat, Workload, conditions, summarize
+from negamax.bench.report import add_limits, read_baseline
+from negamax.bench.workload import Prompts, decode_batch, run_batch
+from negamax.cli.main import main
+from negamax.config.options import EngineOptions
+from negamax.engine.loop import EngineLoop
+from negamax.engine.setup import start_loop
+from negamax.engine.source import locate
+from negamax.engine.wire import ModelInfo
+
+OPTIONS = EngineOptions(model="nano", num_threads=1, device="cpu")
+FLAGS = ("nano", "--num-threads", "1", "--device", "cpu", "--input-len", "40", "--output-len", "6")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[tuple[EngineLoop, ModelInfo]]:
+    loop, info = start_loop(OPTIONS)
+    yield loop, info
+    loop.shutdown()
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("bench") / "new" / "out.json"
+    flags = ("--concurrency", "1,3", "--repeat", "2", "--bandwidth-tb-s", "0.02", "--json", str(file))
+    assert main(["bench", "offline", *FLAGS, *flags]) == 0
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def test_document_holds_conditions_configuration_and_one_run_per_batch_size(document: dict[str, Any]) -> None:
+    (result,) = document["results"]
+    assert (result["model"], result["num_layers"], result["tensor_parallel_size"]) == ("nano", 5, 1)
+    assert result["options"]["num_threads"] == 1
+    assert result["info"]["num_kv_blocks"] > 0
+    assert result["environment"]["versions"]["torch"]
+    assert result["start_seconds"] > 0
+    assert [run["concurrency"] for run in result["runs"]] == [1, 3]
+    for run in result["runs"]:
+        assert len(run["repeats"]) == 2
+        assert run["cached_tokens"] == 0 and run["preemptions"] == 0
+        assert 0 < run["ttft_ms_median"] <= run["ttft_ms_max"]
+        assert run["prefill_seconds"] > 0 and run["step_ms_median"] > 0
+        assert run["limit_tpot_ms"] > 0
+        for repeat in run["repeats"]:
+            assert len(repeat["ttft"]) == run["concurrency"]
+
+
+def test_results_can_be_compared_with_those_of_the_same_conditions_only(
+    document: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "earlier.json"
+    document["results"][0]["engine"] = "the one before"
+    file.write_text(json.dumps(document))
+    out = tmp_path / "out.json"
+    assert main(["bench", "offline", *FLAGS, "--concurrency", "1", "--compare", str(file), "--json", str(out)]) == 0
+    assert "times the one before" in " ".join(capsys.readouterr().out.split())
+    run, earlier = json.loads(out.read_text())["results"][0]["runs"][0], document["results"][0]["runs"][0]
+    assert run["times_faster_decode"] == pytest.approx(earlier["tpot_ms"] / run["tpot_ms"])
+
+    workload = Workload(input_len=40, output_len=7, concurrency=(1,))
+    with pytest.raises(ConfigError, match="has no result for"):
+        read_baseline(file, conditions(OPTIONS, workload))
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="holds no results"):
+        read_baseline(file, conditions(OPTIONS, workload))
+
+
+def test_batches_that_cannot_run_together_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "offline", *FLAGS, "--concurrency", "9", "--max-num-seqs", "8"]) == 2
+    assert "--max-num-seqs is 8" in capsys.readouterr().err
+    assert main(["bench", "offline", *FLAGS, "--concurrency", "1,two"]) == 2
+    assert "--concurrency is '1,two'" in capsys.readouterr().err
+
+
+def test_prompts_fit_the_engine_and_are_all_different(engine: tuple[EngineLoop, ModelInfo]) -> None:
+    _, info = engine
+    prompts = Prompts(info, seed=1, temperature=1.0)
+    requests = prompts.batch(3, input_len=20, output_len=2) + prompts.batch(3, input_len=20, output_len=2)
+    assert len({request.prompt_token_ids for request in requests}) == 6
+    assert len({request.request_id for request in requests}) == 6
+    assert all(request.sampling.top_k == 0 and request.sampling.top_p == 1.0 for request in requests)
+    again = Prompts(info, seed=1, temperature=1.0).batch(3, input_len=20, output_len=2)
+    assert [request.prompt_token_ids for request in again] == [request.prompt_token_ids for request in requests[:3]]
+    with pytest.raises(ConfigError, match="exceed the window"):
+        prompts.batch(1, input_len=info.max_model_len, output_len=1)
+    with pytest.raises(ConfigError, match="does not run together"):
+        prompts.batch(info.max_num_seqs + 1, input_len=1, output_len=1)
+
+
+def test_a_batch_is_timed_from_its_start_to_its_last_token(engine: tuple[EngineLoop, ModelInfo]) -> None:
+    loop, info = engine
+    requests = Prompts(info, seed=2, temperature=0.0).batch(2, input_len=30, output_len=5)
+    seen: list[int] = []
+    before = loop.stats().generated_tokens
+    times = run_batch(loop, requests, on_decode=lambda: seen.append(loop.stats().num_running))
+    assert loop.stats().generated_tokens - before == 10
+    assert len(times.ttft) == 2 and 0 < times.ttft[0] <= times.ttft[-1] < times.seconds
+    assert len(times.steps) == 4  # both ran in one step each time: five tokens are four steps apart
+    assert seen and not loop.has_work
+    assert sum(times.steps) == pytest.approx(times.seconds - times.ttft[-1])
+
+
+def test_prompts_from_the_prefix_cache_are_noticed(engine: tuple[EngineLoop, ModelInfo]) -> None:
+    loop, info = engine
+    requests = [Prompts(info, seed=3, temperature=0.0).batch(1, input_len=64, output_len=3) for _ in range(2)]
+    assert run_batch(loop, requests[0]).cached_tokens == 0
+    assert run_batch(loop, requests[1]).cached_tokens > 0
+
+
+def test_decode_steps_go_on_until_the_iterator_is_closed(engine: tuple[EngineLoop, ModelInfo]) -> None:
+    loop, info = engine
+    stepper = decode_batch(loop, Prompts(info, seed=4, temperature=0.0).batch(2, input_len=10, output_len=50))
+    next(stepper)
+    before = loop.stats()
+    for _ in range(5):
+        next(stepper)
+    assert loop.stats().step_count - before.step_count == 5
+    assert loop.stats().generated_tokens - before.generated_tokens == 10
+    stepper.close()
+    assert not loop.has_work
+    assert loop.stats().num_free_kv_blocks == loop.stats().num_kv_blocks
+
+
+def test_summary_takes_medians_and_the_idle_share_of_all_repeats() -> None:
+    def repeat(prefill: float, tpot: float, idle: float) -> Repeat:
+        return Repeat(
+            prefill_seconds=prefill,
+            ttft=(0.1, 0.2, 0.6),
+            total_seconds=9.0,
+            tpot=tpot,
+            tpot_in_batch=tpot,
+            step_median=tpot,
+            step_p99=tpot,
+            busy=1.0 - idle,
+            idle=idle,
+            cached_tokens=0,
+            preemptions=0,
+        )
+
+    summary = summarize([repeat(2.0, 0.01, 0.1), repeat(1.0, 0.02, 0.0), repeat(4.0, 0.03, 0.2)], num_requests=3, input_len=10)
+    assert summary["prefill_seconds"] == 2.0 and summary["prefill_tokens_per_second"] == 15.0
+    assert summary["tpot_ms"] == 20.0 and summary["decode_tokens_per_second"] == 150.0
+    assert summary["ttft_ms_median"] == 200.0 and summary["ttft_ms_max"] == 600.0
+    assert summary["gpu_idle_share"] == pytest.approx(0.1)
+
+
+def test_limit_counts_the_kv_cache_in_its_own_dtype() -> None:
+    spec = locate(EngineOptions(model="minimax-m2", load_format="synthetic")).spec
+    limits = []
+    for kv_dtype in ("auto", "fp8"):
+        result: dict[str, Any] = {
+            "info": {"dtype": "bfloat16"},
+            "options": {"kv_cache_dtype": kv_dtype},
+            "input_len": 1000,
+            "output_len": 128,
+            "tensor_parallel_size": 4,
+            "runs": [{"concurrency": 100, "tpot_ms": 20.0}],
+        }
+        add_limits(result, spec, bytes_per_second=4e12)
+        limits.append(result["runs"][0]["limit_tpot_ms"])
+        assert result["runs"][0]["share_of_limit"] == pytest.approx(limits[-1] / 20.0)
+    assert limits[0] - limits[1] == pytest.approx(1e3 * 100 * 1064 * 62 * 2 * 8 * 128 / 4 / 4e12)
+
+
+def test_plot_is_written_or_asks_for_matplotlib(document: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from negamax.bench.plots import plot_offline
+
+    plot_offline(tmp_path / "out.png", document["results"])
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

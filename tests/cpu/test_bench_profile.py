@@ -1,0 +1,73 @@
+"""`negamax bench profile`: kernels are sorted into operations; nothing recorded is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from negamax.bench.profile import group, operation_of, table_rows
+from negamax.cli.main import main
+from negamax.worker.config import KernelTime
+
+KERNELS = Path(__file__).parents[2] / "negamax" / "kernels"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "operation"),
+    [
+        ("_all_reduce_add_rms", "all-reduce + add + norm"),
+        ("_add_rms", "add + norm"),
+        ("nvjet_tst_128x64_64x9_2x1_v_bz_TNT", "dense products"),
+        ("void gemv2T_kernel_val<int, int, __nv_bfloat16>(cublasGemvParams)", "dense products"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >(int)", "PyTorch elementwise"),
+        ("void at::native::(anonymous namespace)::indexSelectLargeIndex<float>(int)", "indexing"),
+        ("_unheard_of", "_unheard_of"),
+    ],
+)
+def test_kernels_are_known_by_how_their_names_begin(kernel: str, operation: str) -> None:
+    assert operation_of(kernel) == operation
+
+
+def test_every_launched_triton_kernel_is_known() -> None:
+    """A new kernel belongs into `profile.OPERATIONS`, so that a profile reads as operations."""
+    launches = re.compile(r"^ +(_\w+)\[(?:\(|grid)", re.MULTILINE)
+    names = {name for file in KERNELS.glob("*/triton.py") for name in launches.findall(file.read_text(encoding="utf-8"))}
+    assert [name for name in sorted(names) if operation_of(name) == name] == []
+
+
+def test_groups_add_up_to_what_was_recorded() -> None:
+    times = [
+        KernelTime("_add_rms", 40, 80.0),
+        KernelTime("_sum_parts", 20, 20.0),
+        KernelTime("_unheard_of", 2, 300.0),
+    ]
+    entries = group(times, steps=10)
+    assert [(entry.operation, entry.microseconds, entry.launches) for entry in entries] == [
+        ("_unheard_of", 30.0, 0.2),
+        ("add + norm", 10.0, 6.0),
+    ]
+    assert entries[1].kernels == ("_add_rms", "_sum_parts")
+    runs = [{"batch": batch, "step_microseconds": 50.0, "operations": [asdict(entry) for entry in entries]} for batch in (1, 4)]
+    headings, rows = table_rows({"runs": runs, "num_layers": 2})
+    assert headings[1:] == ["batch 1", "batch 4"]
+    assert ["add + norm", "5.0 (3.00)", "5.0 (3.00)"] in rows
+    assert ["total", "20.0 (3.10)", "20.0 (3.10)"] in rows
+
+
+def test_command_records_decode_steps_of_every_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    flags = ("--device", "cpu", "--num-threads", "1", "--context", "20", "--steps", "4", "--batch", "1,2", "--kernels")
+    assert main(["bench", "profile", "nano", *flags, "--json", str(file)]) == 0
+    assert "total" in capsys.readouterr().out
+    (result,) = json.loads(file.read_text())["results"]
+    assert [run["batch"] for run in result["runs"]] == [1, 2]
+    for run in result["runs"]:
+        assert run["step_microseconds"] > 0
+        assert sum(entry["microseconds"] for entry in run["operations"]) > 0
+        assert all(entry["launches"] > 0 and entry["kernels"] for entry in run["operations"])

@@ -1,0 +1,242 @@
+"""FP8 weights kept as stored: which blocks a rank holds, what the loader writes there, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from m2_checkpoints import FP8_CONFIG, random_tensors, save_single, tiny_spec, to_fp8
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError, ConfigError
+from negamax.checkpoint.loader import LoadReport, load_weights
+from negamax.checkpoint.synthetic import VALUE_MAX, fill_synthetic
+from negamax.config.model_spec import ModelSpec, bundled_spec
+from negamax.kernels.quantize.spec import dequantize_block
+from negamax.kernels.registry import KernelTable, resolve
+from negamax.layers.attention import QkNormAttention
+from negamax.layers.moe import SparseMoe
+from negamax.layers.weights import MatrixWeight, WeightSlot, slots_by_name
+from negamax.parallel.collectives import Alone
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+from negamax.quantization.scheme import BLOCK_FP8, WeightFormat, choose_format, detect
+
+FP8 = torch.float8_e4m3fn
+CPU = torch.device("cpu")
+# Every slice of TP4 is one block or more.
+SPEC = tiny_spec(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4, head_dim=128,
+    num_local_experts=4, quantization_config=FP8_CONFIG,
+)  # fmt: skip
+QUANTIZED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "w1.weight", "w2.weight", "w3.weight")
+
+
+def kernels(prepared: dict[str, list[Any]]) -> KernelTable:
+    """The CPU's kernels, but that weights are only recorded when they are prepared."""
+
+    def recording(op: str) -> Any:
+        return lambda *weights: prepared.setdefault(op, []).append(weights)
+
+    table = resolve(platform="cpu", dtype=torch.float32)
+    changed = {op: replace(table[op], prepare=recording(op)) for op in ("gemm.linear", "moe.experts")}
+    return replace(table, kernels={**table.kernels, **changed})
+
+
+@dataclass
+class OneLayer:
+    """The attention and the experts of layer 0 on one rank, and the rest of the checkpoint as slots that need nothing."""
+
+    spec: ModelSpec
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    keep_quantized: bool | None = True
+    device: torch.device = CPU
+    prepared: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spec, prefix = self.spec, "model.layers.0"
+        weights = choose_format(spec.quantization, dtype=torch.float32, device=self.device, keep_quantized=self.keep_quantized)
+        context = ParallelContext(self.layout, attention_group=Alone(), expert_group=Alone(), world=Alone())
+        shared: dict[str, Any] = {"context": context, "kernels": kernels(self.prepared), "weights": weights}
+        self.attention = QkNormAttention(
+            f"{prefix}.self_attn", hidden_size=spec.hidden_size, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim, eps=1e-6, **shared,
+        )  # fmt: skip
+        self.moe = SparseMoe(
+            f"{prefix}.block_sparse_moe", hidden_size=spec.hidden_size, width=spec.intermediate_size,
+            num_experts=spec.num_experts, top_k=spec.experts_per_token, **shared,
+        )  # fmt: skip
+        hidden, vocab = (spec.hidden_size,), (spec.vocab_size, spec.hidden_size)
+        rest = {
+            "model.embed_tokens.weight": vocab, "lm_head.weight": vocab, "model.norm.weight": hidden,
+            f"{prefix}.input_layernorm.weight": hidden, f"{prefix}.post_attention_layernorm.weight": hidden,
+        }  # fmt: skip
+        unneeded = [WeightSlot(name, shape, target=None) for name, shape in rest.items()]
+        self._slots = slots_by_name([*unneeded, *self.attention.slots, *self.moe.slots])
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        return self._slots
+
+    def matrices(self) -> dict[str, list[tuple[Tensor, Tensor | None]]]:
+        """What the kernels are given: qkv, o_proj, gate_up and down as (values, scale), stacked matrices one by one."""
+        self.attention.finish_loading()
+        self.moe.finish_loading()
+        (qkv, out), ((gate_up, down, gate_up_scale, down_scale),) = self.prepared["gemm.linear"], self.prepared["moe.experts"]
+        found = {"qkv": [qkv], "o_proj": [out]}
+        for name, values, scales in (("gate_up", gate_up, gate_up_scale), ("down", down, down_scale)):
+            found[name] = list(zip(values, [None] * len(values) if scales is None else scales, strict=True))
+        return found
+
+
+def ranks(tp: int, ep: int = 1) -> list[ParallelLayout]:
+    return [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]
+
+
+def load(model: OneLayer, stored: dict[str, Tensor], folder: Path) -> LoadReport:
+    return load_weights(model, model.spec, save_single(folder, stored))
+
+
+# What a rank holds
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
+def test_stored_weights_are_the_dequantised_ones_block_by_block(tmp_path: Path, tp: int, ep: int) -> None:
+    stored = to_fp8(random_tensors(SPEC))
+    for layout in ranks(tp, ep):
+        kept, plain = OneLayer(SPEC, layout), OneLayer(SPEC, layout, keep_quantized=False)
+        report, plain_report = load(kept, stored, tmp_path), load(plain, stored, tmp_path)
+        count = 4 + 3 * SPEC.num_experts // ep
+        assert (report.num_kept, report.num_dequantized) == (count, 0)
+        assert (plain_report.num_kept, plain_report.num_dequantized) == (0, count)
+        assert f"{count} of them weights kept as fp8_e4m3_block_128x128" in report.summary()
+        expected = plain.matrices()
+        for name, matrices in kept.matrices().items():
+            for (values, scale), (dequantized, no_scale) in zip(matrices, expected[name], strict=True):
+                assert values.dtype == FP8 and no_scale is None and scale is not None and scale.dtype == torch.float32
+                assert torch.equal(dequantize_block(values, scale), dequantized), (name, layout)
+
+
+def test_a_rank_reads_the_bytes_of_its_slices_only(tmp_path: Path) -> None:
+    stored = to_fp8(random_tensors(SPEC))
+    split = sum(
+        tensor.nbytes
+        for name, tensor in stored.items()
+        if name.removesuffix("_scale_inv").endswith(QUANTIZED) or name.endswith(("q_norm.weight", "k_norm.weight"))
+    )
+    replicated = sum(tensor.nbytes for name, tensor in stored.items() if ".gate." in name or name.endswith("bias"))
+    for layout in ranks(4):
+        assert load(OneLayer(SPEC, layout), stored, tmp_path).num_bytes == split // 4 + replicated
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_blocks_of_minimax_m2_are_dealt_out_once(tp: int) -> None:
+    """At the published sizes, on no memory: the ranks' regions tile every quantised tensor and every scale."""
+    spec = replace(bundled_spec("minimax-m2"), num_layers=1)
+    layers = [OneLayer(spec, layout, device=torch.device("meta")).weight_slots() for layout in ranks(tp)]
+    quantized = [name for name in layers[0] if name.endswith(QUANTIZED)]
+    assert len(quantized) == 4 + 3 * 256
+    for name in quantized:
+        rows, columns = layers[0][name].shape
+        assert layers[0][name + "_scale_inv"].shape == (rows // 128, columns // 128)
+        axis = 1 if name.endswith(("o_proj.weight", "w2.weight")) else 0
+        for unit, key in ((1, name), (128, name + "_scale_inv")):
+            regions = [slots[key].region for slots in layers]
+            assert [region[1 - axis] for region in regions] == [range((columns, rows)[axis] // unit)] * tp
+            assert [i for region in regions for i in region[axis]] == list(range((rows, columns)[axis] // unit))
+    last = layers[-1]["model.layers.0.self_attn.q_proj.weight_scale_inv"]
+    assert (last.region, last.dtype) == ((range(48 - 48 // tp, 48), range(24)), torch.float32)
+
+
+def test_slices_that_cut_a_block_are_refused_with_the_way_out() -> None:
+    spec = replace(bundled_spec("minimax-m2"), num_layers=1)
+    with pytest.raises(ConfigError) as caught:
+        OneLayer(spec, ParallelLayout(rank=1, tp=8), device=torch.device("meta"))
+    assert str(caught.value) == (
+        "a rank's share of the 1536 rows of model.layers.0.block_sparse_moe.experts.0.w1.weight is 192, from 192 to 383; "
+        "FP8 blocks of 128 cannot be split (split them over 1, 2, 3, 4, 6, 12 ranks)"
+    )
+    OneLayer(spec, ParallelLayout(rank=1, tp=8), keep_quantized=False, device=torch.device("meta"))
+    OneLayer(spec, ParallelLayout(rank=1, tp=8, ep=2), device=torch.device("meta"))  # half the experts, 384 wide
+
+
+# What is kept and what is not
+
+
+def test_a_gpu_keeps_what_a_cpu_dequantises() -> None:
+    quantization, gpu = SPEC.quantization, torch.device("cuda")
+    assert choose_format(quantization, dtype=torch.bfloat16, device=gpu).scheme is BLOCK_FP8
+    assert choose_format(quantization, dtype=torch.float32, device=gpu).scheme is None
+    assert choose_format(quantization, dtype=torch.bfloat16, device=CPU).scheme is None
+    assert choose_format(quantization, dtype=torch.bfloat16, device=CPU, keep_quantized=True).scheme is BLOCK_FP8
+    assert choose_format(None, dtype=torch.bfloat16, device=gpu, keep_quantized=True).scheme is None
+
+
+def test_modules_that_the_checkpoint_leaves_out_stay_plain(tmp_path: Path) -> None:
+    config = {**FP8_CONFIG, "modules_to_not_convert": ["gate", "model.layers.0.self_attn.o_proj", "q_proj"]}
+    spec = replace(SPEC, quantization=tiny_spec(quantization_config=config).quantization)
+    with pytest.raises(ConfigError, match=r"q_proj.weight is stored unquantised and .*k_proj.weight as fp8_e4m3"):
+        OneLayer(spec)
+    config["modules_to_not_convert"] = ["gate", "model.layers.0.self_attn.o_proj"]
+    spec = replace(SPEC, quantization=tiny_spec(quantization_config=config).quantization)
+    stored, name = to_fp8(random_tensors(spec)), "model.layers.0.self_attn.o_proj.weight"
+    stored[name] = dequantize_block(stored[name], stored.pop(name + "_scale_inv")).to(torch.bfloat16)
+    model = OneLayer(spec)
+    assert model.attention.takes_quantized and not model.attention.gives_quantized
+    load(model, stored, tmp_path)
+    values, scale = model.matrices()["o_proj"][0]
+    assert scale is None and torch.equal(values, stored[name].float())
+
+
+def test_only_fp8_values_with_finite_scales_are_taken(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    stored = to_fp8(random_tensors(SPEC))
+    plain = {key: tensor for key, tensor in stored.items() if key != name + "_scale_inv"}
+    for changed, message in [
+        ({**plain, name: torch.zeros(512, 256, dtype=torch.bfloat16)}, rf"{name} has dtype BF16 and no scale; .*quantised"),
+        ({**stored, name: torch.zeros(512, 256, dtype=torch.bfloat16)}, rf"{name} has a scale, dtype BF16"),
+        (plain, rf"{name} has dtype F8_E4M3 and its scale {name}_scale_inv is missing"),
+        ({**stored, name + "_scale_inv": torch.full((4, 2), torch.inf)}, r"k_proj.weight_scale_inv: a block scale is inf"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            load(OneLayer(SPEC), changed, tmp_path)
+    matrix = MatrixWeight(("x",), (128, 128), WeightFormat(torch.bfloat16, CPU, detect(SPEC.quantization)))
+    slot = matrix.slots("x", (128, 128), region=(range(128), range(128)))[0]
+    with pytest.raises(CheckpointError, match=r"tensor x has dtype torch.bfloat16; torch.float8_e4m3fn is needed, as stored"):
+        slot.write(torch.zeros(128, 128, dtype=torch.bfloat16))
+
+
+# Synthetic weights
+
+
+def test_synthetic_fp8_weights_are_one_model_for_every_degree() -> None:
+    whole = OneLayer(SPEC)
+    fill_synthetic(whole, SPEC, 5)
+    expected = whole.matrices()
+    parts = []
+    for layout in ranks(4):
+        part = OneLayer(SPEC, layout)
+        fill_synthetic(part, SPEC, 5)
+        parts.append(part.matrices())
+    for name, axis in (("o_proj", 1), ("down", 1)):
+        for index, (values, scale) in enumerate(expected[name]):
+            found = [part[name][index] for part in parts]
+            assert torch.equal(torch.cat([v.view(torch.uint8) for v, _ in found], axis), values.view(torch.uint8))
+            assert scale is not None and torch.equal(torch.cat([s for _, s in found], axis), scale)
+    for index, (values, _) in enumerate(expected["gate_up"]):
+        halves = [part["gate_up"][index][0].view(torch.uint8).chunk(2) for part in parts]
+        stacked = torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+        assert torch.equal(stacked, values.view(torch.uint8))
+
+
+def test_synthetic_fp8_weights_have_the_magnitude_of_plain_ones() -> None:
+    plain, stored = OneLayer(SPEC, keep_quantized=False), OneLayer(SPEC)
+    fill_synthetic(plain, SPEC, 0)
+    fill_synthetic(stored, SPEC, 0)
+    expected = plain.matrices()
+    for name, matrices in stored.matrices().items():
+        for (values, scale), (weight, _) in zip(matrices, expected[name], strict=True):
+            assert scale is not None and scale.unique().numel() == scale.numel() and values.float().abs().max() <= VALUE_MAX
+            assert dequantize_block(values, scale).std().item() == pytest.approx(weight.std().item(), rel=0.1)

@@ -1,0 +1,216 @@
+"""The Triton attention kernels in Triton's interpreter, at sizes it can bear, against the definitions."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+import triton_support  # noqa: F401  before the kernels
+from torch import Tensor
+
+from negamax.kernels.activations import Activations
+from negamax.kernels.attention import spec
+from negamax.kernels.attention import triton as kernels
+from negamax.kernels.attention.spec import PagedQueries, PagedShape, paged_queries
+from negamax.kernels.collectives.spec import PeerMemory, PeerRegion
+from negamax.kernels.kvcache.spec import FP8, cache_rows
+from negamax.kernels.op import Kernel, Op
+from negamax.kernels.rope.spec import cos_sin, signed_frequencies
+
+FP8_ERROR = 0.08  # of rounding to e4m3; the interpreter truncates, a GPU stays below 0.03
+PAIRS = [pytest.param(op, kernel, id=kernel.op) for op in spec.OPS for kernel in kernels.KERNELS if kernel.op == op.name]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("op", "kernel"), PAIRS)
+def test_kernel_computes_its_op(op: Op, kernel: Kernel, dtype: torch.dtype) -> None:
+    for case in op.cases(dtype, torch.Generator().manual_seed(0)):
+        expected = op.apply(op.reference, case.upcast())
+        actual = op.apply(kernel, case)
+        for want, got in zip(expected, actual, strict=True):
+            assert got.shape == want.shape, case.label
+            tolerance = op.tolerance[dtype]
+            torch.testing.assert_close(got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol, msg=case.label)
+
+
+def paged(
+    lengths: list[int], shape: PagedShape, *, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Caches that hold large values wherever no key lies, and tables in int32, one row more than there are sequences."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    width = -(-max(lengths) // shape.block_size)
+    count = width * len(lengths)
+    tables = torch.full((len(lengths) + 1, width), 10**6, dtype=torch.int32)
+    blocks = torch.randperm(count, generator=generator).to(torch.int32).view(len(lengths), width)
+    caches = []
+    for _ in range(2):
+        cache = torch.full((count, shape.kv_heads, shape.block_size, head_dim), 400.0)
+        for row, length in enumerate(lengths):
+            for position in range(length):
+                block = blocks[row, position // shape.block_size]
+                cache[block, :, position % shape.block_size] = torch.randn(shape.kv_heads, head_dim, generator=generator)
+        caches.append(cache.to(dtype))
+    for row, length in enumerate(lengths):
+        used = -(-length // shape.block_size)
+        tables[row + 1, :used] = blocks[row, :used]
+    return caches[0], caches[1], tables
+
+
+def queries_of(tables: Tensor, lengths: list[int], counts: list[int]) -> PagedQueries:
+    """Sequences whose tables are in the rows from 1 up, in order."""
+    plain = paged_queries(tables, lengths, counts)
+    return PagedQueries(tables, plain.table_rows + 1, plain.seq_lens, plain.query_starts, tuple(lengths), tuple(counts))
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_decode_shares_sequences_out_and_leaves_padding_zero(cache_dtype: torch.dtype, block_size: int) -> None:
+    """Sequences cut in two and in many parts, whole ones, empty ones; twice with one plan, as the layers of a step do."""
+    shape = PagedShape(kv_heads=2, group=6, block_size=block_size)
+    lengths = [0, 900, 3, 0, 64, 65, 130]
+    k_cache, v_cache, tables = paged(lengths, shape, dtype=cache_dtype)
+    queries = queries_of(tables, lengths, [1] * len(lengths))
+    q = torch.randn(len(lengths), 12, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    scales = (0.5, 2.0)
+    want = spec.attend(q.float(), k_cache, v_cache, spec.plan(queries, shape, dtype=q.dtype), kv_scales=scales)
+    plan = kernels.plan_decode(queries, shape, dtype=q.dtype, quantize=True)
+    for _ in range(2):
+        got = kernels.decode(q, k_cache, v_cache, plan, kv_scales=scales)
+        assert isinstance(got, Activations)
+        assert relative_error(got.plain, want) < 5e-3
+        assert not got.plain[0].any() and not got.plain[3].any()
+        assert not plan.counters.any()
+        assert torch.equal(got.scales[0], torch.ones(12))
+        restored = got.values.float().view(-1, 12, 128) * got.scales[:, :, None]
+        assert relative_error(restored.flatten(1), got.plain) < FP8_ERROR
+
+
+def test_a_long_sequence_is_cut_into_pieces_beside_short_ones() -> None:
+    shape = PagedShape(kv_heads=1, group=6, block_size=32)
+    lengths = [700, 70, 0]
+    k_cache, v_cache, tables = paged(lengths, shape)
+    queries = queries_of(tables, lengths, [1] * len(lengths))
+    q = torch.randn(len(lengths), 6, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plan = kernels.plan_decode(queries, shape, dtype=q.dtype)
+    assert plan.sequences.view(-1, 8)[:, 5].tolist() == [1, 1, 1]
+    alone = queries_of(tables, lengths[:1], [1])
+    cut = kernels.plan_decode(alone, shape, dtype=q.dtype)
+    assert cut.sequences.view(-1, 8)[:, 5].tolist() == [3]
+    for chosen, prepared in ((queries, plan), (alone, cut)):
+        used = q[: len(chosen.host_seq_lens)]
+        want = spec.attend(used.float(), k_cache, v_cache, spec.plan(chosen, shape, dtype=q.dtype))
+        assert relative_error(kernels.decode(used, k_cache, v_cache, prepared), want) < 5e-3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
+    """Whatever the lengths: each tile once, as many programs per sequence as the plan says, from the one it names."""
+    rng = random.Random(seed)
+    count = rng.choice((1, 2, 3, 5, 6, 7, 40, 200))
+    lengths = [rng.choice((0, 1, 64, 65, rng.randrange(3000))) for _ in range(count)]
+    shape = PagedShape(kv_heads=rng.choice((1, 2)), group=6, block_size=16)
+    queries = paged_queries(torch.zeros(count, 1, dtype=torch.int64), lengths, [1] * count)
+    plan = kernels.plan_decode(queries, shape, dtype=torch.bfloat16)
+    sequences, records = plan.sequences.view(-1, 8).tolist(), plan.records.view(-1, 16).tolist()
+    visits: dict[int, list[tuple[int, int, int]]] = {}  # of each sequence: program, first tile, end
+    for program, (tile, stop, seq, _, *known) in enumerate(records):
+        assert tile == stop or known[:6] == sequences[seq][:6]
+        while tile < stop:
+            until = min(stop, sequences[seq][1])
+            visits.setdefault(seq, []).append((program, tile, until))
+            tile, seq = until, seq + 1
+    first_tile = 0
+    for seq, length in enumerate(lengths):
+        base, end, tokens, row, first, parts = sequences[seq][:6]
+        assert (base, end, tokens, row) == (first_tile, first_tile + max(1, -(-length // 64)), length, seq)
+        assert [visit[0] for visit in visits[seq]] == list(range(first, first + parts))
+        assert [base, *(visit[2] for visit in visits[seq])] == [*(visit[1] for visit in visits[seq]), end]
+        first_tile = end
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
+def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dtype) -> None:
+    shape = PagedShape(kv_heads=1, group=2, block_size=32)
+    lengths, counts = [300, 40, 129], [140, 40, 1]
+    k_cache, v_cache, tables = paged(lengths, shape, dtype=cache_dtype)
+    queries = queries_of(tables, lengths, counts)
+    q = torch.randn(sum(counts), 2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = spec.attend(q.float(), k_cache, v_cache, spec.plan(queries, shape, dtype=q.dtype), kv_scales=(0.5, 2.0))
+    plan = kernels.plan_prefill(queries, shape, dtype=q.dtype, quantize=True)
+    got = kernels.prefill(q, k_cache, v_cache, plan, kv_scales=(0.5, 2.0))
+    assert isinstance(got, Activations)
+    assert relative_error(got.plain, want) < 5e-3
+    restored = got.values.float().view(-1, 2, 128) * got.scales[:, :, None]
+    assert relative_error(restored.flatten(1), got.plain) < FP8_ERROR
+
+
+def test_no_sequence_is_no_work() -> None:
+    shape = PagedShape(kv_heads=1, group=2, block_size=16)
+    k_cache, v_cache, tables = paged([1], shape)
+    queries, q = queries_of(tables, [], []), torch.empty(0, 2, 128, dtype=torch.bfloat16)
+    for prepare, run in ((kernels.plan_decode, kernels.decode), (kernels.plan_prefill, kernels.prefill)):
+        assert run(q, k_cache, v_cache, prepare(queries, shape, dtype=q.dtype)).shape == (0, 256)
+
+
+@dataclass
+class TwoRanks:
+    """Rank 0 of two; the other one's sums of squares are `others` [T, 2]."""
+
+    others: Tensor
+    peers: PeerMemory | None
+    size = 2
+    rank = 0
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor + self.others
+
+    def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
+        raise AssertionError("norms sum over ranks and gather nothing")
+
+
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
+def test_norms_cross_ranks_and_broken_rows_stay_finite(cache_dtype: torch.dtype, peers: bool) -> None:
+    tokens, heads, kv_heads, block_size, rounds = 3, 3, 1, 16, 2
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * 128, generator=generator).bfloat16() * 3
+    qkv[1, ::7] = torch.nan
+    qkv[1, 5] = torch.inf
+    weight = 1 + 0.2 * torch.randn((heads + kv_heads) * 128, generator=generator)
+    cos, sin = cos_sin(torch.tensor([5, 900, 31]), signed_frequencies(64, 5e6))
+    slots = torch.tensor([17, 2, -1])
+    rows = cache_rows(slots, kv_heads=kv_heads, block_size=block_size)
+    others = 500 * torch.rand(tokens, 2, generator=generator)
+    # Both ranks' copies of the region; the other rank has already written its words of every round into this one's.
+    copies = torch.zeros(2, 2, 4, 2, 2, dtype=torch.int64)
+    epochs = torch.zeros(4, dtype=torch.int32)
+    addresses = torch.tensor([copy.data_ptr() for copy in copies])
+    region = PeerRegion(addresses, epochs, rows=4, words=2)
+    group = TwoRanks(others, PeerMemory(0, 2, region, region, region) if peers else None)
+    scales = (0.5, 0.25)
+    caches = [torch.zeros(4, kv_heads, block_size, 128, dtype=cache_dtype) for _ in range(4)]
+    norm = spec.prepare_qk_norm(weight, heads=heads, kv_heads=kv_heads, eps=1e-6, ranks=2)
+    kept = rows >= 0
+    want = spec.qk_norm_rope_write(qkv.float(), norm, cos, sin, *caches[:2], rows.clamp(0), group=group, kv_scales=scales)
+    prepared = kernels.prepare_qk_norm(weight, heads=heads, kv_heads=kv_heads, eps=1e-6, ranks=2)
+    for epoch in range(1, rounds + 1):
+        words = others.view(torch.int32).long() & 0xFFFFFFFF | epoch << 32
+        copies[0, epoch & 1, :tokens, 1] = words
+        got = kernels.qk_norm_rope_write(qkv.clone(), prepared, cos, sin, *caches[2:], rows, group=group, kv_scales=scales)
+        assert got.isfinite().all()
+        assert relative_error(got[[0, 2]], want[[0, 2]]) < 5e-3
+        for stored, defined in zip(caches[2:], caches[:2], strict=True):
+            flat, expected = stored.float().view(-1, 128), defined.float().view(-1, 128)
+            assert flat.isfinite().all()
+            assert relative_error(flat[rows[kept]][:1], expected[rows[kept]][:1]) < (FP8_ERROR if cache_dtype == FP8 else 5e-3)
+            assert not flat[3:17].any() and not flat[18:].any()
+    if peers:
+        assert epochs.tolist() == [rounds] * tokens + [0]
+        own = copies[1, rounds & 1, :tokens, 0]
+        assert (own >> 32 == rounds).all()

@@ -1,0 +1,98 @@
+"""The exchange of rows between ranks through Triton's interpreter: one rank runs, the others' words are in its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_support import Group, Ranks
+
+from negamax.kernels.collectives import spec, tiles
+from negamax.kernels.collectives import triton as kernels
+from negamax.kernels.norm import spec as norm_spec
+from negamax.kernels.norm import triton as norm_kernels
+from negamax.parallel.collectives import Alone
+
+WIDTH = 1024
+WORDS = WIDTH // 2
+OP = spec.OPS[0]
+
+
+def test_every_case_of_the_op_on_one_rank() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        tolerance = OP.tolerance[dtype]
+        for case in OP.cases(dtype, torch.Generator().manual_seed(1)):
+            for want, got in zip(OP.apply(OP.reference, case.upcast()), OP.apply(kernels.KERNELS[0], case), strict=True):
+                torch.testing.assert_close(got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol)
+
+
+def words(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 2)])
+def test_rows_are_summed_over_ranks_then_added_and_normalised(
+    world: int, rank: int, parts: int, two_shot: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps with 3, 1 and 2 rows, so that rows are at different epochs; fp16, which the interpreter rounds right."""
+    monkeypatch.setattr(tiles, "two_shot", lambda *args, **sizes: two_shot)
+    ranks = Ranks(world, rows=4, words=WORDS)
+    generator = torch.Generator().manual_seed(world + rank)
+    weight = (1 + 0.2 * torch.randn(WIDTH, generator=generator)).half()
+    norm = norm_kernels.prepare(weight, 1e-6)
+    share = slice(rank * WIDTH // world, (rank + 1) * WIDTH // world)
+    for num_rows in (3, 1, 2):
+        x = [torch.randn(num_rows, parts, WIDTH, generator=generator).half() for _ in range(world)]
+        residual = torch.randn(num_rows, WIDTH, generator=generator).half()
+        sums = [part.float().sum(dim=1).half() for part in x]
+        total = torch.stack([part.float() for part in sums]).sum(dim=0).half()
+        for row in range(num_rows):
+            for sender in set(range(world)) - {rank}:
+                if two_shot:
+                    theirs = slice(sender * WIDTH // world, (sender + 1) * WIDTH // world)
+                    ranks.arrive(rank, sender=sender, row=row, payload=words(sums[sender][row, share]))
+                    ranks.arrive(rank, sender=sender, row=row, payload=words(total[row, theirs]), first_word=WORDS // world)
+                else:
+                    ranks.arrive(rank, sender=sender, row=row, payload=words(sums[sender][row]))
+        expected_residual = residual.clone()
+        expected = norm_spec.add_rms(total, expected_residual, norm)
+        out = kernels.all_reduce_add_rms(x[rank], residual, norm, Group(ranks, rank))
+        assert isinstance(out, torch.Tensor)
+        assert torch.equal(residual, expected_residual)
+        torch.testing.assert_close(out.float(), expected.float(), atol=2e-3, rtol=2e-3)
+    assert ranks.epochs[rank].tolist() == [3, 2, 1, 0]
+
+
+def test_what_a_rank_pushes_arrives_tagged_at_every_peer() -> None:
+    ranks = Ranks(2, rows=2, words=WORDS)
+    x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1)).half()
+    ranks.arrive(1, sender=0, row=0, payload=torch.zeros(WORDS, dtype=torch.int32))
+    norm = norm_kernels.prepare(torch.ones(WIDTH, dtype=torch.float16), 1e-6)
+    kernels.all_reduce_add_rms(x, torch.zeros_like(x), norm, Group(ranks, 1))
+    for copy in ranks.copies:
+        arrived = copy[1, 0, 1]  # epoch 1: buffer 1, row 0, sender 1
+        assert (arrived >> 32 == 1).all()
+        assert torch.equal(arrived.to(torch.int32), words(x[0]))
+    assert ranks.copies[0][0].count_nonzero() == 0
+
+
+def test_more_rows_than_the_region_holds_go_through_the_group() -> None:
+    class Doubling(Alone):
+        """Two ranks with the same numbers."""
+
+        size = 2
+
+        def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor + tensor
+
+    group = Doubling()
+    group.peers = Ranks(2, rows=2, words=WORDS).peers(0)
+    x = torch.randn(3, 2, WIDTH, generator=torch.Generator().manual_seed(1)).half()
+    residual, expected_residual = torch.zeros(3, WIDTH).half(), torch.zeros(3, WIDTH).half()
+    norm = norm_kernels.prepare(torch.ones(WIDTH, dtype=torch.float16), 1e-6)
+    out = kernels.all_reduce_add_rms(x, residual, norm, group)
+    expected = spec.all_reduce_add_rms(x, expected_residual, norm, group)
+    assert isinstance(out, torch.Tensor)
+    assert torch.equal(residual, expected_residual)
+    torch.testing.assert_close(out.float(), expected.float(), atol=2e-3, rtol=2e-3)

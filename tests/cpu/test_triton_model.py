@@ -1,0 +1,126 @@
+"""A whole model on the GPU's kernels, through Triton's interpreter: FP8 weights as stored, FP8 activations, padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import triton_support  # noqa: F401  before the kernels
+from m2_checkpoints import FP8_CONFIG, to_fp8
+from model_support import PagedRun, build, random_weights, tiny_config
+from torch import Tensor
+
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.attention.spec import PagedQueries
+from negamax.kernels.moe import tiles as moe_tiles
+from negamax.kernels.quantize.spec import dequantize_block
+from negamax.kernels.registry import KernelTable, gpu_kernels
+from negamax.layers.attention import AttentionInputs
+from negamax.models.registry import CausalModel, build_model
+from negamax.parallel.context import ParallelContext
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "num_hidden_layers": 1,  # the interpreter is slow
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "intermediate_size": 128,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+SPEC = ModelSpec.from_hf_config({**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"})
+Steps = list[list[tuple[str, list[int]]]]  # (sequence, its next tokens)
+
+
+def kernel_table() -> KernelTable:
+    """What a GPU would get, without asking whether there is one."""
+    preferred = {kernel.op: kernel for kernel in reversed(gpu_kernels()) if torch.bfloat16 in kernel.dtypes}
+    return KernelTable(platform="cuda", dtype=torch.bfloat16, kernels=preferred)
+
+
+def gpu_model(weights: Mapping[str, Tensor], *, keep_quantized: bool) -> CausalModel:
+    kernels, device = kernel_table(), torch.device("cpu")
+    model = build_model(
+        SPEC,
+        context=ParallelContext.single(),
+        dtype=torch.bfloat16,
+        device=device,
+        kernels=kernels,
+        keep_quantized=keep_quantized,
+    )
+    for name, slot in model.weight_slots().items():
+        if not slot.optional:
+            slot.write(weights[name])
+    model.finish_loading()
+    return model
+
+
+def errors(actual: Tensor, expected: Tensor) -> list[float]:
+    """||logits - expected|| / ||expected|| of each token."""
+    return ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
+
+
+def compare(run: PagedRun, reference: PagedRun, steps: Steps) -> float:
+    """The largest error; expected are the definitions in fp32."""
+    worst = 0.0
+    for step in steps:
+        actual, expected = run.step(step), reference.step(step)
+        worst = max([worst, *(error for name in actual for error in errors(actual[name], expected[name]))])
+    return worst
+
+
+def test_stored_fp8_weights_and_plain_ones_give_the_logits_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_programs = moe_tiles.TokenTile(128, 128, 4, 128, 128, 4)  # the interpreter runs them one by one
+    monkeypatch.setattr(moe_tiles, "token", lambda width: few_programs)
+    stored = to_fp8({name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()})
+    plain = {
+        name: dequantize_block(tensor, stored[name + "_scale_inv"]) if tensor.dtype == torch.float8_e4m3fn else tensor
+        for name, tensor in stored.items()
+        if not name.endswith("_scale_inv")
+    }
+    run = PagedRun(gpu_model(plain, keep_quantized=False), dtype=torch.bfloat16)
+    assert compare(run, PagedRun(build(SPEC, plain)), [[("a", [1, 2])], [("a", [7]), ("b", [3])]]) < 0.05
+    run, reference = PagedRun(gpu_model(stored, keep_quantized=True), dtype=torch.bfloat16), PagedRun(build(SPEC, plain))
+    steps: Steps = [[("a", [1, 2, 3])], [("a", [4]), ("b", [5, 6])]]
+    # The interpreter cuts FP8 values off instead of rounding them: 5 % of each activation. Without, this would be 0.08.
+    assert compare(run, reference, steps) < 0.25
+    expected = reference.step([("a", [7])])["a"]
+    for error in errors(padded_decode(run, "a", 7, rows=3), expected):
+        assert error < 0.25
+
+
+def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
+    """Decode `token` in a batch whose other rows are padding, as a captured graph runs it; logits [1, vocab]."""
+    position, size = run.lengths[name], run.block_size
+    spare = run.free.pop()  # the block that padding rows write to
+    run.lengths[name] += 1
+    assert position % size and position // size < len(run.tables[name])
+    filled = torch.zeros(rows - 1, dtype=torch.int64)
+    queries = PagedQueries(
+        block_tables=torch.tensor([run.tables[name], [spare] * len(run.tables[name])]),
+        table_rows=torch.tensor([0] + [1] * (rows - 1)),
+        seq_lens=torch.tensor([position + 1] + [0] * (rows - 1), dtype=torch.int32),
+        query_starts=torch.arange(rows + 1, dtype=torch.int32),
+        host_seq_lens=(),
+        host_counts=(),
+    )
+    inputs = AttentionInputs(
+        positions=torch.cat((torch.tensor([position]), filled)),
+        token_rows=queries.table_rows,
+        block_tables=queries.block_tables,
+        decodes=queries,
+        prefills=None,
+        active=torch.tensor([1], dtype=torch.int32),
+    )
+    chosen = torch.zeros(SPEC.num_layers, rows, SPEC.experts_per_token, dtype=torch.int32)
+    run.model.observe_routing(chosen)
+    with torch.inference_mode():
+        hidden = run.model.forward(torch.cat((torch.tensor([token]), filled)), inputs, run.kv)
+        logits = run.model.logits(hidden)
+    assert (chosen[:, 0] >= 0).all() and (chosen[:, 1:] == -1).all(), "padding rows must reach no expert"
+    assert torch.isfinite(logits).all()
+    return logits[:1]

@@ -1,0 +1,166 @@
+"""The Triton kernels of the mixture of experts through Triton's interpreter, on the CPU at small sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton_support  # noqa: F401  before the kernels
+
+from negamax.kernels.moe import spec, tiles
+from negamax.kernels.moe import triton as kernels
+from negamax.kernels.op import Case, Kernel
+
+OPS = {op.name: op for op in spec.OPS}
+ROUTE, EXPERTS = kernels.KERNELS
+DTYPES = (torch.bfloat16, torch.float16)
+PATHS = {"token": (1 << 20, 1 << 20), "scan": (0, 1 << 20), "sorted": (0, 0)}  # (MAX_TOKEN, MAX_SCAN)
+
+
+def choose_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    most_token, most_scan = PATHS[path]
+    monkeypatch.setattr(tiles, "max_token", lambda width: most_token)
+    monkeypatch.setattr(tiles, "MAX_SCAN", most_scan)
+    few_programs = tiles.TokenTile(16, 256, 4, 32, 128, 4)  # the interpreter runs them one by one
+    monkeypatch.setattr(tiles, "token", lambda width: few_programs)
+
+
+def compare(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
+    op = OPS[kernel.op]
+    with torch.inference_mode():
+        expected = op.apply(op.reference, case.upcast())
+        actual = op.apply(kernel, case)
+    for want, got in zip(expected, actual, strict=True):
+        assert got.shape == want.shape, case.label
+        tolerance = op.tolerance[dtype]
+        if want.is_floating_point():
+            torch.testing.assert_close(got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol, msg=case.label)
+        else:
+            assert torch.equal(got, want), case.label
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    assert not out.isnan().any()
+    return ((out - reference).norm() / reference.norm()).item()
+
+
+def fp8_case(
+    num_tokens: int, *, hidden: int = 256, width: int = 128, num_experts: int = 6, top_k: int = 2, seed: int = 0
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    gate_up, gate_up_scale = spec._wide_weight(num_experts, 2 * width, hidden, generator=generator)
+    down, down_scale = spec._wide_weight(num_experts, hidden, width, generator=generator)
+    tensors = {
+        "x": torch.randn(num_tokens, hidden, generator=generator).bfloat16(),
+        "ids": torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices.int(),
+        "weights": torch.rand(num_tokens, top_k, generator=generator) + 0.1,
+        "gate_up": gate_up,
+        "down": down,
+        "gate_up_scale": gate_up_scale,
+        "down_scale": down_scale,
+    }
+    return Case(f"fp8 T={num_tokens}", tensors, {"first": 0, "count": num_experts})
+
+
+def experts_error(case: Case) -> float:
+    op = OPS["moe.experts"]
+    (expected,) = op.apply(op.reference, case.upcast())
+    (actual,) = op.apply(EXPERTS, case)
+    return relative_error(actual.float(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_route_on_every_case_of_the_op(dtype: torch.dtype) -> None:
+    for case in OPS["moe.route"].cases(dtype, torch.Generator().manual_seed(1)):
+        compare(ROUTE, case, dtype)
+
+
+def test_route_marks_padding_and_leaves_its_counters_at_whole_rounds() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(19, 64, generator=generator).bfloat16()
+    prepared = kernels.prepare_gate(torch.randn(8, 64, generator=generator), torch.randn(8, generator=generator))
+    ids, weights = kernels.route(x, prepared, top_k=2)
+    again, some = kernels.route(x, prepared, top_k=2, active=torch.tensor([5], dtype=torch.int32))
+    assert torch.equal(again[:5], ids[:5]) and torch.equal(some[:5], weights[:5])
+    assert (again[5:] == -1).all() and (some[5:] == 0).all()
+    assert prepared.arrived.max() == 2 * 1024 and (prepared.arrived % 1024 == 0).all()
+
+
+def test_route_prefers_the_lower_id_among_equals_and_survives_nan() -> None:
+    prepared = kernels.prepare_gate(torch.zeros(8, 32), torch.zeros(8))
+    x = torch.ones(2, 32).bfloat16()
+    x[1, 0] = float("nan")
+    ids, weights = kernels.route(x, prepared, top_k=4)
+    assert ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert (weights[0] == 0.25).all() and weights[1].isnan().all()
+
+
+def test_pieces_of_the_gate_add_up_to_it_exactly() -> None:
+    gate = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
+    pieces = kernels.prepare_gate(gate, torch.zeros(16)).pieces.float()
+    assert torch.equal((pieces[0] + pieces[1]) + pieces[2], gate)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_on_every_case_of_the_op(monkeypatch: pytest.MonkeyPatch, path: str, dtype: torch.dtype) -> None:
+    choose_path(monkeypatch, path)
+    for case in OPS["moe.experts"].cases(dtype, torch.Generator().manual_seed(1)):
+        if case.tensors["x"].shape[0] * case.tensors["down"].shape[2] < 1000:  # the interpreter is slow
+            compare(EXPERTS, case, dtype)
+
+
+@pytest.mark.parametrize(("path", "bound"), [("token", 0.01), ("scan", 0.1), ("sorted", 0.1)])
+def test_fp8_experts(monkeypatch: pytest.MonkeyPatch, path: str, bound: float) -> None:
+    choose_path(monkeypatch, path)
+    assert experts_error(fp8_case(5)) < bound
+
+
+@pytest.mark.parametrize("path", ["scan", "sorted"])
+def test_one_expert_with_more_tokens_than_a_tile_holds(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    choose_path(monkeypatch, path)
+    case = fp8_case(37)
+    case.tensors["ids"][:] = torch.tensor([4, 1], dtype=torch.int32)
+    assert experts_error(case) < 0.1
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_choices_of_other_ranks_and_padding_add_nothing(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    choose_path(monkeypatch, path)
+    whole = fp8_case(9, num_experts=8)
+    whole.tensors["ids"][6:] = -1
+    mine = {name: whole.tensors[name][2:5].contiguous() for name in ("gate_up", "down", "gate_up_scale", "down_scale")}
+    case = replace(whole, tensors={**whole.tensors, **mine}, numbers={"first": 2, "count": 3})
+    assert experts_error(case) < 0.1
+    (out,) = OPS["moe.experts"].apply(EXPERTS, case)
+    assert (out[6:] == 0).all()
+
+
+def test_h_kept_in_shared_memory_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_path(monkeypatch, "sorted")
+    tile = replace(tiles.sort(width=128, num_tokens=5, fp8=True), down_repeat=2)
+    case, outputs = fp8_case(5), []
+    for resident in (False, True):
+        kept = replace(tile, down_resident=resident)
+        monkeypatch.setattr(tiles, "sort", lambda kept=kept, **_: kept)
+        outputs += OPS["moe.experts"].apply(EXPERTS, case)
+    assert torch.equal(*outputs)
+
+
+def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "SORT_CHUNK", 16)
+    monkeypatch.setattr(tiles, "SORT_BLOCK", 2)
+    ids = torch.randint(-1, 9, (27, 3), generator=torch.Generator().manual_seed(4), dtype=torch.int32)
+    order, counts = kernels._expert_order(ids, first=2, count=5)
+    flat = ids.flatten()
+    mine = torch.where((flat >= 2) & (flat < 7))[0]
+    expected = mine[flat[mine].argsort(stable=True)]
+    assert torch.equal(order[: len(mine)], expected.int())
+    assert counts.tolist() == [(flat == expert).sum().item() for expert in range(2, 7)]
+
+
+def test_no_tokens() -> None:
+    case = fp8_case(0)
+    (out,) = OPS["moe.experts"].apply(EXPERTS, case)
+    assert out.shape == (0, 256)

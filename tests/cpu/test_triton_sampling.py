@@ -1,0 +1,166 @@
+"""The Triton sampling kernels through Triton's interpreter, and the noise they share with their definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton_support import Group, Ranks
+
+from negamax.kernels.op import Op
+from negamax.kernels.sampling import noise, spec, tiles
+from negamax.kernels.sampling import triton as kernels
+
+OPS: dict[str, Op] = {op.name: op for op in spec.OPS}
+
+
+@pytest.mark.parametrize("kernel", kernels.KERNELS, ids=lambda kernel: kernel.op)
+def test_every_case_of_the_op(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "SORT_TILE", 256)
+    op = OPS[kernel.op]
+    for case in op.cases(torch.bfloat16, torch.Generator().manual_seed(1)):
+        for want, got in zip(op.apply(op.reference, case), op.apply(kernel, case), strict=True):
+            assert torch.equal(got, want), case.label
+
+
+def pick_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "logits": torch.randn(rows, vocab, generator=generator),
+        "temperature": torch.tensor([1.0, 0.0, 0.7] * rows)[:rows],
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
+        "positions": torch.arange(rows) * 7,
+    }
+
+
+@pytest.mark.parametrize("winner", [0, 1])
+def test_ranks_exchange_their_best_and_agree(winner: int) -> None:
+    """Two ranks with a slice of 300 tokens each; the other rank's (score, token) is in this one's memory already."""
+    inputs = pick_inputs(3, 600, seed=5)
+    inputs["logits"][:, winner * 300 + 17] += 100.0
+    expected = spec.pick(**inputs, first_id=0)
+    slices = [{**inputs, "logits": inputs["logits"][:, first : first + 300]} for first in (0, 300)]
+    ranks = Ranks(2, rows=8, words=2)
+    for step in range(3):
+        for rank in (0, 1):
+            other = 1 - rank
+            token_ids = spec.pick(**slices[other], first_id=300 * other)
+            scores = torch.full((3,), 1000.0 if other == winner else 1.0)
+            for row in range(3):
+                payload = torch.stack((scores[row].view(torch.int32), token_ids[row].to(torch.int32)))
+                ranks.arrive(rank, sender=other, row=row, payload=payload)
+            got = kernels.pick(**slices[rank], first_id=300 * rank, group=Group(ranks, rank))
+            assert torch.equal(got, expected), (step, rank)
+            assert ranks.epochs[rank].tolist() == [step + 1] * 3 + [0] * 5
+
+
+def test_equal_scores_on_two_ranks_take_the_lower_id() -> None:
+    logits = torch.zeros(1, 40)
+    logits[0, 11] = 5.0
+    zeros = torch.zeros(1, dtype=torch.int64)
+    for rank, expected in ((0, 11), (1, 11)):
+        ranks = Ranks(2, rows=1, words=2)
+        other = 1 - rank
+        payload = torch.stack((torch.tensor(5.0).view(torch.int32), torch.tensor(40 * other + 11, dtype=torch.int32)))
+        ranks.arrive(rank, sender=other, row=0, payload=payload)
+        got = kernels.pick(
+            logits, first_id=40 * rank, temperature=torch.zeros(1), seeds=zeros, positions=zeros, group=Group(ranks, rank)
+        )
+        assert got.tolist() == [expected]
+
+
+def test_a_rank_with_broken_logits_breaks_the_row_everywhere() -> None:
+    logits = torch.randn(1, 40)
+    zeros = torch.zeros(1, dtype=torch.int64)
+    ranks = Ranks(2, rows=1, words=2)
+    payload = torch.stack((torch.tensor(torch.inf).view(torch.int32), torch.tensor(45, dtype=torch.int32)))
+    ranks.arrive(0, sender=1, row=0, payload=payload)
+    got = kernels.pick(logits, first_id=0, temperature=torch.ones(1), seeds=zeros, positions=zeros, group=Group(ranks, 0))
+    assert got.tolist() == [-1]
+
+
+def test_kernel_and_definition_make_the_same_noise() -> None:
+    """With flat logits the noise alone decides: 40 rows of 700 tokens agree only if it has the same bits."""
+    inputs = pick_inputs(40, 700, seed=6)
+    inputs["logits"].zero_()
+    inputs["temperature"].fill_(1.0)
+    assert torch.equal(kernels.pick(**inputs, first_id=123_456), spec.pick(**inputs, first_id=123_456))
+
+
+def test_the_vocabulary_may_be_cut_anywhere() -> None:
+    inputs = pick_inputs(6, 900, seed=7)
+    whole = spec.pick(**inputs, first_id=0)
+    for cut in (1, 300, 899):
+        parts = [
+            spec.pick(**{**inputs, "logits": logits}, first_id=first)
+            for first, logits in ((0, inputs["logits"][:, :cut]), (cut, inputs["logits"][:, cut:]))
+        ]
+        assert ((whole == parts[0]) | (whole == parts[1])).all()
+
+
+# --- the noise ------------------------------------------------------------------------------------------------------------
+
+
+def z_score(values: torch.Tensor, cells: int) -> float:
+    """How many standard deviations the chi-square statistic of `values` in 0 .. cells - 1 is away from its mean."""
+    counts = torch.bincount(values.flatten(), minlength=cells).double()
+    expected = values.numel() / cells
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return (statistic - (cells - 1)) / (2 * (cells - 1)) ** 0.5
+
+
+@pytest.mark.parametrize("seed", [0, 1, -7, 2**62])
+def test_noise_is_uniform_and_neighbours_are_independent(seed: int) -> None:
+    """Every byte of the bits, and the leading four bits of neighbouring tokens, positions and seeds in pairs."""
+    ids = torch.arange(20_000)
+    by_position = bits_of(torch.tensor([seed] * 32), torch.arange(32), ids)
+    by_seed = bits_of(torch.arange(seed, seed + 32), torch.full((32,), 9), ids)
+    for bits in (by_position, by_seed):
+        for shift in (0, 8, 16, 24):
+            assert abs(z_score((bits >> shift) & 255, 256)) < 5
+        pairs = (
+            (bits[:, :-1], bits[:, 1:]),
+            (bits[:-1], bits[1:]),
+            (bits[:, :-128], bits[:, 128:]),
+            (bits[:-1, 1:], bits[1:, :-1]),
+        )
+        for left, right in pairs:
+            assert abs(z_score((left >> 28) * 16 + (right >> 28), 256)) < 5
+            assert abs(z_score((left & 15) * 16 + (right & 15), 256)) < 5
+            assert abs(z_score((left ^ right) >> 24, 256)) < 5
+
+
+def bits_of(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    low, high = noise.row_keys(seeds, positions)
+    return noise.token_bits((low.unsqueeze(1), high.unsqueeze(1)), ids)
+
+
+def test_exponentials_are_positive_and_keep_their_small_values_apart() -> None:
+    edges = noise.exponentials(torch.tensor([0, 1, 2, 2**31, 2**32 - 1]))
+    assert (edges > 0).all() and edges.isfinite().all()
+    assert edges[0] < edges[1] < edges[2]
+    many = noise.exponentials(bits_of(torch.arange(8), torch.arange(8), torch.arange(50_000)))
+    assert abs(float(many.mean()) - 1) < 0.01
+    assert abs(float(many.var()) - 1) < 0.03
+
+
+def test_pick_follows_the_distribution() -> None:
+    n = 20_000
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(1)) * 2
+    for seeds, positions in ((torch.full((n,), 3), torch.arange(n)), (torch.arange(n), torch.full((n,), 3))):
+        tokens = spec.pick(
+            logits.expand(n, 50), first_id=0, temperature=torch.full((n,), 0.7), seeds=seeds, positions=positions
+        )
+        frequency = torch.bincount(tokens, minlength=50) / n
+        assert (frequency - torch.softmax(logits / 0.7, dim=-1)).abs().max() < 0.012
+
+
+def test_candidates_of_a_tile_smaller_than_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "SORT_TILE", 64)
+    logits = torch.randn(2, 150, generator=torch.Generator().manual_seed(4))
+    logits[0, 20:90] = 1.5  # equal ones: the lower ids first
+    for want, got in zip(
+        spec.candidates(logits, first_id=7, count=64), kernels.candidates(logits, first_id=7, count=64), strict=True
+    ):
+        assert torch.equal(got, want)

@@ -1,0 +1,177 @@
+"""Rows shared out over ranks, through Triton's interpreter: the ranks are threads that take turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from m2_checkpoints import FP8_CONFIG, to_fp8
+from model_support import PagedRun, random_weights, tiny_config
+from torch import Tensor
+from triton_support import ThreadGroup, Threads
+
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.activations import Activations, ShardedActivations, plain
+from negamax.kernels.collectives import tiles
+from negamax.kernels.collectives import triton as kernels
+from negamax.kernels.gemm import triton as gemm
+from negamax.kernels.moe import spec as moe_spec
+from negamax.kernels.moe import triton as moe
+from negamax.kernels.norm import triton as norm_kernels
+from negamax.kernels.norm.spec import NormWeight
+from negamax.kernels.registry import KernelTable, gpu_kernels
+from negamax.models.registry import build_model
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+
+WIDTH, EXPERTS, TOP_K = 256, 6, 2
+CASES = [(2, 4, True), (2, 5, True), (4, 8, True), (4, 11, True), (2, 4, False), (4, 8, False)]  # ranks, rows, memory in common
+
+
+@pytest.fixture(autouse=True)
+def few_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "SHARD_ROWS", 2)
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    """fp16, which the interpreter rounds right."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+def norm(seed: int, *, quantize: bool) -> NormWeight:
+    return norm_kernels.prepare(1 + 0.2 * normal(WIDTH, seed=seed), 1e-6, quantize=quantize)
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    return values.view(torch.uint8)
+
+
+@pytest.mark.parametrize(("world", "num_rows", "shared"), CASES)
+def test_a_step_of_norms_is_that_of_one_rank(world: int, num_rows: int, shared: bool) -> None:
+    """Three norms into one residual, as the layers of a model call them: two for FP8 weights, the last one plain."""
+    norms = [norm(seed, quantize=seed < 2) for seed in range(3)]
+    parts = (1, 3, 1)
+    x = [normal(world, num_rows, parts[step], WIDTH, seed=10 + step) for step in range(3)]
+    residual = torch.zeros(num_rows, WIDTH).half()
+    expected = []
+    for step in range(3):
+        total = torch.zeros(num_rows, WIDTH)
+        for rank in range(world):
+            total += x[step][rank].float().sum(dim=1).half().float()
+        expected.append(norm_kernels.add_rms(total.half(), residual, norms[step]))
+    threads = Threads(world)
+    memory = ThreadGroup.memory(world, rows=num_rows + 1, words=WIDTH // 2) if shared else None
+
+    def rank_code(rank: int) -> list[Tensor]:
+        group = ThreadGroup(threads, rank, memory=memory)
+        own, shard = torch.zeros(num_rows, WIDTH).half(), -(-num_rows // world)
+        mine = slice(rank * shard, (rank + 1) * shard)
+        wrong = []
+        for step in range(3):
+            got, want = kernels.all_reduce_add_rms(x[step][rank].clone(), own, norms[step], group), expected[step]
+            if step < 2:
+                assert isinstance(got, ShardedActivations) and isinstance(want, Activations) and got.first == mine.start
+                pairs = [(got.plain, want.plain[mine]), (got.scales, want.scales)]
+                pairs.append((as_bytes(got.values), as_bytes(want.values)))
+                with pytest.raises(AssertionError, match="only its own rows"):
+                    plain(got)
+            else:
+                assert isinstance(got, Tensor) and isinstance(want, Tensor)
+                pairs = [(got, want), (own[mine], residual[mine])]
+            wrong += [(a != b).sum() for a, b in pairs]
+        return wrong
+
+    for wrong in threads.run(rank_code):
+        assert not any(wrong), wrong
+
+
+@pytest.mark.parametrize("active", [None, 3])
+@pytest.mark.parametrize(("world", "num_rows", "shared"), CASES[1::2])
+def test_each_rank_routes_its_rows_and_has_the_others(world: int, num_rows: int, shared: bool, active: int | None) -> None:
+    x, weight = normal(world, num_rows, WIDTH, seed=1), norm(2, quantize=True)
+    gate = moe.prepare_gate(normal(EXPERTS, WIDTH, seed=3).float(), normal(EXPERTS, seed=4).float())
+    real = None if active is None else torch.tensor([active], dtype=torch.int32)
+    total = torch.zeros(num_rows, WIDTH)
+    for part in x:
+        total += part.float()
+    whole = norm_kernels.add_rms(total.half(), torch.zeros(num_rows, WIDTH).half(), weight)
+    ids, weights = moe.route(whole, gate, top_k=TOP_K, active=real)
+    threads = Threads(world)
+    memory = ThreadGroup.memory(world, rows=num_rows, words=WIDTH // 2) if shared else None
+
+    def rank_code(rank: int) -> tuple[Tensor, Tensor]:
+        group = ThreadGroup(threads, rank, memory=memory)
+        for _ in range(2):
+            got = kernels.all_reduce_add_rms(x[rank].clone(), torch.zeros(num_rows, WIDTH).half(), weight, group)
+            chosen = moe.route(got, gate, top_k=TOP_K, active=real)
+            assert isinstance(whole, Activations) and isinstance(got, Activations)
+            assert torch.equal(as_bytes(got.values), as_bytes(whole.values)) and torch.equal(got.scales, whole.scales)
+        return chosen
+
+    for got_ids, got_weights in threads.run(rank_code):
+        assert torch.equal(got_ids, ids)
+        torch.testing.assert_close(got_weights, weights, atol=1e-6, rtol=1e-6)
+
+
+def test_products_in_fp8_need_no_plain_rows() -> None:
+    num_rows, generator = 6, torch.Generator().manual_seed(5)
+    whole = moe_spec.quantize_rows(normal(num_rows, WIDTH, seed=6))
+    part = ShardedActivations(whole.plain[2:4], whole.values, whole.scales, ThreadGroup(Threads(1), 0, memory=None), 2)
+    weight, scale = moe_spec._wide_weight(1, 128, WIDTH, generator=generator)
+    linear = gemm.prepare(weight[0], scale[0])
+    assert torch.equal(gemm.linear(part, linear), gemm.linear(whole, linear))
+    gate_up, gate_up_scale = moe_spec._wide_weight(EXPERTS, 256, WIDTH, generator=generator)
+    down, down_scale = moe_spec._wide_weight(EXPERTS, WIDTH, 128, generator=generator)
+    experts = moe.prepare_experts(gate_up, down, gate_up_scale, down_scale)
+    ids = torch.rand(num_rows, EXPERTS, generator=generator).topk(TOP_K).indices.int()
+    weights = torch.rand(num_rows, TOP_K, generator=generator)
+    for most_scan in (0, 1 << 20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(moe.tiles, "max_token", lambda width: 0)
+            patch.setattr(moe.tiles, "MAX_SCAN", most_scan)
+            got, want = (moe.experts(x, ids, weights, experts, first=0, count=EXPERTS) for x in (part, whole))
+            assert torch.equal(got, want) and got.dtype == torch.float16
+
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "intermediate_size": 256,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}
+
+
+def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks and two layers in FP8, three rows, fp16; a sum of the group adds up in the order in which shards do."""
+    spec = ModelSpec.from_hf_config({**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"})
+    weights = to_fp8(random_weights(spec, 3))
+    monkeypatch.setattr(moe.tiles, "max_token", lambda width: 0)  # whose kernels read plain rows
+    preferred = {kernel.op: kernel for kernel in reversed(gpu_kernels()) if torch.float16 in kernel.dtypes}
+    table = KernelTable(platform="cuda", dtype=torch.float16, kernels=preferred)
+
+    def logits(shard_rows: int) -> list[Tensor]:
+        monkeypatch.setattr(tiles, "SHARD_ROWS", shard_rows)
+        threads, memory = Threads(2), ThreadGroup.memory(2, rows=4, words=SIZES["hidden_size"] // 2)
+
+        @torch.inference_mode()
+        def rank_code(rank: int) -> Tensor:
+            group = ThreadGroup(threads, rank, memory=memory)
+            context = ParallelContext(ParallelLayout(rank=rank, tp=2), group, group, group)
+            device = torch.device("cpu")
+            model = build_model(spec, context=context, dtype=torch.float16, device=device, kernels=table, keep_quantized=True)
+            for name, slot in model.weight_slots().items():
+                if slot.needed and not slot.optional:
+                    slot.write(weights[name])
+            model.finish_loading()
+            return PagedRun(model, dtype=torch.float16).step([("a", [1, 2, 3])])["a"]
+
+        return threads.run(rank_code)
+
+    apart, shared_out = logits(1000), logits(2)
+    for got in (*apart, *shared_out):
+        assert torch.equal(got, apart[0])

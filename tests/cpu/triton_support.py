@@ -1,0 +1,157 @@
+"""What tests of Triton kernels share. Import it before any kernel: it has the interpreter ready, or skips the test module.
+
+`tests/conftest.py` has switched the interpreter on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("in this run Triton compiles its kernels for the GPU", allow_module_level=True)
+
+from triton.runtime import interpreter
+
+from negamax.kernels.collectives.spec import PeerMemory, PeerRegion, ShardRegion
+
+Result = TypeVar("Result")
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+    """Triton 3.6 keeps scalars as arrays of one element, which NumPy 2.4 no longer converts: `range` over a scalar fails."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+
+class Ranks:
+    """The memory of `world` ranks side by side. A kernel that waits can run only once the others' words have arrived, so the
+    ranks but one are played by `arrive`, which writes what they would push."""
+
+    def __init__(self, world: int, *, rows: int, words: int) -> None:
+        self.world, self.rows, self.words = world, rows, words
+        self.copies = [torch.zeros(2, rows, world, words, dtype=torch.int64) for _ in range(world)]
+        self.epochs = [torch.zeros(rows, dtype=torch.int32) for _ in range(world)]
+
+    def region(self, rank: int) -> PeerRegion:
+        addresses = torch.tensor([copy.data_ptr() for copy in self.copies], dtype=torch.int64)
+        return PeerRegion(addresses, self.epochs[rank], self.rows, self.words)
+
+    def peers(self, rank: int) -> PeerMemory:
+        region = self.region(rank)
+        return PeerMemory(rank=rank, world=self.world, reduce=region, stats=region, pick=region)
+
+    def arrive(self, at: int, *, sender: int, row: int, payload: torch.Tensor, first_word: int = 0) -> None:
+        """Write `payload` [N] int32 as `sender`'s words of the coming epoch into the copy of rank `at`."""
+        tag = int(self.epochs[at][row]) + 1
+        words = (tag << 32) | (payload.to(torch.int64) & 0xFFFFFFFF)
+        self.copies[at][tag & 1, row, sender, first_word : first_word + len(payload)] = words
+
+
+class Group:
+    """A group of `ranks` as rank `rank` sees it."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.size, self.rank = ranks.world, rank
+        self.peers: PeerMemory | None = ranks.peers(rank)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the rows fit the region")
+
+    def all_gather(self, tensor: torch.Tensor, *, dim: int) -> torch.Tensor:
+        raise AssertionError("the rows fit the region")
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the rows fit the region")
+
+
+class Threads:
+    """`world` ranks as threads of which one runs at a time: it goes on until it meets the others in `barrier`.
+
+    The interpreter then runs one kernel after the other; kernels that wait for other ranks' kernels cannot run so.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._turn, self._meeting = threading.Lock(), threading.Barrier(world, timeout=120)
+        self._said: list[Any] = [None] * world
+
+    def run(self, rank_code: Callable[[int], Result]) -> list[Result]:
+        """What `rank_code` returns on every rank."""
+
+        def one(rank: int) -> Result:
+            with self._turn:
+                try:
+                    return rank_code(rank)
+                except BaseException:
+                    self._meeting.abort()
+                    raise
+
+        with ThreadPoolExecutor(self.world) as pool:
+            return [done.result() for done in [pool.submit(one, rank) for rank in range(self.world)]]
+
+    def barrier(self) -> None:
+        self._turn.release()
+        try:
+            self._meeting.wait()
+        finally:
+            self._turn.acquire()
+
+    def say(self, rank: int, what: Any) -> list[Any]:
+        """What every rank says at the same time, in rank order."""
+        self._said[rank] = what
+        self.barrier()
+        heard = list(self._said)
+        self.barrier()
+        return heard
+
+
+class ThreadGroup:
+    """A group of `threads` as one of them sees it, with or without memory in common for many rows."""
+
+    def __init__(self, threads: Threads, rank: int, *, memory: tuple[list[torch.Tensor], list[torch.Tensor]] | None) -> None:
+        self.size, self.rank, self._threads = threads.world, rank, threads
+        self.peers: PeerMemory | None = None
+        if memory is not None:
+            parts, gathered = memory
+            shards = ShardRegion(
+                parts=torch.tensor([copy.data_ptr() for copy in parts], dtype=torch.int64),
+                gathered=torch.tensor([copy.data_ptr() for copy in gathered], dtype=torch.int64),
+                own_gathered=gathered[rank].view(torch.uint8).flatten(),
+                rows=gathered[rank].shape[0],
+                words=gathered[rank].shape[1],
+                barrier=threads.barrier,
+            )
+            none = PeerRegion(torch.zeros(threads.world, dtype=torch.int64), torch.zeros(0, dtype=torch.int32), 0, 0)
+            self.peers = PeerMemory(rank, threads.world, reduce=none, stats=none, pick=none, shards=shards)
+
+    @staticmethod
+    def memory(world: int, *, rows: int, words: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Every rank's copies of the two parts of a `ShardRegion`."""
+        shard = -(-rows // world)
+        parts = [torch.full((world, shard, words), -1, dtype=torch.int32) for _ in range(world)]
+        return parts, [torch.full((rows, words), -1, dtype=torch.int32) for _ in range(world)]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(tensor.shape)
+        for part in self._threads.say(self.rank, tensor):
+            total += part.float()
+        return total.to(tensor.dtype)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(tensor).chunk(self.size)[self.rank]
+
+    def all_gather(self, tensor: torch.Tensor, *, dim: int) -> torch.Tensor:
+        return torch.cat(self._threads.say(self.rank, tensor), dim=dim)

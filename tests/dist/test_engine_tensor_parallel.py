@@ -1,0 +1,89 @@
+"""Tensor parallelism through the whole engine: rank processes joined by gloo give the text of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from negamax import LLM, SamplingParams
+from negamax.base.errors import EngineDeadError
+from negamax.worker.rank_process import PLAN
+from tests import tiny
+
+QUESTIONS = [
+    "Hello!",
+    "What is 47 + 38?",
+    "Tom has 47 apples and buys 38 more. How many apples does he have now?",
+    "A box holds 24 pencils. How many pencils are in 13 boxes?",
+    "Who are you?",
+    "What is the capital of France?",
+]
+
+
+def greedy_nano(tensor_parallel_size: int) -> list[str]:
+    with LLM("nano", tensor_parallel_size=tensor_parallel_size, num_threads=1, max_model_len=1024) as llm:
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        generations = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=300))
+        return [generation.outputs[0].text for generation in generations]
+
+
+def test_the_embedded_model_says_the_same_on_1_2_and_4_ranks() -> None:
+    """nano has 2 KV heads: on 4 ranks each is held by two of them, with its slice of the K-norm weight."""
+    single = greedy_nano(1)
+    assert greedy_nano(2) == single
+    assert greedy_nano(4) == single
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "ranks"), [(4, 4, 2), (6, 3, 3), (8, 2, 4), (4, 1, 4)])
+def test_random_models_give_the_same_logprobs_on_several_ranks(
+    num_heads: int, num_kv_heads: int, ranks: int, tmp_path: Path
+) -> None:
+    model = tiny.make_model(
+        ranks,
+        vocab_size=96,
+        hidden_size=40,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=16,
+        rotary_dim=8,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+    )
+    folder = str(tiny.save(model, tmp_path))
+    prompts = [torch.randint(3, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 17, 40)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
+    results = []
+    for size in (1, ranks):
+        with LLM(
+            folder, dtype="float32", tensor_parallel_size=size, num_threads=1, block_size=8, max_num_batched_tokens=16
+        ) as llm:
+            results.append([generation.outputs[0] for generation in llm.generate(prompts, params)])
+    for one, several in zip(*results, strict=True):
+        assert several.token_ids == one.token_ids
+        for a, b in zip(one.logprobs or [], several.logprobs or [], strict=True):
+            assert abs(a.logprob - b.logprob) < 1e-4
+
+
+def test_a_rank_that_cannot_start_is_reported_and_nothing_is_left_running(tmp_path: Path) -> None:
+    model = tiny.make_model(1, **{**tiny.random_sizes(1), "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
+                                  "intermediate_size": 32})  # fmt: skip
+    folder = tiny.save(model, tmp_path)
+    (folder / "model.safetensors").write_bytes(b"\x00" * 100)
+    from negamax.base.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="safetensors"):
+        LLM(str(folder), tensor_parallel_size=2, num_threads=1)
+
+
+def test_a_first_rank_that_fails_in_a_step_ends_and_is_noticed() -> None:
+    """The rank that reports results has a thread for it, which must not keep a failed process alive."""
+    with LLM("nano", device="cpu", tensor_parallel_size=2, num_threads=1) as llm:
+        executor = llm._loop._executor
+        executor._sockets[0].send(PLAN + b"\xc1")  # no MessagePack: decoding raises in the rank
+        with pytest.raises(EngineDeadError, match="rank 0 ended with exit code 1"):
+            executor.receive()

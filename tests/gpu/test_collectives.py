@@ -1,0 +1,481 @@
+"""Sums and choices over the GPUs of a machine: one process per GPU, all of them bit for bit alike, in graphs and out of them.
+
+Also a plain script: `python3 tests/gpu/test_collectives.py [part ...] [file.json]` goes through all parts, or those named, and
+prints microseconds per call beside NCCL's and torch's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2]))
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not needed, and not everywhere allowed
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from negamax.kernels.collectives.spec import Collective
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+
+HIDDEN = 3072
+VOCAB = 200_064
+MAX_ROWS = 256
+MAX_TOKENS = 8192
+EXPERTS, TOP_K = 256, 8
+ROWS = (1, 4, 16, 64, 100, 128)
+STEPS = 2000
+
+Findings = dict[str, Any]
+
+
+def num_ranks() -> int:
+    """GPUs used: the largest power of two there is, up to 4."""
+    return min(4, 1 << (torch.cuda.device_count().bit_length() - 1)) if torch.cuda.is_available() else 0
+
+
+def one_rank(rank: int, world: int, folder: str, parts: tuple[str, ...]) -> None:
+    """A rank's process: goes through `parts` and leaves its findings in `folder`."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    context = ParallelContext.nccl(
+        ParallelLayout(rank=rank, tp=world),
+        f"file://{folder}/meet",
+        device=device,
+        hidden_size=HIDDEN,
+        max_tokens=MAX_TOKENS,
+        max_rows=MAX_ROWS,
+    )
+    found = {}
+    for name in parts:
+        began = time.perf_counter()
+        found[name] = PARTS[name](context, device)
+        torch.cuda.synchronize()
+        found[name]["seconds"] = time.perf_counter() - began
+        if rank == 0:
+            print(f"{name}: {found[name]['seconds']:.1f} s", flush=True)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    context.close()
+
+
+@cache
+def findings(parts: tuple[str, ...]) -> list[dict[str, Findings]]:
+    """What every rank found, by part."""
+    world = num_ranks()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(one_rank, args=(world, folder, parts), nprocs=world)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+
+
+# --- parts, each on every rank --------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """Inputs of `all_reduce_add_rms`, known to every rank: x of all ranks, the residual, the norm."""
+
+    def __init__(
+        self, num_rows: int, parts: int, group: Collective, device: torch.device, *, seed: int = 0, quantize: bool = True
+    ) -> None:
+        from negamax.kernels.norm import triton as norm_kernels
+
+        generator = torch.Generator(device).manual_seed(1000 * seed + 10 * num_rows + parts)
+        shape = (group.size, num_rows, parts, HIDDEN)
+        everyones = torch.randn(shape, generator=generator, device=device).bfloat16()
+        self.x = everyones[group.rank].contiguous()
+        self.residual = torch.randn(num_rows, HIDDEN, generator=generator, device=device).bfloat16()
+        self.start = self.residual.clone()
+        weight = (1 + 0.2 * torch.randn(HIDDEN, generator=generator, device=device)).bfloat16()
+        self.norm = norm_kernels.prepare(weight, 1e-6, quantize=quantize)
+        sums = everyones.float().sum(dim=2).bfloat16().float()
+        total = sums[0]
+        for other in sums[1:]:
+            total = total + other
+        self.expected_residual = self.start.clone()
+        self.expected = norm_kernels.add_rms(total.bfloat16(), self.expected_residual, self.norm)
+
+    def __call__(self, group: Collective) -> None:
+        """One call, from the starting residual."""
+        self.residual.copy_(self.start)
+        self.again(group)
+
+    def again(self, group: Collective) -> None:
+        """One call, from whatever the residual is by now."""
+        from negamax.kernels.collectives import triton as kernels
+
+        self.out = kernels.all_reduce_add_rms(self.x, self.residual, self.norm, group)
+
+    def differences(self) -> Tensor:
+        """How many elements are not what they should be, as a tensor on the device."""
+        pairs = (
+            (self.residual, self.expected_residual),
+            (self.out.plain, self.expected.plain),
+            (self.out.values.view(torch.uint8), self.expected.values.view(torch.uint8)),
+            (self.out.scales, self.expected.scales),
+        )
+        return torch.stack([(got != want).sum() for got, want in pairs])
+
+    def shard_differences(self, group: Collective) -> Tensor:
+        """The same where the ranks have shared out the rows: residual and plain rows only of this rank."""
+        shard = -(-len(self.residual) // group.size)
+        mine = slice(group.rank * shard, (group.rank + 1) * shard)
+        pairs = [(self.residual[mine], self.expected_residual[mine])]
+        if self.norm.quantize:
+            pairs.append((self.out.plain, self.expected.plain[mine]))
+            pairs.append((self.out.values.view(torch.uint8), self.expected.values.view(torch.uint8)))
+            pairs.append((self.out.scales, self.expected.scales))
+        else:
+            pairs += 3 * [(self.out, self.expected)]
+        return torch.stack([(got != want).sum() for got, want in pairs])
+
+
+class Router:
+    """A gate, and what it makes of the rows of a whole step."""
+
+    def __init__(self, device: torch.device) -> None:
+        from negamax.kernels.moe import triton as moe
+
+        generator = torch.Generator(device).manual_seed(5)
+        gate = torch.randn(EXPERTS, HIDDEN, generator=generator, device=device) * HIDDEN**-0.5
+        self.gate = moe.prepare_gate(gate, torch.randn(EXPERTS, generator=generator, device=device))
+        self.route = moe.route
+
+    def __call__(self, x: Any, *, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.route(x, self.gate, top_k=TOP_K, active=active)
+
+    def in_shards(self, x: Tensor, world: int, *, active: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the ranks should come to, with the tile sizes of their shares."""
+        shard, ids, weights = -(-len(x) // world), [], []
+        for first in range(0, len(x), shard):
+            rows = x[first : first + shard]
+            for whole, part in zip((ids, weights), self(rows, active=None if active is None else active - first), strict=True):
+                whole.append(part)
+        return torch.cat(ids), torch.cat(weights)
+
+
+def sums(context: ParallelContext, device: torch.device) -> Findings:
+    """Every element right, on every rank, for all kinds of sizes; more rows than the region holds are added up in bf16."""
+    group = context.attention_group
+    wrong = {}
+    for num_rows, parts in ((1, 1), (1, 8), (3, 8), (16, 1), (47, 2), (48, 1), (100, 8), (128, 1), (256, 1)):
+        layer = Layer(num_rows, parts, group, device)
+        layer(group)
+        wrong[f"T={num_rows} P={parts}"] = layer.differences().tolist()
+    errors = {}
+    for num_rows in (257, 300, 511):
+        many = Layer(num_rows, 2, group, device)
+        many(group)
+        error = (many.residual.float() - many.expected_residual.float()).norm() / many.expected_residual.float().norm()
+        errors[f"T={num_rows}"] = float(error)
+    return {"peers": group.peers is not None, "wrong": wrong, "errors": errors}
+
+
+def steps(context: ParallelContext, device: torch.device) -> Findings:
+    """Many calls in a row of changing size: two graphs in turn, eager calls between them, checked on the device each time."""
+    group = context.attention_group
+    layers = {num_rows: Layer(num_rows, 1, group, device, seed=num_rows) for num_rows in (1, 5, 16, 64, 100, 300)}
+    wrong = torch.zeros(4, dtype=torch.int64, device=device)
+    graphs = {}
+    for num_rows in (5, 64):
+        layer = layers[num_rows]
+        layer(group)  # compiled before the capture
+        layer.differences()
+        graphs[num_rows] = capture(lambda layer=layer: [(layer(group), wrong.add_(layer.differences())) for _ in range(4)])
+    for step in range(STEPS // 10):
+        for num_rows in (5, 64):
+            graphs[num_rows].replay()
+        for num_rows in (1, 100) if step % 3 else (16,):
+            layers[num_rows](group)
+            wrong.add_(layers[num_rows].differences())
+        if step % 50 == 0:
+            layers[300](group)
+    return {"wrong": wrong.tolist()}
+
+
+def sharded(context: ParallelContext, device: torch.device) -> Findings:
+    """Many rows, shared out over the ranks: every bit right, routing included, in graphs and out of them; microseconds."""
+    from negamax.kernels.activations import ShardedActivations
+    from negamax.kernels.collectives import triton as kernels
+
+    group, router = context.attention_group, Router(device)
+    wrong, errors = {}, {}
+    for num_rows, parts in ((512, 1), (1000, 8), (1001, 1), (2048, 1), (8192, 1)):
+        layer = Layer(num_rows, parts, group, device)
+        for active in (None, torch.tensor([num_rows * 5 // 8], dtype=torch.int32, device=device)):
+            layer(group)
+            assert isinstance(layer.out, ShardedActivations)
+            chosen = router(layer.out, active=active)
+            counts = layer.shard_differences(group).tolist()
+            pairs = zip(chosen, router.in_shards(layer.expected.plain, group.size, active=active), strict=True)
+            counts += [int((got != want).sum()) for got, want in pairs]
+            wrong[f"T={num_rows} P={parts} active={active is not None}"] = counts
+        fp8 = layer.expected.values.float() * layer.expected.scales.repeat_interleave(128, dim=1)
+        errors[f"FP8 T={num_rows}"] = float((fp8 - layer.expected.plain.float()).norm() / layer.expected.plain.float().norm())
+        whole_ids = router(layer.expected)[0].sort().values
+        layer(group)  # between two gatherings of choices lies a sum
+        ids = router(layer.out)[0].sort().values
+        errors[f"experts T={num_rows}"] = float((whole_ids != ids).float().mean())
+        if num_rows % group.size == 0:
+            layer.residual.copy_(layer.start)
+            out = kernels._through_group(layer.x, layer.residual, layer.norm, group)  # summed by NCCL, in bf16
+            got, want = (a.values.float() * a.scales.repeat_interleave(128, dim=1) for a in (out, layer.expected))
+            errors[f"NCCL T={num_rows}"] = float((got - want).norm() / want.norm())
+    plain = Layer(1000, 1, group, device, quantize=False)
+    plain(group)
+    wrong["T=1000 plain"] = plain.shard_differences(group).tolist()
+    many = torch.zeros(4, dtype=torch.int64, device=device)
+    layers = [Layer(rows, parts, group, device, seed=rows, quantize=q) for rows, parts, q in STEP_ROWS]
+
+    def step(chosen: list[Layer]) -> None:
+        for layer in chosen:
+            layer(group)
+            if layer.norm.quantize:
+                router(layer.out)
+            many.add_(layer.shard_differences(group))
+
+    step(layers)
+    graphs = [capture(lambda: step(layers)), capture(lambda: step(layers[::-1]))]
+    for turn in range(STEPS // 40):
+        graphs[turn % 3 % 2].replay()
+        if turn % 10 == 0:
+            step(layers[1:])
+    wrong["many"] = many.tolist()
+    return {"wrong": wrong, "errors": errors, "times": shard_times(context, device, router)}
+
+
+STEP_ROWS = ((512, 1, True), (1000, 8, True), (999, 1, False), (2048, 1, True))  # rows, parts, quantize
+
+
+def shard_times(context: ParallelContext, device: torch.device, router: Router) -> Findings:
+    """Microseconds per call in a graph: rows shared out through peers, by NCCL, and not at all; routing likewise. Before that,
+    few rows by the warps of their programs."""
+    from negamax.kernels.collectives import tiles
+    from negamax.kernels.collectives import triton as kernels
+    from negamax.kernels.norm import triton as norm_kernels
+
+    group: Any = context.attention_group
+    found: Findings = {}
+    original = tiles.WARPS
+    for num_rows in (1, 4):
+        layer, row = Layer(num_rows, 1, group, device), {}
+        for warps in (8, 16):
+            tiles.WARPS = warps
+            row[f"{warps} warps"] = microseconds(lambda layer=layer: layer.again(group), context)
+        found[f"few rows, T={num_rows}"] = row
+    tiles.WARPS = original
+    for num_rows in (512, 1024, 2048, 8192):
+        layer = Layer(num_rows, 1, group, device)
+
+        def whole(layer: Layer = layer) -> None:
+            norm_kernels.add_rms(group.all_reduce(layer.x), layer.residual, layer.norm)
+
+        def by_nccl(layer: Layer = layer) -> None:
+            kernels._through_group(layer.x, layer.residual, layer.norm, group)
+
+        def again(layer: Layer = layer) -> None:
+            layer.again(group)
+
+        row = found[f"shards T={num_rows}"] = {}
+        row["ours"] = microseconds(again, context, repeats=10)
+        peers = group.peers
+        group.peers = replace(peers, shards=replace(peers.shards, barrier=lambda: None))
+        row["without barriers"] = microseconds(again, context, repeats=10)
+        group.peers = peers
+        row["barrier"] = microseconds(peers.shards.barrier, context, repeats=10)
+        row["by NCCL"] = microseconds(by_nccl, context, repeats=10)
+        row["not shared out"] = microseconds(whole, context, repeats=10)
+        layer(group)
+        row["routing"] = microseconds(lambda layer=layer: router(layer.out), context, repeats=10)
+        row["not shared out, routing"] = microseconds(lambda layer=layer: router(layer.expected), context, repeats=10)
+    return found
+
+
+def picks(context: ParallelContext, device: torch.device) -> Findings:
+    """Tokens chosen from slices of the vocabulary are those chosen from all of it; candidates likewise."""
+    from negamax.kernels.sampling import spec
+    from negamax.kernels.sampling import triton as kernels
+
+    group = context.attention_group
+    share = VOCAB // group.size
+    mine = slice(group.rank * share, (group.rank + 1) * share)
+    generator = torch.Generator(device).manual_seed(7)
+    wrong: Findings = {}
+    for num_rows in (1, 3, 100, MAX_ROWS + 1):
+        logits = torch.randn(num_rows, VOCAB, generator=generator, device=device) * 3
+        logits[0, 5] = logits[0, VOCAB - 9] = 100.0
+        rest = {
+            "temperature": (torch.arange(num_rows, device=device) % 3).float(),
+            "seeds": torch.arange(num_rows, device=device) * 12_345,
+            "positions": torch.arange(num_rows, device=device) + 17,
+        }
+        if num_rows > 2:
+            logits[2, 100_000] = torch.nan
+        want = spec.pick(logits, first_id=0, **rest)
+        for _ in range(3):
+            got = kernels.pick(logits[:, mine].contiguous(), first_id=mine.start, group=group, **rest)
+            wrong[f"pick R={num_rows}"] = int((got != want).sum())
+        want_values, want_ids = (t.nan_to_num() for t in spec.candidates(logits, first_id=0, count=64))
+        values, ids = kernels.candidates(logits[:, mine].contiguous(), first_id=mine.start, count=64, group=group)
+        logits = logits.nan_to_num()  # equal logits may come in any order
+        wrong[f"candidates R={num_rows}"] = int((values.nan_to_num() != want_values).sum())
+        wrong[f"candidate ids R={num_rows}"] = int((logits.gather(1, ids) != logits.gather(1, want_ids)).sum())
+    wrong["world_min"] = context.world_min(10 + context.layout.rank) - 10
+    return {"wrong": wrong}
+
+
+def times(context: ParallelContext, device: torch.device) -> Findings:
+    """Microseconds per call in a graph: ours with residual, norm and FP8; sums alone of NCCL and torch; choice of tokens."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    from negamax.kernels.collectives import tiles
+    from negamax.kernels.sampling import triton as sampling
+
+    group = context.attention_group
+    everyone = dist.group.WORLD
+    found: Findings = {}
+    original = tiles.two_shot
+    for num_rows in ROWS:
+        layer = Layer(num_rows, 1, group, device)
+        row = found[f"sum T={num_rows}"] = {}
+        for label, two_shot in (("ours, one-shot", False), ("ours, two-shot", True)):
+            tiles.two_shot = lambda *args, _chosen=two_shot, **sizes: _chosen
+            row[label] = microseconds(lambda layer=layer: layer.again(group), context)
+        tiles.two_shot = original
+        shared = symm_mem.empty(num_rows * HIDDEN, dtype=torch.bfloat16, device=device)
+        symm_mem.rendezvous(shared, everyone)
+        for label, sum_up in (
+            ("torch one-shot", torch.ops.symm_mem.one_shot_all_reduce),
+            ("torch two-shot", torch.ops.symm_mem.two_shot_all_reduce_),
+        ):
+            row[label] = microseconds(lambda f=sum_up, x=shared: f(x, "sum", everyone.group_name), context)
+        row["NCCL"] = microseconds(lambda layer=layer: dist.all_reduce(layer.x, group=everyone), context)
+    for num_rows in (256, 512, 1024, 2048):
+        layer = Layer(num_rows, 1, group, device)
+        row = found[f"sum T={num_rows}"] = {}
+        row["ours"] = microseconds(lambda layer=layer: layer.again(group), context, repeats=10)
+        row["ours without norm"] = microseconds(lambda layer=layer: group.all_reduce(layer.x), context, repeats=10)
+        row["NCCL"] = microseconds(lambda layer=layer: dist.all_reduce(layer.x, group=everyone), context, repeats=10)
+    for num_rows in (1, 16, 100):
+        logits = torch.randn(num_rows, VOCAB // group.size, device=device)
+        rest = {
+            "temperature": torch.ones(num_rows, device=device),
+            "seeds": torch.arange(num_rows, device=device),
+            "positions": torch.arange(num_rows, device=device),
+        }
+        pick = microseconds(lambda logits=logits, rest=rest: sampling.pick(logits, first_id=0, group=group, **rest), context)
+        found[f"pick R={num_rows}"] = {"ours": pick}
+    return found
+
+
+PARTS: dict[str, Callable[[ParallelContext, torch.device], Findings]] = {
+    "sums": sums,
+    "steps": steps,
+    "sharded": sharded,
+    "picks": picks,
+    "times": times,
+}
+
+
+def capture(calls: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        calls()
+    return graph
+
+
+def microseconds(call: Callable[[], object], context: ParallelContext, *, repeats: int = 50) -> float:
+    """The median of graph replays that hold `repeats` calls."""
+    call()
+    graph = capture(lambda: [call() for _ in range(repeats)])
+    taken = []
+    for _ in range(7):
+        context.world_min(0)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(start.elapsed_time(end) * 1000 / repeats)
+    return sorted(taken)[len(taken) // 2]
+
+
+# --- tests ----------------------------------------------------------------------------------------------------------------
+
+everything = tuple(PARTS)
+several = pytest.mark.skipif(num_ranks() < 2, reason="needs two GPUs that reach each other")
+
+
+@several
+def test_sums_are_exact_and_the_same_on_every_rank() -> None:
+    for found in findings(everything):
+        assert found["sums"]["peers"]
+        assert {label: counts for label, counts in found["sums"]["wrong"].items() if any(counts)} == {}
+        assert all(error < 5e-3 for error in found["sums"]["errors"].values())
+
+
+@several
+def test_thousands_of_calls_of_changing_size_in_graphs_and_out_of_them() -> None:
+    for found in findings(everything):
+        assert found["steps"]["wrong"] == [0, 0, 0, 0]
+
+
+@several
+def test_rows_shared_out_over_the_ranks_give_the_same_bits() -> None:
+    for found in findings(everything):
+        assert {label: counts for label, counts in found["sharded"]["wrong"].items() if any(counts)} == {}
+        assert all(error < (1e-3 if "experts" in label else 0.05) for label, error in found["sharded"]["errors"].items())
+
+
+@several
+def test_tokens_chosen_by_all_ranks_are_those_of_the_whole_vocabulary() -> None:
+    for found in findings(everything):
+        assert {label: count for label, count in found["picks"]["wrong"].items() if count} == {}
+
+
+@several
+def test_times() -> None:
+    found = findings(everything)
+    show([rank["times"] for rank in found])
+    show([rank["sharded"]["times"] for rank in found])
+
+
+def show(found: list[Findings]) -> None:
+    """The slowest rank's time, in microseconds."""
+    for label, row in found[0].items():
+        if label != "seconds":
+            slowest = {name: max(rank[label][name] for rank in found) for name in row}
+            print(f"{label:12} " + "  ".join(f"{name} {value:.2f}" for name, value in slowest.items()), flush=True)
+
+
+def main() -> None:
+    parts = tuple(name for name in sys.argv[1:] if name in PARTS) or everything
+    files = [name for name in sys.argv[1:] if name not in PARTS]
+    found = findings(parts)
+    for rank, said in enumerate(found):
+        for name in parts:
+            if name != "times":
+                print(f"rank {rank} {name}: { {key: value for key, value in said[name].items() if key != 'times'} }")
+    if "times" in parts:
+        show([rank["times"] for rank in found])
+    if "sharded" in parts:
+        show([rank["sharded"]["times"] for rank in found])
+    for file in files:
+        Path(file).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""The whole engine on a GPU: the embedded model against itself on the CPU, and one way of running a prompt against another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from negamax import LLM, SamplingParams
+from negamax.bench import nano_math, nano_tools
+from negamax.bench.accuracy import run_suite
+from negamax.scheduler.request import GenerateRequest
+
+AGREEMENT = 0.995  # of the tokens of greedy answers
+PROBLEMS = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
+
+
+def prompts(llm: LLM) -> list[list[int]]:
+    math = [(problem.messages, None) for problem in nano_math.problems(PROBLEMS // 2, 5)]
+    tools = [(problem.messages, problem.tools) for problem in nano_tools.problems(PROBLEMS // 2, 5)]
+    return [
+        llm.tokenizer.encode(llm.render(list(messages), tools=None if tools is None else list(tools)))
+        for messages, tools in (*math, *tools)
+    ]
+
+
+def answers(**options: object) -> list[list[int]]:
+    with LLM("nano", **options) as llm:
+        return [generation.outputs[0].token_ids for generation in llm.generate(prompts(llm), GREEDY)]
+
+
+def agreement(left: list[list[int]], right: list[list[int]]) -> float:
+    """Share of tokens that agree, counted up to the first difference of each answer."""
+    agreed = total = 0
+    for a, b in zip(left, right, strict=True):
+        differing = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+        agreed += differing[0] if differing else min(len(a), len(b))
+        total += max(len(a), len(b))
+    return agreed / total
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> list[list[int]]:
+    return answers(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> list[list[int]]:
+    return answers(device="cuda")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("nano", device="cuda", block_size=16, num_kv_blocks=512, max_num_seqs=32, max_num_batched_tokens=512) as engine:
+        yield engine
+
+
+def test_the_gpu_answers_as_the_cpu_does(on_cpu: list[list[int]], on_gpu: list[list[int]]) -> None:
+    share = agreement(on_cpu, on_gpu)
+    print(f"agreement with the CPU: {share:.4f}")
+    assert share >= AGREEMENT
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enforce_eager": True},
+        {"max_num_batched_tokens": 48},
+        {"enable_prefix_caching": False},
+        {"block_size": 64},
+        {"kv_cache_dtype": "fp8"},
+    ],
+    ids=["eager", "chunked", "uncached", "large blocks", "fp8 cache"],
+)
+def test_another_way_to_run_the_same_prompts_agrees(on_gpu: list[list[int]], options: dict[str, object]) -> None:
+    share = agreement(on_gpu, answers(device="cuda", **options))
+    print(f"agreement with {options}: {share:.4f}")
+    assert share >= (0.97 if "kv_cache_dtype" in options else AGREEMENT)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_ranks_agree_with_one(on_gpu: list[list[int]], ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    share = agreement(on_gpu, answers(device="cuda", tensor_parallel_size=ranks))
+    print(f"agreement of {ranks} ranks with one: {share:.4f}")
+    assert share >= AGREEMENT
+
+
+@pytest.mark.parametrize(("suite", "count", "expected"), [("nano-math", 1000, 1.0), ("nano-tools", 500, 0.988)])
+def test_accuracy_is_that_of_the_cpu(suite: str, count: int, expected: float) -> None:
+    with LLM("nano", device="cuda", tensor_parallel_size=min(4, torch.cuda.device_count())) as engine:
+        result = run_suite(engine, suite, count=count)
+    print(f"{suite}: {result.accuracy:.4f} in {result.seconds:.1f} s")
+    assert abs(result.accuracy - expected) <= 0.005
+
+
+def test_the_engine_says_where_it_runs_and_what_that_took(llm: LLM) -> None:
+    assert llm.info.device.startswith("cuda")  # benchmarks ask this before they measure the GPU's limits
+    assert "CUDA graphs" in llm.info.memory
+
+
+def test_a_repeated_prompt_is_read_from_the_cache_and_answered_the_same(llm: LLM) -> None:
+    prompt = prompts(llm)[0]
+    first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
+    assert second.num_cached_tokens > 0
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+def test_a_seed_gives_the_same_text_in_any_company(llm: LLM) -> None:
+    chosen = prompts(llm)
+    plain = SamplingParams(temperature=1.0, max_tokens=40, seed=11, ignore_eos=True)
+    alone = llm.generate(chosen[0], plain)[0].outputs[0].token_ids
+    company = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, logprobs=2, max_tokens=40, ignore_eos=True)
+    mixed = llm.generate(chosen[:12], [plain, *[company] * 11])
+    same = sum(a == b for a, b in zip(alone, mixed[0].outputs[0].token_ids, strict=True))
+    assert same >= 36  # a rounding of another batch size may tip a token near a tie
+    entries = mixed[1].outputs[0].logprobs
+    assert entries is not None and len(entries) == 40
+    assert all(entry.logprob <= 0.0 and len(entry.top_ids) == 2 for entry in entries)
+
+
+def test_prompt_logprobs_penalties_and_bias_reach_the_gpu(llm: LLM) -> None:
+    prompt = prompts(llm)[1]
+    scored = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))[0].prompt_logprobs
+    assert scored is not None and len(scored) == len(prompt) - 1
+    banned = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids[0]
+    biased = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=4, logit_bias={banned: -100.0}))[0]
+    assert biased.outputs[0].token_ids[0] != banned
+    repeated = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, frequency_penalty=2.0, repetition_penalty=1.5)
+    plain = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with_penalties, without = (llm.generate(prompt, params)[0].outputs[0].token_ids for params in (repeated, plain))
+    assert len(set(with_penalties)) > len(set(without))
+
+
+def test_a_long_mixed_run_ends_with_every_block_free(llm: LLM) -> None:
+    """200 requests of 1 to 3,000 tokens in a pool of 512 blocks: preemptions, chunks, aborts in every state."""
+    draw = random.Random(3)
+    loop, window = llm._loop, llm.info.max_model_len
+    waiting = []
+    for number in range(200):
+        length = min(window - 2, max(1, int(draw.lognormvariate(5.0, 1.5))), 3000)
+        sampling = SamplingParams(
+            temperature=draw.choice((0.0, 1.0)),
+            top_k=draw.choice((0, 0, 40)),
+            top_p=draw.choice((1.0, 0.9)),
+            min_p=0.0,
+            repetition_penalty=1.0,
+            seed=number,
+            max_tokens=draw.randint(1, 300),
+            ignore_eos=True,
+        )
+        ids = tuple(draw.randrange(3, 4000) for _ in range(length))
+        waiting.append(GenerateRequest(request_id=f"mixed-{number}", prompt_token_ids=ids, sampling=sampling))
+    ended: dict[str, str] = {}
+    alive: set[str] = set()
+    while waiting or loop.has_work:
+        for request in waiting[: draw.randint(0, 6)]:
+            waiting.remove(request)
+            alive.add(request.request_id)
+            loop.add(request)
+        if alive and draw.random() < 0.02:
+            loop.abort([draw.choice(sorted(alive))])
+        for update in loop.step():
+            assert update.error is None or "may grow" in update.error, update.error
+            if update.finish_reason is not None:
+                ended[update.request_id] = update.finish_reason
+                alive.discard(update.request_id)
+    stats = loop.stats()
+    assert len(ended) == 200 and set(ended.values()) <= {"length", "abort", "error"}
+    assert list(ended.values()).count("length") >= 150
+    assert stats.preemption_count > 0
+    assert stats.num_running == stats.num_waiting == 0 and stats.num_free_kv_blocks == stats.num_kv_blocks
+    torch.cuda.synchronize()

@@ -1,0 +1,172 @@
+"""Every GPU kernel against its op's definition in fp32: on the op's small cases, and at the sizes of the real models.
+
+Outputs are compared twice, the second time after the allocator's free memory was filled with NaN: what a kernel leaves
+unwritten, or reads without having written it, shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from negamax.bench.bindings import bind, copy_case, map_tensors
+from negamax.kernels.op import Case, Kernel, Op
+from negamax.kernels.registry import OPS, gpu_kernels
+
+KERNELS = [kernel for kernel in gpu_kernels() if kernel.provider != "reference"] if torch.cuda.is_available() else []
+SEEDS = (0, 1, 2)
+OTHER_CHOICES = 1e-3  # share of whole numbers (chosen experts, tokens) that a near tie may turn at full width
+PLANNED_ON_THE_HOST = ("attention.prefill",)  # never part of a graph
+
+_BY_DTYPE = [
+    pytest.param(kernel, dtype, id=f"{kernel.op}-{kernel.provider}-{str(dtype).removeprefix('torch.')}")
+    for kernel in KERNELS
+    for dtype in (torch.bfloat16, torch.float16)
+    if dtype in kernel.dtypes
+]
+
+
+def poison() -> None:
+    """Fill what the caching allocator will hand out next with NaN (in every float format; -1 as integers)."""
+    small = [torch.full((2**exponent,), 255, dtype=torch.uint8, device="cuda") for exponent in range(9, 21) for _ in range(32)]
+    large = [torch.full((2**exponent,), 255, dtype=torch.uint8, device="cuda") for exponent in range(21, 29) for _ in range(3)]
+    del small, large
+
+
+def on_gpu(case: Case) -> Case:
+    return replace(case, tensors=map_tensors(case.tensors, lambda tensor: tensor.cuda()))
+
+
+def small_problem(op: Op, want: Tensor, got: Tensor, dtype: torch.dtype) -> str | None:
+    """What is wrong with `got` by the op's tolerance."""
+    if got.shape != want.shape:
+        return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+    if not want.is_floating_point():
+        return None if torch.equal(got.cpu().long(), want.cpu().long()) else "other whole numbers"
+    tolerance = op.tolerance[dtype]
+    error = distance(want, got)
+    too_far = ~(error <= tolerance.atol + tolerance.rtol * want.float().abs())  # NaN fails
+    if bool(too_far.any()):
+        return f"off by up to {error.max().item():.3g}, {too_far.sum().item()} of {error.numel()} values too far"
+    return None
+
+
+def wide_problem(op: Op, want: Tensor, got: Tensor) -> str | None:
+    """What is wrong with `got` by the op's relative error."""
+    if got.shape != want.shape:
+        return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+    if not want.is_floating_point():
+        other, allowed = (got != want).float().mean().item(), OTHER_CHOICES if op.wide_error else 0.0
+        return None if other <= allowed else f"{other:.2%} other whole numbers"
+    size = torch.linalg.vector_norm(want[want.isfinite()].float()).clamp_min(1e-30)
+    error = (torch.linalg.vector_norm(distance(want, got)) / size).item()
+    return None if error <= op.wide_error else f"relative error {error:.2e}, allowed {op.wide_error:.0e}"
+
+
+def distance(want: Tensor, got: Tensor) -> Tensor:
+    """|got - want| in fp32, where `want` is; 0 where both are the same infinity."""
+    want, got = want.float(), got.to(want.device).float()
+    return torch.where(want == got, torch.zeros_like(want), (got - want).abs())
+
+
+def outputs_twice(op: Op, kernel: Kernel, case: Case) -> Iterable[tuple[str, tuple[Tensor, ...]]]:
+    """The outputs in memory as it is, and in poisoned memory."""
+    yield "first run", op.apply(kernel, case)
+    poison()
+    yield "poisoned memory", op.apply(kernel, case)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), _BY_DTYPE)
+@torch.inference_mode()
+def test_kernel_computes_its_op_on_small_cases(kernel: Kernel, dtype: torch.dtype) -> None:
+    op, problems = OPS[kernel.op], []
+    for case in op.cases(dtype, torch.Generator().manual_seed(0)):
+        expected = op.apply(op.reference, case.upcast())
+        for when, actual in outputs_twice(op, kernel, on_gpu(case)):
+            for index, (want, got) in enumerate(zip(expected, actual, strict=True)):
+                problem = small_problem(op, want, got, dtype)
+                if problem:
+                    problems.append(f"{case.label}, {when}, output {index}: {problem}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kernel", [pytest.param(kernel, id=f"{kernel.op}-{kernel.provider}") for kernel in KERNELS])
+@torch.inference_mode()
+def test_kernel_computes_its_op_at_full_width(kernel: Kernel, seed: int) -> None:
+    op, problems = OPS[kernel.op], []
+    cases = op.wide(torch.bfloat16, torch.Generator(device="cuda").manual_seed(seed))
+    if not cases:
+        pytest.skip(f"{op.name} has no wide cases")
+    while cases:
+        case = cases.pop(0)
+        expected = op.apply(op.reference, case.upcast())
+        for when, actual in outputs_twice(op, kernel, case):
+            for index, (want, got) in enumerate(zip(expected, actual, strict=True)):
+                problem = wide_problem(op, want, got)
+                if problem:
+                    problems.append(f"{case.label}, {when}, output {index}: {problem}")
+        del case, expected, actual, want, got
+        torch.cuda.empty_cache()
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), _BY_DTYPE)
+@torch.inference_mode()
+def test_kernel_gives_the_same_bits_in_a_graph(kernel: Kernel, dtype: torch.dtype) -> None:
+    if kernel.op in PLANNED_ON_THE_HOST:
+        pytest.skip("its plan depends on lengths that only the host knows")
+    op = OPS[kernel.op]
+    for case in map(on_gpu, op.cases(dtype, torch.Generator().manual_seed(1))):
+        if any(isinstance(value, Tensor) and value.numel() == 0 for value in case.tensors.values()):
+            continue
+        eager = tensors(bind(op, kernel, copy_case(case))())
+        call = bind(op, kernel, copy_case(case))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = tensors(call())
+        graph.replay()
+        torch.cuda.synchronize()
+        for want, got in zip(eager, captured, strict=True):
+            assert torch.equal(bits(got), bits(want)), case.label
+
+
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel in KERNELS if kernel.op == "moe.experts"], ids=lambda kernel: kernel.provider
+)
+@pytest.mark.parametrize("choice", ["all tokens to the same experts", "no token to any expert", "every other token to none"])
+@torch.inference_mode()
+def test_experts_with_uneven_loads(kernel: Kernel, choice: str) -> None:
+    op, problems = OPS[kernel.op], []
+    for case in op.cases(torch.bfloat16, torch.Generator().manual_seed(2)):
+        ids = case.tensors["ids"].clone()
+        if choice.startswith("all"):
+            ids[:] = case.numbers["first"] + torch.arange(ids.shape[1], dtype=ids.dtype)
+        elif choice.startswith("no"):
+            ids.fill_(-1)
+        else:
+            ids[::2] = -1
+        changed = replace(case, tensors={**case.tensors, "ids": ids})
+        (want,) = op.apply(op.reference, changed.upcast())
+        for when, (got,) in outputs_twice(op, kernel, on_gpu(changed)):
+            problem = small_problem(op, want, got, torch.bfloat16)
+            if problem:
+                problems.append(f"{case.label}, {when}: {problem}")
+    assert not problems, "\n".join(problems)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors in what a kernel returned."""
+    found: list[Tensor] = []
+    map_tensors(value, lambda tensor: found.append(tensor) or tensor)
+    return found
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

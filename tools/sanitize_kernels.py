@@ -1,0 +1,51 @@
+"""Run every GPU kernel once on its op's small cases, for compute-sanitizer to watch.
+
+compute-sanitizer --tool memcheck python tools/sanitize_kernels.py [--op NAME ...]
+compute-sanitizer --tool racecheck python tools/sanitize_kernels.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # an allocation of its own for each tensor: its borders are watched
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from negamax.bench.bindings import map_tensors
+from negamax.kernels.registry import OPS, gpu_kernels
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", action="append", choices=sorted(OPS), help="default: all")
+    chosen = parser.parse_args().op or sorted(OPS)
+    if not torch.cuda.is_available():
+        print("PyTorch finds no GPU here", file=sys.stderr)
+        return 2
+    count = 0
+    for kernel in gpu_kernels():
+        if kernel.provider == "reference" or kernel.op not in chosen:
+            continue
+        op = OPS[kernel.op]
+        for dtype in (torch.bfloat16, torch.float16):
+            if dtype not in kernel.dtypes:
+                continue
+            for case in op.cases(dtype, torch.Generator().manual_seed(0)):
+                on_gpu = replace(case, tensors=map_tensors(case.tensors, lambda tensor: tensor.cuda()))
+                with torch.inference_mode():
+                    op.apply(kernel, on_gpu)
+                torch.cuda.synchronize()
+                count += 1
+                print(f"{kernel.op} {kernel.provider} {str(dtype).removeprefix('torch.')}: {case.label}", flush=True)
+    print(f"{count} runs")
+    return 0 if count else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
