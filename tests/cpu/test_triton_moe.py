@@ -10,6 +10,7 @@ import triton_support  # noqa: F401  before the kernels
 
 from negamax.kernels.moe import spec, tiles
 from negamax.kernels.moe import triton as kernels
+from negamax.kernels.moe import triton_prefill as prefill
 from negamax.kernels.op import Case, Kernel
 
 OPS = {op.name: op for op in spec.OPS}
@@ -152,7 +153,7 @@ def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(monkeypatc
     monkeypatch.setattr(tiles, "SORT_CHUNK", 16)
     monkeypatch.setattr(tiles, "SORT_BLOCK", 2)
     ids = torch.randint(-1, 9, (27, 3), generator=torch.Generator().manual_seed(4), dtype=torch.int32)
-    order, counts = kernels._expert_order(ids, first=2, count=5)
+    order, counts = prefill.expert_order(ids, first=2, count=5)
     flat = ids.flatten()
     mine = torch.where((flat >= 2) & (flat < 7))[0]
     expected = mine[flat[mine].argsort(stable=True)]

@@ -11,6 +11,9 @@ import torch
 from negamax import LLM, SamplingParams
 from negamax.bench import nano_math, nano_tools
 from negamax.bench.accuracy import run_suite
+from negamax.config.options import EngineOptions
+from negamax.engine.loop import EngineLoop
+from negamax.engine.setup import start_loop
 from negamax.scheduler.request import GenerateRequest
 
 AGREEMENT = 0.995  # of the tokens of greedy answers
@@ -136,23 +139,33 @@ def test_prompt_logprobs_penalties_and_bias_reach_the_gpu(llm: LLM) -> None:
     assert len(set(with_penalties)) > len(set(without))
 
 
-def test_a_long_mixed_run_ends_with_every_block_free(llm: LLM) -> None:
-    """200 requests of 1 to 3,000 tokens in a pool of 512 blocks: preemptions, chunks, aborts in every state."""
+@pytest.mark.parametrize("model", ["nano", "minimax-m2"])
+def test_a_long_mixed_run_ends_with_every_block_free(model: str) -> None:
+    """200 requests of 1 to 8,000 tokens (nano: its window) in a small pool: preemptions, chunks, aborts in every state."""
+    small = {"block_size": 16, "num_kv_blocks": 512, "max_num_seqs": 32, "max_num_batched_tokens": 512}
+    wide = {"load_format": "synthetic", "num_hidden_layers": 2, "max_model_len": 8320, "num_kv_blocks": 420, "max_num_seqs": 64}
+    loop, info = start_loop(EngineOptions(model=model, device="cuda", **(small if model == "nano" else wide)))
+    try:
+        _mixed_run(loop, longest=min(8000, info.max_model_len - 301))
+    finally:
+        loop.shutdown()
+
+
+def _mixed_run(loop: EngineLoop, *, longest: int) -> None:
     draw = random.Random(3)
-    loop, window = llm._loop, llm.info.max_model_len
     waiting = []
     for number in range(200):
-        length = min(window - 2, max(1, int(draw.lognormvariate(5.0, 1.5))), 3000)
         sampling = SamplingParams(
             temperature=draw.choice((0.0, 1.0)),
             top_k=draw.choice((0, 0, 40)),
             top_p=draw.choice((1.0, 0.9)),
             min_p=0.0,
-            repetition_penalty=1.0,
+            repetition_penalty=draw.choice((1.0, 1.0, 1.2)),
             seed=number,
             max_tokens=draw.randint(1, 300),
             ignore_eos=True,
         )
+        length = min(longest, max(1, int(draw.lognormvariate(5.5, 1.7))))
         ids = tuple(draw.randrange(3, 4000) for _ in range(length))
         waiting.append(GenerateRequest(request_id=f"mixed-{number}", prompt_token_ids=ids, sampling=sampling))
     ended: dict[str, str] = {}
@@ -162,15 +175,16 @@ def test_a_long_mixed_run_ends_with_every_block_free(llm: LLM) -> None:
             waiting.remove(request)
             alive.add(request.request_id)
             loop.add(request)
-        if alive and draw.random() < 0.02:
+        if alive and draw.random() < 0.01:
             loop.abort([draw.choice(sorted(alive))])
         for update in loop.step():
-            assert update.error is None or "may grow" in update.error, update.error
+            assert update.error is None, update.error
             if update.finish_reason is not None:
                 ended[update.request_id] = update.finish_reason
                 alive.discard(update.request_id)
     stats = loop.stats()
-    assert len(ended) == 200 and set(ended.values()) <= {"length", "abort", "error"}
+    print(f"preemptions: {stats.preemption_count}, aborts: {list(ended.values()).count('abort')}")
+    assert len(ended) == 200 and set(ended.values()) <= {"length", "abort"}
     assert list(ended.values()).count("length") >= 150
     assert stats.preemption_count > 0
     assert stats.num_running == stats.num_waiting == 0 and stats.num_free_kv_blocks == stats.num_kv_blocks

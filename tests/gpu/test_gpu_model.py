@@ -23,7 +23,7 @@ SPEC = replace(bundled_spec("minimax-m2"), num_layers=2)
 BLOCK_SIZE = 64
 REFERENCES = KernelTable("cuda", torch.float32, {name: op.reference for name, op in OPS.items()})
 # Products with FP8 weights and activations lose 2.6 % per rounded factor; with 16-bit ones the rounding of each result.
-BOUNDS = {"stored FP8": 0.12, "bf16": 0.03}
+BOUNDS = {"stored FP8": 0.05, "bf16": 0.015}  # measured: 0.020, 0.007
 
 
 def build(spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, device: torch.device) -> CausalModel:

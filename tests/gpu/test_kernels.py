@@ -63,7 +63,7 @@ def wide_problem(op: Op, want: Tensor, got: Tensor) -> str | None:
     if not want.is_floating_point():
         other, allowed = (got != want).float().mean().item(), OTHER_CHOICES if op.wide_error else 0.0
         return None if other <= allowed else f"{other:.2%} other whole numbers"
-    size = torch.linalg.vector_norm(want[want.isfinite()].float()).clamp_min(1e-30)
+    size = torch.linalg.vector_norm(want.float().nan_to_num(posinf=0.0, neginf=0.0)).clamp_min(1e-30)
     error = (torch.linalg.vector_norm(distance(want, got)) / size).item()
     return None if error <= op.wide_error else f"relative error {error:.2e}, allowed {op.wide_error:.0e}"
 

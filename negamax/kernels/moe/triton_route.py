@@ -1,0 +1,192 @@
+"""Routing in one launch: gate product, sigmoid, top-k and renormalisation."""
+
+# ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.activations import Activations, ShardedActivations, plain
+from negamax.kernels.collectives.triton import gather_rows
+from negamax.kernels.launch.triton import launch_options, wait_then_start_next
+from negamax.kernels.moe import tiles
+from negamax.kernels.moe.triton_shared import INTERPRETED, dot
+
+_ROUND = tl.constexpr(1024)  # what one launch of `_route` adds to a counter; at least the programs of a token tile
+
+
+@triton.jit
+def _choose(
+    partial, biases, ids, weights, tokens, num_tokens, num_active,
+    EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Sum the partial logits of COUNT `tokens`, then sigmoid, top-k of score + bias (lower id first) and renormalisation."""
+    expert = tl.arange(0, EXPERTS_2)
+    inside = (tokens < num_tokens)[:, None] & (expert < EXPERTS)[None, :]
+    logits = tl.zeros([COUNT, EXPERTS_2], tl.float32)
+    for split in tl.static_range(SPLITS):
+        rows = partial + (split * num_tokens + tokens)[:, None] * EXPERTS + expert[None, :]
+        logits += tl.load(rows, mask=inside, other=0.0, cache_modifier=".cg")
+    score = 1.0 / (1.0 + tl.exp(-logits))
+    rank = score + biases[None, :]
+    rank = tl.where(rank == rank, rank, 1e30)  # NaN first, as in torch.topk, and each expert once all the same
+    rank = tl.where((expert < EXPERTS)[None, :], rank, float("-inf"))
+    place = tl.full([COUNT, EXPERTS_2], -1, tl.int32)
+    for j in tl.static_range(TOP_K):
+        here = expert[None, :] == tl.argmax(rank, 1, tie_break_left=True)[:, None]
+        rank = tl.where(here, float("-inf"), rank)
+        place = tl.where(here, j, place)
+    chosen = place >= 0
+    share = score / tl.sum(tl.where(chosen, score, 0.0), 1)[:, None]
+    real = (tokens < num_active)[:, None]
+    out = tokens[:, None] * TOP_K + place
+    tl.store(ids + out, tl.where(real, expert[None, :], -1), mask=chosen & inside)
+    tl.store(weights + out, tl.where(real, share, 0.0), mask=chosen & inside)
+
+
+@triton.jit
+def _gate_product(hi, mid, lo, xs, acc, WIDE: tl.constexpr):
+    """acc [experts, tokens] + (hi + mid + lo) [experts, columns] . xs [tokens, columns]."""
+    if WIDE:
+        acc = dot((hi.to(tl.float32) + mid.to(tl.float32)) + lo.to(tl.float32), tl.trans(xs), acc, WIDE)
+    else:
+        small = tl.dot(lo, tl.trans(xs)) + tl.dot(mid, tl.trans(xs))
+        acc += small + tl.dot(hi, tl.trans(xs))
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route(
+    x, pieces, bias, active, partial, arrived, ids, weights, num_tokens,
+    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHOOSE: tl.constexpr, SPREAD: tl.constexpr,
+    WIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Partial logits of one (token tile, expert tile, split of the columns), then the choice of the experts.
+
+    The gate comes as three bf16 addends, hi + mid + lo, which hold all 24 bits of its fp32; their products with bf16
+    activations are exact, and the tensor cores add up in fp32. With STAGES = 0 a program has its part of the gate in flight
+    before the activations exist. The programs of a token tile count themselves in; with SPREAD those that have tokens to choose
+    for wait for the others, else the last one chooses for all. A launch adds _ROUND to each tile's counter in `arrived`, so
+    nothing has to be set back; the programs of a tile are launched one after another, so those waiting keep no other out.
+    """
+    PROGRAMS: tl.constexpr = ((EXPERTS + ROWS - 1) // ROWS) * SPLITS
+    STEPS: tl.constexpr = ((HIDDEN + COLUMNS - 1) // COLUMNS + SPLITS - 1) // SPLITS
+    tile, part = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
+    split = part % SPLITS
+    tokens = tile * TOKENS + tl.arange(0, TOKENS)
+    rows = part // SPLITS * ROWS + tl.arange(0, ROWS)
+    first_column = split * STEPS * COLUMNS
+    columns = tl.arange(0, COLUMNS)
+    gate = pieces + rows[:, None] * HIDDEN
+    PIECE: tl.constexpr = EXPERTS * HIDDEN
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    if STAGES == 0:
+        his, mids, los, xs = (), (), (), ()
+        for step in tl.static_range(STEPS):
+            k = first_column + step * COLUMNS + columns
+            inside = (rows < EXPERTS)[:, None] & (k < HIDDEN)[None, :]
+            his = his + (tl.load(gate + k[None, :], mask=inside, other=0.0),)
+            mids = mids + (tl.load(gate + PIECE + k[None, :], mask=inside, other=0.0),)
+            los = los + (tl.load(gate + 2 * PIECE + k[None, :], mask=inside, other=0.0),)
+        wait_then_start_next(PDL)
+        for step in tl.static_range(STEPS):
+            k = first_column + step * COLUMNS + columns
+            inside = (tokens < num_tokens)[:, None] & (k < HIDDEN)[None, :]
+            xs = xs + (tl.load(x + tokens[:, None] * HIDDEN + k[None, :], mask=inside, other=0.0),)
+        for step in tl.static_range(STEPS):
+            acc = _gate_product(his[step], mids[step], los[step], xs[step], acc, WIDE)
+    else:
+        wait_then_start_next(PDL)
+        for start in tl.range(first_column, first_column + STEPS * COLUMNS, COLUMNS, num_stages=STAGES):
+            k = start + columns
+            fits = (k < HIDDEN)[None, :] | EVEN
+            inside = (rows < EXPERTS)[:, None] & fits
+            hi = tl.load(gate + k[None, :], mask=inside, other=0.0)
+            mid = tl.load(gate + PIECE + k[None, :], mask=inside, other=0.0)
+            lo = tl.load(gate + 2 * PIECE + k[None, :], mask=inside, other=0.0)
+            inside = (tokens < num_tokens)[:, None] & fits
+            xt = tl.load(x + tokens[:, None] * HIDDEN + k[None, :], mask=inside, other=0.0)
+            acc = _gate_product(hi, mid, lo, xt, acc, WIDE)
+    out = partial + (split * num_tokens + tokens)[None, :] * EXPERTS + rows[:, None]
+    tl.store(out, acc, mask=(rows < EXPERTS)[:, None] & (tokens < num_tokens)[None, :])
+    expert = tl.arange(0, EXPERTS_2)
+    biases = tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
+    num_active = tl.load(active)
+    tl.debug_barrier()
+    SHARE: tl.constexpr = _ROUND // PROGRAMS
+    mine = SHARE + tl.where(part == 0, _ROUND - SHARE * PROGRAMS, 0)
+    before = tl.atomic_add(arrived + tile, mine, sem="acq_rel")
+    seen, complete = before + mine, (before & -_ROUND) + _ROUND
+    end = tl.minimum(tile * TOKENS + TOKENS, num_tokens)
+    group = tile * TOKENS + (part * CHOOSE if SPREAD else tl.where(seen == complete, 0, TOKENS))
+    if group < end:
+        while complete - seen > 0:
+            seen = tl.load(arrived + tile, volatile=True)
+        tl.debug_barrier()
+        for begin in range(group, end, CHOOSE * (PROGRAMS if SPREAD else 1)):
+            _choose(partial, biases, ids, weights, begin + tl.arange(0, CHOOSE), num_tokens, num_active,
+                    EXPERTS, EXPERTS_2, TOP_K, SPLITS, CHOOSE)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PreparedGate:
+    """The router's weights as `_route` reads them."""
+
+    pieces: Tensor  # [3, experts, hidden] bf16, whose sum is the fp32 gate
+    bias: Tensor  # [experts] fp32
+    arrived: Tensor  # [token tiles] int32, whole rounds between launches; `_route` alone writes it
+    everything: Tensor  # [1] int32, the number of active rows where the caller names none
+
+
+def prepare_gate(gate: Tensor, bias: Tensor) -> PreparedGate:
+    """gate [experts, hidden] fp32, bias [experts] fp32. Splitting fp32 into three bf16 addends is exact."""
+    hi = gate.float().bfloat16()
+    rest = gate.float() - hi.float()
+    mid = rest.bfloat16()
+    lo = (rest - mid.float()).bfloat16()
+    arrived = torch.zeros(tiles.MAX_ROUTE_TILES, dtype=torch.int32, device=gate.device)
+    everything = torch.full((1,), 2**31 - 1, dtype=torch.int32, device=gate.device)
+    return PreparedGate(torch.stack((hi, mid, lo)), bias.float().contiguous(), arrived, everything)
+
+
+def route(
+    x: Tensor | Activations, prepared: PreparedGate, *, top_k: int, active: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [T, hidden] -> ids [T, top_k] int32, weights [T, top_k] fp32; rows from active[0] on get -1 and 0.
+
+    Where the ranks share out the rows, each routes its own and has the others' from them.
+    """
+    if isinstance(x, ShardedActivations):
+        mine = _route_rows(x.plain, prepared, top_k=top_k, active=None if active is None else active - x.first)
+        return gather_rows(*mine, x)
+    return _route_rows(plain(x), prepared, top_k=top_k, active=active)
+
+
+def _route_rows(x: Tensor, prepared: PreparedGate, *, top_k: int, active: Tensor | None) -> tuple[Tensor, Tensor]:
+    num_tokens, hidden = x.shape
+    experts = prepared.bias.shape[0]
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=x.device)
+    if num_tokens == 0:
+        return ids, weights
+    assert x.is_contiguous()
+    tile = tiles.route(num_tokens)
+    token_tiles, programs = triton.cdiv(num_tokens, tile.tokens), triton.cdiv(experts, tile.rows) * tile.splits
+    assert token_tiles <= tiles.MAX_ROUTE_TILES, f"{num_tokens} tokens in one call"
+    assert programs <= _ROUND.value, f"{experts} experts"
+    partial = torch.empty(tile.splits, num_tokens, experts, dtype=torch.float32, device=x.device)
+    active = prepared.everything if active is None else active
+    _route[(token_tiles * programs,)](
+        x, prepared.pieces, prepared.bias, active, partial, prepared.arrived, ids, weights, num_tokens,
+        HIDDEN=hidden, EXPERTS=experts, EXPERTS_2=triton.next_power_of_2(experts), TOP_K=top_k,
+        SPLITS=tile.splits, TOKENS=tile.tokens, ROWS=tile.rows, COLUMNS=tile.columns, CHOOSE=tile.choose,
+        SPREAD=not INTERPRETED, WIDE=INTERPRETED or x.dtype != torch.bfloat16, EVEN=hidden % tile.columns == 0,
+        STAGES=tile.stages, num_warps=tile.warps, **launch_options(x.device),
+    )  # fmt: skip
+    return ids, weights
