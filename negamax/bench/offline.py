@@ -38,6 +38,8 @@ class Workload:
     output_len: int
     concurrency: tuple[int, ...]
     temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
     repeat: int = 1
     seed: int = 0
     count_experts: bool = True  # in a batch of its own that is not timed
@@ -99,6 +101,8 @@ def run(options: EngineOptions, workload: Workload, *, say: Callable[[str], None
         "engine": "negamax",
         **conditions(options, workload),
         "temperature": workload.temperature,
+        "top_k": workload.top_k,
+        "top_p": workload.top_p,
         "repeat": workload.repeat,
         "start_seconds": start_seconds,
         "runs": runs,
@@ -110,7 +114,8 @@ def run(options: EngineOptions, workload: Workload, *, say: Callable[[str], None
 
 
 def _measure_all(loop: EngineLoop, info: ModelInfo, workload: Workload, *, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    prompts = Prompts(info, seed=workload.seed, temperature=workload.temperature)
+    filters = {"temperature": workload.temperature, "top_k": workload.top_k, "top_p": workload.top_p}
+    prompts = Prompts(info, seed=workload.seed, **filters)
     runs = []
     for num_requests in workload.concurrency:
         distinct = _warm_up(loop, prompts, workload, num_requests=num_requests)

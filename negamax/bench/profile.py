@@ -41,7 +41,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("_dot_products", "_few_tokens", "_wide", "_narrow", "nvjet", "gemm", "gemv", "cutlass", "sm90_xmma", "splitKreduce"),
     ),
     ("activation quantisation", ("_rows",)),
-    ("sampling", ("_best_of", "_leading_of")),
+    ("sampling", ("_best_of", "_largest_of", "_draw_of")),
     ("exchange of words between ranks", ("_send_words",)),
     ("NCCL", ("nccl",)),
     ("copies", ("Memcpy", "Memset")),

@@ -31,10 +31,10 @@ class BatchTimes:
 class Prompts:
     """Requests whose prompts are token ids drawn uniformly from the vocabulary; no two prompts are alike."""
 
-    def __init__(self, info: ModelInfo, *, seed: int, temperature: float) -> None:
+    def __init__(self, info: ModelInfo, *, seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
         self._info = info
         self._random = random.Random(seed)
-        self._temperature = temperature
+        self._filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self._numbers = count()
 
     def batch(self, num_requests: int, *, input_len: int, output_len: int) -> list[GenerateRequest]:
@@ -54,14 +54,12 @@ class Prompts:
     def _request(self, input_len: int, output_len: int) -> GenerateRequest:
         prompt = tuple(self._random.choices(range(self._info.vocab_size), k=input_len))
         sampling = SamplingParams(
-            temperature=self._temperature,
-            top_p=1.0,
-            top_k=0,
             min_p=0.0,
             repetition_penalty=1.0,
             max_tokens=output_len,
             ignore_eos=True,
             seed=self._random.getrandbits(62),
+            **self._filters,
         )
         return GenerateRequest(
             request_id=f"bench-{next(self._numbers)}",

@@ -30,6 +30,8 @@ def command(
     ] = "1,4,16,64,100",
     repeat: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.", rich_help_panel=WORKLOAD)] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.", rich_help_panel=WORKLOAD)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off.", rich_help_panel=WORKLOAD)] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is off.", rich_help_panel=WORKLOAD)] = 1.0,
     no_distinct_experts: Annotated[
         bool,
         typer.Option(
@@ -71,6 +73,8 @@ def command(
         output_len=output_len,
         concurrency=counts,
         temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
         repeat=repeat,
         seed=engine.seed,
         count_experts=not no_distinct_experts,

@@ -17,6 +17,7 @@ from torch import Tensor
 from negamax.base.log import get_logger
 from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives.spec import PeerMemory, PeerRegion, ShardRegion
+from negamax.kernels.sampling.spec import CANDIDATES
 
 logger = get_logger(__name__)
 
@@ -60,7 +61,7 @@ def connect(
     shapes = (
         (min(REDUCE_ROWS, max(max_tokens, max_rows)), -(-hidden_size // 2)),
         (max_tokens, 2),
-        (max_rows, 2),
+        (max_rows, 2 * CANDIDATES),
     )  # rows, words
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
     shared_words = -(-SHARED_ROWS * hidden_size // 4)  # first, since torch's sums want the buffer at the start of its memory

@@ -67,7 +67,7 @@ class DecodeGraphs:
     ) -> None:
         device = rows.tokens.device
         self._model, self._kv, self._rows, self._group = model, kv, rows, group
-        self._pick = kernels["sampling.pick"].run
+        self._pick, self._draw_leading = kernels["sampling.pick"].run, kernels["sampling.draw_leading"].run
         self._sizes = capture_sizes(largest)
         # For a step of n rows: n slots, n positions, n lengths (the positions of the new tokens; 0 for padding) and the number
         # of rows that are not padding.
@@ -78,6 +78,7 @@ class DecodeGraphs:
             logits=torch.zeros(largest, len(model.vocab_range), dtype=torch.float32, device=device),
         )
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._draws: dict[int, torch.cuda.CUDAGraph] = {}
         self._latest: dict[int, tuple[list[int], list[int], int]] = {}  # by size: slots, positions, rows that are no padding
 
     @property
@@ -90,6 +91,7 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._fill(size, slots=[self._rows.padding_slot] * size, positions=[0] * size, active=0)
             self._graphs[size], _ = record(partial(self._run, size), pool)
+            self._draws[size], _ = record(partial(self._draw, size), pool)
         torch.cuda.synchronize()
         taken = (torch.cuda.memory_reserved() - before) / 2**20
         return f"{len(self._sizes)} up to {self.largest} rows: {taken:.0f} MiB, {time.monotonic() - started:.1f} s"
@@ -108,6 +110,10 @@ class DecodeGraphs:
         """Run the prepared step; the buffers hold the results of its rows until the next replay."""
         graph.replay()
         return self._outputs
+
+    def draw(self, num_rows: int) -> None:
+        """Choose again for those rows of the step that have a small top_k."""
+        self._draws[self._size(num_rows)].replay()
 
     def _size(self, num_rows: int) -> int:
         """The smallest captured size that holds `num_rows`."""
@@ -165,5 +171,24 @@ class DecodeGraphs:
             positions=lengths,
             group=self._group,
         )
-        rows.tokens[slots, lengths] = token_ids.clamp_min(0).to(rows.tokens.dtype)
-        self._outputs.token_ids[:size].copy_(token_ids)
+        self._keep(token_ids, slots, lengths)
+
+    def _draw(self, size: int) -> None:
+        """What `draw` replays."""
+        rows = self._rows
+        slots, _, lengths = torch.split(self._inputs[: 3 * size], size)
+        token_ids = self._draw_leading(
+            self._outputs.logits[:size],
+            first_id=self._model.vocab_range.start,
+            filters=rows.sampling[slots],
+            seeds=rows.seeds[slots],
+            positions=lengths,
+            otherwise=self._outputs.token_ids[:size],
+            group=self._group,
+        )
+        self._keep(token_ids, slots, lengths)
+
+    def _keep(self, token_ids: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """The chosen tokens, to where the next step and the host find them."""
+        self._rows.tokens[slots, positions] = token_ids.clamp_min(0).to(self._rows.tokens.dtype)
+        self._outputs.token_ids[: len(slots)].copy_(token_ids)

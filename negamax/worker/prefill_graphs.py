@@ -51,7 +51,7 @@ class PrefillGraphs:
         # Slot and position of each token; table row, length and first query of each sequence; all queries; the real tokens.
         self._inputs = torch.zeros(2 * largest + 3 * max_num_seqs + 2, dtype=torch.int64, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._hidden: dict[int, Tensor] = {}  # by size
+        self._hidden = torch.empty(0, device=device)  # [largest, hidden], what every replay fills from the front
 
     def capture(self, pool: tuple[int, int]) -> str:
         """Run and record every size, the largest first, in the memory of `pool`; a line that says what that took."""
@@ -59,7 +59,7 @@ class PrefillGraphs:
         empty = np.empty(0, dtype=np.int64)
         for size in reversed(self._sizes):
             self._fill(size, tokens=(empty, empty), sequences=(empty, empty, np.zeros(1, dtype=np.int64)))
-            self._graphs[size], self._hidden[size] = record(partial(self._run, size), pool)
+            self._graphs[size], _ = record(partial(self._run, size), pool)
         torch.cuda.synchronize()
         taken = (torch.cuda.memory_reserved() - before) / 2**20
         seconds = time.monotonic() - started
@@ -80,7 +80,7 @@ class PrefillGraphs:
     def replay(self, size: int) -> Tensor:
         """Run the prepared step; hidden states [size, hidden], the real tokens first."""
         self._graphs[size].replay()
-        return self._hidden[size]
+        return self._hidden[:size]
 
     def _fill(self, size: int, *, tokens: tuple[Column, Column], sequences: tuple[Column, Column, Column]) -> None:
         (token_slots, positions), (slots, seq_lens, query_starts) = tokens, sequences
@@ -96,8 +96,8 @@ class PrefillGraphs:
         packed = torch.from_numpy(np.concatenate(columns)).pin_memory()
         self._inputs[: len(packed)].copy_(packed, non_blocking=True)
 
-    def _run(self, size: int) -> Tensor:
-        """The step of `size` tokens, as it is captured."""
+    def _run(self, size: int) -> None:
+        """The step of `size` tokens, as it is captured. Its result is copied out, so that the next size may use its memory."""
         rows, num_seqs = self._rows, self._num_seqs
         sizes = [size, size, num_seqs, num_seqs, num_seqs + 1, 1]
         columns = torch.split(self._inputs[: sum(sizes)], sizes)
@@ -118,7 +118,10 @@ class PrefillGraphs:
             ),
             active=active.int(),
         )
-        return self._model.forward(rows.tokens[token_slots, positions].long(), inputs, self._kv)
+        hidden = self._model.forward(rows.tokens[token_slots, positions].long(), inputs, self._kv)
+        if len(self._hidden) < size:
+            self._hidden = torch.empty_like(hidden)
+        self._hidden[:size].copy_(hidden)
 
 
 def _padded(column: Column, length: int, value: int) -> Column:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from negamax.kernels.sampling.spec import CANDIDATES
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker.device import upload, upload_floats
@@ -56,6 +57,7 @@ class Rows:
         self._states: list[RowState | None] = [None] * num_rows
         self.special_slots: set[int] = set()  # rows with penalties, bias or blocked ids: their logits are edited
         self.filtered_slots: set[int] = set()  # rows with top-k, top-p or min-p
+        self.wide_slots: set[int] = set()  # of those, rows that `sampling.draw_leading` is not for
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
 
@@ -78,11 +80,9 @@ class Rows:
         assert state is not None, f"slot {slot} was never assigned"
         return state
 
-    def are_plain(self, slots: list[int]) -> bool:
-        """Whether all of these are sampled from their unedited logits with nothing but a temperature."""
-        return not any(
-            slot in self.special_slots or slot in self.filtered_slots or slot in self.logprob_slots for slot in slots
-        )
+    def needs_all_logits(self, slot: int) -> bool:
+        """Whether a row takes more than its unedited logits' best, or a draw from the leading ones."""
+        return slot in self.special_slots or slot in self.wide_slots or slot in self.logprob_slots
 
     def set_padding_block(self, block: int) -> None:
         """The block that the padding row reads and writes; no sequence may own it."""
@@ -114,6 +114,7 @@ class Rows:
         filtered = params.temperature > 0.0 and (params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0)
         _toggle(self.special_slots, slot, edited)
         _toggle(self.filtered_slots, slot, filtered)
+        _toggle(self.wide_slots, slot, filtered and not 0 < params.top_k <= CANDIDATES)
         _toggle(self.logprob_slots, slot, params.logprobs is not None)
         _toggle(self.prompt_logprob_slots, slot, params.prompt_logprobs is not None)
 

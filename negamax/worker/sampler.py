@@ -12,10 +12,11 @@ from torch import Tensor
 
 from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.registry import KernelTable
+from negamax.kernels.sampling import noise
 from negamax.kernels.sampling import spec as ops
 from negamax.scheduler.step import TokenLogprobs
 from negamax.worker.batch import SampleInputs
-from negamax.worker.device import HostTensor, indices, upload_floats
+from negamax.worker.device import HostTensor, indices
 from negamax.worker.rows import Rows
 
 BROKEN = -1  # instead of a token: the row's logits were not finite numbers
@@ -73,7 +74,7 @@ def sample_sharded(
     """The same for logits split over the ranks of `group`; this rank's begin at token `first_id`.
 
     Rows without filters, edits and log-probabilities exchange a value and an index per rank (`picked`, where a captured step
-    has done that already); rows with a small top_k their leading candidates. The others are gathered: their whole logits are
+    has done that already); rows with a small top_k their leading tokens. The others are gathered: their whole logits are
     on every rank, and every rank draws the same token.
     """
     pick = kernels["sampling.pick"].run
@@ -86,21 +87,17 @@ def sample_sharded(
             positions=inputs.positions_device,
             group=group,
         )
-    narrow: list[int] = []
-    gathered: list[int] = []
-    for i, slot in enumerate(inputs.slots):
-        if slot in rows.special_slots or slot in rows.logprob_slots:
-            gathered.append(i)
-        elif slot in rows.filtered_slots:
-            (narrow if _is_narrow(rows.state(slot).sampling.top_k) else gathered).append(i)
-    if narrow:
-        where = indices(narrow, logits.device)
-        leading = kernels["sampling.candidates"].run(
-            logits if len(narrow) == len(inputs.slots) else logits[where], first_id=first_id, count=ops.CANDIDATES, group=group
+    gathered = [i for i, slot in enumerate(inputs.slots) if rows.needs_all_logits(slot)]
+    if not rows.filtered_slots.isdisjoint(inputs.slots):
+        picked = kernels["sampling.draw_leading"].run(
+            logits,
+            first_id=first_id,
+            filters=rows.sampling[inputs.slots_device],
+            seeds=rows.seeds[inputs.slots_device],
+            positions=inputs.positions_device,
+            otherwise=picked,
+            group=group,
         )
-        drawn = ops.draw_from(*leading, **_filters(inputs, narrow, rows=rows))
-        drawn = drawn.where(leading[0][:, 0].isfinite(), BROKEN)
-        picked = drawn if len(narrow) == len(inputs.slots) else picked.index_copy(0, where, drawn)
     if not gathered:
         return Sampled(picked, [], None)
     return _sample_gathered(logits, inputs, gathered, picked=picked, rows=rows, kernels=kernels, group=group)
@@ -206,19 +203,13 @@ def _filters(inputs: SampleInputs, members: list[int], *, rows: Rows) -> dict[st
     """The parameters by which `members` of the rows are drawn, and their random numbers; each [len(members)] fp32."""
     slots = inputs.slots_device
     whole = len(members) == len(inputs.slots)
-    columns = rows.sampling[slots if whole else slots[indices(members, slots.device)]]
+    positions = inputs.positions_device
+    if not whole:
+        where = indices(members, slots.device)
+        slots, positions = slots[where], positions[where]
     names = ("temperature", "top_k", "top_p", "min_p")
-    filters = {name: columns[:, i] for i, name in enumerate(names)}
-    return filters | {"uniforms": _uniforms(members, inputs, rows=rows)}
-
-
-def _uniforms(members: list[int], inputs: SampleInputs, *, rows: Rows) -> Tensor:
-    values = []
-    for i in members:
-        seed = rows.state(inputs.slots[i]).sampling.seed
-        assert seed is not None, "the engine gives every request a seed"
-        values.append(ops.uniform(seed, inputs.positions[i]))
-    return upload_floats(values, rows.tokens.device)
+    filters = dict(zip(names, rows.sampling[slots].unbind(1), strict=True))
+    return filters | {"uniforms": noise.uniforms(rows.seeds[slots], positions)}
 
 
 def _edit_rows(logits: Tensor, inputs: SampleInputs, members: range, *, rows: Rows) -> None:

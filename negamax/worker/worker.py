@@ -133,7 +133,10 @@ class Worker:
         if use_graphs and graphs and len(plan.slots) <= graphs.largest and batches.is_decode(plan, self._rows):
             graph = graphs.prepare(plan)
             began = self._mark()
-            outcome = self._decoded(plan, graphs.replay(graph))
+            outputs = graphs.replay(graph)
+            if not self._rows.filtered_slots.isdisjoint(plan.slots):
+                graphs.draw(len(plan.slots))
+            outcome = self._decoded(plan, outputs)
         else:
             began, outcome = self._forward(plan, use_graphs=use_graphs)
         ended, previous = self._mark(), self._ended
@@ -173,7 +176,7 @@ class Worker:
         num_rows = len(plan.slots)
         token_ids = outputs.token_ids[:num_rows]
         sampled = None
-        if not self._rows.are_plain(plan.slots):
+        if any(self._rows.needs_all_logits(slot) for slot in plan.slots):
             inputs = batches.sample_inputs(plan.slots, [start + 1 for start in plan.starts], device=self._device)
             sampled = self._sample(outputs.logits[:num_rows], inputs, picked=token_ids)
             self._remember(sampled, inputs)

@@ -37,7 +37,7 @@ def test_kernels_are_known_by_how_their_names_begin(kernel: str, operation: str)
 def test_every_launched_triton_kernel_is_known() -> None:
     """A new kernel belongs into `profile.OPERATIONS`, so that a profile reads as operations."""
     launches = re.compile(r"^ +(_\w+)\[(?:\(|grid)", re.MULTILINE)
-    names = {name for file in KERNELS.glob("*/triton.py") for name in launches.findall(file.read_text(encoding="utf-8"))}
+    names = {name for file in KERNELS.glob("*/triton*.py") for name in launches.findall(file.read_text(encoding="utf-8"))}
     assert [name for name in sorted(names) if operation_of(name) == name] == []
 
 

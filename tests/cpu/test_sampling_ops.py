@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from negamax.kernels.sampling import noise
 from negamax.kernels.sampling import spec as ops
 
 VOCAB = 50
@@ -99,11 +100,12 @@ def test_a_rows_draw_does_not_depend_on_its_company(logits: Tensor) -> None:
 
 
 def test_uniform_numbers_are_even_and_differ_by_seed_and_position() -> None:
-    values = [ops.uniform(seed, position) for seed in range(100) for position in range(100)]
-    assert len(set(values)) > 9_900
-    assert all(0.0 <= value < 1.0 for value in values)
-    assert abs(sum(values) / len(values) - 0.5) < 0.01
-    assert ops.uniform(-(2**63), 0) != ops.uniform(2**63 - 1, 0)
+    values = noise.uniforms(torch.arange(100).repeat_interleave(100), torch.arange(100).repeat(100))
+    assert len(values.unique()) > 9_900
+    assert bool(((values >= 0.0) & (values < 1.0)).all())
+    assert abs(values.mean().item() - 0.5) < 0.01
+    extremes = noise.uniforms(torch.tensor([-(2**63), 2**63 - 1]), torch.zeros(2, dtype=torch.int64))
+    assert extremes[0] != extremes[1]
 
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_once() -> None:

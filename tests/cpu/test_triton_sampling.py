@@ -17,7 +17,8 @@ OPS: dict[str, Op] = {op.name: op for op in spec.OPS}
 
 @pytest.mark.parametrize("kernel", kernels.KERNELS, ids=lambda kernel: kernel.op)
 def test_every_case_of_the_op(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "SORT_TILE", 256)
+    monkeypatch.setattr(tiles, "STRIP_TILE", 128)
+    monkeypatch.setattr(tiles, "strip", lambda vocab: 8)
     op = OPS[kernel.op]
     for case in op.cases(torch.bfloat16, torch.Generator().manual_seed(1)):
         for want, got in zip(op.apply(op.reference, case), op.apply(kernel, case), strict=True):
@@ -156,11 +157,46 @@ def test_pick_follows_the_distribution() -> None:
         assert (frequency - torch.softmax(logits / 0.7, dim=-1)).abs().max() < 0.012
 
 
-def test_candidates_of_a_tile_smaller_than_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "SORT_TILE", 64)
-    logits = torch.randn(2, 150, generator=torch.Generator().manual_seed(4))
-    logits[0, 20:90] = 1.5  # equal ones: the lower ids first
-    for want, got in zip(
-        spec.candidates(logits, first_id=7, count=64), kernels.candidates(logits, first_id=7, count=64), strict=True
-    ):
-        assert torch.equal(got, want)
+def leading_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "logits": torch.randn(rows, vocab, generator=generator),
+        "filters": torch.tensor([[1.0, 40, 0.95, 0.0], [0.7, 5, 1.0, 0.1], [0.0, 40, 1.0, 0.0]] * rows)[:rows],
+        "seeds": torch.arange(rows) * 12_345,
+        "positions": torch.arange(rows) * 7,
+        "otherwise": torch.full((rows,), 4),
+    }
+
+
+def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with a slice of 150 tokens each; what the other rank would push is in this one's memory already."""
+    monkeypatch.setattr(tiles, "STRIP_TILE", 64)
+    monkeypatch.setattr(tiles, "strip", lambda vocab: 8)
+    inputs = leading_inputs(3, 300, seed=8)
+    inputs["logits"][0, 20:90] = inputs["logits"][0, 200:280] = 3.5  # equal ones: the lower ids first
+    expected = spec.draw_leading(**inputs, first_id=0)
+    slices = [{**inputs, "logits": inputs["logits"][:, first : first + 150].contiguous()} for first in (0, 150)]
+    ranks = Ranks(2, rows=8, words=2 * spec.CANDIDATES)
+    for rank in (0, 1):
+        other = 1 - rank
+        logits = slices[other]["logits"]
+        columns = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, : spec.CANDIDATES].sort(dim=1).values
+        bits = logits.gather(1, columns).view(torch.int32)
+        keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) ^ -(2**31)
+        for row in range(3):
+            payload = torch.cat((keys[row], (columns[row] + 150 * other).to(torch.int32)))
+            ranks.arrive(rank, sender=other, row=row, payload=payload)
+        got = kernels.draw_leading(**slices[rank], first_id=150 * rank, group=Group(ranks, rank))
+        assert torch.equal(got, expected), rank
+        assert ranks.epochs[rank].tolist() == [1, 1, 0] + [0] * 5  # the greedy row exchanged nothing
+
+
+@pytest.mark.parametrize("seed", [0, 3, -5, 2**63 - 1])
+def test_a_rows_number_is_the_leading_bits_of_its_key(seed: int) -> None:
+    mask = (1 << 64) - 1
+    for position in (0, 1, 4095):
+        x = (seed + 0x9E3779B97F4A7C15 * (position + 1)) & mask
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        expected = ((x ^ (x >> 31)) >> 40) / (1 << 24)
+        assert noise.uniforms(torch.tensor([seed]), torch.tensor([position])).item() == expected

@@ -303,7 +303,7 @@ def shard_times(context: ParallelContext, device: torch.device, router: Router) 
 
 
 def picks(context: ParallelContext, device: torch.device) -> Findings:
-    """Tokens chosen from slices of the vocabulary are those chosen from all of it; candidates likewise."""
+    """Tokens chosen from slices of the vocabulary are those chosen from all of it; so are those drawn with a small top_k."""
     from negamax.kernels.sampling import spec
     from negamax.kernels.sampling import triton as kernels
 
@@ -326,11 +326,16 @@ def picks(context: ParallelContext, device: torch.device) -> Findings:
         for _ in range(3):
             got = kernels.pick(logits[:, mine].contiguous(), first_id=mine.start, group=group, **rest)
             wrong[f"pick R={num_rows}"] = int((got != want).sum())
-        want_values, want_ids = (t.nan_to_num() for t in spec.candidates(logits, first_id=0, count=64))
-        values, ids = kernels.candidates(logits[:, mine].contiguous(), first_id=mine.start, count=64, group=group)
-        logits = logits.nan_to_num()  # equal logits may come in any order
-        wrong[f"candidates R={num_rows}"] = int((values.nan_to_num() != want_values).sum())
-        wrong[f"candidate ids R={num_rows}"] = int((logits.gather(1, ids) != logits.gather(1, want_ids)).sum())
+        leading = {
+            "filters": torch.tensor([1.0, 40.0, 0.95, 0.0], device=device).repeat(num_rows, 1),
+            "otherwise": torch.zeros(num_rows, dtype=torch.int64, device=device),
+            **{name: rest[name] for name in ("seeds", "positions")},
+        }
+        leading["filters"][1::4, 1] = 0.0
+        want = spec.draw_leading(logits, first_id=0, **leading)
+        for _ in range(3):
+            got = kernels.draw_leading(logits[:, mine].contiguous(), first_id=mine.start, group=group, **leading)
+            wrong[f"leading R={num_rows}"] = int((got != want).sum())
     wrong["world_min"] = context.world_min(10 + context.layout.rank) - 10
     return {"wrong": wrong}
 
@@ -376,6 +381,13 @@ def times(context: ParallelContext, device: torch.device) -> Findings:
         }
         pick = microseconds(lambda logits=logits, rest=rest: sampling.pick(logits, first_id=0, group=group, **rest), context)
         found[f"pick R={num_rows}"] = {"ours": pick}
+        leading = {"filters": torch.tensor([1.0, 40.0, 0.95, 0.0], device=device).repeat(num_rows, 1)}
+        leading |= {"otherwise": rest["seeds"], "seeds": rest["seeds"], "positions": rest["positions"]}
+
+        def draw(logits: torch.Tensor = logits, leading: dict[str, torch.Tensor] = leading) -> None:
+            sampling.draw_leading(logits, first_id=0, group=group, **leading)
+
+        found[f"draw R={num_rows}"] = {"ours": microseconds(draw, context)}
     return found
 
 

@@ -64,7 +64,7 @@ class PeerMemory:
     world: int
     reduce: PeerRegion  # rows of hidden states, two bf16 a word
     stats: PeerRegion  # two fp32 per token
-    pick: PeerRegion  # a value and an index per sampled row
+    pick: PeerRegion  # values and tokens of a sampled row: one each, or the leading ones
     shards: ShardRegion | None = None  # None: large sums go through the group
     owner: object = None  # keeps the memory behind the addresses alive
 

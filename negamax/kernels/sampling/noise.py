@@ -32,6 +32,11 @@ def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return x & 0xFFFFFFFF, _shift64(x, 32)
 
 
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """A number in [0, 1) for each row, [R] fp32: the leading 24 bits of its key. seeds, positions [R] int64."""
+    return (row_keys(seeds, positions)[1] >> 8).float() * 2.0**-24
+
+
 def token_bits(keys: tuple[Tensor, Tensor], token_ids: Tensor) -> Tensor:
     """32 random bits of each token, as int64. Keys and ids of shapes that broadcast."""
     x = (token_ids * MIX32_ID + keys[0]) & 0xFFFFFFFF

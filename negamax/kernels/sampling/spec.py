@@ -4,7 +4,7 @@ A row's draw depends on that row alone. `draw`: one uniform number per row decid
 over the row's tokens in falling order of probability. Filters are applied in the order temperature, min-p, top-k, top-p.
 `pick`, for logits split over ranks and rows without filters: every token gets its own noise and the largest sum wins (the
 Gumbel-max trick: P(i wins) is softmax(logits / T)[i]), so that ranks need to exchange a value and an index only.
-`candidates`: the leading tokens of split logits, which is all that `draw_from` needs where a row's top_k is small.
+`draw_leading`: what `draw` does, for split logits and rows with a small top_k, which need only the leading tokens.
 """
 
 from __future__ import annotations
@@ -104,33 +104,38 @@ def best_of_ranks(best: Tensor, chosen: Tensor, group: Collective | None) -> Ten
     return torch.where(best.isfinite(), chosen, -1)
 
 
-def candidates(
+def draw_leading(
     logits: Tensor,  # [R, V of this rank] fp32
     *,
     first_id: int,  # the token of the first column
-    count: int,  # how many, up to CANDIDATES
+    filters: Tensor,  # [R, 4] fp32: temperature, top_k, top_p, min_p
+    seeds: Tensor,  # [R] int64
+    positions: Tensor,  # [R] int64
+    otherwise: Tensor,  # [R] int64
     group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
-) -> tuple[Tensor, Tensor]:  # [R, count] fp32 in falling order, [R, count] int64
-    """The `count` largest logits of each row and their tokens; the lower id first where logits are equal."""
+) -> Tensor:  # [R] int64
+    """The token drawn for each row with 1 <= top_k <= CANDIDATES and a temperature, on every rank the same; for the other rows
+    `otherwise`. Of equal logits the lower ids count as larger. -1 where a row holds NaN or infinity, or nothing above minus
+    infinity.
+    """
+    logits = logits.masked_fill(logits.isnan(), torch.inf)
     values, columns = torch.sort(logits, dim=-1, descending=True, stable=True)
-    return candidates_of_ranks(values[:, :count], columns[:, :count] + first_id, count, group)
-
-
-def candidates_of_ranks(values: Tensor, ids: Tensor, count: int, group: Collective | None) -> tuple[Tensor, Tensor]:
-    """The leading `count` of all ranks' candidates [R, C], each rank's in falling order."""
-    if group is None or group.size == 1:
-        return values, ids
-    values, order = torch.sort(group.all_gather(values, dim=1), dim=-1, descending=True, stable=True)
-    return values[:, :count], group.all_gather(ids, dim=1).gather(1, order[:, :count])
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on `seed` and `position` only (the SplitMix64 finaliser, public domain, on their mix)."""
-    mask = (1 << 64) - 1
-    x = (seed + 0x9E3779B97F4A7C15 * (position + 1)) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return ((x ^ (x >> 31)) >> 40) / (1 << 24)
+    values, ids = values[:, :CANDIDATES], columns[:, :CANDIDATES] + first_id
+    if group is not None and group.size > 1:
+        values, order = torch.sort(group.all_gather(values, dim=1), dim=-1, descending=True, stable=True)
+        values, ids = values[:, :CANDIDATES], group.all_gather(ids, dim=1).gather(1, order[:, :CANDIDATES])
+    temperature, top_k, top_p, min_p = filters.unbind(1)
+    drawn = draw_from(
+        values,
+        ids,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        uniforms=noise.uniforms(seeds, positions),
+    )
+    drawn = drawn.where(values[:, 0].isfinite(), -1)
+    return drawn.where((temperature > 0) & (top_k >= 1) & (top_k <= CANDIDATES), otherwise)
 
 
 def apply_penalties(
@@ -216,29 +221,44 @@ def _pick_case(rows: int, vocab: int, generator: torch.Generator) -> Case:
     return Case(f"R={rows} V={vocab}", tensors, {"first_id": 1000, "group": None})
 
 
-def _candidate_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    sizes = ((0, 100, 64), (1, 700, 64), (3, 331, 20), (2, 64, 64))
-    return [_candidate_case(*size, generator=generator) for size in sizes]
-
-
-def _candidate_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _candidate_case(rows, 200_064 // ranks, CANDIDATES, generator=generator) for ranks in (1, 4) for rows in (1, 16, 100)
+def _leading_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    cases = [
+        _leading_case(rows, vocab, generator=generator) for rows, vocab in ((0, 100), (1, 700), (3, 331), (7, 64), (2, 20))
     ]
+    broken = _leading_case(4, 300, generator=generator)
+    logits = broken.tensors["logits"]
+    logits[0, 7], logits[1, 299], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, 20:90] = 50.0
+    broken.tensors["filters"][:, 1] = 40
+    return [*cases, Case("NaN, infinities, ties", broken.tensors, broken.numbers)]
 
 
-def _candidate_case(rows: int, vocab: int, count: int, *, generator: torch.Generator) -> Case:
-    logits = torch.randn(rows, vocab, generator=generator, device=generator.device) * 3.0
-    return Case(f"R={rows} V={vocab}", {"logits": logits}, {"first_id": 500, "count": count, "group": None})
+def _leading_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    return [_leading_case(rows, 200_064 // ranks, generator=generator) for ranks in (1, 4) for rows in (1, 16, 100)]
+
+
+def _leading_case(rows: int, vocab: int, *, generator: torch.Generator) -> Case:
+    """Every third row is not to be drawn: it is greedy, has no top_k, or one that is too large."""
+    device = generator.device
+
+    def uniform() -> Tensor:
+        return torch.rand(rows, generator=generator, device=device)
+
+    top_k = torch.randint(1, CANDIDATES + 1, (rows,), generator=generator, device=device).float()
+    filters = torch.stack((0.5 + uniform(), top_k, 0.5 + 0.5 * uniform(), 0.1 * uniform()), dim=1)
+    filters[2::9, 0], filters[5::9, 1], filters[8::9, 1] = 0.0, 0.0, CANDIDATES + 1
+    tensors = {
+        "logits": torch.randn(rows, vocab, generator=generator, device=device) * 3.0,
+        "filters": filters,
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator, device=device),
+        "positions": torch.randint(0, 200_000, (rows,), generator=generator, device=device),
+        "otherwise": torch.arange(rows, device=device),
+    }
+    return Case(f"R={rows} V={vocab}", tensors, {"first_id": 500, "group": None})
 
 
 def _apply_pick(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     return (kernel.run(**case.tensors, **case.numbers),)
-
-
-def _apply_candidates(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
-    values, ids = kernel.run(**case.tensors, **case.numbers)
-    return values, ids
 
 
 def _apply_greedy(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
@@ -289,14 +309,14 @@ OPS = (
         wide_error=_NEAR_TIES,
     ),
     Op(
-        name="sampling.candidates",
-        summary="the leading tokens of each row, over all ranks",
-        reference=Kernel("sampling.candidates", "reference", candidates),
-        cases=_candidate_cases,
-        apply=_apply_candidates,
+        name="sampling.draw_leading",
+        summary="sampling.draw from logits split over ranks, for rows with a small top_k",
+        reference=Kernel("sampling.draw_leading", "reference", draw_leading),
+        cases=_leading_cases,
+        apply=_apply_pick,
         tolerance=_EXACT,
         cost=_cost,
-        wide=_candidate_wide,
+        wide=_leading_wide,
         wide_error=_NEAR_TIES,
     ),
 )

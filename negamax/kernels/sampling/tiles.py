@@ -4,7 +4,11 @@ from __future__ import annotations
 
 PICK_TILE = 1024  # logits of one program
 PICK_WARPS = 4
-SORT_ROWS = 16  # up to so many rows two rounds of partial sorting are faster than torch.topk (H200: 21 us to 50 for one row)
-SORT_TILE = 2048  # logits of one program that keeps the leading ones
-SORT_WARPS = 4
-MERGE_WARPS = 8
+STRIP_TILE = 4096  # logits of one program that keeps the largest of every strip
+STRIP_WARPS = 4
+DRAW_WARPS = 8
+
+
+def strip(vocab: int) -> int:
+    """Logits that share a maximum: there are some thousand strips in a row, and some thousand logits in the leading ones."""
+    return 32 if vocab <= 1 << 17 else 64

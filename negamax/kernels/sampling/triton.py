@@ -2,7 +2,8 @@
 
 `pick` is two launches: programs over tiles of each row find the tile's best score, with noise made where it is used; then one
 program per row takes the best tile and exchanges (score, token) with the other ranks through `PeerRegion`s. Both read what
-they need once: 4 bytes per logit.
+they need once: 4 bytes per logit. `draw_leading` is two launches, too: the maxima of short strips of each row, then one program
+per row that finds the leading tokens in the strips with the largest maxima, exchanges them, and draws. Nothing is sorted.
 """
 
 from __future__ import annotations
@@ -182,83 +183,227 @@ def pick(
 
 
 @triton.jit
-def _leading_of_tiles(
-    logits,  # [R, V] fp32, rows `stride` apart
-    keys,  # [R, tiles, COUNT] int64, written: the leading keys of each tile in falling order
-    stride,
-    vocab,
-    TILE: tl.constexpr,
-    COUNT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    row = tl.program_id(1)
-    column = tile * TILE + tl.arange(0, TILE)
-    wait_for_inputs(PDL)
-    bits = tl.load((logits + row.to(tl.int64) * stride).to(tl.pointer_type(tl.int32)) + column, mask=column < vocab, other=0)
-    # Ordered as the numbers are, lower columns first among equals; what is no logit comes last.
+def _key(value):
+    """fp32 as uint32 of the same order: NaN above all, and no number as low as 0."""
+    bits = value.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
-    key = tl.where(column < vocab, key, -(2**63))
-    slot = (row * tl.num_programs(0) + tile) * COUNT + tl.arange(0, COUNT)
-    tl.store(keys + slot, tl.topk(key, COUNT))
+    return (tl.where(value == value, ordered, 0x7FFFFFFF) ^ -(2**31)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _leading_of_row(
-    keys,  # [R, count] int64
-    values,  # [R, COUNT] fp32, written in falling order
-    ids,  # [R, COUNT] int64, written
-    count,
-    first_id,
+def _value(key):
+    """What `_key` was made of; minus infinity where it stands for nothing."""
+    ordered = key.to(tl.int32, bitcast=True) ^ -(2**31)
+    value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(key == 0, -_INFINITY, value)
+
+
+@triton.jit
+def _places(key, COUNT: tl.constexpr):
+    """The COUNT largest of key [N] uint32, of equal ones the first, in the order in which they stand: each one's place among
+    them [N], COUNT for those left out. N is at most 2^15.
+
+    The COUNT-th largest is found two bits at a time, by counting what is at least as large.
+    """
+    threshold = tl.full([], 0, tl.uint32)
+    for step in range(16):
+        shift = 30 - 2 * step
+        one = threshold | (tl.full([], 1, tl.uint32) << shift)
+        two = threshold | (tl.full([], 2, tl.uint32) << shift)
+        three = one | two
+        reach = (key >= one).to(tl.int64) + ((key >= two).to(tl.int64) << 16) + ((key >= three).to(tl.int64) << 32)
+        reach = tl.sum(reach, axis=0)
+        threshold = tl.where(reach & 0xFFFF >= COUNT, one, threshold)
+        threshold = tl.where((reach >> 16) & 0xFFFF >= COUNT, two, threshold)
+        threshold = tl.where(reach >> 32 >= COUNT, three, threshold)
+    is_above, is_equal = key > threshold, key == threshold
+    both = is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16)
+    before = tl.cumsum(both, axis=0) - both
+    room = COUNT - (tl.sum(both, axis=0) & 0xFFFF)  # for those that are equal to it
+    place = (before & 0xFFFF) + tl.minimum(before >> 16, room)
+    return tl.where(is_above | (is_equal & (before >> 16 < room)), place, COUNT)
+
+
+@triton.jit
+def _is_drawn(filters, row, COUNT: tl.constexpr):
+    """Whether the leading COUNT tokens are all that the row may be drawn from."""
+    heat, top_k = tl.load(filters + row * 4), tl.load(filters + row * 4 + 1)
+    return (heat > 0) & (top_k >= 1) & (top_k <= COUNT)
+
+
+@triton.jit
+def _largest_of_strips(
+    logits,  # [R, V] fp32, rows `stride` apart
+    filters,  # [R, 4] fp32
+    largest,  # [R, strips] int32, written: the largest `_key` of every STRIP logits
+    stride,
+    vocab,
+    strips,
+    TILE: tl.constexpr,
+    STRIP: tl.constexpr,
     COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    index = tl.arange(0, BLOCK)
+    tile, row = tl.program_id(0), tl.program_id(1)
+    column = tile * TILE + tl.arange(0, TILE)
     wait_for_inputs(PDL)
-    key = tl.topk(tl.load(keys + row * count + index, mask=index < count, other=-(2**63)), COUNT)
-    ordered = (key >> 32).to(tl.int32)
-    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-    slot = row * COUNT + tl.arange(0, COUNT)
-    tl.store(values + slot, bits.to(tl.float32, bitcast=True))
-    tl.store(ids + slot, (first_id + 0x7FFFFFFF - key.to(tl.int32)).to(tl.int64))
+    if _is_drawn(filters, row, COUNT):
+        value = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY)
+        strip = tile * (TILE // STRIP) + tl.arange(0, TILE // STRIP)
+        best = tl.max(tl.reshape(_key(value), [TILE // STRIP, STRIP]), axis=1)
+        tl.store(largest + row * strips + strip, best.to(tl.int32, bitcast=True), mask=strip < strips)
 
 
-def candidates(
+@triton.jit
+def _of_ranks(
+    key, token, place, addresses, epochs, row, rank,
+    WORLD: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Keys and tokens of all ranks, [WORLD * COUNT] each in the order of the tokens, of which this one's go to `place`."""
+    tag = tl.load(epochs + row) + 1
+    offset = ((tag & 1) * ROWS + row) * (WORLD * SLOT)
+    mine = offset + rank * SLOT
+    push(addresses, mine, place, key.to(tl.int32, bitcast=True), tag, place < COUNT, WORLD)
+    push(addresses, mine + COUNT, place, token, tag, place < COUNT, WORLD)
+    entry = tl.arange(0, WORLD * COUNT)
+    at = (entry // COUNT) * SLOT + entry % COUNT
+    own = copy_of(addresses, rank) + offset
+    key = poll(own, at, tag, entry >= 0).to(tl.uint32, bitcast=True)
+    token = poll(own + COUNT, at, tag, entry >= 0)
+    tl.debug_barrier()
+    tl.store(epochs + row, tag)
+    return key, token
+
+
+@triton.jit
+def _draw(key, filters, uniform, COUNT: tl.constexpr):
+    """As `spec.draw_from`, for the leading tokens of one row in any order, equal ones in that of their ids: the place of the
+    token that is drawn. -1 where the largest logit is not finite."""
+    heat, top_k = tl.load(filters), tl.load(filters + 1)
+    top_p, min_p = tl.load(filters + 2), tl.load(filters + 3)
+    place = tl.arange(0, COUNT)
+    value = _value(key)
+    best = tl.max(tl.where(value == value, value, _INFINITY), axis=0)
+    # [which, others]: whether the other token is the more likely one
+    leads = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (place[None, :] < place[:, None]))
+    rank = tl.sum(leads.to(tl.int32), axis=1)
+    probs = tl.exp((value - best) / heat)
+    probs = tl.where((rank < top_k) & (probs >= min_p), probs, 0.0)
+    before = tl.sum(tl.where(leads, probs[None, :], 0.0), axis=1)
+    probs = tl.where(before < top_p * tl.sum(probs, axis=0), probs, 0.0)
+    before = tl.sum(tl.where(leads, probs[None, :], 0.0), axis=1)
+    passed = (probs > 0) & (before <= uniform * tl.sum(probs, axis=0))
+    drawn = tl.max(tl.where(passed, rank, -1), axis=0)
+    drawn = tl.sum(tl.where(rank == drawn, place, 0), axis=0)
+    return tl.where((best > -_INFINITY) & (best < _INFINITY), drawn, -1)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _draw_of_row(
+    logits,  # [R, V] fp32, rows `stride` apart
+    largest,  # [R, strips] int32
+    filters,  # [R, 4] fp32
+    seeds,  # [R] int64
+    positions,  # [R] int64
+    otherwise,  # [R] int64
+    chosen,  # [R, 3, COUNT] int32, where programs put down the leading strips, keys and tokens
+    out,  # [R] int64, written
+    stride,
+    vocab,
+    strips,
+    first_id,
+    addresses,  # of the region, as `PeerRegion` has them; not touched where WORLD is 1
+    epochs,
+    rank,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,  # of the region
+    SLOT: tl.constexpr,  # words per row and sender in the region
+    BLOCK: tl.constexpr,
+    STRIP: tl.constexpr,
+    COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The leading tokens lie in the COUNT strips with the largest maxima: nothing else of the row is looked at."""
+    row = tl.program_id(0)
+    wait_for_inputs(PDL)
+    drawn = tl.load(otherwise + row)
+    if _is_drawn(filters, row, COUNT):
+        entry = tl.arange(0, COUNT)
+        chosen += row * (3 * COUNT)
+        strip = tl.arange(0, BLOCK)
+        best = tl.load(largest + row * strips + strip, mask=strip < strips, other=0).to(tl.uint32, bitcast=True)
+        place = _places(best, COUNT)
+        tl.store(chosen + place, strip, mask=place < COUNT)
+        tl.debug_barrier()
+        leading = tl.load(chosen + entry, cache_modifier=".cg")
+        column = tl.reshape(leading[:, None] * STRIP + tl.arange(0, STRIP)[None, :], [COUNT * STRIP])
+        value = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=0.0)
+        key, token = tl.where(column < vocab, _key(value), 0), first_id + column
+        place = _places(key, COUNT)
+        if WORLD > 1:
+            key, token = _of_ranks(key, token, place, addresses, epochs, row, rank, WORLD, ROWS, SLOT, COUNT)
+            place = _places(key, COUNT)
+        tl.store(chosen + COUNT + place, key.to(tl.int32, bitcast=True), mask=place < COUNT)
+        tl.store(chosen + 2 * COUNT + place, token, mask=place < COUNT)
+        tl.debug_barrier()
+        key = tl.load(chosen + COUNT + entry, cache_modifier=".cg").to(tl.uint32, bitcast=True)
+        _, high_key = row_keys(tl.load(seeds + row), tl.load(positions + row))
+        winner = _draw(key, filters + row * 4, (high_key >> 8).to(tl.float32) * (2.0**-24), COUNT)
+        token = tl.load(chosen + 2 * COUNT + tl.maximum(winner, 0), cache_modifier=".cg")
+        drawn = tl.where(winner < 0, -1, token).to(tl.int64)
+    tl.store(out + row, drawn)
+
+
+def draw_leading(
     logits: Tensor,  # [R, V of this rank] fp32, the last dimension contiguous
     *,
     first_id: int,
-    count: int,
+    filters: Tensor,  # [R, 4] fp32: temperature, top_k, top_p, min_p
+    seeds: Tensor,  # [R] int64
+    positions: Tensor,  # [R] int64
+    otherwise: Tensor,  # [R] int64
     group: Collective | None = None,
-) -> tuple[Tensor, Tensor]:  # [R, count] fp32 in falling order, [R, count] int64
-    """Few rows: as the definition, through two rounds of partial sorting, of tiles, then of what they left. More rows: with
-    torch.topk, which takes equal logits in any order."""
+) -> Tensor:  # [R] int64
+    """As the definition; sums of probabilities may differ in their last bits."""
     num_rows, vocab = logits.shape
-    if num_rows > tiles.SORT_ROWS:
-        values, columns = torch.topk(logits, count, dim=-1)
-        return spec.candidates_of_ranks(values, columns + first_id, count, group)
-    found = triton.next_power_of_2(count)
-    assert found <= spec.CANDIDATES and logits.stride(1) == 1
-    values = torch.empty((num_rows, found), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_rows, found), dtype=torch.int64, device=logits.device)
-    if num_rows:
-        num_tiles = triton.cdiv(vocab, tiles.SORT_TILE)
-        keys = torch.empty((num_rows, num_tiles * found), dtype=torch.int64, device=logits.device)
-        options = launch_options(logits.device)
-        _leading_of_tiles[(num_tiles, num_rows)](
-            logits, keys, logits.stride(0), vocab,
-            TILE=tiles.SORT_TILE, COUNT=found, num_warps=tiles.SORT_WARPS, **options,
-        )  # fmt: skip
-        _leading_of_row[(num_rows,)](
-            keys, values, ids, num_tiles * found, first_id,
-            COUNT=found, BLOCK=triton.next_power_of_2(num_tiles * found), num_warps=tiles.MERGE_WARPS, **options,
-        )  # fmt: skip
-    return spec.candidates_of_ranks(values[:, :count], ids[:, :count], count, group)
+    peers = None if group is None or group.size == 1 else group.peers
+    if (
+        group is not None
+        and group.size > 1
+        and (peers is None or num_rows > peers.pick.rows or peers.pick.words < 2 * spec.CANDIDATES)
+    ):
+        return spec.draw_leading(
+            logits, first_id=first_id, filters=filters, seeds=seeds, positions=positions, otherwise=otherwise, group=group
+        )
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return out
+    columns = (filters, seeds, positions, otherwise)
+    assert logits.stride(1) == 1 and all(column.is_contiguous() for column in columns)
+    strip = tiles.strip(vocab)
+    strips = triton.cdiv(vocab, strip)
+    largest = torch.empty((num_rows, strips), dtype=torch.int32, device=logits.device)
+    chosen = torch.empty((num_rows, 3, spec.CANDIDATES), dtype=torch.int32, device=logits.device)
+    shared = {"STRIP": strip, "COUNT": spec.CANDIDATES, **launch_options(logits.device)}
+    _largest_of_strips[(triton.cdiv(vocab, tiles.STRIP_TILE), num_rows)](
+        logits, filters, largest, logits.stride(0), vocab, strips, TILE=tiles.STRIP_TILE, num_warps=tiles.STRIP_WARPS, **shared
+    )
+    region = None if peers is None else peers.pick
+    _draw_of_row[(num_rows,)](
+        logits, largest, filters, seeds, positions, otherwise, chosen, out, logits.stride(0), vocab, strips, first_id,
+        out if region is None else region.addresses,
+        out if region is None else region.epochs,
+        0 if peers is None else peers.rank,
+        WORLD=1 if peers is None else peers.world,
+        ROWS=1 if region is None else region.rows,
+        SLOT=1 if region is None else region.words,
+        BLOCK=max(triton.next_power_of_2(strips), spec.CANDIDATES),
+        num_warps=tiles.DRAW_WARPS, **shared,
+    )  # fmt: skip
+    return out
 
 
 KERNELS = tuple(
     Kernel(op, "triton", run, platforms=("cuda",), dtypes=(torch.bfloat16, torch.float16))
-    for op, run in (("sampling.pick", pick), ("sampling.candidates", candidates))
+    for op, run in (("sampling.pick", pick), ("sampling.draw_leading", draw_leading))
 )
