@@ -35,7 +35,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("router", ("_route",)),
     ("experts, gate and up", ("_gate_up",)),
     ("experts, down", ("_down",)),
-    ("experts, sort and sum", ("_sort_pairs", "_count_pairs", "_add_up_counts", "_sum_choices")),
+    ("experts, sort", ("_sort_pairs", "_count_pairs")),
     (
         "dense products",
         ("_dot_products", "_few_tokens", "_wide", "_narrow", "nvjet", "gemm", "gemv", "cutlass", "sm90_xmma", "splitKreduce"),

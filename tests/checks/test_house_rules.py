@@ -49,7 +49,7 @@ def room(path: Path) -> str:
     ("module", "door"),
     [
         ("torch.distributed", r"(parallel|transfer)/"),
-        ("triton", r"kernels/\w+/triton\.py"),
+        ("triton", r"kernels/\w+/triton(_\w+)?\.py"),
         ("ray", r"engine/ray_executor\.py"),
         ("os.environ", r"base/env\.py"),
         ("flashinfer", r"kernels/\w+/vendor\.py"),

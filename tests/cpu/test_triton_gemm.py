@@ -53,11 +53,13 @@ def test_16_bit_weights_in_every_tile_and_beyond_its_edges(num_tokens: int) -> N
         (1, 128, 128),
         (1, 640, 200),  # a last step that is not whole, rows past the end
         (1, 1536, 24),
-        (2, 640, 130),
+        (2, 640, 130),  # 16 rows per program, and rows past the end
         (3, 128, 130),
-        (5, 640, 40),  # fewer blocks left than warps
+        (5, 1664, 40),  # a last step with fewer blocks than warps
         (8, 512, 16),
-        (9, 384, 72),  # columns shared by programs
+        (9, 384, 72),
+        (16, 1664, 16),
+        (17, 384, 72),  # columns shared by programs
         (33, 640, 64),
         (64, 128, 192),
         (65, 128, 192),  # the tensor memory accelerator
@@ -69,14 +71,37 @@ def test_fp8_weights_in_every_kernel(num_tokens: int, inputs: int, outputs: int)
 
 
 def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
-    case = fp8_case(16, 384, 128)
-    tile = tiles.narrow(num_tokens=16, rows=128)
+    case = fp8_case(20, 384, 128)
+    tile = tiles.narrow(num_tokens=20, rows=128, columns=384)
     assert tile.splits > 1
     prepared = kernels.prepare(case.tensors["weight"], case.tensors["scale"])
     x = quantize_spec.quantize_activations(case.tensors["x"])
     first = kernels.linear(x, prepared)
     assert int(prepared.arrivals.sum()) == 0
     assert torch.equal(kernels.linear(x, prepared), first)
+
+
+def test_few_tokens_take_the_kernel_whose_programs_all_run_at_once() -> None:
+    """A multiprocessor has 65,536 registers; without a limit the compiler gives a thread 184 at 16 tokens."""
+    for num_tokens, rows, columns in ((2, 8192, 3072), (8, 3072, 6144), (16, 4096, 3072), (16, 3072, 3072), (9, 3072, 1536)):
+        tile = tiles.few_tokens(num_tokens=num_tokens, rows=rows, columns=columns)
+        assert tile is not None and tile.tokens >= num_tokens
+        assert -(-columns // (128 * tile.warps)) <= 6
+        per_multiprocessor = 65_536 // (32 * tile.warps * (tile.registers or 184))
+        assert -(-rows // tile.rows) <= tiles.MULTIPROCESSORS * per_multiprocessor
+    assert tiles.few_tokens(num_tokens=16, rows=8192, columns=3072) is None
+    assert tiles.few_tokens(num_tokens=17, rows=128, columns=128) is None
+    assert tiles.few_tokens(num_tokens=1, rows=16, columns=16_384) is None
+
+
+def test_few_and_more_tokens_agree() -> None:
+    """The same rows through the kernels for up to 8, up to 16 and more tokens."""
+    case = fp8_case(18, 896, 48)
+    prepared = kernels.prepare(case.tensors["weight"], case.tensors["scale"])
+    every = kernels.linear(case.tensors["x"], prepared, out_dtype=torch.float32)
+    for num_tokens in (2, 7, 13):
+        some = kernels.linear(case.tensors["x"][:num_tokens], prepared, out_dtype=torch.float32)
+        torch.testing.assert_close(some, every[:num_tokens], atol=1e-4, rtol=1e-4)
 
 
 def test_each_block_and_each_token_keeps_its_own_scale() -> None:

@@ -74,7 +74,7 @@ def compare(run: PagedRun, reference: PagedRun, steps: Steps) -> float:
 
 
 def test_stored_fp8_weights_and_plain_ones_give_the_logits_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_programs = moe_tiles.TokenTile(128, 128, 4, 128, 128, 4)  # the interpreter runs them one by one
+    few_programs = moe_tiles.TokenTile(128, 128, 4, 8, 128, 128, 4)  # the interpreter runs them one by one
     monkeypatch.setattr(moe_tiles, "token", lambda width: few_programs)
     stored = to_fp8({name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()})
     plain = {

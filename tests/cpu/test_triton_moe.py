@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def choose_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     most_token, most_scan = PATHS[path]
     monkeypatch.setattr(tiles, "max_token", lambda width: most_token)
     monkeypatch.setattr(tiles, "MAX_SCAN", most_scan)
-    few_programs = tiles.TokenTile(16, 256, 4, 32, 128, 4)  # the interpreter runs them one by one
+    few_programs = tiles.TokenTile(16, 256, 4, 2, 32, 128, 4)  # the interpreter runs them one by one
     monkeypatch.setattr(tiles, "token", lambda width: few_programs)
 
 
@@ -88,13 +89,32 @@ def test_route_marks_padding_and_leaves_its_counters_at_whole_rounds() -> None:
     assert prepared.arrived.max() == 2 * 1024 and (prepared.arrived % 1024 == 0).all()
 
 
-def test_route_prefers_the_lower_id_among_equals_and_survives_nan() -> None:
+@pytest.mark.parametrize("most_few", [0, 4])
+def test_route_prefers_the_lower_id_among_equals_and_survives_nan(monkeypatch: pytest.MonkeyPatch, most_few: int) -> None:
+    monkeypatch.setattr(tiles, "MAX_ROUTE_FEW", most_few)
     prepared = kernels.prepare_gate(torch.zeros(8, 32), torch.zeros(8))
     x = torch.ones(2, 32).bfloat16()
     x[1, 0] = float("nan")
     ids, weights = kernels.route(x, prepared, top_k=4)
     assert ids.tolist() == [[0, 1, 2, 3]] * 2
     assert (weights[0] == 0.25).all() and weights[1].isnan().all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4])
+def test_few_tokens_are_routed_as_many_are(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+    """72 experts are three groups of 32; the second call finds the words of the first."""
+    generator = torch.Generator().manual_seed(5)
+    prepared = kernels.prepare_gate(torch.randn(72, 136, generator=generator), torch.randn(72, generator=generator))
+    for active in (num_tokens, num_tokens - 1):
+        x = torch.randn(num_tokens, 136, generator=generator).bfloat16()
+        rows = torch.tensor([active], dtype=torch.int32)
+        ids, weights = kernels.route(x, prepared, top_k=6, active=rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(tiles, "MAX_ROUTE_FEW", 0)
+            many_ids, many_weights = kernels.route(x, prepared, top_k=6, active=rows)
+        assert torch.equal(ids, many_ids) and (ids[active:] == -1).all()
+        torch.testing.assert_close(weights, many_weights)
+    assert prepared.epoch.tolist() == [2]
 
 
 def test_pieces_of_the_gate_add_up_to_it_exactly() -> None:
@@ -138,6 +158,25 @@ def test_choices_of_other_ranks_and_padding_add_nothing(monkeypatch: pytest.Monk
     assert (out[6:] == 0).all()
 
 
+def test_sorted_experts_write_all_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding and other ranks' choices included: memory is full of NaN before."""
+    choose_path(monkeypatch, "sorted")
+    case = fp8_case(9, num_experts=3)
+    case.tensors["ids"][4:] = torch.tensor([-1, 5], dtype=torch.int32)
+    t, empty = case.tensors, torch.empty
+    prepared = kernels.prepare_experts(t["gate_up"], t["down"], t["gate_up_scale"], t["down_scale"])
+    x = spec.quantize_rows(t["x"])
+
+    def poisoned(*shape: int, **options: Any) -> torch.Tensor:
+        made = empty(*shape, **options)
+        made.view(torch.uint8).fill_(255)
+        return made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    parts = kernels.experts(x, t["ids"], t["weights"], prepared, first=0, count=3)
+    assert parts.shape == (9, 2, 256) and not parts.isnan().any() and (parts[4:] == 0).all() and (parts[:4] != 0).any()
+
+
 def test_h_kept_in_shared_memory_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_path(monkeypatch, "sorted")
     tile = replace(tiles.sort(width=128, num_tokens=5, fp8=True), down_repeat=2)
@@ -151,13 +190,14 @@ def test_h_kept_in_shared_memory_gives_the_same(monkeypatch: pytest.MonkeyPatch)
 
 def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "SORT_CHUNK", 16)
+    monkeypatch.setattr(tiles, "SORT_PROGRAMS", 3)
     monkeypatch.setattr(tiles, "SORT_BLOCK", 2)
     ids = torch.randint(-1, 9, (27, 3), generator=torch.Generator().manual_seed(4), dtype=torch.int32)
     order, counts = prefill.expert_order(ids, first=2, count=5)
     flat = ids.flatten()
-    mine = torch.where((flat >= 2) & (flat < 7))[0]
-    expected = mine[flat[mine].argsort(stable=True)]
-    assert torch.equal(order[: len(mine)], expected.int())
+    mine = (flat >= 2) & (flat < 7)
+    expected = torch.where(mine, flat, 7).argsort(stable=True)  # those of none of ours last
+    assert torch.equal(order, expected.int())
     assert counts.tolist() == [(flat == expert).sum().item() for expert in range(2, 7)]
 
 

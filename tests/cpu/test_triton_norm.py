@@ -66,6 +66,18 @@ def test_fp8_output_holds_the_norm_with_a_scale_per_128_columns() -> None:
     assert differs.float().mean() < 0.005  # and rounds ties up
 
 
+def test_parts_give_what_their_sum_gives_in_fp8_too() -> None:
+    generator = torch.Generator().manual_seed(4)
+    parts = torch.randint(-8, 9, (5, 8, 256), generator=generator).bfloat16()  # whole numbers: sums without rounding
+    norm = kernels.prepare(torch.ones(256, dtype=torch.bfloat16), 1e-6, quantize=True)
+    residuals = [torch.zeros(5, 256, dtype=torch.bfloat16) for _ in range(2)]
+    from_parts = KERNEL.run(parts, residuals[0], norm)
+    from_sum = KERNEL.run(spec.sum_parts(parts), residuals[1], norm)
+    assert torch.equal(residuals[0], residuals[1]) and torch.equal(residuals[0], spec.sum_parts(parts))
+    assert torch.equal(from_parts.plain, from_sum.plain) and torch.equal(from_parts.scales, from_sum.scales)
+    assert torch.equal(from_parts.values.view(torch.uint8), from_sum.values.view(torch.uint8))
+
+
 def test_fp8_needs_whole_groups() -> None:
     with pytest.raises(AssertionError, match="200"):
         kernels.prepare(torch.ones(200, dtype=torch.bfloat16), 1e-6, quantize=True)

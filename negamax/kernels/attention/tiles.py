@@ -14,15 +14,15 @@ class DecodeCut:
 
     keys: int  # per tile
     min_tiles: int  # that a program takes before another one helps it
-    programs: int  # per multiprocessor; all of them are resident at once
-    few: float  # programs per multiprocessor that read fast enough; fewer leave fewer parts to combine
+    programs: float  # per multiprocessor
+    few: float  # programs per multiprocessor that read fast enough, each with a piece of one sequence
 
 
 @dataclass(frozen=True)
 class DecodeLaunch:
     warps: int
     stages: int
-    registers: int  # per thread at most, so that as many programs are resident as `DecodeCut` says
+    registers: int  # per thread at most
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,17 @@ DECODE = DecodeCut(keys=64, min_tiles=1, programs=3, few=1.5)
 _SHORT = 4096  # tokens; beyond it large tiles read keys less often
 
 
-def decode_launch(cache_bytes: int) -> DecodeLaunch:
+def decode_programs(num_seqs: int, kv_heads: int, multiprocessors: int) -> tuple[int, bool]:
+    """Programs per KV head, and whether sequences are cut into pieces (of which a program has one) or run together."""
+    few, many = (max(1, int(multiprocessors * number // kv_heads)) for number in (DECODE.few, DECODE.programs))
+    return (few, True) if num_seqs <= few else (many, False)
+
+
+def decode_launch(cache_bytes: int, *, cut: bool) -> DecodeLaunch:
     """For a cache of `cache_bytes` per element."""
-    return DecodeLaunch(warps=4, stages=3 if cache_bytes > 1 else 4, registers=168)
+    if cut:
+        return DecodeLaunch(warps=4, stages=3, registers=255)
+    return DecodeLaunch(warps=4, stages=2 if cache_bytes > 1 else 3, registers=168)
 
 
 def prefill_queries(longest: int) -> int:

@@ -1,12 +1,16 @@
 """Tile sizes of the products, measured on an H200 at the slices of MiniMax-M2 on 1, 2 and 4 ranks (hidden 3072).
 
-Microseconds per call in a CUDA graph, weights not in cache, qkv / o_proj of one of four ranks (2048 x 3072, 3072 x 1536;
-reading them takes 1.5 / 1.1) and of one rank (8192 x 3072, 3072 x 6144; 5.9 / 4.4):
+What counts is the time between the norm before qkv and the end of o_proj, as a layer runs it: norm, qkv, QK norm, attention,
+o_proj, with dependent launches and weights that are not in cache. Microseconds of that chain at 1,064 tokens of context, in
+brackets those without the two products (reading the weights takes 10.4 on one rank, 2.6 on each of four):
 
-tokens                  1          2           8           16         64           256
-four ranks              4.2 / 3.7  4.7 / 4.2   4.8 / 4.5   5.7 / 5.1  7.7 / 6.7    9.3 / 7.0
-four, dependent launch  3.0 / 2.5  3.3 / 3.0   4.1 / 3.8   5.1 / 4.4  7.6 / 6.2
-one rank                9.8 / 8.0  11.3 / 9.7  10.2 / 9.3  9.9 / 9.3  11.5 / 13.8  14.8 / 18.3
+tokens      1            2            4            8            16           32           63           100
+one rank    28.8 (13.1)  29.0 (13.4)  31.5 (16.2)  35.4 (19.8)  56.5 (33.0)               84.9 (58.2)  106 (79.7)
+four        16.6 (10.7)               18.7 (12.3)               24.2 (15.5)  32.9 (19.7)  52.5 (36.7)  51.7 (37.5)
+
+Back to back, with no other kernel between them, qkv and o_proj of one rank take 14.3 at one token and 17.2 at 4. That order of
+kernels does not occur, and it prefers other tiles: programs that leave room for those of the next kernel are 2 us faster there
+and 4 to 7 us slower in a layer.
 """
 
 from __future__ import annotations
@@ -14,13 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MULTIPROCESSORS = 132
-DOT_TOKENS = 2  # FP8: up to here products and sums on the plain cores
-FEW_TOKENS = 8  # FP8: up to here, and up to so many weights, 16 rows per program are faster than 64
-FEW_TOKENS_WEIGHTS = 4096 * 3072
+DOT_TOKENS = 1  # FP8: up to here products and sums on the plain cores
 NARROW_TOKENS = 64  # FP8: up to here weights are the tall operand
 NARROW_TOKENS_16BIT = 64  # 16-bit weights: from here on cuBLAS
 CUBLAS_PRODUCTS = 1024 * 2048 * 3072  # FP8: above so many, cuBLAS; its scales need a token count that is a multiple of
 CUBLAS_MULTIPLE = 4
+DEPENDENT_WIDE_WEIGHTS = 4096 * 3072  # FP8: up to so many, dependent launch gains 0.9 us at 100 tokens; above, it loses 0.5
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,17 @@ class DotTile:
 
     rows: int
     warps: int
+
+
+@dataclass(frozen=True)
+class FewTile:
+    """`rows` rows of the weight against up to `tokens` tokens, by `warps` warps, which share the columns. `registers` per
+    thread, so that all programs of the largest weight fit on the GPU together; None: what the compiler takes."""
+
+    rows: int
+    tokens: int
+    warps: int
+    registers: int | None
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,6 @@ class Tile:
     splits: int = 1
 
 
-FEW = Tile(rows=16, tokens=FEW_TOKENS, columns=128, warps=4, stages=6)  # each warp has its own 128 columns
 WIDE_GROUP = 8  # token tiles that go through the weight together, for the L2 cache
 
 
@@ -53,12 +66,30 @@ def dot_products(columns: int) -> DotTile:
     return DotTile(rows=4, warps=4 if columns >= 6144 else 2 if columns >= 3072 else 1)
 
 
-def narrow(*, num_tokens: int, rows: int) -> Tile:
-    """The tile for FP8 weights of `rows` rows; the columns are split while multiprocessors would idle."""
+def few_tokens(*, num_tokens: int, rows: int, columns: int) -> FewTile | None:
+    """The tile for FP8 weights of which every program's part fits into registers, all programs running at once; else None.
+
+    A warp has up to six blocks of 128 columns: 96 of a thread's registers. With 128 in all, 25 MB are on their way together.
+    """
+    warps = _power_of_two(-(-columns // 768))
+    if warps > 16:
+        return None
+    if num_tokens <= 8 and rows * columns <= 8192 * 3072:
+        return FewTile(rows=16, tokens=8, warps=warps, registers=128)
+    if num_tokens <= 16 and rows * columns <= 4096 * 3072:
+        return FewTile(rows=16, tokens=16, warps=warps, registers=None)
+    return None
+
+
+def narrow(*, num_tokens: int, rows: int, columns: int) -> Tile:
+    """The tile for FP8 weights [rows, columns]. The columns are split while multiprocessors would idle; with many tokens not
+    into less than 12 blocks of 128, since what the programs of a tile exchange grows with the tokens."""
     tokens = max(8, min(64, _power_of_two(num_tokens)))
     programs = -(-rows // 64) * -(-num_tokens // tokens)
-    most = 200 if tokens <= 32 else MULTIPROCESSORS
-    splits = 4 if 4 * programs <= most else 2 if 2 * programs <= most else 1
+    most = 200 // programs
+    if tokens > 32:
+        most = min(most, columns // 1536)
+    splits = 4 if most >= 4 else 2 if most >= 2 else 1
     return Tile(rows=64, tokens=tokens, columns=128, warps=4, stages=6, splits=splits)
 
 

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 MAX_SCAN = 256  # tokens up to which every expert looks for its tokens itself
 SCAN_CHUNK = 512  # pairs looked through at a time
-SORT_CHUNK = 128  # pairs put in place by one program
-SORT_BLOCK = 128  # chunks added up at a time,
-SORT_ROWS = 16  # and experts
-SUM_COLUMNS = 1024
+SORT_PROGRAMS = 128  # about as many as there are multiprocessors; each puts some
+SORT_CHUNK = 128  # pairs in place at a time,
+COUNT_CHUNK = 512  # counts so many,
+SORT_BLOCK = 32  # and adds up the counts of so many programs
 MAX_ROUTE_TILES = 4096
+MAX_ROUTE_FEW = 4  # tokens up to which the router multiplies on the CUDA cores, with
+ROUTE_FEW_ROWS = 2  # experts in one program
+ROUTE_FEW_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class TokenTile:
     gate_up_rows: int
     gate_up_columns: int
     gate_up_warps: int
+    down_choices: int  # experts of a token summed up by one program; the next norm sums the rest
     down_rows: int
     down_columns: int
     down_warps: int
@@ -71,14 +75,16 @@ def route(num_tokens: int) -> RouteTile:
 
 def max_token(width: int) -> int:
     """Tokens up to which each choice runs on its own; beyond, an expert's weights are better read once for all its tokens."""
-    return 5 if width <= 384 else 2 if width <= 768 else 3
+    return 8 if width <= 384 else 4
 
 
 def token(width: int) -> TokenTile:
     """By the experts' width."""
+    if width <= 384:
+        return TokenTile(2, 1024, 2, 4, 8, 128, 2)
     if width <= 768:
-        return TokenTile(2, 1024, 4, 2, 128, 4)
-    return TokenTile(4, 1024, 4, 2, 128, 8)
+        return TokenTile(2, 1024, 2, 8, 4, 128, 4)
+    return TokenTile(2, 1024, 2, 4, 4, 512, 4)
 
 
 def scan(*, width: int, num_tokens: int, fp8: bool) -> Tile:
@@ -90,10 +96,9 @@ def scan(*, width: int, num_tokens: int, fp8: bool) -> Tile:
 
 
 def sort(*, width: int, num_tokens: int, fp8: bool) -> Tile:
-    """While an expert gets few tokens, a tile of 64 wastes less than one of 128."""
+    """Tiles of 64 tokens waste less than larger ones: of 8,192 tokens, an expert gets 256, give or take 16."""
     if not fp8:
-        return Tile(64, 64, 64, 3, 4, 64, 64, 3, 4)
-    tokens = 64 if num_tokens <= 1536 else 128
+        return Tile(64, 128, 64, 4, 4, 64, 64, 3, 4)
     if width <= 384:
-        return Tile(tokens, 128, 128, 4, 8, 64, 128, 3, 4, down_repeat=24, down_resident=True)
-    return Tile(tokens, 128, 128, 4, 8, 128, 128, 3, 4, down_repeat=8)
+        return Tile(64, 128, 128, 4, 4, 64, 128, 3, 4, down_repeat=24, down_resident=True)
+    return Tile(64, 128, 128, 4, 4, 128, 128, 3, 4, down_repeat=8)

@@ -1,4 +1,4 @@
-"""Triton kernels of the mixture of experts: routing in one launch, the experts in two (six for long prefills).
+"""Triton kernels of the mixture of experts: routing in one launch, the experts in two (four for prefills).
 
 Three ways through the experts, by the number of tokens T (`tiles.py`):
 

@@ -26,7 +26,11 @@ def _gate_up_token(
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FP8: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h of ROWS intermediate columns of one pair: silu(gate x) * (up x). All its weights are in flight at once."""
+    """h of ROWS intermediate columns of one pair: silu(gate x) * (up x).
+
+    Tiles of the weights are [units, rows, _UNIT], not rows first: Triton lays the threads of a warp along the axis that comes
+    first, so they read neighbouring units of one row, and a thread uses what it has of x for all its rows.
+    """
     TILES: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     pair, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
@@ -43,8 +47,8 @@ def _gate_up_token(
     xs, gates, ups, gate_scales, up_scales = (), (), (), (), ()
     for start in tl.static_range(0, HIDDEN, COLUMNS):
         k = start + at
-        inside = (rows < WIDTH)[:, None, None] & (k < HIDDEN)[None, :, :]
-        where = weight + rows[:, None, None] * HIDDEN + k[None, :, :]
+        inside = (rows < WIDTH)[None, :, None] & (k < HIDDEN)[:, None, :]
+        where = weight + rows[None, :, None] * HIDDEN + k[:, None, :]
         gates = gates + (tl.load(where, mask=inside | EVEN, other=0.0),)
         ups = ups + (tl.load(where + WIDTH * HIDDEN, mask=inside | EVEN, other=0.0),)
         xs = xs + (tl.load(x + k, mask=(k < HIDDEN) | EVEN, other=0.0),)
@@ -52,18 +56,18 @@ def _gate_up_token(
             block = (start + unit * _UNIT) // BLOCK
             gate_scales = gate_scales + (tl.load(scale + block, mask=block < BLOCKS, other=0.0),)
             up_scales = up_scales + (tl.load(scale + (WIDTH // BLOCK) * BLOCKS + block, mask=block < BLOCKS, other=0.0),)
-    gate = tl.zeros([ROWS, COLUMNS // _UNIT], tl.float32)
-    up = tl.zeros([ROWS, COLUMNS // _UNIT], tl.float32)
+    gate = tl.zeros([COLUMNS // _UNIT, ROWS], tl.float32)
+    up = tl.zeros([COLUMNS // _UNIT, ROWS], tl.float32)
     for step in tl.static_range((HIDDEN + COLUMNS - 1) // COLUMNS):
-        wide = xs[step].to(tl.float32)[None, :, :]
+        wide = xs[step].to(tl.float32)[:, None, :]
         part_gate = tl.sum(gates[step].to(tl.float32) * wide, 2)
         part_up = tl.sum(ups[step].to(tl.float32) * wide, 2)
         if FP8:
-            part_gate *= gate_scales[step][None, :]
-            part_up *= up_scales[step][None, :]
+            part_gate *= gate_scales[step][:, None]
+            part_up *= up_scales[step][:, None]
         gate += part_gate
         up += part_up
-    g, u = tl.sum(gate, 1), tl.sum(up, 1)
+    g, u = tl.sum(gate, 0), tl.sum(up, 0)
     y = g / (1.0 + tl.exp(-g)) * u
     tl.store(h + pair * WIDTH + rows, y.to(h.dtype.element_ty), mask=rows < WIDTH)
 
@@ -74,32 +78,33 @@ def _down_token(
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS outputs of one token: the weighted sum over its experts. The weights are in flight before h is finished.
+    """ROWS outputs of one token: the weighted sum over CHOICES of its experts. The weights are in flight before h is finished.
 
     `ids` and `weights` are older than the kernel before this one, so they may be read ahead of it (past L1).
     """
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    PARTS: tl.constexpr = (TOP_K + CHOICES - 1) // CHOICES
     UNITS: tl.constexpr = COLUMNS // _UNIT  # of one choice in one step
     STEPS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    token, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    slot, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows = tile * ROWS + tl.arange(0, ROWS)
     unit = tl.arange(0, CHOICES * UNITS)
-    choice = unit // UNITS
-    pair = token * TOP_K + choice
+    choice = slot % PARTS * CHOICES + unit // UNITS
+    pair = slot // PARTS * TOP_K + choice
     expert = tl.load(ids + pair, mask=choice < TOP_K, other=-1, cache_modifier=".cg") - first
     known = (expert >= 0) & (expert < count)
     expert = tl.where(known, expert, 0)
     share = tl.load(weights + pair, mask=known, other=0.0, cache_modifier=".cg")
-    w_base = weight + expert.to(tl.int64)[None, :, None] * (HIDDEN * WIDTH) + rows[:, None, None] * WIDTH
+    w_base = weight + expert.to(tl.int64)[:, None, None] * (HIDDEN * WIDTH) + rows[None, :, None] * WIDTH
     s_base = scale + (expert * ((HIDDEN + BLOCK - 1) // BLOCK) + tile * ROWS // BLOCK) * BLOCKS
     inner = tl.arange(0, _UNIT)
     ws, scales, hs = (), (), ()
     for step in tl.static_range(STEPS):
         first_k = step * COLUMNS + (unit % UNITS) * _UNIT
         k = first_k[:, None] + inner[None, :]
-        inside = (rows < HIDDEN)[:, None, None] & (known[:, None] & ((k < WIDTH) | EVEN))[None, :, :]
-        ws = ws + (tl.load(w_base + k[None, :, :], mask=inside, other=0.0),)
+        inside = known[:, None, None] & (((rows < HIDDEN)[None, :, None] & (k < WIDTH)[:, None, :]) | EVEN)
+        ws = ws + (tl.load(w_base + k[:, None, :], mask=inside, other=0.0),)
         if FP8:
             scales = scales + (tl.load(s_base + first_k // BLOCK, mask=known & (first_k < WIDTH), other=0.0) * share,)
         else:
@@ -108,11 +113,11 @@ def _down_token(
     for step in tl.static_range(STEPS):
         k = (step * COLUMNS + (unit % UNITS) * _UNIT)[:, None] + inner[None, :]
         hs = hs + (tl.load(h + pair[:, None] * WIDTH + k, mask=known[:, None] & ((k < WIDTH) | EVEN), other=0.0),)
-    acc = tl.zeros([ROWS, CHOICES * UNITS], tl.float32)
+    acc = tl.zeros([CHOICES * UNITS, ROWS], tl.float32)
     for step in tl.static_range(STEPS):
-        part = tl.sum(ws[step].to(tl.float32) * hs[step].to(tl.float32)[None, :, :], 2)
-        acc += part * scales[step][None, :]
-    tl.store(out + token * HIDDEN + rows, tl.sum(acc, 1).to(out.dtype.element_ty), mask=rows < HIDDEN)
+        part = tl.sum(ws[step].to(tl.float32) * hs[step].to(tl.float32)[:, None, :], 2)
+        acc += part * scales[step][:, None]
+    tl.store(out + slot * HIDDEN + rows, tl.sum(acc, 0).to(out.dtype.element_ty), mask=rows < HIDDEN)
 
 
 # --- experts, tiles of tokens ---------------------------------------------------------------------------------------------
@@ -314,11 +319,13 @@ def token(x: Tensor, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *,
         ROWS=tile.gate_up_rows, COLUMNS=tile.gate_up_columns, num_warps=tile.gate_up_warps,
         EVEN=hidden % tile.gate_up_columns == 0 and width % tile.gate_up_rows == 0, **shared,
     )  # fmt: skip
-    out = x.new_empty(num_tokens, 1, hidden)
-    _down_token[(num_tokens * triton.cdiv(hidden, tile.down_rows),)](
+    choices = min(tile.down_choices, triton.next_power_of_2(top_k))
+    parts = triton.cdiv(top_k, choices)
+    out = x.new_empty(num_tokens, parts, hidden)
+    _down_token[(num_tokens * parts * triton.cdiv(hidden, tile.down_rows),)](
         h, ids, weights, prepared.down, prepared.down_scale, out, first, count,
-        CHOICES=triton.next_power_of_2(top_k), ROWS=tile.down_rows, COLUMNS=tile.down_columns,
-        num_warps=tile.down_warps, EVEN=width % tile.down_columns == 0, **shared,
+        CHOICES=choices, ROWS=tile.down_rows, COLUMNS=tile.down_columns, num_warps=tile.down_warps,
+        EVEN=width % tile.down_columns == 0 and hidden % tile.down_rows == 0, **shared,
     )  # fmt: skip
     return out
 

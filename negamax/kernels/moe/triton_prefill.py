@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from negamax.kernels.activations import GROUP, Activations, model_dtype
 from negamax.kernels.launch.triton import launch_options, wait_then_start_next
@@ -17,54 +18,67 @@ from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import BLOCK, E4M3_MAX, INTERPRETED, SMALLEST, PreparedExperts, dot, even, operands
 
 
-@triton.jit(do_not_specialize=["num_pairs", "first", "count"])
-def _count_pairs(ids, table, num_pairs, first, count, EXPERTS_2: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """table[c, e]: how many of the CHUNK pairs of program c chose expert first + e."""
-    wait_then_start_next(PDL)
-    pairs, experts = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK), tl.arange(0, EXPERTS_2)
-    named = tl.load(ids + pairs, mask=pairs < num_pairs, other=first - 1) - first
-    hits = tl.histogram(named, EXPERTS_2, mask=(named >= 0) & (named < count))
-    tl.store(table + tl.program_id(0) * EXPERTS_2 + experts, hits, mask=experts < count)
+@triton.jit
+def _experts_of(ids, pairs, end, first, count):
+    """Which of our experts each pair chose: 0 .. count - 1, or -1 for one of another rank or none at all."""
+    named = tl.load(ids + pairs, mask=pairs < end, other=-1) - first
+    return tl.where((named >= 0) & (named < count), named, -1)
 
 
-@triton.jit(do_not_specialize=["chunks", "count"])
-def _add_up_counts(
-    table, counts, chunks, count, EXPERTS_2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+@triton.jit(do_not_specialize=["num_pairs", "span", "first", "count"])
+def _count_pairs(
+    ids, table, num_pairs, span, first, count, EXPERTS_2: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Turn the table's numbers into those of all chunks before, and leave the sums in `counts`; ROWS experts a program."""
+    """table[p, e]: how many of the `span` pairs of program p chose expert first + e."""
     wait_then_start_next(PDL)
-    experts = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros([ROWS], tl.int32)
-    for start in tl.range(0, chunks, BLOCK):
-        chunk = start + tl.arange(0, BLOCK)
-        known = (chunk < chunks)[:, None] & (experts < count)[None, :]
-        where = table + chunk[:, None] * EXPERTS_2 + experts[None, :]
-        hits = tl.load(where, mask=known, other=0)
-        tl.store(where, total[None, :] + tl.cumsum(hits, 0) - hits, mask=known)
-        total += tl.sum(hits, 0)
-    tl.store(counts + experts, total, mask=experts < count)
+    begin = tl.program_id(0) * span
+    end = tl.minimum(begin + span, num_pairs)
+    hits = tl.zeros([EXPERTS_2], tl.int32)
+    for start in range(begin, end, CHUNK):
+        named = _experts_of(ids, start + tl.arange(0, CHUNK), end, first, count)
+        hits += tl.histogram(named, EXPERTS_2, mask=named >= 0)
+    tl.store(table + tl.program_id(0) * EXPERTS_2 + tl.arange(0, EXPERTS_2), hits)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "first", "count"])
+@triton.jit(do_not_specialize=["num_pairs", "span", "first", "count"])
 def _sort_pairs(
-    ids, table, order, counts, num_pairs, first, count, EXPERTS_2: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+    ids, table, order, counts, num_pairs, span, first, count,
+    EXPERTS_2: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Put the pairs of one chunk in their places in `order`: by expert, then by number."""
+    """Put `span` pairs in their places in `order`: by expert, then by number, those that chose none of ours last."""
     wait_then_start_next(PDL)
     experts, slots = tl.arange(0, EXPERTS_2), tl.arange(0, CHUNK)
-    sizes = tl.load(counts + experts, mask=experts < count, other=0)
-    before = tl.load(table + tl.program_id(0) * EXPERTS_2 + experts, mask=experts < count, other=0)
+    mine, programs = tl.program_id(0), tl.num_programs(0)
+    all_hits = tl.zeros([BLOCK, EXPERTS_2], tl.int32)
+    hits_before = tl.zeros([BLOCK, EXPERTS_2], tl.int32)  # those of the programs before this one
+    for program in range(0, programs, BLOCK):
+        others = program + tl.arange(0, BLOCK)[:, None]
+        hits = tl.load(table + others * EXPERTS_2 + experts[None, :], mask=others < programs, other=0)
+        all_hits += hits
+        hits_before += tl.where(others < mine, hits, 0)
+    sizes, before = tl.sum(all_hits, 0), tl.sum(hits_before, 0)
+    if mine == 0:
+        tl.store(counts + experts, sizes, mask=experts < count)
+    begin = mine * span
+    end = tl.minimum(begin + span, num_pairs)
     base = tl.cumsum(sizes, 0) - sizes + before
-    pairs = tl.program_id(0) * CHUNK + slots
-    named = tl.load(ids + pairs, mask=pairs < num_pairs, other=first - 1) - first
-    rank = tl.sum(((named[None, :] == named[:, None]) & (slots[None, :] < slots[:, None])).to(tl.int32), 1)
-    at = tl.sum(tl.where(named[:, None] == experts[None, :], base[None, :], 0), 1) + rank
-    tl.store(order + at, pairs, mask=(named >= 0) & (named < count))
+    rest = tl.sum(sizes, 0) + begin - tl.sum(before, 0)
+    for start in range(begin, end, CHUNK):
+        pairs = start + slots
+        named = _experts_of(ids, pairs, end, first, count)
+        rank = tl.sum(((named[None, :] == named[:, None]) & (slots[None, :] < slots[:, None])).to(tl.int32), 1)
+        at = tl.where(named < 0, rest, tl.gather(base, tl.maximum(named, 0), 0)) + rank
+        tl.store(order + at, pairs, mask=pairs < end)
+        base += tl.histogram(named, EXPERTS_2, mask=named >= 0)
+        rest += tl.sum((named < 0).to(tl.int32), 0)
 
 
 @triton.jit
 def _sorted_tile(counts, tile, count, EXPERTS_2: tl.constexpr, TOKENS: tl.constexpr):
-    """Which expert token tile number `tile` belongs to (>= count: none), its first place in the order, and the place behind."""
+    """Which expert token tile number `tile` belongs to, its first place in the order, and the place behind that expert's.
+
+    An expert >= count: the tile is one of the pairs that chose none of ours, or lies behind all pairs.
+    """
     experts = tl.arange(0, EXPERTS_2)
     sizes = tl.load(counts + experts, mask=experts < count, other=0)
     ends = tl.cumsum((sizes + TOKENS - 1) // TOKENS, 0)
@@ -76,60 +90,104 @@ def _sorted_tile(counts, tile, count, EXPERTS_2: tl.constexpr, TOKENS: tl.conste
     return expert, begin + inside, end
 
 
+@triton.jit
+def _product(
+    xs, x_scale, weight, scale, tokens, valid, row, last_row,
+    HIDDEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[TOKENS, ROWS] fp32: the rows at xs times rows row .. row + ROWS - 1 (up to last_row) of the weight."""
+    acc = tl.zeros([TOKENS, ROWS], tl.float32)
+    if FP8:
+        for k in tl.range(0, HIDDEN, COLUMNS, num_stages=STAGES):
+            xt = tl.load(xs + k, mask=valid[:, None], other=0.0)
+            s = tl.load(x_scale + tokens * (HIDDEN // BLOCK) + k // BLOCK, mask=valid, other=0.0)
+            acc += tl.dot(xt, tl.trans(weight.load([row, k]))) * (s * tl.load(scale + k // BLOCK))[:, None]
+    else:
+        rows, ks = row + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        w = weight + rows.to(tl.int64)[:, None] * HIDDEN + ks[None, :]
+        for k in tl.range(0, HIDDEN, COLUMNS, num_stages=STAGES):
+            fits = (k + ks < HIDDEN)[None, :] | EVEN
+            xt = tl.load(xs + k, mask=valid[:, None] & fits, other=0.0)
+            wt = tl.trans(tl.load(w + k, mask=((rows <= last_row)[:, None] & fits) | EVEN, other=0.0))
+            acc = dot(xt, wt, acc, WIDE)
+    return acc
+
+
 @triton.jit(do_not_specialize=["count"])
 def _gate_up_sorted(
-    x, x_scale, weight, scale, h, h_scale, order, counts, count,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS_2: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One (token tile of an expert, ROWS columns); h in sorted order. Here the tokens are the tall operand."""
+    x,  # [T, HIDDEN]
+    x_scale,
+    weight,  # [count * 2 * WIDTH, HIDDEN]; in FP8 a descriptor of it, blocks [ROWS, COLUMNS]
+    scale,
+    h,  # [T * TOP_K, WIDTH], in sorted order
+    h_scale,
+    order,
+    counts,
+    count,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS_2: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FP8: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One (token tile of an expert, ROWS columns of h). Here the tokens are the tall operand.
+
+    Gate and up one after the other: x is read twice, but a multiprocessor holds two programs with long pipelines.
+    """
     TILES: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
+    BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     wait_then_start_next(PDL)
     expert, begin, end = _sorted_tile(counts, tl.program_id(0) // TILES, count, EXPERTS_2, TOKENS)
     if expert >= count:
         return
     column = tl.program_id(0) % TILES * ROWS
-    BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    places, rows, ks = begin + tl.arange(0, TOKENS), column + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    places, columns = begin + tl.arange(0, TOKENS), column + tl.arange(0, ROWS)
     valid = places < end
     tokens = tl.load(order + places, mask=valid, other=0) // TOP_K
-    xs = x + tokens.to(tl.int64)[:, None] * HIDDEN + ks[None, :]
-    w = weight + expert.to(tl.int64) * (2 * WIDTH * HIDDEN) + rows[:, None] * HIDDEN + ks[None, :]
+    xs = x + tokens.to(tl.int64)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :]
+    row = expert * (2 * WIDTH)
     scale += (expert * (2 * WIDTH // BLOCK) + column // BLOCK) * BLOCKS
-    gate = tl.zeros([TOKENS, ROWS], tl.float32)
-    up = tl.zeros([TOKENS, ROWS], tl.float32)
-    for k in tl.range(0, HIDDEN, COLUMNS, num_stages=STAGES):
-        fits = (k + ks < HIDDEN)[None, :] | EVEN
-        xt = tl.load(xs + k, mask=valid[:, None] & fits, other=0.0)
-        w_fits = ((rows < WIDTH)[:, None] & fits) | EVEN
-        w_gate = tl.trans(tl.load(w + k, mask=w_fits, other=0.0))
-        w_up = tl.trans(tl.load(w + WIDTH * HIDDEN + k, mask=w_fits, other=0.0))
-        if FP8:
-            block = k // BLOCK
-            s = tl.load(x_scale + tokens * BLOCKS + block, mask=valid, other=0.0)
-            gate += tl.dot(xt, w_gate) * (s * tl.load(scale + block))[:, None]
-            up += tl.dot(xt, w_up) * (s * tl.load(scale + (WIDTH // BLOCK) * BLOCKS + block))[:, None]
-        else:
-            gate = dot(xt, w_gate, gate, WIDE)
-            up = dot(xt, w_up, up, WIDE)
+    gate = _product(xs, x_scale, weight, scale, tokens, valid, row + column, row + WIDTH - 1,
+                    HIDDEN, ROWS, TOKENS, COLUMNS, FP8, EVEN, WIDE, STAGES)  # fmt: skip
+    row += WIDTH
+    up = _product(xs, x_scale, weight, scale + (WIDTH // BLOCK) * BLOCKS, tokens, valid, row + column, row + WIDTH - 1,
+                  HIDDEN, ROWS, TOKENS, COLUMNS, FP8, EVEN, WIDE, STAGES)  # fmt: skip
     y = gate / (1.0 + tl.exp(-gate)) * up
     if FP8:
         s = tl.maximum(tl.max(tl.abs(y), 1) / E4M3_MAX, SMALLEST)
         tl.store(h_scale + places * (WIDTH // ROWS) + column // ROWS, s, mask=valid)
         y = y / s[:, None]
-    out = h + places.to(tl.int64)[:, None] * WIDTH + rows[None, :]
-    tl.store(out, y.to(h.dtype.element_ty), mask=valid[:, None] & (rows < WIDTH)[None, :])
+    out = h + places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    tl.store(out, y.to(h.dtype.element_ty), mask=valid[:, None] & (columns < WIDTH)[None, :])
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
+def _clear(order, out, begin, end, row, HIDDEN: tl.constexpr, ROWS: tl.constexpr, REPEAT: tl.constexpr, TOKENS: tl.constexpr):
+    """Zeros in the results of the pairs at places begin .. of the order, REPEAT row tiles."""
+    places, rows = begin + tl.arange(0, TOKENS), row + tl.arange(0, ROWS)
+    valid = places < end
+    to = out + tl.load(order + places, mask=valid, other=0).to(tl.int64)[:, None] * HIDDEN + rows[None, :]
+    zeros = tl.zeros([TOKENS, ROWS], tl.float32).to(out.dtype.element_ty)
+    for tile in range(REPEAT):
+        tl.store(to + tile * ROWS, zeros, mask=valid[:, None] & (rows + tile * ROWS < HIDDEN)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs", "count"])
 def _down_sorted(
-    h, h_scale, weights, weight, scale, out, order, counts, count,
+    h, h_scale, weights, weight, scale, out, order, counts, num_pairs, count,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS_2: tl.constexpr, ROWS: tl.constexpr, REPEAT: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     STAGES: tl.constexpr, RESIDENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token tile of an expert times REPEAT row tiles; the results go to the pairs' own rows.
+    """One token tile of an expert times REPEAT row tiles; the results go to the pairs' own rows. Zeros for those of no expert.
 
     RESIDENT (FP8, narrow experts): the tokens' h stays in shared memory; else it is read again for every row tile.
     """
@@ -138,10 +196,12 @@ def _down_sorted(
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     wait_then_start_next(PDL)
     expert, begin, end = _sorted_tile(counts, tl.program_id(0) // TILES, count, EXPERTS_2, TOKENS)
+    row = tl.program_id(0) % TILES * (ROWS * REPEAT)
     if expert >= count:
+        if begin < num_pairs:
+            _clear(order, out, begin, num_pairs, row, HIDDEN, ROWS, REPEAT, TOKENS)
         return
     places, ks = begin + tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
-    row = tl.program_id(0) % TILES * (ROWS * REPEAT)
     rows = row + tl.arange(0, ROWS)
     valid = places < end
     pairs = tl.load(order + places, mask=valid, other=0)
@@ -184,28 +244,13 @@ def _down_sorted(
                 acc = tl.zeros([TOKENS, ROWS], tl.float32)
 
 
-@triton.jit(do_not_specialize=["first", "count"])
-def _sum_choices(
-    parts, ids, out, first, count, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """out[t] = the sum of parts[t, j] over the choices j of our experts, in order, in fp32."""
-    wait_then_start_next(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    acc = tl.zeros([COLUMNS], tl.float32)
-    for j in tl.static_range(TOP_K):
-        expert = tl.load(ids + token * TOP_K + j) - first
-        ours = (expert >= 0) & (expert < count)
-        acc += tl.load(parts + (token * TOP_K + j) * HIDDEN + k, mask=(k < HIDDEN) & ours, other=0.0).to(tl.float32)
-    tl.store(out + token * HIDDEN + k, acc.to(out.dtype.element_ty), mask=k < HIDDEN)
-
-
 # --- host side ------------------------------------------------------------------------------------------------------------
 
 
 def experts_sorted(
     x: Tensor | Activations, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int
 ) -> Tensor:
+    """-> [T, top_k, hidden]. Whoever reads that next adds up the choices on the way: a launch and 2 x 2 bytes a value less."""
     (num_tokens, top_k), (hidden, width), device = ids.shape, prepared.down.shape[1:], ids.device
     values, scales = operands(x, prepared)
     num_pairs = num_tokens * top_k
@@ -218,38 +263,38 @@ def experts_sorted(
     h_scale = torch.empty(num_pairs, triton.cdiv(width, GROUP), dtype=torch.float32, device=device)
     shared = {"HIDDEN": hidden, "WIDTH": width, "EXPERTS_2": triton.next_power_of_2(count)}
     shared |= {"FP8": prepared.fp8, "WIDE": INTERPRETED, **options}
+    weight = prepared.gate_up.view(-1, hidden)
     token_tiles = min(num_pairs, num_pairs // tile.tokens + count)  # an upper bound: each expert may waste one
     _gate_up_sorted[(token_tiles * triton.cdiv(width, tile.gate_up_rows),)](
-        values, scales, prepared.gate_up, prepared.gate_up_scale, h, h_scale, order, counts, count,
+        values, scales,
+        TensorDescriptor.from_tensor(weight, [tile.gate_up_rows, tile.gate_up_columns]) if prepared.fp8 else weight,
+        prepared.gate_up_scale, h, h_scale, order, counts, count,
         TOP_K=top_k, ROWS=tile.gate_up_rows, TOKENS=tile.tokens, COLUMNS=tile.gate_up_columns, EVEN=even_gate_up,
         STAGES=tile.gate_up_stages, num_warps=tile.gate_up_warps, **shared,
     )  # fmt: skip
-    parts = torch.empty(num_tokens, top_k, hidden, dtype=model_dtype(x), device=device)
-    token_tiles = min(num_pairs, num_pairs // tile.down_tokens + count)
+    out = torch.empty(num_tokens, top_k, hidden, dtype=model_dtype(x), device=device)
+    token_tiles = min(num_pairs, num_pairs // tile.down_tokens + count + 1)  # and so may the pairs that chose none of ours
     row_tiles = triton.cdiv(hidden, tile.down_rows)
     repeat = gcd(tile.down_repeat, row_tiles)  # without a rest
     _down_sorted[(token_tiles * row_tiles // repeat,)](
-        h, h_scale, weights, prepared.down, prepared.down_scale, parts, order, counts, count,
+        h, h_scale, weights, prepared.down, prepared.down_scale, out, order, counts, num_pairs, count,
         ROWS=tile.down_rows, REPEAT=repeat, RESIDENT=tile.down_resident, TOKENS=tile.down_tokens,
         COLUMNS=columns, EVEN=even_down, STAGES=tile.down_stages, num_warps=tile.down_warps, **shared,
     )  # fmt: skip
-    out = torch.empty(num_tokens, 1, hidden, dtype=model_dtype(x), device=device)
-    grid = (num_tokens, triton.cdiv(hidden, tiles.SUM_COLUMNS))
-    _sum_choices[grid](parts, ids, out, first, count, HIDDEN=hidden, TOP_K=top_k, COLUMNS=tiles.SUM_COLUMNS, **options)
     return out
 
 
 def expert_order(ids: Tensor, *, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """ids [T, top_k] -> the pairs in expert order [T * top_k] int32 (those of other experts left out), counts [count] int32."""
-    num_pairs, device, options = ids.numel(), ids.device, launch_options(ids.device)
-    experts_2, chunks = triton.next_power_of_2(count), triton.cdiv(num_pairs, tiles.SORT_CHUNK)
+    """ids [T, top_k] -> the pairs in expert order [T * top_k] int32 (those of other experts last), counts [count] int32."""
+    num_pairs, device = ids.numel(), ids.device
+    span = max(1, triton.cdiv(num_pairs, tiles.SORT_PROGRAMS * tiles.SORT_CHUNK)) * tiles.SORT_CHUNK
+    programs, experts_2 = triton.cdiv(num_pairs, span), triton.next_power_of_2(count)
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    table = torch.empty(chunks, experts_2, dtype=torch.int32, device=device)
+    table = torch.empty(programs, experts_2, dtype=torch.int32, device=device)
     counts = torch.empty(count, dtype=torch.int32, device=device)
-    sizes = {"EXPERTS_2": experts_2, "CHUNK": tiles.SORT_CHUNK, **options}
-    _count_pairs[(chunks,)](ids, table, num_pairs, first, count, **sizes)
-    rows = min(tiles.SORT_ROWS, experts_2)
-    grid = (triton.cdiv(count, rows),)
-    _add_up_counts[grid](table, counts, chunks, count, EXPERTS_2=experts_2, ROWS=rows, BLOCK=tiles.SORT_BLOCK, **options)
-    _sort_pairs[(chunks,)](ids, table, order, counts, num_pairs, first, count, num_warps=8, **sizes)
+    shared = {"EXPERTS_2": experts_2, "num_warps": 8, **launch_options(device)}
+    _count_pairs[(programs,)](ids, table, num_pairs, span, first, count, CHUNK=tiles.COUNT_CHUNK, **shared)
+    _sort_pairs[(programs,)](
+        ids, table, order, counts, num_pairs, span, first, count, CHUNK=tiles.SORT_CHUNK, BLOCK=tiles.SORT_BLOCK, **shared
+    )
     return order, counts

@@ -1,4 +1,7 @@
-"""Routing in one launch: gate product, sigmoid, top-k and renormalisation."""
+"""Routing in one launch: gate product, sigmoid, top-k and renormalisation.
+
+Two kernels by the number of tokens: `_route_few` on the CUDA cores for up to MAX_ROUTE_FEW, `_route` on the tensor cores.
+"""
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
 
@@ -12,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import Activations, ShardedActivations, plain
-from negamax.kernels.collectives.triton import gather_rows
+from negamax.kernels.collectives.triton import gather_rows, poll, tagged
 from negamax.kernels.launch.triton import launch_options, wait_then_start_next
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import INTERPRETED, dot
 
 _ROUND = tl.constexpr(1024)  # what one launch of `_route` adds to a counter; at least the programs of a token tile
+_LANES = tl.constexpr(32)  # threads of a warp
+_VECTOR = tl.constexpr(8)  # bf16 values of one load of a thread
 
 
 @triton.jit
@@ -50,6 +55,111 @@ def _choose(
 
 
 @triton.jit
+def _in_groups(EXPERTS_2: tl.constexpr):
+    """0 .. EXPERTS_2 - 1 in groups of one per thread of a warp, where there are as many."""
+    GROUP: tl.constexpr = 32 if EXPERTS_2 > 32 else EXPERTS_2
+    return tl.arange(0, EXPERTS_2 // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _choose_one(
+    logits, biases, expert, ids, weights, token, num_active,
+    EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """`_choose` for one token, its experts in groups: logits, biases and `expert` [groups, of a group].
+
+    An expert's place is the number of those ahead of it: all are found at once, in its group first and then among the best
+    PLACES of all groups. A search for one maximum after the other is a chain of TOP_K reductions, twice as long.
+    """
+    GROUPS: tl.constexpr = logits.shape[0]
+    score = 1.0 / (1.0 + tl.exp(-logits))
+    rank = score + biases
+    rank = tl.where(rank == rank, rank, 1e30)  # NaN first, as in torch.topk
+    rank = tl.where(expert < EXPERTS, rank, float("-inf"))
+    bits = rank.to(tl.int32, bitcast=True)
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # in the order of the fp32 values
+    key = (bits.to(tl.int64) << 32) | (EXPERTS_2 - 1 - expert).to(tl.int64)  # among equals the lower id first
+    key_of = tl.trans(key)[:, :, None]  # the axis summed over is first: each thread then adds up its own
+    place = tl.sum((key_of > key[None, :, :]).to(tl.int32), 0)
+    here = tl.trans(place)[:, :, None] == tl.arange(0, PLACES)[None, None, :]
+    best = tl.reshape(tl.sum(tl.where(here, key_of, 0), 0), [GROUPS * PLACES])
+    share = tl.reshape(tl.sum(tl.where(here, tl.trans(score)[:, :, None], 0.0), 0), [GROUPS * PLACES])
+    place = tl.sum((best[:, None] > best[None, :]).to(tl.int32), 0)
+    chosen = place < TOP_K
+    share /= tl.sum(tl.where(chosen, share, 0.0), 0)
+    out = token * TOP_K + place
+    best_expert = EXPERTS_2 - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+    tl.store(ids + out, tl.where(token < num_active, best_expert, -1), mask=chosen)
+    tl.store(weights + out, tl.where(token < num_active, share, 0.0), mask=chosen)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_few(
+    x, pieces, bias, active, words, epoch, ids, weights, num_tokens,
+    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, TOP_K: tl.constexpr,
+    PLACES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
+    SPREAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All columns of ROWS experts for a handful of tokens, in fp32 on the CUDA cores; then the choice.
+
+    A program has its rows of the gate in flight before the activations exist, and leaves its logits in `words`, each beside the
+    tag of this launch: whoever reads a word knows whether it is there, without a counter or a fence, and nothing has to be set
+    back. With SPREAD each token has a program that waits for its logits and chooses, while the rest end; in the interpreter,
+    which runs one program after another, the last one chooses for all.
+    """
+    PIECE: tl.constexpr = EXPERTS * HIDDEN
+    SPAN: tl.constexpr = WARPS * _LANES * _VECTOR
+    STEPS: tl.constexpr = (HIDDEN + SPAN - 1) // SPAN
+    first = tl.program_id(0) * ROWS
+    columns = (tl.arange(0, WARPS * _LANES) * _VECTOR)[:, None] + tl.arange(0, _VECTOR)[None, :]
+    his, mids, los, gates, xs = (), (), (), (), ()
+    for step in tl.static_range(STEPS):
+        k = step * SPAN + columns
+        for row in tl.static_range(ROWS):
+            at = pieces + tl.minimum(first + row, EXPERTS - 1) * HIDDEN + k
+            his += (tl.load(at, mask=k < HIDDEN, other=0.0),)
+            mids += (tl.load(at + PIECE, mask=k < HIDDEN, other=0.0),)
+            los += (tl.load(at + 2 * PIECE, mask=k < HIDDEN, other=0.0),)
+    expert = _in_groups(EXPERTS_2)
+    biases = tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
+    wait_then_start_next(PDL)
+    tag = tl.load(epoch, volatile=True) + 1  # volatile, as x is: else ptxas puts it off until it is needed
+    for t in tl.static_range(TOKENS):
+        for step in tl.static_range(STEPS):
+            k = step * SPAN + columns
+            xs += (tl.load(x + t * HIDDEN + k, mask=(k < HIDDEN) & (t < num_tokens), other=0.0, volatile=True),)
+    for i in tl.static_range(STEPS * ROWS):
+        gates += ((his[i].to(tl.float32) + mids[i].to(tl.float32)) + los[i].to(tl.float32),)
+    sums = ()
+    for t in tl.static_range(TOKENS):
+        for row in tl.static_range(ROWS):
+            acc = tl.zeros((WARPS * _LANES,), tl.float32)
+            for step in tl.static_range(STEPS):
+                acc += tl.sum(gates[step * ROWS + row] * xs[t * STEPS + step].to(tl.float32), axis=1)
+            sums += (acc,)
+    for level in tl.static_range(LEVELS):  # one reduction over the threads for all sums: [threads, 2, 2, ...]
+        more = ()
+        for i in tl.static_range((TOKENS * ROWS) >> (level + 1)):
+            more += (tl.join(sums[i], sums[i + ((TOKENS * ROWS) >> (level + 1))]),)
+        sums = more
+    logits = tl.sum(tl.reshape(sums[0], (WARPS * _LANES, TOKENS * ROWS)), axis=0)
+    pair = tl.arange(0, TOKENS * ROWS)
+    rows = first + pair % ROWS
+    at = words + pair // ROWS * EXPERTS + rows
+    tl.store(at, tagged(logits.to(tl.int32, bitcast=True), tag), mask=(pair // ROWS < num_tokens) & (rows < EXPERTS))
+    token, step = tl.program_id(0), tl.num_programs(0)
+    if not SPREAD:
+        token, step = tl.where(token == step - 1, 0, num_tokens), 1
+    for t in range(token, num_tokens, step):
+        num_active = tl.load(active)
+        payload = poll(words, t * EXPERTS + expert, tag, expert < EXPERTS)
+        _choose_one(payload.to(tl.float32, bitcast=True), biases, expert, ids, weights, t, num_active,
+                    EXPERTS, EXPERTS_2, TOP_K, PLACES)  # fmt: skip
+        if t == num_tokens - 1:
+            tl.store(epoch, tag)  # all programs have read it: their words have arrived
+
+
+@triton.jit
 def _gate_product(hi, mid, lo, xs, acc, WIDE: tl.constexpr):
     """acc [experts, tokens] + (hi + mid + lo) [experts, columns] . xs [tokens, columns]."""
     if WIDE:
@@ -63,9 +173,9 @@ def _gate_product(hi, mid, lo, xs, acc, WIDE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route(
     x, pieces, bias, active, partial, arrived, ids, weights, num_tokens,
-    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHOOSE: tl.constexpr, SPREAD: tl.constexpr,
-    WIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr,
+    SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHOOSE: tl.constexpr,
+    SPREAD: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Partial logits of one (token tile, expert tile, split of the columns), then the choice of the experts.
 
@@ -115,7 +225,7 @@ def _route(
             acc = _gate_product(hi, mid, lo, xt, acc, WIDE)
     out = partial + (split * num_tokens + tokens)[None, :] * EXPERTS + rows[:, None]
     tl.store(out, acc, mask=(rows < EXPERTS)[:, None] & (tokens < num_tokens)[None, :])
-    expert = tl.arange(0, EXPERTS_2)
+    expert = _in_groups(EXPERTS_2) if CHOOSE == 1 else tl.arange(0, EXPERTS_2)
     biases = tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
     num_active = tl.load(active)
     tl.debug_barrier()
@@ -130,8 +240,15 @@ def _route(
             seen = tl.load(arrived + tile, volatile=True)
         tl.debug_barrier()
         for begin in range(group, end, CHOOSE * (PROGRAMS if SPREAD else 1)):
-            _choose(partial, biases, ids, weights, begin + tl.arange(0, CHOOSE), num_tokens, num_active,
-                    EXPERTS, EXPERTS_2, TOP_K, SPLITS, CHOOSE)  # fmt: skip
+            if CHOOSE == 1:
+                logits = tl.zeros(expert.shape, tl.float32)
+                for part_of_columns in tl.static_range(SPLITS):
+                    at = partial + (part_of_columns * num_tokens + begin) * EXPERTS + expert
+                    logits += tl.load(at, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg")
+                _choose_one(logits, biases, expert, ids, weights, begin, num_active, EXPERTS, EXPERTS_2, TOP_K, PLACES)
+            else:
+                _choose(partial, biases, ids, weights, begin + tl.arange(0, CHOOSE), num_tokens, num_active,
+                        EXPERTS, EXPERTS_2, TOP_K, SPLITS, CHOOSE)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,6 +258,8 @@ class PreparedGate:
     pieces: Tensor  # [3, experts, hidden] bf16, whose sum is the fp32 gate
     bias: Tensor  # [experts] fp32
     arrived: Tensor  # [token tiles] int32, whole rounds between launches; `_route` alone writes it
+    words: Tensor  # [MAX_ROUTE_FEW, experts] int64, logits beside the tag of the launch of `_route_few` that wrote them
+    epoch: Tensor  # [1] int32, that tag
     everything: Tensor  # [1] int32, the number of active rows where the caller names none
 
 
@@ -152,7 +271,11 @@ def prepare_gate(gate: Tensor, bias: Tensor) -> PreparedGate:
     lo = (rest - mid.float()).bfloat16()
     arrived = torch.zeros(tiles.MAX_ROUTE_TILES, dtype=torch.int32, device=gate.device)
     everything = torch.full((1,), 2**31 - 1, dtype=torch.int32, device=gate.device)
-    return PreparedGate(torch.stack((hi, mid, lo)), bias.float().contiguous(), arrived, everything)
+    words = torch.zeros(tiles.MAX_ROUTE_FEW, gate.shape[0], dtype=torch.int64, device=gate.device)
+    return PreparedGate(
+        pieces=torch.stack((hi, mid, lo)), bias=bias.float().contiguous(), arrived=arrived,
+        words=words, epoch=torch.zeros_like(arrived[:1]), everything=everything,
+    )  # fmt: skip
 
 
 def route(
@@ -176,17 +299,26 @@ def _route_rows(x: Tensor, prepared: PreparedGate, *, top_k: int, active: Tensor
     if num_tokens == 0:
         return ids, weights
     assert x.is_contiguous()
+    assert top_k <= _LANES.value, f"top {top_k}: a group of experts is smaller"
+    active = prepared.everything if active is None else active
+    shared = {"HIDDEN": hidden, "EXPERTS": experts, "EXPERTS_2": triton.next_power_of_2(experts), "TOP_K": top_k}
+    shared |= {"PLACES": triton.next_power_of_2(top_k), "SPREAD": not INTERPRETED, **launch_options(x.device)}
+    if num_tokens <= tiles.MAX_ROUTE_FEW:
+        tokens, rows, warps = triton.next_power_of_2(num_tokens), tiles.ROUTE_FEW_ROWS, tiles.ROUTE_FEW_WARPS
+        _route_few[(triton.cdiv(experts, rows),)](
+            x, prepared.pieces, prepared.bias, active, prepared.words, prepared.epoch, ids, weights, num_tokens,
+            TOKENS=tokens, ROWS=rows, LEVELS=(tokens * rows).bit_length() - 1, WARPS=warps, num_warps=warps, **shared,
+        )  # fmt: skip
+        return ids, weights
     tile = tiles.route(num_tokens)
     token_tiles, programs = triton.cdiv(num_tokens, tile.tokens), triton.cdiv(experts, tile.rows) * tile.splits
     assert token_tiles <= tiles.MAX_ROUTE_TILES, f"{num_tokens} tokens in one call"
     assert programs <= _ROUND.value, f"{experts} experts"
     partial = torch.empty(tile.splits, num_tokens, experts, dtype=torch.float32, device=x.device)
-    active = prepared.everything if active is None else active
     _route[(token_tiles * programs,)](
         x, prepared.pieces, prepared.bias, active, partial, prepared.arrived, ids, weights, num_tokens,
-        HIDDEN=hidden, EXPERTS=experts, EXPERTS_2=triton.next_power_of_2(experts), TOP_K=top_k,
         SPLITS=tile.splits, TOKENS=tile.tokens, ROWS=tile.rows, COLUMNS=tile.columns, CHOOSE=tile.choose,
-        SPREAD=not INTERPRETED, WIDE=INTERPRETED or x.dtype != torch.bfloat16, EVEN=hidden % tile.columns == 0,
-        STAGES=tile.stages, num_warps=tile.warps, **launch_options(x.device),
+        WIDE=INTERPRETED or x.dtype != torch.bfloat16, EVEN=hidden % tile.columns == 0,
+        STAGES=tile.stages, num_warps=tile.warps, **shared,
     )  # fmt: skip
     return ids, weights

@@ -82,6 +82,33 @@ def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTY
 
 
 @triton.jit
+def fetch_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr):
+    """The parts of row `row` of x [T, PARTS, 2 * WORDS] as a tuple of words, for `add_parts`.
+
+    Volatile: ptxas otherwise moves most of these loads behind the first sums, and waits for memory three times instead of once.
+    It keeps them together if, besides, what uses them is in a branch whose condition it does not know.
+    """
+    parts = words_of(x) + row.to(tl.int64) * (PARTS * WORDS) + index
+    fetched = ()
+    for part in tl.static_range(PARTS):
+        fetched += (tl.load(parts + part * WORDS, mask=mask, other=0, volatile=True),)
+    return fetched
+
+
+@triton.jit
+def add_parts(fetched, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """Parts summed in fp32 and rounded once, as even and odd columns."""
+    even, odd = unpack(fetched[0], DTYPE)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            more_even, more_odd = unpack(fetched[part], DTYPE)
+            even += more_even
+            odd += more_odd
+        even, odd = unpack(pack(even, odd, DTYPE), DTYPE)
+    return even, odd
+
+
+@triton.jit
 def normalise(
     x_even,  # [BLOCK] fp32 holding DTYPE values, 0 where masked
     x_odd,
@@ -166,12 +193,14 @@ def _add_rms(
     mask = index < WORDS
     weight_words = tl.load(words_of(weight) + index, mask=mask, other=0)
     wait_for_inputs(PDL)
-    residual_words = tl.load(words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0)
-    x_even, x_odd = unpack(sum_parts(x, row, index, mask, PARTS, WORDS, dtype), dtype)
-    add_and_normalise(
-        x_even, x_odd, residual_words, weight_words, row, index, mask,
-        residual, out, values, scales, eps, WORDS, BLOCK, QUANTIZE, dtype,
-    )  # fmt: skip
+    residual_words = tl.load(words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0, volatile=True)
+    fetched = fetch_parts(x, row, index, mask, PARTS, WORDS)
+    if eps >= 0:  # always: see `fetch_parts`
+        x_even, x_odd = add_parts(fetched, PARTS, dtype)
+        add_and_normalise(
+            x_even, x_odd, residual_words, weight_words, row, index, mask,
+            residual, out, values, scales, eps, WORDS, BLOCK, QUANTIZE, dtype,
+        )  # fmt: skip
 
 
 def outputs(residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor, Tensor]:
