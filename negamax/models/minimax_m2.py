@@ -64,7 +64,7 @@ class MiniMaxM2:
         self._slots = slots_by_name([*self._embed.slots, *per_layer, *self._norm.slots, *self._head.slots])
 
     def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvView]) -> Tensor:
-        """token_ids [T] int64, one KvView per layer -> final hidden states [T, hidden]."""
+        """token_ids [T] int64, a KvView per layer (of fewer, the first layers alone run) -> final hidden states [T, hidden]."""
         step = begin_step(
             inputs,
             frequencies=self._frequencies,
@@ -74,7 +74,7 @@ class MiniMaxM2:
         )
         x = self._embed(token_ids)
         residual = torch.zeros_like(x)
-        for layer, cache in zip(self._layers, kv, strict=True):
+        for layer, cache in zip(self._layers, kv, strict=False):
             x = layer(x, residual, step, cache)
         hidden = self._norm(x, residual)
         assert isinstance(hidden, Tensor)

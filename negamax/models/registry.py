@@ -24,7 +24,7 @@ class CausalModel(Protocol):
     vocab_range: range  # token ids whose logits this rank computes
 
     def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvView]) -> Tensor:
-        """token_ids [T] int64, one KvView per layer -> final hidden states [T, hidden]."""
+        """token_ids [T] int64, a KvView per layer (of fewer, the first layers alone run) -> final hidden states [T, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab] fp32, the full vocabulary on every rank."""

@@ -90,11 +90,18 @@ class DecodeGraphs:
         started, before = time.monotonic(), torch.cuda.memory_reserved()
         for size in reversed(self._sizes):
             self._fill(size, slots=[self._rows.padding_slot] * size, positions=[0] * size, active=0)
-            self._graphs[size], _ = record(partial(self._run, size), pool)
+            self._graphs[size], _ = record(partial(self._run, size, self._kv), pool)
             self._draws[size], _ = record(partial(self._draw, size), pool)
         torch.cuda.synchronize()
         taken = (torch.cuda.memory_reserved() - before) / 2**20
         return f"{len(self._sizes)} up to {self.largest} rows: {taken:.0f} MiB, {time.monotonic() - started:.1f} s"
+
+    def rehearse(self, layers: int) -> None:
+        """Launch what every size launches, of the first `layers` alone."""
+        for size in self._sizes:
+            self._fill(size, slots=[self._rows.padding_slot] * size, positions=[0] * size, active=0)
+            self._run(size, self._kv[:layers])
+            self._draw(size)
 
     def prepare(self, plan: StepPlan) -> torch.cuda.CUDAGraph:
         """Send the rows of `plan`, all decodes, to the device; the graph to replay for them."""
@@ -141,7 +148,7 @@ class DecodeGraphs:
         ended.synchronize()
         return began.elapsed_time(ended) / 1e3 / repeats
 
-    def _run(self, size: int) -> None:
+    def _run(self, size: int, kv: Sequence[KvView]) -> None:
         """The step of `size` rows, as it is captured."""
         rows = self._rows
         slots, positions, lengths, active = torch.split(self._inputs[: 3 * size + 1], [size, size, size, 1])
@@ -161,7 +168,7 @@ class DecodeGraphs:
             prefills=None,
             active=active.int(),
         )
-        hidden = self._model.forward(rows.tokens[slots, positions].long(), inputs, self._kv)
+        hidden = self._model.forward(rows.tokens[slots, positions].long(), inputs, kv)
         logits = self._model.local_logits(hidden, out=self._outputs.logits[:size])
         token_ids = self._pick(
             logits,

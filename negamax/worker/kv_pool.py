@@ -16,6 +16,7 @@ from negamax.base.log import get_logger
 from negamax.config.model_spec import ModelSpec
 from negamax.layers.attention import KvView
 from negamax.models.registry import CausalModel
+from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
 from negamax.worker.profile import peak_bytes
 
@@ -58,13 +59,15 @@ def _zeros_on_large_pages(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor
     return torch.frombuffer(memory, dtype=dtype, count=torch.Size(shape).numel()).view(*shape)
 
 
-def choose_blocks(model: CausalModel, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device) -> int:
+def choose_blocks(
+    model: CausalModel, config: WorkerConfig, *, dtype: torch.dtype, context: ParallelContext, device: torch.device
+) -> int:
     """How many blocks this rank can hold: as the user says, or from the memory that is left. `dtype` of the cache.
 
     On a GPU a full prefill step runs first, so that what it needs beside the cache is measured (and its kernels are compiled).
     """
     on_gpu = device.type == "cuda"
-    workspace = peak_bytes(model, config, dtype=dtype, device=device) if on_gpu else 0
+    workspace = peak_bytes(model, config, dtype=dtype, context=context, device=device) if on_gpu else 0
     if config.num_kv_blocks:
         return config.num_kv_blocks
     if config.kv_cache_memory is not None:

@@ -56,14 +56,19 @@ class PrefillGraphs:
     def capture(self, pool: tuple[int, int]) -> str:
         """Run and record every size, the largest first, in the memory of `pool`; a line that says what that took."""
         started, before = time.monotonic(), torch.cuda.memory_reserved()
-        empty = np.empty(0, dtype=np.int64)
         for size in reversed(self._sizes):
-            self._fill(size, tokens=(empty, empty), sequences=(empty, empty, np.zeros(1, dtype=np.int64)))
-            self._graphs[size], _ = record(partial(self._run, size), pool)
+            self._fill_with_nothing(size)
+            self._graphs[size], _ = record(partial(self._run, size, self._kv), pool)
         torch.cuda.synchronize()
         taken = (torch.cuda.memory_reserved() - before) / 2**20
         seconds = time.monotonic() - started
         return f"{len(self._sizes)} up to {self._sizes[-1]} tokens: {taken:.0f} MiB, {seconds:.1f} s"
+
+    def rehearse(self, layers: int) -> None:
+        """Launch what every size launches, of the first `layers` alone."""
+        for size in self._sizes:
+            self._fill_with_nothing(size)
+            self._run(size, self._kv[:layers])
 
     def fits(self, layout: Layout) -> bool:
         """Whether `layout` can be replayed, and gains from it."""
@@ -82,6 +87,10 @@ class PrefillGraphs:
         self._graphs[size].replay()
         return self._hidden[:size]
 
+    def _fill_with_nothing(self, size: int) -> None:
+        empty = np.empty(0, dtype=np.int64)
+        self._fill(size, tokens=(empty, empty), sequences=(empty, empty, np.zeros(1, dtype=np.int64)))
+
     def _fill(self, size: int, *, tokens: tuple[Column, Column], sequences: tuple[Column, Column, Column]) -> None:
         (token_slots, positions), (slots, seq_lens, query_starts) = tokens, sequences
         padding = self._rows.padding_slot
@@ -96,7 +105,7 @@ class PrefillGraphs:
         packed = torch.from_numpy(np.concatenate(columns)).pin_memory()
         self._inputs[: len(packed)].copy_(packed, non_blocking=True)
 
-    def _run(self, size: int) -> None:
+    def _run(self, size: int, kv: Sequence[KvView]) -> None:
         """The step of `size` tokens, as it is captured. Its result is copied out, so that the next size may use its memory."""
         rows, num_seqs = self._rows, self._num_seqs
         sizes = [size, size, num_seqs, num_seqs, num_seqs + 1, 1]
@@ -118,7 +127,7 @@ class PrefillGraphs:
             ),
             active=active.int(),
         )
-        hidden = self._model.forward(rows.tokens[token_slots, positions].long(), inputs, self._kv)
+        hidden = self._model.forward(rows.tokens[token_slots, positions].long(), inputs, kv)
         if len(self._hidden) < size:
             self._hidden = torch.empty_like(hidden)
         self._hidden[:size].copy_(hidden)

@@ -8,13 +8,17 @@ from negamax.base.log import get_logger
 from negamax.kernels.attention.spec import paged_queries
 from negamax.layers.attention import AttentionInputs, KvView
 from negamax.models.registry import CausalModel
+from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
+from negamax.worker.rehearsal import LAYERS, rehearsal
 
 logger = get_logger(__name__)
 
 
 @torch.inference_mode()
-def peak_bytes(model: CausalModel, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device) -> int:
+def peak_bytes(
+    model: CausalModel, config: WorkerConfig, *, dtype: torch.dtype, context: ParallelContext, device: torch.device
+) -> int:
     """Bytes that a step of `max_num_batched_tokens` prompt tokens and `max_num_seqs` sampled rows takes on the GPU.
 
     Its layers share one cache of just these tokens. `dtype` of the cache.
@@ -41,6 +45,8 @@ def peak_bytes(model: CausalModel, config: WorkerConfig, *, dtype: torch.dtype, 
         active=None,
     )
     token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)
+    with rehearsal(context):
+        model.local_logits(model.forward(token_ids, inputs, [view] * LAYERS)[: config.max_num_seqs])
     hidden = model.forward(token_ids, inputs, [view] * layers)
     model.local_logits(hidden[: config.max_num_seqs])
     torch.cuda.synchronize(device)

@@ -22,6 +22,7 @@ from negamax.worker.graphs import DecodeGraphs, DecodeOutputs
 from negamax.worker.outcome import Outcome, StepTimes
 from negamax.worker.prefill_graphs import PrefillGraphs
 from negamax.worker.probes import Probes
+from negamax.worker.rehearsal import LAYERS, rehearsal
 from negamax.worker.rows import Rows
 from negamax.worker.runner import Runner
 from negamax.worker.sampler import Sampled, sample, sample_sharded
@@ -56,7 +57,8 @@ class Worker:
                 device=device,
             )
             self._probes = Probes(model, config, device=device)
-            num_blocks = context.world_min(kv_pool.choose_blocks(model, config, dtype=cache_dtype, device=device))
+            affordable = kv_pool.choose_blocks(model, config, dtype=cache_dtype, context=context, device=device)
+            num_blocks = context.world_min(affordable)
             kv = kv_pool.allocate(model, num_blocks, block_size=config.block_size, dtype=cache_dtype, device=device)
             self._runner = Runner(model, kv)
             self._graphs: DecodeGraphs | None = None
@@ -122,6 +124,9 @@ class Worker:
             largest=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
         )
+        with rehearsal(self._context):
+            self._graphs.rehearse(LAYERS)
+            self._prefill_graphs.rehearse(LAYERS)
         pool = torch.cuda.graph_pool_handle()
         prefills = self._prefill_graphs.capture(pool)
         return f"; CUDA graphs: {self._graphs.capture(pool)}; {prefills}"

@@ -1,4 +1,6 @@
-"""Dependent launch: a kernel starts up, and fetches its weights, while the kernel before it still runs.
+"""How kernels are launched: each before the one in front has ended, and compiled before the first is launched at all.
+
+Dependent launch: a kernel starts up, and fetches its weights, while the kernel before it still runs.
 
 After an ordinary launch a kernel starts when the one before it in the stream has ended, which leaves the GPU idle for a few
 microseconds: long, where a decode step is hundreds of kernels of 3 to 30 us. NVIDIA GPUs from Hopper on can start the next
@@ -19,8 +21,12 @@ Elsewhere, and in Triton's interpreter, PDL is False and nothing of this is comp
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import triton
@@ -65,3 +71,29 @@ def wait_then_start_next(PDL: tl.constexpr):
     """
     wait(PDL)
     start_next(PDL)
+
+
+class _Share(triton.AsyncCompileMode):
+    """Compiles share number `index` of `count` of what is asked for. Who asks for the rest finds it in Triton's cache later."""
+
+    def __init__(self, pool: ThreadPoolExecutor, *, index: int, count: int) -> None:
+        super().__init__(pool)
+        self._index, self._count = index, count
+
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        if crc32(key.encode()) % self._count != self._index:
+            return None
+        return super().submit(key, compile_fn, finalize_fn)
+
+
+@contextmanager
+def compiling(*, share: int, shares: int, threads: int) -> Iterator[None]:
+    """Inside, launches run nothing: this process compiles its share of their kernels, `threads` of them at a time, and has done
+    so when the context ends. One by one, at their first launches, they take several times as long.
+    """
+    with ThreadPoolExecutor(threads) as pool, _Share(pool, index=share, count=shares):
+        triton.JITFunction.__getitem__ = lambda kernel, grid: partial(kernel.run, grid=grid, warmup=True)
+        try:
+            yield
+        finally:
+            del triton.JITFunction.__getitem__  # what it has inherited launches
