@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from negamax.base.env import usable_cores
 from negamax.parallel.context import ParallelContext
 
@@ -25,3 +27,4 @@ def rehearsal(context: ParallelContext) -> Iterator[None]:
     with compiling(share=context.layout.rank, shares=ranks, threads=threads):
         yield
     context.world_min(0)  # every rank has left its share in Triton's cache
+    torch.cuda.empty_cache()  # of what a rehearsal held, so that what follows is measured alone
