@@ -1,8 +1,8 @@
-"""The border of the server: request ids, keys, bodies, and one error shape for everything that goes wrong."""
+"""The border of the server: request ids, bodies, and one error shape for everything that goes wrong."""
 
 from __future__ import annotations
 
-import hmac
+import math
 import re
 import secrets
 from typing import Any
@@ -14,19 +14,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from negamax.api.lifecycle import Lifecycle
+from negamax.api.playground import CHALLENGE, PAGE_PATHS
 from negamax.api.schemas.answers import ErrorAnswer, encode, error_answer
 from negamax.api.schemas.common import nearest
+from negamax.api.schemas.messages import message_error
 from negamax.api.sse import ClientGoneError, event
-from negamax.base.errors import AuthenticationError, InvalidRequestError, NegamaxError, PayloadTooLargeError
+from negamax.base.errors import InvalidRequestError, NegamaxError, PayloadTooLargeError
 from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
 MAX_JSON_DEPTH = 64
 MAX_JSON_BRACKETS = 1_000_000  # '[' and '{' in a body; real ones stay far below, and 10^7 lists would stall the server
 MAX_JSON_COMMAS = 8_000_000  # a window of a million token ids has a million
 MAX_MESSAGE_CHARS = 1000  # of an error: whatever it quotes from the request
+MESSAGES_PATH = "/v1/messages"  # where clients expect Anthropic's shapes
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; proxies use this number for it
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -46,30 +49,42 @@ def error_of(error: Exception) -> tuple[int, ErrorAnswer]:
     return 500, error_answer(_INTERNAL, error_type="internal_error", code="internal_error")
 
 
+def error_response(scope: Scope, status: int, answer: ErrorAnswer, *, headers: dict[str, str] | None = None) -> Response:
+    """An error in the shape that the route's clients know."""
+    if not scope["path"].startswith(MESSAGES_PATH):
+        return json_response(answer, status=status, headers=headers)
+    request_id = scope["state"]["request_id"]
+    told = message_error(status, answer, request_id=request_id)
+    return json_response(told, status=status, headers={**(headers or {}), "request-id": request_id})
+
+
 def failure_event(error: Exception, *, request_id: str) -> bytes:
     """An error after a stream has begun: logged, and told in an event, because the status line is already sent."""
+    return event(logged_failure(error, request_id=request_id)[1])
+
+
+def logged_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnswer]:
+    """As `error_of`, of an error after a stream has begun: nothing else would log it."""
     status, answer = error_of(error)
     if status == 500:
         logger.error("request %s failed in its stream: %s", request_id, error, exc_info=error)
     else:
         logger.warning("request %s failed in its stream: %s", request_id, error)
-    return event(answer)
+    return status, answer
 
 
 class Border:
-    """The outermost layer: gives every response an `x-request-id`, checks the key before the body is read, and turns what
-    no handler caught into a 500."""
+    """The outermost layer: gives every response an `x-request-id`, and turns what no handler caught into a 500."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, lifecycle: Lifecycle) -> None:
         self._app = app
-        self._api_key = None if api_key is None else api_key.encode()
+        self._lifecycle = lifecycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        request_id = headers.get("x-request-id", "")
+        request_id = Headers(scope=scope).get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = request_id
@@ -79,34 +94,20 @@ class Border:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                headers = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if self._lifecycle.is_draining:
+                    headers.append((b"connection", b"close"))
+                message["headers"] = headers
             await send(message)
 
         try:
-            self._check_key(headers, path=scope["path"])
             await self._app(scope, receive, send_with_id)
-        except AuthenticationError as error:
-            await negamax_error(Request(scope), error)(scope, receive, send_with_id)
         except Exception as error:
             logger.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
             if started:
                 raise  # the connection is closed: an answer cannot be taken back
             status, answer = error_of(error)
-            await json_response(answer, status=status)(scope, receive, send_with_id)
-
-    def _check_key(self, headers: Headers, *, path: str) -> None:
-        if self._api_key is None or path in OPEN_PATHS:
-            return
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if not given:
-            raise AuthenticationError(
-                "the API key is missing",
-                hint="send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-                code="missing_api_key",
-            )
-        if not hmac.compare_digest(given.encode(), self._api_key):
-            raise AuthenticationError("the API key is wrong", code="invalid_api_key")
+            await error_response(scope, status, answer)(scope, receive, send_with_id)
 
 
 def negamax_error(request: Request, error: Exception) -> Response:
@@ -114,8 +115,13 @@ def negamax_error(request: Request, error: Exception) -> Response:
     status, answer = error_of(error)
     if status == 500:
         logger.error("request %s failed: %s", request.state.request_id, error, exc_info=error)
-    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}.get(status)
-    return json_response(answer, status=status, headers=headers)
+    challenge = CHALLENGE if request.url.path in PAGE_PATHS else "Bearer"
+    headers = {"www-authenticate": challenge} if status == 401 else {}
+    if isinstance(error, NegamaxError) and error.retry_after is not None:
+        if request.method == "POST":  # probes that find the server unready are no rejections
+            request.app.state.metrics.rejections[error.code or "other"] += 1
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    return error_response(request.scope, status, answer, headers=headers)
 
 
 def http_error(request: Request, error: Exception) -> Response:
@@ -134,7 +140,7 @@ def http_error(request: Request, error: Exception) -> Response:
         answer = error_answer(message, error_type="invalid_request_error", code="method_not_allowed")
     else:
         answer = error_answer(str(error.detail), error_type="invalid_request_error")
-    return json_response(answer, status=error.status_code, headers=headers)
+    return error_response(request.scope, error.status_code, answer, headers=headers)
 
 
 def client_gone(request: Request, error: Exception) -> Response:

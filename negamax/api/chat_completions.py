@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
 from negamax.api.border import failure_event, json_response, read_json
+from negamax.api.constraints import CallChoice, answer_grammar, constrained
 from negamax.api.context import FINGERPRINT, ApiContext
-from negamax.api.conversation import ChatPrompt, ChoiceReader, UsageMeter
+from negamax.api.conversation import (
+    ChatPrompt,
+    ChoiceReader,
+    Conversation,
+    ReadingRules,
+    UsageMeter,
+    off_loop,
+    without_tokens,
+)
 from negamax.api.logprobs import chat_logprobs, prompt_logprobs
+from negamax.api.pacing import PacedPackets
 from negamax.api.schemas.answers import (
     ChatAnswer,
     ChatChoice,
@@ -25,14 +36,17 @@ from negamax.api.schemas.answers import (
     FunctionCall,
     Message,
     PromptLogprobs,
+    ReasoningDetail,
+    RenderedPrompt,
     ToolCall,
     Usage,
 )
 from negamax.api.schemas.chat import ChatRequest
 from negamax.api.schemas.common import refuse
-from negamax.api.sse import DONE, EventStream, event, while_connected
+from negamax.api.sse import DONE, FIRST_OUTPUT_SECONDS, after_first, event, while_connected
+from negamax.api.thinking import ThinkingChoice, other_variables
 from negamax.engine.output import RequestOutput
-from negamax.text.minimax_m2_format import tag_ids
+from negamax.scheduler.request import SamplingParams
 from negamax.text.output_parser import (
     ContentDelta,
     ParserEvent,
@@ -44,9 +58,8 @@ from negamax.text.output_parser import (
 
 
 def chat_router(context: ApiContext) -> APIRouter:
-    """The route of chat completions."""
+    """The routes of chat completions."""
     router = APIRouter()
-    tags = tag_ids(context.engine.tokenizer)
     body_schema = {"content": {"application/json": {"schema": ChatRequest.model_json_schema()}}, "required": True}
 
     @router.post("/v1/chat/completions", openapi_extra={"requestBody": body_schema})
@@ -56,89 +69,118 @@ def chat_router(context: ApiContext) -> APIRouter:
         body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
         chat = ChatRequest.parse(body)
         model = context.model_name(chat.model)
-        sampling = chat.sampling_params(max_tokens=chat.token_limit, logprobs=chat.wanted_logprobs)
-        if (sampling.logprobs or 0) > context.engine.info.max_logprobs:
-            refuse("top_logprobs", f"{sampling.logprobs}; allowed: 0 to {context.engine.info.max_logprobs}")
-        context.check_sampling(sampling)
-        prompt = await context.prompts.chat(
-            chat.messages,
-            tools=chat.offered_tools,
-            template_kwargs=chat.chat_template_kwargs or {},
-            add_generation_prompt=chat.add_generation_prompt,
-            continue_final_message=chat.continue_final_message,
-            num_bytes=num_bytes,
+        sampling = _sampling(context, chat)
+        tools = chat.offered_tools
+        calls = chat.call_choice(tools)
+        thinking = chat.thinking_choice
+        content = chat.grammar
+        grammar = await off_loop(
+            lambda: answer_grammar(context.voice, tools=tools, choice=calls, content=content), num_bytes=num_bytes
         )
-        answer = _ChatAnswering(context, chat, model=model, prompt=prompt, tags=tags)
+        prompt = await context.prompts.chat(_conversation(chat, tools, thinking), num_bytes=num_bytes)
+        sampling = constrained(sampling, context.voice, reasoning=prompt.reasoning, grammar=grammar, budget=thinking.budget)
+        rules = _reading_rules(chat, tools, calls)
+        readers = [ChoiceReader(context.voice, prompt=prompt, rules=rules) for _ in range(chat.n)]
+        answer = _ChatAnswering(context, chat, model=model, prompt=prompt, readers=readers)
         outputs = context.generate(
             prompt.token_ids,
             sampling,
-            request_id=answer.id,
+            request_id=f"{answer.id}-{secrets.token_hex(4)}",
             priority=chat.priority,
             cache_salt=chat.cache_salt,
             arrival=arrival,
+            timeout=chat.timeout,
         )
         if chat.stream:
-            return EventStream(answer.stream(outputs))
+            # a grammar is compiled first, and may be refused
+            outputs = await after_first(request.receive, outputs, seconds=FIRST_OUTPUT_SECONDS if grammar is None else None)
+            return context.event_stream(answer.stream(outputs))
         return json_response(await while_connected(request.receive, answer.whole(outputs)))
+
+    @router.post("/v1/chat/completions/render", openapi_extra={"requestBody": body_schema})
+    async def render(request: Request) -> Response:
+        """The prompt of a conversation, without an answer: its text and its tokens."""
+        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
+        chat = ChatRequest.parse(body)
+        model = context.model_name(chat.model)
+        _sampling(context, chat)
+        conversation = _conversation(chat, chat.offered_tools, chat.thinking_choice)
+        prompt = await context.prompts.chat(conversation, num_bytes=num_bytes)
+        answer = RenderedPrompt(
+            request_id=chat.answer_id("chatcmpl"), model=model, prompt=prompt.text, token_ids=prompt.token_ids
+        )
+        return json_response(answer)
 
     return router
 
 
+def _sampling(context: ApiContext, chat: ChatRequest) -> SamplingParams:
+    """The engine's parameters, checked."""
+    limit = 1 if chat.token_limit == 0 else chat.token_limit
+    sampling = chat.sampling_params(max_tokens=limit, logprobs=chat.wanted_logprobs)
+    if (sampling.logprobs or 0) > context.engine.info.max_logprobs:
+        refuse("top_logprobs", f"{sampling.logprobs}; allowed: 0 to {context.engine.info.max_logprobs}")
+    context.check_sampling(sampling)
+    return sampling
+
+
+def _conversation(chat: ChatRequest, tools: list[dict[str, Any]] | None, thinking: ThinkingChoice) -> Conversation:
+    return Conversation(
+        messages=chat.messages,
+        tools=tools,
+        thinking=thinking,
+        template_kwargs=other_variables(chat.chat_template_kwargs or {}),
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+    )
+
+
+def _reading_rules(chat: ChatRequest, tools: list[dict[str, Any]] | None, calls: CallChoice) -> ReadingRules:
+    return ReadingRules(
+        tools=tools,
+        may_call=calls.mode != "none",
+        parallel_calls=calls.parallel,
+        is_call_forced_by_name=calls.name is not None,
+        reasoning=chat.reasoning_place,
+        stream_reasoning=chat.stream_reasoning,
+    )
+
+
 class _Choice:
-    """One choice while it is generated. Single writer: its `_ChatAnswering`."""
+    """What a choice is still to send, beside what its reader knows. Single writer: its `_ChatAnswering`."""
 
     def __init__(self, index: int, reader: ChoiceReader) -> None:
         self.index = index
         self.reader = reader
-        self.reasoning: list[str] = []
-        self.content: list[str] = []
-        self.calls: list[_Call] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
+        self.packets = PacedPackets()  # of a stream
         self.role_sent = False
         self.logprobs: list[ChatLogprob] = []  # not sent yet (stream) or all (whole answer)
         self.token_ids: list[int] = []  # the same
-
-
-class _Call:
-    """A tool call while its arguments grow."""
-
-    def __init__(self, name: str) -> None:
-        self.id = f"call_{secrets.token_hex(12)}"
-        self.name = name
-        self.arguments: list[str] = []
 
 
 class _ChatAnswering:
     """Answers one chat request from the engine's outputs. Single writer: the request's handler."""
 
     def __init__(
-        self, context: ApiContext, chat: ChatRequest, *, model: str, prompt: ChatPrompt, tags: Mapping[str, int]
+        self, context: ApiContext, chat: ChatRequest, *, model: str, prompt: ChatPrompt, readers: list[ChoiceReader]
     ) -> None:
-        self.id = f"chatcmpl-{secrets.token_hex(16)}"
+        self.id = chat.answer_id("chatcmpl")
         self._created = int(time.time())
         self._tokenizer = context.engine.tokenizer
+        self._metrics = context.metrics
         self._chat = chat
         self._model = model
         self._prompt = prompt
+        self._echo = prompt.continued if chat.echo else ""
         self._usage = UsageMeter()
         self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-        self._choices = [_Choice(index, self._reader(tags)) for index in range(chat.n)]
-
-    def _reader(self, tags: Mapping[str, int]) -> ChoiceReader:
-        return ChoiceReader(
-            tags,
-            tools=self._chat.offered_tools,
-            in_reasoning=self._prompt.starts_in_reasoning,
-            may_call=self._chat.tool_choice != "none",
-        )
+        self._choices = [_Choice(index, reader) for index, reader in enumerate(readers)]
 
     async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> ChatAnswer:
         """The answer in one piece."""
         async with aclosing(outputs):
             async for output in outputs:
-                for _ in self._deltas(output):
-                    pass
+                self._take(self._choices[output.index], output)
         return ChatAnswer(
             id=self.id,
             created=self._created,
@@ -157,7 +199,7 @@ class _ChatAnswering:
                 async for output in outputs:
                     choice = self._choices[output.index]
                     events = [event(self._chunk(choice, delta)) for delta in self._deltas(output)]
-                    if choice.finish_reason is not None:
+                    if output.finish_reason is not None:
                         events.append(event(self._chunk(choice, Delta(), last=True)))
                     if events:
                         yield b"".join(events)  # one write for all that one step brought
@@ -170,45 +212,50 @@ class _ChatAnswering:
     def _deltas(self, output: RequestOutput) -> Iterator[Delta]:
         """Take an output into its choice; what a stream says about it. Content and reasoning never share a delta."""
         choice = self._choices[output.index]
+        is_last = output.finish_reason is not None
+        events = choice.packets.push(self._take(choice, output), now=time.monotonic(), is_last=is_last)
+        if not choice.role_sent:
+            choice.role_sent = True
+            yield Delta(role="assistant", content="")
+            if self._echo:
+                yield Delta(content=self._echo)
+        for parsed in events:
+            delta = self._delta(choice, parsed)
+            if delta is not None:
+                yield delta
+
+    def _take(self, choice: _Choice, output: RequestOutput) -> list[ParserEvent]:
+        if self._chat.token_limit == 0:
+            output = without_tokens(output)
         events = choice.reader.push(output)
         self._usage.update(output, prompt=0, choice=choice.index, reasoning_tokens=choice.reader.num_reasoning_tokens)
         if output.prompt_logprobs is not None and self._chat.prompt_logprobs is not None:
             self._prompt_logprobs = prompt_logprobs(self._tokenizer, output.prompt_logprobs)
         if output.logprobs is not None:
-            choice.logprobs += chat_logprobs(self._tokenizer, output.logprobs)
+            as_ids = self._chat.return_tokens_as_token_ids
+            choice.logprobs += chat_logprobs(self._tokenizer, output.logprobs, as_ids=as_ids)
         choice.token_ids += output.token_ids
-        if not choice.role_sent:
-            choice.role_sent = True
-            yield Delta(role="assistant", content="")
-        for parsed in events:
-            delta = self._delta(choice, parsed)
-            if delta is not None:
-                yield delta
         if output.finish_reason is not None:
-            calls_end = output.finish_reason == "stop" and choice.calls
-            choice.finish_reason = "tool_calls" if calls_end else output.finish_reason
-            choice.stop_reason = output.stop_reason
+            self._metrics.num_tool_calls += len(choice.reader.calls)
+        return events
 
     def _delta(self, choice: _Choice, parsed: ParserEvent) -> Delta | None:
         match parsed:
             case ReasoningDelta(text):
-                if not self._chat.include_reasoning:
-                    return None
-                choice.reasoning.append(text)
-                return Delta(reasoning_content=text, reasoning=text)
+                return Delta(reasoning_content=text, reasoning=text, reasoning_details=self._details(text))
             case ContentDelta(text):
-                choice.content.append(text)
                 return Delta(content=text)
             case ToolCallStart(index, name):
-                call = _Call(name)
-                choice.calls.append(call)
                 function = FunctionCall(name=name, arguments="")
-                return Delta(tool_calls=[ToolCall(index=index, id=call.id, type="function", function=function)])
+                call_id = choice.reader.calls[index].id
+                return Delta(tool_calls=[ToolCall(index=index, id=call_id, type="function", function=function)])
             case ToolArgumentsDelta(index, text):
-                choice.calls[index].arguments.append(text)
                 return Delta(tool_calls=[ToolCall(index=index, function=FunctionCall(arguments=text))])
             case ToolCallEnd():
                 return None
+
+    def _details(self, text: str) -> list[ReasoningDetail] | UnsetType:
+        return [ReasoningDetail(text)] if self._chat.reasoning_split else UNSET
 
     def _chunk(self, choice: _Choice, delta: Delta, *, last: bool = False) -> Struct:
         """A chunk of one choice; it takes along the logprobs and token ids that were not sent yet."""
@@ -225,8 +272,8 @@ class _ChatAnswering:
                     index=choice.index,
                     delta=delta,
                     logprobs=ChatLogprobs(logprobs) if logprobs else None,
-                    finish_reason=choice.finish_reason if last else None,
-                    stop_reason=choice.stop_reason if last else UNSET,
+                    finish_reason=choice.reader.finish_reason if last else None,
+                    stop_reason=choice.reader.stop_reason if last else UNSET,
                     token_ids=token_ids if self._chat.return_token_ids else UNSET,
                 )
             ],
@@ -252,12 +299,12 @@ class _ChatAnswering:
         )
 
     def _whole_choice(self, choice: _Choice) -> ChatChoice:
+        reader = choice.reader
         calls = [
-            ToolCall(id=call.id, type="function", function=FunctionCall(call.name, "".join(call.arguments)))
-            for call in choice.calls
+            ToolCall(id=call.id, type="function", function=FunctionCall(call.name, call.arguments)) for call in reader.calls
         ]
-        content = "".join(choice.content)
-        reasoning = "".join(choice.reasoning) or None
+        content = self._echo + reader.content
+        reasoning = reader.reasoning or None
         return ChatChoice(
             index=choice.index,
             message=Message(
@@ -265,10 +312,11 @@ class _ChatAnswering:
                 content=None if calls and not content else content,
                 reasoning_content=reasoning,
                 reasoning=reasoning,
+                reasoning_details=UNSET if reasoning is None else self._details(reasoning),
                 tool_calls=calls or UNSET,
             ),
             logprobs=ChatLogprobs(choice.logprobs) if self._chat.logprobs else None,
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
+            finish_reason=reader.finish_reason,
+            stop_reason=reader.stop_reason,
             token_ids=choice.token_ids if self._chat.return_token_ids else UNSET,
         )

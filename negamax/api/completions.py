@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
@@ -13,16 +12,24 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from negamax.api.border import failure_event, json_response, read_json
+from negamax.api.constraints import constrained
 from negamax.api.context import FINGERPRINT, ApiContext
-from negamax.api.conversation import ReasoningCounter, UsageMeter, check_failed, interleave, prompt_in_reasoning
+from negamax.api.conversation import (
+    ReasoningCounter,
+    ReasoningState,
+    UsageMeter,
+    Voice,
+    check_failed,
+    interleave,
+    prompt_in_reasoning,
+    without_tokens,
+)
 from negamax.api.logprobs import TextLogprobWriter, prompt_logprobs
 from negamax.api.schemas.answers import PromptLogprobs, TextAnswer, TextChoice, TextLogprobs, Usage
 from negamax.api.schemas.completions import CompletionRequest
-from negamax.api.sse import DONE, EventStream, event, while_connected
+from negamax.api.sse import DONE, FIRST_OUTPUT_SECONDS, after_first, event, while_connected
 from negamax.engine.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
-from negamax.text.minimax_m2_format import tag_ids
-from negamax.text.tokenizer import Tokenizer
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # with the index of the prompt
 
@@ -30,7 +37,6 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # with the index of t
 def completions_router(context: ApiContext) -> APIRouter:
     """The route of plain completions."""
     router = APIRouter()
-    tags = tag_ids(context.engine.tokenizer)
     body_schema = {"content": {"application/json": {"schema": CompletionRequest.model_json_schema()}}, "required": True}
 
     @router.post("/v1/completions", openapi_extra={"requestBody": body_schema})
@@ -43,22 +49,28 @@ def completions_router(context: ApiContext) -> APIRouter:
         sampling = _sampling(wanted)
         context.check_sampling(sampling)
         prompts = await context.prompts.plain(wanted.prompt)
-        context.engine.check_room(len(prompts) * sampling.n)
-        answer = _TextAnswering(context, wanted, model=model, prompts=prompts, tags=tags)
+        context.engine.check_room(len(prompts) * sampling.n, sum(map(len, prompts)))
+        samplings = [_constrained(sampling, wanted, prompt, voice=context.voice) for prompt in prompts]
+        answer = _TextAnswering(context, wanted, model=model, prompts=prompts)
+        engine_id = f"{answer.id}-{secrets.token_hex(4)}"
         streams = [
             context.generate(
                 prompt,
-                sampling,
-                request_id=f"{answer.id}-{number}",
+                limits,
+                request_id=f"{engine_id}-{number}",
                 priority=wanted.priority,
                 cache_salt=wanted.cache_salt,
                 arrival=arrival,
+                timeout=wanted.timeout,
             )
-            for number, prompt in enumerate(prompts)
+            for number, (prompt, limits) in enumerate(zip(prompts, samplings, strict=True))
         ]
         outputs = interleave(streams)
         if wanted.stream:
-            return EventStream(answer.stream(outputs))
+            # a grammar is compiled first, and may be refused
+            is_free = all(limits.grammar is None for limits in samplings)
+            outputs = await after_first(request.receive, outputs, seconds=FIRST_OUTPUT_SECONDS if is_free else None)
+            return context.event_stream(answer.stream(outputs))
         return json_response(await while_connected(request.receive, answer.whole(outputs)))
 
     return router
@@ -73,12 +85,19 @@ def _sampling(wanted: CompletionRequest) -> SamplingParams:
     return replace(sampling, prompt_logprobs=max(asked))
 
 
+def _constrained(sampling: SamplingParams, wanted: CompletionRequest, prompt: list[int], *, voice: Voice) -> SamplingParams:
+    """With the form of the answer, which begins after the reasoning where the prompt ends in one."""
+    reasoning: ReasoningState = "open" if prompt_in_reasoning(prompt, voice) else "none"
+    budget = wanted.reasoning_budget if reasoning == "open" else None
+    return constrained(sampling, voice, reasoning=reasoning, grammar=wanted.grammar, budget=budget)
+
+
 class _Choice:
     """One choice while it is generated. Single writer: its `_TextAnswering`."""
 
-    def __init__(self, tokenizer: Tokenizer, reasoning: ReasoningCounter) -> None:
+    def __init__(self, reasoning: ReasoningCounter, logprobs: TextLogprobWriter) -> None:
         self.reasoning = reasoning
-        self.logprobs = TextLogprobWriter(tokenizer)
+        self.logprobs = logprobs
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.echoed = False
@@ -90,18 +109,20 @@ class _Choice:
 class _TextAnswering:
     """Answers one completion request from the engine's outputs. Single writer: the request's handler."""
 
-    def __init__(
-        self, context: ApiContext, wanted: CompletionRequest, *, model: str, prompts: list[list[int]], tags: Mapping[str, int]
-    ) -> None:
-        self.id = f"cmpl-{secrets.token_hex(16)}"
+    def __init__(self, context: ApiContext, wanted: CompletionRequest, *, model: str, prompts: list[list[int]]) -> None:
+        self.id = wanted.answer_id("cmpl")
         self._created = int(time.time())
         self._tokenizer = context.engine.tokenizer
         self._wanted = wanted
         self._model = model
         self._prompts = prompts
         self._usage = UsageMeter()
+        voice = context.voice
         self._choices = [
-            _Choice(self._tokenizer, ReasoningCounter(tags, in_reasoning=prompt_in_reasoning(prompt, tags)))
+            _Choice(
+                ReasoningCounter(voice, in_reasoning=prompt_in_reasoning(prompt, voice)),
+                TextLogprobWriter(self._tokenizer, as_ids=wanted.return_tokens_as_token_ids),
+            )
             for prompt in prompts
             for _ in range(wanted.n)
         ]
@@ -139,9 +160,7 @@ class _TextAnswering:
         """Take an output into its choice; the choice's index and the new text."""
         check_failed(output)
         if self._wanted.scores_only:  # the one token that ran is not part of the answer
-            output = dataclasses.replace(
-                output, token_ids=[], pieces=[], logprobs=None, num_output_tokens=0, finish_reason="length"
-            )
+            output = without_tokens(output)
         index = number * self._wanted.n + output.index
         choice = self._choices[index]
         text = ""

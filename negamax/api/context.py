@@ -7,16 +7,21 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from negamax import __version__
-from negamax.api.conversation import PromptBuilder
+from negamax.api.conversation import PromptBuilder, Voice
+from negamax.api.keep_alive import PingedStream
+from negamax.api.lifecycle import Lifecycle
 from negamax.api.metrics import ServerMetrics
 from negamax.api.schemas.common import nearest, shown
+from negamax.api.sse import EventStream
 from negamax.base.errors import NotFoundError
 from negamax.config.options import ServerOptions
 from negamax.engine.client import AsyncEngine
 from negamax.engine.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
+from negamax.text.formats import output_style
 
 FINGERPRINT = f"negamax-{__version__}"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,9 @@ class ApiContext:
 
     engine: AsyncEngine
     prompts: PromptBuilder
+    voice: Voice
     metrics: ServerMetrics
+    lifecycle: Lifecycle
     options: ServerOptions
     model_names: tuple[str, ...]  # the first is the one answers carry when the request names none
     started: int  # seconds since 1970
@@ -34,10 +41,25 @@ class ApiContext:
     def create(cls, engine: AsyncEngine, options: ServerOptions) -> ApiContext:
         """The context of a started engine."""
         names = options.served_model_name or (engine.info.served_model_name,)
+        style = output_style(
+            engine.info.architecture,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+        )
+        lifecycle = Lifecycle(drain_timeout=options.drain_timeout)
+        voice = Voice.of(style, engine.tokenizer)
         return cls(
             engine=engine,
-            prompts=PromptBuilder(engine.tokenizer, engine.chat_template, max_model_len=engine.info.max_model_len),
-            metrics=ServerMetrics(lambda: engine.stats, info=engine.info, model_name=names[0]),
+            prompts=PromptBuilder(
+                engine.tokenizer,
+                engine.chat_template,
+                voice=voice,
+                max_model_len=engine.info.max_model_len,
+                default_template_kwargs=options.default_chat_template_kwargs,
+            ),
+            voice=voice,
+            metrics=ServerMetrics(engine, lifecycle, model_name=names[0]),
+            lifecycle=lifecycle,
             options=options,
             model_names=names,
             started=int(time.time()),
@@ -70,9 +92,22 @@ class ApiContext:
         priority: int,
         cache_salt: str,
         arrival: float,
+        timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The engine's outputs, measured. Errors at the call are the engine's; `arrival` is a `time.monotonic()`."""
-        outputs = self.engine.generate(
-            prompt_token_ids, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt
+        """The engine's outputs, measured. Errors at the call are the engine's; `arrival` is a `time.monotonic()`, and `timeout`
+        the seconds after it that the client gives its request; the server's own limit counts too."""
+        limits = [limit for limit in (timeout, self.options.request_timeout) if limit is not None]
+        return self.engine.generate(
+            prompt_token_ids,
+            sampling,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            deadline=arrival + min(limits) if limits else None,
+            observer=self.metrics.meter(sampling, arrival=arrival),
         )
-        return self.metrics.record(outputs, sampling=sampling, arrival=arrival)
+
+    def event_stream(self, events: AsyncGenerator[bytes, None]) -> EventStream:
+        """The response that sends `events`, with comments in its pauses where the server was told so."""
+        seconds = self.options.sse_keep_alive_interval
+        return EventStream(events) if seconds is None else PingedStream(events, ping=KEEP_ALIVE, seconds=seconds)

@@ -1,4 +1,4 @@
-"""/health, /ping, /version, /metrics: what load balancers and dashboards ask."""
+"""/livez, /readyz, /health, /ping, /version, /metrics: what load balancers and dashboards ask."""
 
 from __future__ import annotations
 
@@ -9,17 +9,30 @@ from negamax import __version__
 from negamax.api.border import json_response
 from negamax.api.context import ApiContext
 from negamax.api.schemas.answers import HealthAnswer, VersionAnswer
-from negamax.base.errors import EngineDeadError
+from negamax.base.errors import UnavailableError
 
 
 def health_router(context: ApiContext) -> APIRouter:
-    """The routes that need no key."""
+    """The routes that say how the server is."""
     router = APIRouter()
 
+    @router.get("/livez")
+    async def livez() -> Response:
+        """200 while the event loop goes round, whatever the engine does. No key is asked for."""
+        return json_response(HealthAnswer("ok"))
+
+    @router.get("/readyz")
+    async def readyz() -> Response:
+        """200 while a request would be taken: the engine runs and shows it, and the server does not stop."""
+        context.lifecycle.check_accepting()
+        context.engine.check_alive()
+        if not context.engine.is_responsive:
+            raise UnavailableError("the engine gives no sign of life", code="engine_silent", retry_after=1.0)
+        return json_response(HealthAnswer("ok"))
+
     async def health() -> Response:
-        """200 while the engine can serve, 503 once it is gone."""
-        if not context.engine.alive:
-            raise EngineDeadError("the engine is gone", hint="restart the server", code="engine_dead")
+        """200 while the engine runs, 503 while it does not."""
+        context.engine.check_alive()
         return json_response(HealthAnswer("ok"))
 
     router.add_api_route("/health", health, methods=["GET"])

@@ -12,19 +12,21 @@ from negamax.text.tokenizer import Tokenizer
 _LEAST = -9999.0  # JSON has no infinity; this is what vLLM sends for a token that cannot be chosen
 
 
-def _text(tokenizer: Tokenizer, token_id: int) -> str:
-    return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+def _text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else tokenizer.token_text(token_id)
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[ChatLogprob]:
-    """One entry per token, with the most likely alternatives."""
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False) -> list[ChatLogprob]:
+    """One entry per token, with the most likely alternatives; with `as_ids` their texts read "token_id:123"."""
     return [
         ChatLogprob(
-            token=_text(tokenizer, entry.token_id),
+            token=_text(tokenizer, entry.token_id, as_ids=as_ids),
             logprob=max(entry.logprob, _LEAST),
             bytes=list(tokenizer.token_bytes(entry.token_id)),
             top_logprobs=[
-                TopLogprob(_text(tokenizer, token_id), max(logprob, _LEAST), list(tokenizer.token_bytes(token_id)))
+                TopLogprob(
+                    _text(tokenizer, token_id, as_ids=as_ids), max(logprob, _LEAST), list(tokenizer.token_bytes(token_id))
+                )
                 for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
             ],
         )
@@ -40,7 +42,7 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> P
         ranked.setdefault(entry.token_id, (entry.rank, entry.logprob))
         answer.append(
             {
-                str(token_id): PromptLogprob(max(logprob, _LEAST), rank, _text(tokenizer, token_id))
+                str(token_id): PromptLogprob(max(logprob, _LEAST), rank, tokenizer.token_text(token_id))
                 for token_id, (rank, logprob) in ranked.items()
             }
         )
@@ -50,8 +52,9 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> P
 class TextLogprobWriter:
     """Collects the logprobs of one completion choice and knows where each token starts in its text. Single writer."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
         self._start_over()
@@ -60,7 +63,7 @@ class TextLogprobWriter:
         """Add a token with its probabilities; the chosen token is always among the top ones."""
         top = dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
         top.setdefault(entry.token_id, entry.logprob)
-        texts = {_text(self._tokenizer, token_id): max(logprob, _LEAST) for token_id, logprob in top.items()}
+        texts = {self._text(token_id): max(logprob, _LEAST) for token_id, logprob in top.items()}
         self._add(entry.token_id, max(entry.logprob, _LEAST), texts)
 
     def push_first(self, token_id: int) -> None:
@@ -73,6 +76,9 @@ class TextLogprobWriter:
         self._start_over()
         return taken
 
+    def _text(self, token_id: int) -> str:
+        return _text(self._tokenizer, token_id, as_ids=self._as_ids)
+
     def _start_over(self) -> None:
         self._tokens: list[str] = []
         self._logprobs: list[float | None] = []
@@ -80,7 +86,7 @@ class TextLogprobWriter:
         self._offsets: list[int] = []
 
     def _add(self, token_id: int, logprob: float | None, top: dict[str, float] | None) -> None:
-        self._tokens.append(_text(self._tokenizer, token_id))
+        self._tokens.append(self._text(token_id))
         self._logprobs.append(logprob)
         self._tops.append(top)
         self._offsets.append(self._offset)

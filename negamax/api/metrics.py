@@ -1,147 +1,311 @@
-"""Prometheus metrics under the names that vLLM dashboards read, in a registry that belongs to one server.
+"""Prometheus metrics under the names that vLLM's and SGLang's dashboards read, in a registry that belongs to one server.
 
-Counters and gauges come from the engine's own statistics when they are scraped; histograms are filled per request here.
+Counters and gauges come from the engine's own statistics when they are scraped; histograms are filled as outputs pass.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from negamax.api.histogram import Histogram
+from negamax.api.lifecycle import Lifecycle
+from negamax.engine.client import AsyncEngine
 from negamax.engine.output import RequestOutput
-from negamax.engine.wire import EngineStats, ModelInfo
+from negamax.engine.wire import EngineStats
 from negamax.scheduler.request import SamplingParams
 
 _TTFT_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 _REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKEN_COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_STEP_TOKENS = tuple(float(2**power) for power in range(15))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+_SAMPLE_SECONDS = 1.0  # between two samples of what is told as a rate
+_STALE_SECONDS = 5.0  # a rate that nothing has confirmed for so long is zero
+REASONS = ("stop", "length", "abort", "error")
 
-# metric, help, the value in the engine's statistics; the second generation of names is the one older dashboards ask for
-_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("vllm:num_requests_running", "Sequences in the running batch.", lambda stats: stats.num_running),
-    ("vllm:num_requests_waiting", "Sequences waiting to run.", lambda stats: stats.num_waiting),
-    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda stats: _usage(stats)),
-    ("vllm:gpu_cache_usage_perc", "Older name of vllm:kv_cache_usage_perc.", lambda stats: _usage(stats)),
+# Histogram: its buckets, its help, and all names it is sent under. Where there are several, dashboards of another generation
+# or of SGLang ask for the later ones.
+_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, tuple[str, ...]]] = {
+    "ttft": (
+        _TTFT_SECONDS,
+        "Seconds from arrival to the first token.",
+        ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"),
+    ),
+    "inter_token": (
+        _TOKEN_SECONDS,
+        "Seconds between two tokens of one choice.",
+        ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds", "sglang:inter_token_latency_seconds"),
+    ),
+    "pace": (
+        _TOKEN_SECONDS,
+        "Mean seconds per token after the first, per choice.",
+        ("vllm:request_time_per_output_token_seconds",),
+    ),
+    "e2e": (
+        _REQUEST_SECONDS,
+        "Seconds from arrival to the last token.",
+        ("vllm:e2e_request_latency_seconds", "sglang:e2e_request_latency_seconds"),
+    ),
+    "queue": (
+        _REQUEST_SECONDS,
+        "Seconds from arrival to the first step.",
+        ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
+    ),
+    "prefill": (_REQUEST_SECONDS, "Seconds from the first step to the first token.", ("vllm:request_prefill_time_seconds",)),
+    "decode": (_REQUEST_SECONDS, "Seconds from the first token to the last.", ("vllm:request_decode_time_seconds",)),
+    "inference": (_REQUEST_SECONDS, "Seconds from the first step to the last token.", ("vllm:request_inference_time_seconds",)),
+    "prompt_tokens": (_TOKEN_COUNTS, "Prompt tokens per request.", ("vllm:request_prompt_tokens",)),
+    "generation_tokens": (_TOKEN_COUNTS, "Generated tokens per choice.", ("vllm:request_generation_tokens",)),
+    "max_tokens": (_TOKEN_COUNTS, "max_tokens per request that sets it.", ("vllm:request_params_max_tokens",)),
+    "n": (_CHOICES, "Choices per request.", ("vllm:request_params_n",)),
+    "step_tokens": (_STEP_TOKENS, "Tokens per step of the engine.", ("vllm:iteration_tokens_total",)),
+}
+
+# Counters: names, help, and the value in the statistics of one engine process.
+_COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineStats], float]], ...] = (
+    (
+        ("vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"),
+        "Prompt tokens looked up in the prefix cache.",
+        lambda stats: stats.prompt_tokens,
+    ),
+    (
+        ("vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits", "vllm:prompt_tokens_cached", "sglang:cached_tokens"),
+        "Prompt tokens found in the prefix cache.",
+        lambda stats: stats.cached_prompt_tokens,
+    ),
+    (
+        ("vllm:prompt_tokens", "sglang:prompt_tokens"),
+        "Prompt tokens, cached ones included.",
+        lambda stats: stats.prompt_tokens,
+    ),
+    (("vllm:generation_tokens", "sglang:generation_tokens"), "Generated tokens.", lambda stats: stats.generated_tokens),
+    (("vllm:num_preemptions",), "Sequences set back to make room for others.", lambda stats: stats.preemption_count),
+    (("vllm:spec_decode_num_drafts",), "Drafts proposed.", lambda stats: stats.num_drafts),
+    (("vllm:spec_decode_num_draft_tokens",), "Draft tokens proposed.", lambda stats: stats.num_draft_tokens),
+    (("vllm:spec_decode_num_accepted_tokens",), "Draft tokens accepted.", lambda stats: stats.num_accepted_tokens),
+    (("negamax:engine_steps",), "Steps the engine has run.", lambda stats: stats.step_count),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda stats: stats.prompt_tokens),
-    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.cached_prompt_tokens),
-    ("vllm:gpu_prefix_cache_queries", "Older name of vllm:prefix_cache_queries.", lambda stats: stats.prompt_tokens),
-    ("vllm:gpu_prefix_cache_hits", "Older name of vllm:prefix_cache_hits.", lambda stats: stats.cached_prompt_tokens),
-    ("vllm:prompt_tokens", "Prompt tokens, cached ones included.", lambda stats: stats.prompt_tokens),
-    ("vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache.", lambda stats: stats.cached_prompt_tokens),
-    ("vllm:generation_tokens", "Generated tokens.", lambda stats: stats.generated_tokens),
-    ("vllm:num_preemptions", "Sequences set back to make room for others.", lambda stats: stats.preemption_count),
-    ("negamax:engine_steps", "Steps the engine has run.", lambda stats: stats.step_count),
-)
-_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
-    ("vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT_SECONDS),
-    ("vllm:inter_token_latency_seconds", "Between two tokens of one choice.", _TOKEN_SECONDS),
-    ("vllm:time_per_output_token_seconds", "Older name of vllm:inter_token_latency_seconds.", _TOKEN_SECONDS),
-    ("vllm:request_time_per_output_token_seconds", "Mean time per token after the first, per choice.", _TOKEN_SECONDS),
-    ("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_SECONDS),
-    ("vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKEN_COUNTS),
-    ("vllm:request_generation_tokens", "Generated tokens per choice.", _TOKEN_COUNTS),
-    ("vllm:request_params_max_tokens", "max_tokens per request that sets it.", _TOKEN_COUNTS),
-    ("vllm:request_params_n", "Choices per request.", _CHOICES),
-)
 
 
-def _usage(stats: EngineStats) -> float:
-    return 1.0 - stats.num_free_kv_blocks / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
+class _Rates:
+    """What is told as a rate, measured over the last second or so of work. Single writer: the event loop."""
+
+    def __init__(self) -> None:
+        self._time = time.monotonic()
+        self._stats: EngineStats | None = None
+        self._throughput = 0.0
+        self.cache_hit_rate = 0.0
+
+    def sample(self, stats: EngineStats) -> None:
+        """Take the statistics after a step."""
+        now = time.monotonic()
+        if self._stats is None or stats.step_count < self._stats.step_count:
+            self._stats, self._time = stats, now
+        elif now - self._time >= _SAMPLE_SECONDS:
+            self._throughput = (stats.generated_tokens - self._stats.generated_tokens) / (now - self._time)
+            prompt_tokens = stats.prompt_tokens - self._stats.prompt_tokens
+            if prompt_tokens:
+                self.cache_hit_rate = (stats.cached_prompt_tokens - self._stats.cached_prompt_tokens) / prompt_tokens
+            self._stats, self._time = stats, now
+
+    def throughput(self) -> float:
+        """Generated tokens per second."""
+        return self._throughput if time.monotonic() - self._time < _STALE_SECONDS else 0.0
 
 
-class _EngineCollector(Collector):
-    """Reads the engine's latest statistics at scrape time."""
-
-    def __init__(self, stats: Callable[[], EngineStats], *, info: ModelInfo, model_name: str) -> None:
-        self._stats = stats
-        self._info = info
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        for name, text, value in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value(stats))
-            yield gauge
-        for name, text, value in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], value(stats))
-            yield counter
-        cache = InfoMetricFamily("vllm:cache_config", "The KV cache as configured.", labels=["model_name"])
-        sizes = {"block_size": str(self._info.block_size), "num_gpu_blocks": str(self._info.num_kv_blocks)}
-        cache.add_metric([self._model_name], sizes)
-        yield cache
-
-
-class ServerMetrics:
+class ServerMetrics(Collector):
     """All metrics of one server. Single writer: the event loop."""
 
-    def __init__(self, stats: Callable[[], EngineStats], *, info: ModelInfo, model_name: str) -> None:
+    def __init__(self, engine: AsyncEngine, lifecycle: Lifecycle, *, model_name: str) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_EngineCollector(stats, info=info, model_name=model_name))
-        self._histograms = {
-            name: Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry).labels(model_name)
-            for name, text, buckets in _HISTOGRAMS
-        }
-        labels = ["model_name", "finished_reason"]
-        success = Counter("vllm:request_success", "Finished choices by reason.", labels, registry=self.registry)
-        self._finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
+        self.registry.register(self)
+        self.histograms = {key: Histogram(bounds) for key, (bounds, _, _) in _HISTOGRAMS.items()}
+        self.finished: Counter[str] = Counter(dict.fromkeys(REASONS, 0))  # choices by reason
+        self.num_requests = 0
+        self.rejections: Counter[str] = Counter()  # by the code of the refusal
+        self.num_tool_calls = 0
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._model_name = model_name
+        self._rates = _Rates()
+        engine.on_steps = self._count_steps
 
-    async def record(
-        self, outputs: AsyncGenerator[RequestOutput, None], *, sampling: SamplingParams, arrival: float
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Pass `outputs` on and measure them; `arrival` is the request's `time.monotonic()`. Closing closes `outputs`."""
-        self._observe("vllm:request_params_n", sampling.n)
+    def meter(self, sampling: SamplingParams, *, arrival: float) -> RequestMeter:
+        """The observer of a request that arrived at `time.monotonic()` second `arrival`."""
+        self.num_requests += 1
+        self.histograms["n"].observe(sampling.n)
         if sampling.max_tokens is not None:
-            self._observe("vllm:request_params_max_tokens", sampling.max_tokens)
-        first: dict[int, float] = {}
-        latest: dict[int, float] = {}
-        unfinished, reason = sampling.n, "abort"
-        try:
-            async with aclosing(outputs) as stream:
-                async for output in stream:
-                    self._observe_output(output, first=first, latest=latest, arrival=arrival)
-                    unfinished -= output.finish_reason is not None
-                    yield output
-        except Exception:
-            reason = "error"
-            raise
-        finally:
-            self._finished[reason].inc(unfinished)
+            self.histograms["max_tokens"].observe(sampling.max_tokens)
+        return RequestMeter(self, arrival=arrival, num_choices=sampling.n)
 
-    def _observe_output(
-        self, output: RequestOutput, *, first: dict[int, float], latest: dict[int, float], arrival: float
-    ) -> None:
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as Prometheus asks for it."""
+        yield from self._gauges()
+        engines = [*self._engine.past_stats, self._engine.stats]
+        for names, text, value in _COUNTERS:
+            for name in names:
+                yield self._counter(name, text, sum(map(value, engines)))
+        for key, (_, text, names) in _HISTOGRAMS.items():
+            for name in names:
+                yield self.histograms[key].family(name, text, model_name=self._model_name)
+        yield from self._server_counters()
+        yield from self._speculation(engines)
+        yield from self._cache_info()
+
+    def _gauges(self) -> Iterator[Metric]:
+        engine, stats, info = self._engine, self._engine.stats, self._engine.info
+        total, free = stats.num_kv_blocks, stats.num_free_kv_blocks
+        usage = 1.0 - free / total if total else 0.0
+        drafted = sum(past.num_draft_tokens for past in (*engine.past_stats, stats))
+        accepted = sum(past.num_accepted_tokens for past in (*engine.past_stats, stats))
+        drafts = sum(past.num_drafts for past in (*engine.past_stats, stats))
+        running, waiting = "Sequences in the running batch.", "Sequences waiting to run."
+        cache = "Share of KV blocks in use, 0 to 1."
+        gauges: tuple[tuple[str, str, float], ...] = (
+            ("vllm:num_requests_running", running, stats.num_running),
+            ("vllm:num_requests_waiting", waiting, stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", cache, usage),
+            ("vllm:gpu_cache_usage_perc", cache, usage),
+            ("sglang:num_running_reqs", running, stats.num_running),
+            ("sglang:num_queue_reqs", waiting, stats.num_waiting),
+            ("sglang:token_usage", cache, usage),
+            ("sglang:num_used_tokens", "Tokens of KV cache in use.", (total - free) * info.block_size),
+            ("sglang:max_total_num_tokens", "Tokens that the KV cache holds.", info.num_kv_blocks * info.block_size),
+            ("sglang:gen_throughput", "Generated tokens per second.", self._rates.throughput()),
+            ("sglang:cache_hit_rate", "Share of prompt tokens found in the prefix cache, lately.", self._rates.cache_hit_rate),
+            ("sglang:num_retracted_reqs", "Sequences set back to make room for others.", stats.preemption_count),
+            ("sglang:utilization", "Share of the running batch's places in use.", stats.num_running / info.max_num_seqs),
+            ("sglang:spec_accept_length", "Tokens per draft that were right, and one.", accepted / drafts + 1 if drafts else 0),
+            ("sglang:spec_accept_rate", "Share of draft tokens that were right.", accepted / drafted if drafted else 0),
+            ("negamax:waiting_tokens", "Prompt tokens of waiting sequences.", engine.admission.waiting_tokens),
+            ("negamax:open_requests", "HTTP requests that are being answered.", self._lifecycle.num_open),
+            ("negamax:draining", "1 while the server stops.", float(self._lifecycle.is_draining)),
+            ("negamax:engine_up", "1 while the engine can serve.", float(engine.alive)),
+            ("negamax:event_loop_lag_seconds", "How late the event loop was.", self._lifecycle.loop_lag),
+        )
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+
+    def _server_counters(self) -> Iterator[Metric]:
+        success = CounterMetricFamily(
+            "vllm:request_success", "Finished choices by reason.", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in self.finished.items():
+            success.add_metric([self._model_name, reason], count)
+        yield success
+        rejections = CounterMetricFamily(
+            "vllm:admission_rejections", "Requests refused with 429 or 503.", labels=["model_name", "reason"]
+        )
+        for reason, count in sorted(self.rejections.items()):
+            rejections.add_metric([self._model_name, reason], count)
+        yield rejections
+        yield self._counter("vllm:tool_call_parser_invocations", "Tool calls parsed.", self.num_tool_calls)
+        yield self._counter("sglang:num_requests", "Requests.", self.num_requests)
+        yield self._counter("sglang:num_aborted_requests", "Choices that were aborted.", self.finished["abort"])
+        yield self._counter("negamax:engine_restarts", "Restarts of the engine.", self._engine.restart_count)
+
+    def _speculation(self, engines: list[EngineStats]) -> Iterator[Metric]:
+        by_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted by position.", labels=["model_name", "position"]
+        )
+        for position in range(max(len(stats.accepted_per_position) for stats in engines)):
+            count = sum(sum(stats.accepted_per_position[position : position + 1]) for stats in engines)
+            by_position.add_metric([self._model_name, str(position)], count)
+        yield by_position
+
+    def _cache_info(self) -> Iterator[Metric]:
+        info = self._engine.info
+        cache = InfoMetricFamily("vllm:cache_config", "The KV cache as configured.", labels=["model_name"])
+        cache.add_metric([self._model_name], {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_kv_blocks)})
+        yield cache
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        counter = CounterMetricFamily(name, text, labels=["model_name"])
+        counter.add_metric([self._model_name], value)
+        return counter
+
+    def _count_steps(self, step_tokens: list[int]) -> None:
+        for num_tokens in step_tokens:
+            self.histograms["step_tokens"].observe(num_tokens)
+        self._rates.sample(self._engine.stats)
+
+
+class _ChoiceTimes:
+    """When a choice's tokens came, in monotonic seconds."""
+
+    __slots__ = ("first", "latest")
+
+    def __init__(self, now: float) -> None:
+        self.first = self.latest = now
+
+
+class RequestMeter:
+    """Measures one request as it passes. Single writer: the request's stream."""
+
+    __slots__ = ("_arrival", "_choices", "_metrics", "_start", "_unfinished")
+
+    def __init__(self, metrics: ServerMetrics, *, arrival: float, num_choices: int) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._unfinished = num_choices
+        self._start: float | None = None
+        self._choices: dict[int, _ChoiceTimes] = {}
+
+    def started(self, at: float) -> None:
+        """The request began to run; its later choices do not count."""
+        if self._start is None:
+            self._start = at
+            self._metrics.histograms["queue"].observe(max(0.0, at - self._arrival))
+
+    def gained(self, output: RequestOutput) -> None:
+        """Take an output of one choice."""
         now = time.monotonic()
-        index, num_new = output.index, len(output.token_ids)
-        if num_new and index not in first:
-            if not first:
-                self._observe("vllm:time_to_first_token_seconds", now - arrival)
-                self._observe("vllm:request_prompt_tokens", output.num_prompt_tokens)
-            first[index] = latest[index] = now
+        num_new = len(output.token_ids)
+        choice = self._choices.get(output.index)
+        if choice is not None:
+            if num_new:
+                self._metrics.histograms["inter_token"].observe((now - choice.latest) / num_new, num_new)
+                choice.latest = now
         elif num_new:
-            for _ in range(num_new):
-                gap = (now - latest[index]) / num_new
-                self._observe("vllm:inter_token_latency_seconds", gap)
-                self._observe("vllm:time_per_output_token_seconds", gap)
-            latest[index] = now
-        if output.finish_reason is None:
-            return
-        self._finished.get(output.finish_reason, self._finished["error"]).inc()
-        self._observe("vllm:e2e_request_latency_seconds", now - arrival)
-        self._observe("vllm:request_generation_tokens", output.num_output_tokens)
-        if output.num_output_tokens > 1:
-            pace = (now - first[index]) / (output.num_output_tokens - 1)
-            self._observe("vllm:request_time_per_output_token_seconds", pace)
+            choice = self._choices[output.index] = _ChoiceTimes(now)
+            if len(self._choices) == 1:
+                self._first_token(output, now)
+        if output.finish_reason is not None:
+            self._finish(output, choice, now)
 
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
+    def ended(self, error: BaseException | None) -> None:
+        """The request is over; what has not finished was aborted, or failed."""
+        is_abort = error is None or isinstance(error, GeneratorExit | asyncio.CancelledError)
+        self._metrics.finished["abort" if is_abort else "error"] += self._unfinished
+
+    def _first_token(self, output: RequestOutput, now: float) -> None:
+        histograms = self._metrics.histograms
+        histograms["ttft"].observe(now - self._arrival)
+        histograms["prompt_tokens"].observe(output.num_prompt_tokens)
+        if self._start is not None:
+            histograms["prefill"].observe(max(0.0, now - self._start))
+
+    def _finish(self, output: RequestOutput, choice: _ChoiceTimes | None, now: float) -> None:
+        histograms = self._metrics.histograms
+        self._unfinished -= 1
+        reason = output.finish_reason
+        self._metrics.finished[reason if reason in REASONS else "error"] += 1
+        histograms["e2e"].observe(now - self._arrival)
+        histograms["generation_tokens"].observe(output.num_output_tokens)
+        if choice is None:
+            return
+        histograms["decode"].observe(now - choice.first)
+        if self._start is not None:
+            histograms["inference"].observe(max(0.0, now - self._start))
+        if output.num_output_tokens > 1:
+            histograms["pace"].observe((now - choice.first) / (output.num_output_tokens - 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 from fastapi import APIRouter, Response
 
 from negamax.api.border import json_response
@@ -15,7 +17,9 @@ def models_router(context: ApiContext) -> APIRouter:
     cards = [
         ModelCard(
             id=name,
+            display_name=name,
             created=context.started,
+            created_at=datetime.datetime.fromtimestamp(context.started, datetime.UTC).isoformat(),
             root=context.engine.info.model,
             max_model_len=context.engine.info.max_model_len,
         )
@@ -25,7 +29,7 @@ def models_router(context: ApiContext) -> APIRouter:
     @router.get("/v1/models")
     async def models() -> Response:
         """All names."""
-        return json_response(ModelList(data=cards))
+        return json_response(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:

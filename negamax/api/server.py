@@ -1,61 +1,104 @@
-"""The server: the app with its routes and its border, the listening socket, signals, and the way from start to stop."""
+"""The server: the app with its routes and its layers, the listening socket, and the way from start to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
-import os
-import signal
+import gc
+import resource
 import socket
+import ssl
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.middleware.cors import CORSMiddleware
 
 from negamax import __version__
 from negamax.api.border import HANDLERS, Border
 from negamax.api.chat_completions import chat_router
 from negamax.api.completions import completions_router
 from negamax.api.context import ApiContext
+from negamax.api.guard import Guard, is_loopback
 from negamax.api.health import health_router
+from negamax.api.lifecycle import Signals
+from negamax.api.messages import messages_router
 from negamax.api.models import models_router
-from negamax.base.errors import ConfigError, ResourceError
+from negamax.api.native_generate import native_router
+from negamax.api.playground import playground_router
+from negamax.api.protocol import max_connections, protocol_class
+from negamax.api.responses import responses_router
+from negamax.api.tokens import tokens_router
+from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
 from negamax.config.options import EngineOptions, ServerOptions
 from negamax.engine.client import AsyncEngine
+from negamax.engine.connection import ENGINE_MODULE
+from negamax.engine.restarts import Supervision
 
 logger = get_logger(__name__)
 
-GRACE_SECONDS = 5.0  # that open requests get to finish after the first signal; then they are aborted
 _BACKLOG = 2048
+_GC_THRESHOLD = 10_000  # new containers between two collections of the youngest
+_CLOSE_SECONDS = 5  # for connections to close after the last answer
+_ROUTERS = (
+    health_router,
+    models_router,
+    chat_router,
+    completions_router,
+    messages_router,
+    responses_router,
+    tokens_router,
+    native_router,
+)
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def create_app(context: ApiContext) -> FastAPI:
     """The ASGI app in front of a started engine."""
+    options = context.options
     app = FastAPI(
         title="Negamax", version=__version__, docs_url=None, redoc_url=None, exception_handlers=HANDLERS, redirect_slashes=False
     )
-    app.add_middleware(Border, api_key=context.options.api_key)
-    routers = [make(context) for make in (health_router, models_router, chat_router, completions_router)]
+    app.add_middleware(Guard, context=context)  # the innermost layer first
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.allowed_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(Border, lifecycle=context.lifecycle)
+    routers = [make(context) for make in _ROUTERS]
     for router in routers:
         app.include_router(router)
+    app.include_router(playground_router())
+    app.state.metrics = context.metrics
     app.state.paths = [route.path for router in routers for route in router.routes if isinstance(route, APIRoute)]
     return app
 
 
-def open_listener(host: str, port: int) -> socket.socket:
-    """A bound socket for `host` and `port` (0: any free port), made before the model is loaded so that a port in use is told
-    at once. Errors: `ResourceError` with the port, `ConfigError` for a host that is not this machine's."""
+def open_listener(options: ServerOptions) -> socket.socket:
+    """A bound socket for the host and port of `options` (0: any free port), made before the model is loaded so that what
+    cannot work is told at once. Errors: `ResourceError` for a port in use, `ConfigError` for a host that is not this machine's,
+    one that others can reach without a key, and for TLS files that do not fit."""
+    host, port = options.host, options.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(f"--host is {host!r}, which cannot be resolved: {error}", hint="use 127.0.0.1 or 0.0.0.0") from None
+    if not (options.api_keys or options.allow_unauthenticated or is_loopback(str(address[0]))):
+        raise ConfigError(
+            f"--host is {host!r}, which other machines can reach, and there is no API key",
+            hint="set NEGAMAX_API_KEY or --api-key, or say --allow-unauthenticated",
+        )
+    _check_tls(options)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -64,6 +107,18 @@ def open_listener(host: str, port: int) -> socket.socket:
         listener.close()
         raise _bind_error(error, host=host, port=port) from None
     return listener
+
+
+def _check_tls(options: ServerOptions) -> None:
+    if options.ssl_certfile is None or options.ssl_keyfile is None:
+        return
+    for flag, path in (("--ssl-certfile", options.ssl_certfile), ("--ssl-keyfile", options.ssl_keyfile)):
+        if not Path(path).is_file():
+            raise ConfigError(f"{flag} is {path!r}, which is not a file", hint="give a PEM file")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"--ssl-certfile and --ssl-keyfile cannot be used: {error}", hint="give matching PEM files") from None
 
 
 def _bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
@@ -75,47 +130,103 @@ def _bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
     return ConfigError(f"--host is {host!r} and --port {port}: {error.strerror}", hint="use 127.0.0.1 or 0.0.0.0")
 
 
+def run(
+    engine_options: EngineOptions,
+    server_options: ServerOptions,
+    *,
+    listener: socket.socket,
+    announce: Callable[[str, AsyncEngine], None],
+    engine_module: str = ENGINE_MODULE,
+) -> None:
+    """`serve` in an event loop of its own: uvloop's where that is installed."""
+    try:
+        from uvloop import Loop as loop_factory
+    except ImportError:
+        loop_factory = None
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(serve(engine_options, server_options, listener=listener, announce=announce, engine_module=engine_module))
+
+
 async def serve(
     engine_options: EngineOptions,
     server_options: ServerOptions,
     *,
     listener: socket.socket,
     announce: Callable[[str, AsyncEngine], None],
+    engine_module: str = ENGINE_MODULE,
 ) -> None:
     """Start the engine, serve on `listener` until SIGINT or SIGTERM, stop everything. `announce` is called with the URL and
-    the engine once requests are answered. Errors: those of `AsyncEngine.start`."""
-    signals = _Signals()
+    the engine once requests are answered; `engine_module` is what the engine process runs. Errors: those of
+    `AsyncEngine.start`, and `EngineDeadError` once the engine has died too often."""
+    signals = Signals()
     with signals.watched():
-        template = None if server_options.chat_template is None else Path(server_options.chat_template)
         try:
-            engine = await AsyncEngine.start(engine_options, chat_template=template)
+            engine = await _start_engine(engine_options, server_options, module=engine_module)
         except asyncio.CancelledError:
             logger.info("stopped while starting")
             return
         try:
-            app = create_app(ApiContext.create(engine, server_options))
-            server = _Server(app, announce=lambda: announce(_url(listener), engine))
-            signals.hand_over(server, engine)
+            context = ApiContext.create(engine, server_options)
+            server = _Server(context, announce=lambda: announce(_url(listener, server_options), engine))
+            signals.hand_over(drain=server.drain, abort=server.abort)
+            _settle_garbage_collection()
             try:
                 await server.serve(sockets=[listener])
             except OSError as error:  # someone else took the port while the model was loading
                 raise _bind_error(error, host=server_options.host, port=server_options.port) from None
         finally:
-            await signals.stop_engine(engine)
+            await engine.shutdown()
+        if engine.gave_up.done():
+            raise EngineDeadError(f"the engine ended too often: {engine.gave_up.result()}")
 
 
-def _url(listener: socket.socket) -> str:
+async def _start_engine(engine_options: EngineOptions, server_options: ServerOptions, *, module: str) -> AsyncEngine:
+    return await AsyncEngine.start(
+        engine_options,
+        chat_template=None if server_options.chat_template is None else Path(server_options.chat_template),
+        supervision=Supervision(
+            max_restarts=server_options.max_engine_restarts,
+            restart_window=server_options.engine_restart_window,
+            hang_timeout=server_options.engine_hang_timeout,
+        ),
+        module=module,
+    )
+
+
+def _settle_garbage_collection() -> None:
+    """What the start left behind lives as long as the process, and what a token leaves behind is freed by its references:
+    collections need visit neither."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD, 20, 20)
+
+
+def _url(listener: socket.socket, options: ServerOptions) -> str:
     host, port = listener.getsockname()[:2]
     host = "localhost" if host in _WILDCARDS else f"[{host}]" if ":" in host else host
-    return f"http://{host}:{port}"
+    return f"{'http' if options.ssl_certfile is None else 'https'}://{host}:{port}"
+
+
+def _raise_file_limit() -> int:
+    """Allow this process as many open files as the system lets it have, for its connections; how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses large numbers
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with our signals, and a word when it listens."""
+    """uvicorn, with our signals and connections, and a word when it listens. Single writer: the event loop."""
 
-    def __init__(self, app: FastAPI, *, announce: Callable[[], None]) -> None:
+    def __init__(self, context: ApiContext, *, announce: Callable[[], None]) -> None:
+        options = context.options
         config = uvicorn.Config(
-            app,
+            create_app(context),
+            http=protocol_class(
+                slow_client_timeout=options.slow_client_timeout, max_connections=max_connections(_raise_file_limit())
+            ),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -123,68 +234,49 @@ class _Server(uvicorn.Server):
             ws="none",
             backlog=_BACKLOG,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(2 * GRACE_SECONDS),  # for a client that stopped reading
+            timeout_graceful_shutdown=_CLOSE_SECONDS,  # for a client that stopped reading
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
         )
         super().__init__(config)
+        self._context = context
         self._announce = announce
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._tasks = [asyncio.create_task(self._context.lifecycle.pulse()), asyncio.create_task(self._watch_engine())]
         self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
+    def drain(self) -> None:
+        """Refuse new requests, answer the open ones within the drain timeout, and end."""
+        self._context.lifecycle.begin_drain()
+        self._tasks.append(asyncio.create_task(self._drain()))
 
-class _Signals:
-    """SIGINT and SIGTERM: the first one stops starting, or lets open requests finish; a second one ends at once.
+    async def abort(self) -> None:
+        """End now: stopping the engine ends every open stream with an error event, then the connections close."""
+        self._context.lifecycle.begin_drain()
+        await self._context.engine.shutdown()
+        self.should_exit = True
 
-    Single writer: the event loop.
-    """
+    async def _drain(self) -> None:
+        engine = self._context.engine
+        if not await self._context.lifecycle.drained(is_idle=lambda: engine.num_open == 0):
+            logger.warning("%d requests are still open and are aborted", self._context.lifecycle.num_open)
+            await engine.shutdown()
+        self.should_exit = True
 
-    def __init__(self) -> None:
-        self._main = asyncio.current_task()
-        self._server: _Server | None = None
-        self._engine: AsyncEngine | None = None
-        self._count = 0
-        self._stopping: asyncio.Task[None] | None = None
-
-    @contextlib.contextmanager
-    def watched(self) -> Generator[None, None, None]:
-        """Handle the signals while inside."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._received)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-
-    def hand_over(self, server: _Server, engine: AsyncEngine) -> None:
-        """From now on a signal stops `server`."""
-        self._server, self._engine = server, engine
-
-    async def stop_engine(self, engine: AsyncEngine) -> None:
-        """Stop the engine, once."""
-        if self._stopping is None:
-            self._stopping = asyncio.create_task(engine.shutdown())
-        await self._stopping
-
-    def _received(self) -> None:
-        self._count += 1
-        if self._count > 2:
-            os._exit(1)  # asked three times: something hangs
-        if self._server is None or self._engine is None:
-            assert self._main is not None
-            self._main.cancel()
-            return
-        self._server.should_exit = True
-        grace = GRACE_SECONDS if self._count == 1 else 0.0
-        asyncio.get_running_loop().call_later(grace, self._abort_requests)
-
-    def _abort_requests(self) -> None:
-        """Stopping the engine ends every open stream with an error event, so that the server can close its connections."""
-        if self._stopping is None and self._engine is not None:
-            self._stopping = asyncio.create_task(self._engine.shutdown())
+    async def _watch_engine(self) -> None:
+        """End the server once its engine has died for good."""
+        await asyncio.shield(self._context.engine.gave_up)
+        self._context.lifecycle.begin_drain()
+        self.should_exit = True

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from negamax.api.schemas.answers import encode
 
 DONE = b"data: [DONE]\n\n"
+FIRST_OUTPUT_SECONDS = 5.0
 
 T = TypeVar("T")
 
@@ -25,6 +26,11 @@ class ClientGoneError(Exception):
 def event(answer: Struct) -> bytes:
     """One `data:` event."""
     return b"data: " + encode(answer) + b"\n\n"
+
+
+def named_event(name: str, answer: Struct) -> bytes:
+    """One event with its name."""
+    return b"event: " + name.encode() + b"\ndata: " + encode(answer) + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -48,6 +54,44 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _hang_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def after_first(
+    receive: Receive, outputs: AsyncGenerator[T, None], *, seconds: float | None = FIRST_OUTPUT_SECONDS
+) -> AsyncGenerator[T, None]:
+    """`outputs` again, after waiting for the first one: an error before it is raised here, where a status line can still tell
+    it. After `seconds` without an output (None: however long it takes) the stream begins nevertheless, and errors come in it.
+    """
+    first: asyncio.Task[T] = asyncio.ensure_future(anext(outputs))
+    watcher = asyncio.ensure_future(_hang_up(receive))
+    try:
+        await asyncio.wait({first, watcher}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if first.done() and first.exception() is not None:
+            first.result()
+        if watcher.done() and not first.done():
+            raise ClientGoneError
+    except BaseException:
+        await _give_up(first, outputs)
+        raise
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+    return _from_first(first, outputs)
+
+
+async def _from_first(first: asyncio.Task[T], outputs: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    try:
+        yield await first
+        async for output in outputs:
+            yield output
+    finally:
+        await _give_up(first, outputs)
+
+
+async def _give_up(first: asyncio.Task[T], outputs: AsyncGenerator[T, None]) -> None:
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await outputs.aclose()
 
 
 class EventStream(Response):

@@ -11,11 +11,13 @@ class NegamaxError(Exception):
     """Root of the tree: a message for people, and how the border reports it.
 
     `hint` is an optional second sentence; `param` names the request field at fault, `code` is a stable machine-readable word.
+    `retry_after` is set where the same request may succeed later: after about so many seconds.
     """
 
     http_status: int = 500
     error_type: str = "internal_error"
     exit_code: int = 1
+    retry_after: float | None = None  # seconds
 
     def __init__(self, message: str, *, hint: str | None = None, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -47,6 +49,13 @@ class AuthenticationError(NegamaxError):
     error_type = "authentication_error"
 
 
+class ForbiddenError(NegamaxError):
+    """A request this server does not take from where it comes (403)."""
+
+    http_status = 403
+    error_type = "permission_error"
+
+
 class NotFoundError(NegamaxError):
     """An unknown model or route (404)."""
 
@@ -62,11 +71,52 @@ class PayloadTooLargeError(NegamaxError):
     error_type = "invalid_request_error"
 
 
+class UrlTooLongError(NegamaxError):
+    """A URL over the size limit (414)."""
+
+    http_status = 414
+    error_type = "invalid_request_error"
+
+
+class HeadTooLargeError(NegamaxError):
+    """Request headers over the limits on size and number (431)."""
+
+    http_status = 431
+    error_type = "invalid_request_error"
+
+
+class RequestTimeoutError(NegamaxError):
+    """The request took longer than it may: to arrive, or to be answered (408)."""
+
+    http_status = 408
+    error_type = "timeout_error"
+
+
 class OverloadedError(NegamaxError):
     """The queue is full; the same request may succeed later (429)."""
 
     http_status = 429
     error_type = "rate_limit_error"
+    retry_after = 1.0
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float = 1.0,
+    ) -> None:
+        super().__init__(message, hint=hint, param=param, code=code)
+        self.retry_after = retry_after
+
+
+class AbortedError(NegamaxError):
+    """Somebody ended the request before its time (499: clients do not repeat it)."""
+
+    http_status = 499
+    error_type = "request_aborted"
 
 
 class EngineError(NegamaxError):
@@ -76,11 +126,27 @@ class EngineError(NegamaxError):
     error_type = "internal_error"
 
 
-class EngineDeadError(NegamaxError):
-    """The engine process is gone; nothing can be served until a restart (503)."""
+class UnavailableError(NegamaxError):
+    """The server takes no requests now: it stops, or its engine starts again (503)."""
 
     http_status = 503
     error_type = "service_unavailable_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, param=param, code=code)
+        self.retry_after = retry_after
+
+
+class EngineDeadError(UnavailableError):
+    """The engine process is gone; what it was doing is lost (503)."""
 
 
 class ConfigError(NegamaxError):

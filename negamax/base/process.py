@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import NoReturn
 
+_GROUP_END_SECONDS = 5.0
 
-def spawn(module: str, *args: str) -> subprocess.Popen[bytes]:
-    """Start `python -m module args` in a session of its own (a terminal's Ctrl-C reaches the parent only).
+
+def spawn(module: str, *args: str, own_group: bool = False) -> subprocess.Popen[bytes]:
+    """Start `python -m module args`, in a session and process group of its own, or in those of this process.
 
     The child's standard input is a pipe that nobody writes: it reaches its end when the parent is gone, by whatever cause.
     """
-    return subprocess.Popen([sys.executable, "-m", module, *args], stdin=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen([sys.executable, "-m", module, *args], stdin=subprocess.PIPE, start_new_session=own_group)
 
 
 def exit_with_parent() -> None:
-    """In a child started by `spawn`: end this process as soon as the parent is gone."""
+    """In a child started by `spawn`: end this process as soon as the parent is gone.
+
+    Signals that ask to end are the parent's business. Service managers and terminals send them to every process at once; a
+    child that followed them would break off what the parent wants to finish.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
     def wait() -> None:
         while os.read(0, 4096):
@@ -34,13 +45,23 @@ def exit_now(code: int) -> NoReturn:
 
 
 def stop(process: subprocess.Popen[bytes], *, timeout: float) -> None:
-    """Close the child's input, give it `timeout` seconds to end, then terminate and at last kill it."""
+    """Close the child's input, give it `timeout` seconds to end, then kill it."""
     if process.stdin is not None:
         process.stdin.close()
-    for end in (process.terminate, process.kill):
-        try:
-            process.wait(timeout)
-            return
-        except subprocess.TimeoutExpired:
-            end()
-    process.wait()
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the process group of a child with a group of its own, the child and its children; wait until
+    they are gone, for at most 5 s (children of a dead child are reaped by the system)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # on macOS a group of zombies may not be signalled
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        deadline = time.monotonic() + _GROUP_END_SECONDS
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.01)

@@ -7,6 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import ConfigError
+from negamax.bench import serve_report
+from negamax.bench.serve import Measurement
+
+
+def blank_figure(size: tuple[float, float]) -> Any:
+    """An empty figure of `size` inches. Errors: `ConfigError` where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib, which is not installed", hint="pip install 'negamax[plot]'") from error
+    return Figure(figsize=size, layout="constrained")
 
 
 def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
@@ -14,12 +25,8 @@ def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
 
     The suffix of `file` says the format (png, svg, pdf). Errors: `ConfigError` where matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib, which is not installed", hint="pip install 'negamax[plot]'") from error
+    figure = blank_figure((7, 4.5))
     first = results[0]
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for result in results:
         runs = result["runs"]
@@ -38,3 +45,74 @@ def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
     axes.grid(visible=True, which="both", alpha=0.2)
     axes.legend()
     figure.savefig(file, dpi=150)
+
+
+def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) -> None:
+    """Four pictures of a run: distributions of first tokens and of gaps, latency over time, tokens and requests over time.
+
+    The suffix of `file` says the format. Errors: `ConfigError` where matplotlib is missing.
+    """
+    figure = blank_figure((11, 7.5))
+    (first, gaps), (latency, load) = figure.subplots(2, 2)
+    good = [record for record in measured.records if record.error is None]
+    values = serve_report.metric_values(good, rule=rule)
+    _histogram(first, values["ttft"], title="Time to first token")
+    _histogram(gaps, values["itl"], title="Inter-token latency")
+    _latency_over_time(latency, measured)
+    _load_over_time(load, measured)
+    figure.suptitle(title)
+    figure.savefig(file, dpi=150)
+
+
+def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
+    """Counts on a logarithmic time axis, the share that is done as a line, median and p99 marked."""
+    axes.set_title(title)
+    axes.set_xlabel("ms")
+    ordered = sorted(1e3 * max(value, 1e-6) for value in seconds)
+    if not ordered:
+        return
+    low, high = ordered[0] * 0.99, ordered[-1] * 1.01
+    edges = [low * (high / low) ** (step / 50) for step in range(51)]
+    axes.hist(ordered, bins=edges, color="tab:blue", alpha=0.6)
+    axes.set_xscale("log")
+    axes.set_ylabel("count")
+    share = axes.twinx()
+    share.plot(ordered, [(place + 1) / len(ordered) for place in range(len(ordered))], color="black", linewidth=1)
+    share.set_ylim(0, 1.02)
+    share.set_ylabel("share at or below")
+    for percent, style in ((50, "--"), (99, ":")):
+        value = serve_report.percentile(ordered, percent)
+        share.axvline(value, color="tab:red", linestyle=style, linewidth=1, label=f"p{percent} {value:,.1f} ms")
+    share.legend(loc="lower right", fontsize="small")
+
+
+def _latency_over_time(axes: Any, measured: Measurement) -> None:
+    begin = min((record.started for record in measured.records if record.started), default=0.0)
+    good = [record for record in measured.records if record.error is None]
+    failed = [record for record in measured.records if record.error is not None and record.started]
+    sent = [record.started - begin for record in good]
+    axes.set_title("Latency by time of sending")
+    axes.scatter(sent, [serve_report.e2el(record) for record in good], s=8, color="tab:green", label="whole answer")
+    axes.scatter(sent, [serve_report.ttft(record) for record in good], s=8, color="tab:blue", label="first token")
+    if failed:
+        times = [record.started - begin for record in failed]
+        axes.scatter(times, [serve_report.e2el(record) for record in failed], s=16, color="tab:red", marker="x", label="failed")
+    axes.set_xlabel("s since the start")
+    axes.set_ylabel("s")
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.2)
+    axes.legend(fontsize="small")
+
+
+def _load_over_time(axes: Any, measured: Measurement) -> None:
+    begin = min((record.started for record in measured.records if record.started), default=0.0)
+    per_second = serve_report.output_per_second([record for record in measured.records if record.error is None])
+    axes.set_title("Output tokens and requests under way")
+    axes.bar([second + 0.5 for second in range(len(per_second))], per_second, width=1.0, color="tab:orange", alpha=0.6)
+    axes.set_xlabel("s since the start")
+    axes.set_ylabel("output tokens in the second")
+    running = axes.twinx()
+    steps = serve_report.concurrency_steps(measured.records)
+    running.step([at - begin for at, _ in steps], [count for _, count in steps], where="post", color="black", linewidth=1)
+    running.set_ylabel("requests under way")
+    running.set_ylim(bottom=0)

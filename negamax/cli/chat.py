@@ -118,13 +118,15 @@ class _Session:
     ) -> None:
         from rich.console import Console
 
-        from negamax.api.conversation import PromptBuilder
-        from negamax.text.minimax_m2_format import tag_ids
+        from negamax.api.conversation import PromptBuilder, Voice
+        from negamax.text.formats import output_style
 
         self.model = engine.info.served_model_name
         self._engine = engine
-        self._prompts = PromptBuilder(engine.tokenizer, engine.chat_template, max_model_len=engine.info.max_model_len)
-        self._tags = tag_ids(engine.tokenizer)
+        self._voice = Voice.of(output_style(engine.info.architecture), engine.tokenizer)
+        self._prompts = PromptBuilder(
+            engine.tokenizer, engine.chat_template, voice=self._voice, max_model_len=engine.info.max_model_len
+        )
         self._system: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._tools = tools
         self._sampling = sampling
@@ -162,17 +164,10 @@ class _Session:
 
     async def answer(self) -> None:
         """Generate the next assistant message and print it as it comes."""
-        from negamax.api.conversation import ChoiceReader
+        from negamax.api.conversation import ChoiceReader, Conversation, ReadingRules
 
-        prompt = await self._prompts.chat(
-            self._messages,
-            tools=self._tools,
-            template_kwargs={},
-            add_generation_prompt=True,
-            continue_final_message=False,
-            num_bytes=0,
-        )
-        reader = ChoiceReader(self._tags, tools=self._tools, in_reasoning=prompt.starts_in_reasoning)
+        prompt = await self._prompts.chat(Conversation(messages=self._messages, tools=self._tools), num_bytes=0)
+        reader = ChoiceReader(self._voice, prompt=prompt, rules=ReadingRules(tools=self._tools))
         printer = _Printer(self._console, self._thinking if self._show_thinking else None)
         outputs = self._engine.generate(prompt.token_ids, self._sampling, request_id=f"chat-{secrets.token_hex(8)}")
         async with aclosing(outputs) as stream:

@@ -5,7 +5,8 @@ This module is pure: it describes and checks values; it reads no file and no env
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from negamax.base.errors import ConfigError
 
@@ -31,6 +32,7 @@ class EngineOptions:
     max_num_seqs: int | None = None  # sequences in one step; default: 256 on a GPU, 64 on the CPU
     max_num_batched_tokens: int | None = None  # tokens in one step; default: 8192 on a GPU, 2048 on the CPU
     max_queued_requests: int = 1024  # waiting requests above this are refused with 429
+    max_queued_tokens: int | None = None  # of waiting prompts, the same; default: 4 times what the KV cache holds
     kv_cache_dtype: str = "auto"  # "auto": the compute dtype; "fp8" is "fp8_e4m3"
     kv_cache_memory: int | None = None  # bytes per rank; default: what is left on the GPU, a share of main memory on the CPU
     gpu_memory_utilization: float = 0.92  # share of a GPU's memory that weights, cache and workspaces may take together
@@ -64,6 +66,7 @@ class EngineOptions:
         _at_least("--max-num-seqs", self.max_num_seqs, 1)
         _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
         _at_least("--max-queued-requests", self.max_queued_requests, 1)
+        _at_least("--max-queued-tokens", self.max_queued_tokens, 1)
         _at_least("--kv-cache-memory", self.kv_cache_memory, 1)
         _at_least("--num-kv-blocks", self.num_kv_blocks, 1)
         _at_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
@@ -73,19 +76,48 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How the HTTP server answers."""
+    """How the HTTP server answers. Times are in seconds."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: tuple[str, ...] = ()  # default: the model's own name
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()  # any of them opens every route; none: no key is asked for
+    allow_unauthenticated: bool = False  # listen on more than this machine without a key
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may call the server (CORS); "*": all
+    allowed_hosts: tuple[str, ...] = ()  # further names in the Host header, where no key is asked for; "*": all
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     chat_template: str | None = None  # file that replaces the checkpoint's template
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # for requests that do not set them
+    tool_call_parser: str = "auto"  # names: text.formats
+    reasoning_parser: str = "auto"
     max_body_bytes: int = 64 * 2**20
+    request_timeout: float | None = None  # from arrival to the last token; a request may ask for less
+    drain_timeout: float = 30.0  # that open requests get after SIGTERM
+    slow_client_timeout: float = 60.0  # a client that does not read what is sent is cut off after this
+    sse_keep_alive_interval: float | None = None  # of comments in a stream that has nothing to say
+    max_engine_restarts: int = 3  # within engine_restart_window; after that the server ends
+    engine_restart_window: float = 600.0
+    engine_hang_timeout: float = 300.0  # that the engine's loop may stand still while there is work
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}; allowed: 0 to 65535 (0 picks a free one)")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            missing = "--ssl-keyfile" if self.ssl_keyfile is None else "--ssl-certfile"
+            raise ConfigError(f"{missing} is missing; TLS needs a certificate and its key", hint=f"add {missing}")
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+            raise ConfigError("an API key is empty or has characters that no header can carry; allowed: printable ASCII")
+        _at_least("--max-body-bytes", self.max_body_bytes, 1024)
+        _at_least("--max-engine-restarts", self.max_engine_restarts, 0)
+        _above_zero("--request-timeout", self.request_timeout)
+        _above_zero("--slow-client-timeout", self.slow_client_timeout)
+        _above_zero("--sse-keep-alive-interval", self.sse_keep_alive_interval)
+        _above_zero("--engine-restart-window", self.engine_restart_window)
+        _above_zero("--engine-hang-timeout", self.engine_hang_timeout)
+        if not 0.0 <= self.drain_timeout < float("inf"):
+            raise ConfigError(f"--drain-timeout is {self.drain_timeout}; allowed: 0 seconds or more")
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -96,3 +128,8 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(flag: str, value: int | None, low: int) -> None:
     if value is not None and value < low:
         raise ConfigError(f"{flag} is {value}; allowed: {low} or more")
+
+
+def _above_zero(flag: str, value: float | None) -> None:
+    if value is not None and not 0.0 < value < float("inf"):  # NaN fails the comparison and is refused
+        raise ConfigError(f"{flag} is {value}; allowed: seconds above 0")

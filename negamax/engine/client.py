@@ -1,50 +1,47 @@
-"""The server's side of the engine: starts the engine process, sends it requests, and hands out their results."""
+"""The server's side of the engine: admits requests, hands out their results, and starts the engine again when it dies."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import random
-import shutil
-import tempfile
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
-import zmq
-import zmq.asyncio
 
-from negamax.base import process
-from negamax.base.errors import ConfigError, EngineDeadError, EngineError, InvalidRequestError, OverloadedError
+from negamax.base.errors import EngineDeadError, EngineError, InvalidRequestError, RequestTimeoutError, UnavailableError
 from negamax.base.log import get_logger
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
+from negamax.engine.admission import Admission
+from negamax.engine.connection import BEAT_SECONDS, ENGINE_MODULE, EngineConnection
+from negamax.engine.mailbox import Mailbox
 from negamax.engine.output import ChoiceStream, RequestOutput, admit
+from negamax.engine.restarts import RestartPolicy, Supervision
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.step import SequenceUpdate
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-SHUTDOWN_SECONDS = 10.0
-LIVENESS_SECONDS = 0.5
+_NO_STATS = wire.EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+_RESPONSIVE_SECONDS = 10 * BEAT_SECONDS
 
 
-@dataclass(frozen=True)
-class EngineAddress:
-    """The two sockets of an engine process, in a folder only this user can enter."""
+class Observer(Protocol):
+    """Is told what happens to one request; it must not raise."""
 
-    folder: str
+    def started(self, at: float) -> None:
+        """The first of its sequences began to run at monotonic second `at`."""
 
-    @property
-    def requests(self) -> str:
-        return f"ipc://{self.folder}/requests"
+    def gained(self, output: RequestOutput) -> None:
+        """One of its choices gained tokens or ended."""
 
-    @property
-    def outputs(self) -> str:
-        return f"ipc://{self.folder}/outputs"
+    def ended(self, error: BaseException | None) -> None:
+        """It is over; `error`: what ended it before its time."""
 
 
 class AsyncEngine:
@@ -56,58 +53,96 @@ class AsyncEngine:
         *,
         tokenizer: Tokenizer,
         chat_template: ChatTemplate | None,
-        address: EngineAddress,
-        context: zmq.asyncio.Context,
+        supervision: Supervision,
+        module: str,
     ) -> None:
         """Use `AsyncEngine.start`."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.info: wire.ModelInfo
-        self.stats = wire.EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
-        self.alive = False
+        self.admission: Admission
+        self.restart_count = 0
+        self.gave_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it stays dead
+        self.past_stats: list[wire.EngineStats] = []  # the last ones of engines that died
+        self.on_steps: Callable[[list[int]], None] | None = None  # gets the number of tokens of each step
         self._options = options
-        self._address = address
-        self._context = context
-        self._to_engine = context.socket(zmq.PUSH)
-        self._from_engine = context.socket(zmq.PULL)
-        self._to_engine.linger = self._from_engine.linger = 0
-        self._to_engine.bind(address.requests)
-        self._from_engine.bind(address.outputs)
-        self._process = process.spawn("negamax.engine.process", address.folder)
-        self._queues: dict[str, asyncio.Queue[tuple[str, SequenceUpdate]]] = {}
+        self._supervision = supervision
+        self._module = module
+        self._connection: EngineConnection | None = None
+        self._open: dict[str, tuple[Mailbox, Observer | None]] = {}  # by sequence id
         self._seeds = random.Random(options.seed)
-        self._death: str | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._death = "the engine is not running"
+        self._start_seconds = 0.0  # that the last start took
+        self._next_ready = 0.0  # monotonic: when a start that is under way should be over
+        self._supervisor: asyncio.Task[None] | None = None
+        self._stopped = False
 
     @classmethod
-    async def start(cls, options: EngineOptions, *, chat_template: Path | None = None) -> AsyncEngine:
+    async def start(
+        cls,
+        options: EngineOptions,
+        *,
+        chat_template: Path | None = None,
+        supervision: Supervision | None = None,
+        module: str = ENGINE_MODULE,
+    ) -> AsyncEngine:
         """Spawn the engine process for `options` and wait until it can serve.
 
-        `chat_template` is a file that replaces the checkpoint's own. Errors: `ConfigError` and its kin, with the message of
-        whatever refused to start; nothing is left running then.
+        `chat_template` is a file that replaces the checkpoint's own; `module` is what the engine process runs. Errors:
+        `ConfigError` and its kin, with the message of whatever refused to start; nothing is left running then.
         """
-        address = EngineAddress(tempfile.mkdtemp(prefix="negamax-"))
-        try:
-            from negamax.engine.source import locate
+        from negamax.engine.source import locate
 
-            source = await asyncio.to_thread(locate, options)
-            engine = cls(
-                options,
-                tokenizer=await asyncio.to_thread(Tokenizer.from_folder, source.tokenizer_folder),
-                chat_template=ChatTemplate.from_folder(source.tokenizer_folder, chat_template),
-                address=address,
-                context=zmq.asyncio.Context(),
-            )
-        except BaseException:
-            shutil.rmtree(address.folder, ignore_errors=True)
-            raise
-        try:
-            await engine._handshake()
-        except BaseException:
-            await engine.shutdown()
-            raise
-        engine._tasks = [asyncio.create_task(engine._receive()), asyncio.create_task(engine._watch())]
+        source = await asyncio.to_thread(locate, options)
+        engine = cls(
+            options,
+            tokenizer=await asyncio.to_thread(Tokenizer.from_folder, source.tokenizer_folder),
+            chat_template=ChatTemplate.from_folder(source.tokenizer_folder, chat_template),
+            supervision=supervision or Supervision(),
+            module=module,
+        )
+        await engine._connect()
+        engine._supervisor = asyncio.create_task(engine._supervise())
         return engine
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be served: the engine runs, and no end of it is known."""
+        return self._connection is not None and not self._connection.ended.done()
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether the engine is alive and has given a sign of life in the last seconds."""
+        return self.alive and self._connection is not None and self._connection.silent_seconds < _RESPONSIVE_SECONDS
+
+    @property
+    def stats(self) -> wire.EngineStats:
+        """The latest statistics; all zero while no engine runs."""
+        return (self._connection.stats if self.alive and self._connection is not None else None) or _NO_STATS
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks of the engine."""
+        return self._options.tensor_parallel_size
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that run or wait."""
+        return len(self._open)
+
+    def check_alive(self) -> None:
+        """Refuse while no engine runs: `UnavailableError`, with the time after which to come back."""
+        if self.alive:
+            return
+        if self._stopped or self.gave_up.done():
+            raise EngineDeadError(self._death, code="engine_dead")
+        wait = max(1.0, self._next_ready - time.monotonic())
+        raise UnavailableError(f"{self._death}; it is being started again", code="engine_restarting", retry_after=wait)
+
+    def check_room(self, num_sequences: int, num_tokens: int = 1) -> None:
+        """Refuse a request for `num_sequences` sequences with `num_tokens` prompt tokens in all: `InvalidRequestError` where
+        they never fit, `OverloadedError` where they do not fit now."""
+        self.admission.check(num_sequences, num_tokens, now=time.monotonic())
 
     def generate(
         self,
@@ -117,16 +152,18 @@ class AsyncEngine:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        deadline: float | None = None,
+        observer: Observer | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt; the outputs of the `n` choices come interleaved as they are generated.
 
-        Closing the iterator before its end aborts what still runs. Errors, at the call: `InvalidRequestError`,
-        `ContextLengthError`, `OverloadedError`, `EngineDeadError`; while iterating: `EngineError`, `EngineDeadError`.
+        Closing the iterator before its end aborts what still runs. `deadline` is a `time.monotonic()`. Errors, at the call:
+        `InvalidRequestError`, `ContextLengthError`, `OverloadedError`, `UnavailableError`; while iterating: `EngineError`,
+        `EngineDeadError`, `RequestTimeoutError`.
         """
-        if not self.alive:
-            raise EngineDeadError(self._death or "the engine is not running")
+        self.check_alive()
         sampling = admit(prompt_token_ids, sampling, info=self.info)
-        self.check_room(sampling.n)
+        self.check_room(sampling.n, len(prompt_token_ids))
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         choices = [msgspec.structs.replace(sampling, n=1, seed=seed + index) for index in range(sampling.n)]
         prompt = tuple(prompt_token_ids)
@@ -140,54 +177,88 @@ class AsyncEngine:
             )
             for index, choice in enumerate(choices)
         ]
-        return self._stream(requests, request_id=request_id)
+        return self._stream(requests, request_id=request_id, deadline=deadline, observer=observer)
 
-    def check_room(self, num_sequences: int) -> None:
-        """Refuse a request for `num_sequences` sequences: `InvalidRequestError` where they never fit, `OverloadedError` where
-        they do not fit now."""
-        limit = self._options.max_queued_requests + self.info.max_num_seqs
-        if num_sequences > limit:
-            raise InvalidRequestError(
-                f"the request asks for {num_sequences} sequences (prompts times n); allowed: {limit}",
-                param="n",
-                code="invalid_value",
-            )
-        if len(self._queues) + num_sequences > limit:
-            raise OverloadedError(
-                f"{len(self._queues)} sequences run or wait and {num_sequences} more were asked for; allowed: {limit}",
-                hint="retry later",
-                code="overloaded",
-            )
+    def abort(self, is_meant: Callable[[str], bool]) -> int:
+        """End the open sequences that are meant, by their ids, with finish_reason "abort"; how many there are."""
+        meant = [sequence_id for sequence_id in self._open if is_meant(sequence_id)]
+        if meant and self._connection is not None:
+            self._connection.send(wire.AbortRequests(meant))
+        return len(meant)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, but for what running requests hold. Errors: those of `check_alive`."""
+        self.check_alive()
+        assert self._connection is not None
+        self._connection.send(wire.ForgetPrefixes())
 
     async def shutdown(self) -> None:
         """Stop the engine process and end every open request with `EngineDeadError`."""
-        self._die("the engine was stopped", is_planned=True)
-        for task in self._tasks:
-            task.cancel()
-        with contextlib.suppress(zmq.ZMQError):
-            await self._to_engine.send(wire.encoder.encode(wire.Shutdown()), zmq.NOBLOCK)
-        await asyncio.to_thread(process.stop, self._process, timeout=SHUTDOWN_SECONDS)
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._address.folder, ignore_errors=True)
+        self._stopped = True
+        self._death = "the engine was stopped"
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        self._fail_open()
+        if self._connection is not None:
+            await self._connection.close(kill=False)
 
-    async def _handshake(self) -> None:
-        """Send the options, wait for the engine's word."""
-        await self._to_engine.send(msgspec.msgpack.encode(self._options))
-        while not await self._from_engine.poll(int(LIVENESS_SECONDS * 1000)):
-            code = self._process.poll()
-            if code is not None and not await self._from_engine.poll(100):
-                raise EngineDeadError(f"the engine process ended with exit code {code} while starting")
-        message = wire.from_engine_decoder.decode(await self._from_engine.recv())
-        if isinstance(message, wire.EngineFailed):
-            error = ConfigError(message.message)
-            error.exit_code = message.exit_code
-            raise error
-        assert isinstance(message, wire.EngineReady), message
-        self.info = message.info
-        self.alive = True
+    async def _connect(self) -> None:
+        """Start a process and wait until it serves. Errors: those of `start`; nothing is left running then."""
+        started = time.monotonic()
+        connection = EngineConnection(
+            self._options, receive=self._receive, hang_seconds=self._supervision.hang_timeout, module=self._module
+        )
+        try:
+            self.info = await connection.handshake()
+        except BaseException:
+            await asyncio.shield(connection.close(kill=True))
+            raise
+        self._start_seconds = time.monotonic() - started
+        self.admission = Admission(
+            max_running=self.info.max_num_seqs,
+            max_waiting=self._options.max_queued_requests,
+            max_waiting_tokens=self._options.max_queued_tokens,
+            pool_tokens=self.info.num_kv_blocks * self.info.block_size,
+        )
+        self._connection = connection
 
-    async def _stream(self, requests: list[GenerateRequest], *, request_id: str) -> AsyncGenerator[RequestOutput, None]:
-        queue: asyncio.Queue[tuple[str, SequenceUpdate]] = asyncio.Queue()
+    async def _supervise(self) -> None:
+        """Wait for the engine's end, again and again: fail what was open, start it anew, or give up."""
+        policy = RestartPolicy(self._supervision)
+        reason: str | None = None  # of a start that failed
+        while True:
+            if reason is None:
+                assert self._connection is not None
+                reason = await asyncio.shield(self._connection.ended)
+                self._death = reason
+                self._fail_open()
+                if self._connection.stats is not None:
+                    self.past_stats.append(self._connection.stats)
+                await asyncio.shield(self._connection.close(kill=True))
+            pause = policy.died(time.monotonic())
+            if pause is None:
+                logger.error("%s; it is not started again", reason)
+                self.gave_up.set_result(reason)
+                return
+            logger.error("%s; it is started again%s", reason, f" in {pause:g} s" if pause else "")
+            self._next_ready = time.monotonic() + pause + self._start_seconds
+            await asyncio.sleep(pause)
+            try:
+                await self._connect()
+            except Exception as error:
+                self._death = reason = f"the engine does not start: {error}"
+                continue
+            reason = None
+            self.restart_count += 1
+            logger.warning("the engine runs again after %.1f s", self._start_seconds)
+
+    async def _stream(
+        self, requests: list[GenerateRequest], *, request_id: str, deadline: float | None, observer: Observer | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        mailbox = Mailbox()
+        num_prompt_tokens = len(requests[0].prompt_token_ids)
         streams = {
             request.request_id: ChoiceStream(
                 self.tokenizer,
@@ -195,76 +266,95 @@ class AsyncEngine:
                 info=self.info,
                 request_id=request_id,
                 index=index,
-                num_prompt_tokens=len(request.prompt_token_ids),
+                num_prompt_tokens=num_prompt_tokens,
             )
             for index, request in enumerate(requests)
         }
+        timer = None if deadline is None else self._expire(mailbox, deadline)
+        error: BaseException | None = None
         try:
-            self._queues.update((request.request_id, queue) for request in requests)
-            await self._submit(requests[:1])
+            self.check_alive()  # it may have died, and others may have come, since `generate`
+            self.check_room(len(requests), num_prompt_tokens)
+            for request in requests:
+                # The first choice computes the prompt, the others find it in the prefix cache.
+                self._enter(request, mailbox, observer, num_tokens=num_prompt_tokens if request is requests[0] else 1)
+            self._submit(requests[:1])
             unsent = requests[1:]
             while streams:
-                sequence_id, update = await queue.get()
-                if update.finish_reason == "dead":
-                    raise EngineDeadError(update.error or "the engine died")
-                # The first choice has run the prompt: the others find it in the prefix cache.
-                await self._submit(unsent)
-                unsent = []
-                stream = streams.get(sequence_id)
-                if stream is None:
-                    continue  # an update that crossed with our abort
-                try:
-                    output = stream.push(update)
-                except Exception as error:
-                    logger.exception("request %s: its output cannot be turned into text", sequence_id)
-                    raise EngineError("the output could not be turned into text") from error
-                if stream.finished:
-                    del streams[sequence_id]
-                    if update.finish_reason is None:  # a stop string: the engine does not know it yet
-                        await self._abort([sequence_id])
-                    else:
-                        self._queues.pop(sequence_id, None)
-                yield output
+                for update in await mailbox.take():
+                    if update.is_refusal:
+                        raise InvalidRequestError(update.error or "refused", param="grammar", code="invalid_grammar")
+                    self._submit(unsent)
+                    unsent = []
+                    stream = streams.get(update.request_id)
+                    if stream is None:
+                        continue  # an update that crossed with our abort
+                    try:
+                        output = stream.push(update)
+                    except Exception as wrong:
+                        logger.exception("request %s: its output cannot be turned into text", update.request_id)
+                        raise EngineError("the output could not be turned into text") from wrong
+                    if stream.finished:
+                        del streams[update.request_id]
+                        # a stop string: the engine does not know it yet
+                        self._leave([update.request_id], abort=update.finish_reason is None)
+                    if observer is not None:
+                        observer.gained(output)
+                    yield output
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
-            if streams:
-                await self._abort(list(streams))
+            if timer is not None:
+                timer.cancel()
+            self._leave(list(streams), abort=True)
+            if observer is not None:
+                observer.ended(error)
 
-    async def _submit(self, requests: list[GenerateRequest]) -> None:
+    def _expire(self, mailbox: Mailbox, deadline: float) -> asyncio.TimerHandle:
+        """End the request behind `mailbox` at monotonic second `deadline`."""
+        error = RequestTimeoutError(
+            "the request was not answered in time", hint="allow more time, or ask for fewer tokens", code="request_timeout"
+        )
+        return asyncio.get_running_loop().call_later(max(0.0, deadline - time.monotonic()), mailbox.fail, error)
+
+    def _enter(self, request: GenerateRequest, mailbox: Mailbox, observer: Observer | None, *, num_tokens: int) -> None:
+        self._open[request.request_id] = mailbox, observer
+        self.admission.enter(request.request_id, num_tokens)
+
+    def _leave(self, sequence_ids: list[str], *, abort: bool) -> None:
+        """Sequences that are over here; `abort`: the engine must be told."""
+        now = time.monotonic()
+        known = [sequence_id for sequence_id in sequence_ids if self._open.pop(sequence_id, None) is not None]
+        for sequence_id in known:
+            self.admission.leave(sequence_id, now=now)
+        if abort and known and self._connection is not None:
+            self._connection.send(wire.AbortRequests(known))
+
+    def _submit(self, requests: list[GenerateRequest]) -> None:
         for request in requests:
-            await self._to_engine.send(wire.encoder.encode(wire.AddRequest(request)))
+            assert self._connection is not None
+            self._connection.send(wire.AddRequest(request))
 
-    async def _abort(self, sequence_ids: list[str]) -> None:
-        for sequence_id in sequence_ids:
-            self._queues.pop(sequence_id, None)
-        if self.alive:
-            await self._to_engine.send(wire.encoder.encode(wire.AbortRequests(sequence_ids)))
+    def _receive(self, message: wire.FromEngine) -> None:
+        assert isinstance(message, wire.StepOutputs)
+        for sequence_id, at in message.admitted:
+            entry = self._open.get(sequence_id)
+            if entry is not None:
+                self.admission.start(sequence_id)
+                if entry[1] is not None:
+                    entry[1].started(at)
+        if self.on_steps is not None:
+            self.on_steps(message.step_tokens)
+        for update in message.updates:
+            entry = self._open.get(update.request_id)
+            if entry is not None:
+                entry[0].put(update)
 
-    async def _receive(self) -> None:
-        while True:
-            message = wire.from_engine_decoder.decode(await self._from_engine.recv())
-            if isinstance(message, wire.StepOutputs):
-                self.stats = message.stats
-                for update in message.updates:
-                    queue = self._queues.get(update.request_id)
-                    if queue is not None:
-                        queue.put_nowait((update.request_id, update))
-            elif isinstance(message, wire.EngineFailed):
-                self._die(message.message)
-
-    async def _watch(self) -> None:
-        """Notice a dead engine process even if it could not say so."""
-        while self.alive:
-            await asyncio.sleep(LIVENESS_SECONDS)
-            code = self._process.poll()
-            if code is not None:
-                self._die(f"the engine process ended with exit code {code}")
-
-    def _die(self, reason: str, *, is_planned: bool = False) -> None:
-        if self.alive and not is_planned:
-            logger.warning("%s", reason)
-        self.alive = False
-        self._death = reason
-        dead = SequenceUpdate("", [], None, None, "dead", None, 0, reason)
-        for sequence_id, queue in self._queues.items():
-            queue.put_nowait((sequence_id, dead))
-        self._queues.clear()
+    def _fail_open(self) -> None:
+        """End every open request: the engine is gone."""
+        open_requests, self._open = self._open, {}
+        now = time.monotonic()
+        for sequence_id, (mailbox, _) in open_requests.items():
+            self.admission.leave(sequence_id, now=now)
+            mailbox.fail(EngineDeadError(self._death, code="engine_dead"))

@@ -15,9 +15,9 @@ import zmq
 
 from negamax.base import process
 from negamax.base.errors import ConfigError, EngineDeadError
-from negamax.scheduler.step import StepPlan, StepResult
+from negamax.scheduler.step import StepMasks, StepPlan, StepResult
 from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
-from negamax.worker.rank_process import PLAN, PROBE, RankFailed, RankReport
+from negamax.worker.rank_process import MASKS, PLAN, PROBE, RankFailed, RankReport
 
 if TYPE_CHECKING:
     from negamax.worker.outcome import Outcome
@@ -40,6 +40,10 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan) -> Launched: ...
 
+    def send_masks(self, masks: StepMasks) -> None:
+        """What the masked rows of the plan launched last may sample: owed for every plan that has any, before the next plan."""
+        ...
+
     def probe(self, probe: Probe) -> ProbeAnswer:
         """Ask every rank between steps; the answer of rank 0."""
         ...
@@ -55,11 +59,16 @@ class InProcessExecutor:
 
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
         self._closed = False
+        self._masks: Future[StepMasks] = Future()  # of the plan launched last
         self._worker = self._thread.submit(Worker, config).result()
         self.ready = self._worker.ready
 
     def launch(self, plan: StepPlan) -> Launched:
-        return _LocalStep(self._thread.submit(self._worker.launch, plan))
+        self._masks = Future()
+        return _LocalStep(self._thread.submit(self._worker.launch, plan, self._masks.result))
+
+    def send_masks(self, masks: StepMasks) -> None:
+        self._masks.set_result(masks)
 
     def probe(self, probe: Probe) -> ProbeAnswer:
         return self._thread.submit(self._worker.probe, probe).result()
@@ -67,6 +76,7 @@ class InProcessExecutor:
     def shutdown(self) -> None:
         if not self._closed:
             self._closed = True
+            self._masks.cancel()  # a step that waits for them fails
             self._thread.submit(self._worker.close).result()
             self._thread.shutdown(wait=True)
 
@@ -120,6 +130,11 @@ class MultiProcessExecutor:
         for socket in self._sockets:
             socket.send(frame)
         return _RemoteStep(self)
+
+    def send_masks(self, masks: StepMasks) -> None:
+        frame = MASKS + msgspec.msgpack.encode(masks)
+        for socket in self._sockets:
+            socket.send(frame)
 
     def probe(self, probe: Probe) -> ProbeAnswer:
         frame = PROBE + msgspec.msgpack.encode(probe)

@@ -19,8 +19,9 @@ from negamax.engine.setup import start_loop
 from negamax.engine.source import locate
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import TokenLogprobs
-from negamax.text.chat_template import ChatTemplate, normalize_messages
+from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
+from negamax.text.messages import normalize_messages
 from negamax.text.minimax_m2_format import MINIMAX_M2, opens_reasoning, tag_ids
 from negamax.text.output_parser import OutputParser, ParsedOutput, collect
 from negamax.text.tokenizer import Tokenizer
@@ -137,7 +138,7 @@ class LLM:
 
     def render(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any) -> str:
         """The prompt text of a conversation."""
-        normal = normalize_messages([dict(message) for message in messages])
+        normal = normalize_messages([dict(message) for message in messages], has_root=self.chat_template.has_root_role)
         return self.chat_template.render(normal, tools=None if tools is None else list(tools), **template_options)
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -178,6 +179,8 @@ class LLM:
                     for sequence in held.pop(update.request_id, ()):
                         start(sequence)
                     position, stream = running[update.request_id]
+                    if update.is_refusal:
+                        raise InvalidRequestError(update.error or "refused", param="grammar", code="invalid_grammar")
                     if update.error is not None:
                         raise EngineError(update.error)
                     output = stream.push(update)

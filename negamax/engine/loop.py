@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 
 from negamax.base.errors import EngineDeadError, EngineError, NegamaxError
 from negamax.base.log import get_logger
+from negamax.engine.constraints import Constraints
 from negamax.engine.executor import Executor, Launched
 from negamax.engine.wire import EngineStats
 from negamax.scheduler.request import GenerateRequest
@@ -24,6 +26,9 @@ from negamax.worker.config import (
 
 logger = get_logger(__name__)
 
+_REPORT_ENTRIES = 4096  # kept for whoever asks what began and what the steps ran; the embedded LLM does not
+WAIT_SECONDS = 0.005  # between looks for new requests, while all here wait for their grammars
+
 
 @dataclass(frozen=True)
 class _InFlight:
@@ -35,9 +40,10 @@ class _InFlight:
 class EngineLoop:
     """Scheduler and executor, driven one `step` at a time by a single thread."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, overlap: bool) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, constraints: Constraints, overlap: bool) -> None:
         self._scheduler = scheduler
         self._executor = executor
+        self._constraints = constraints
         self._overlap = overlap
         self._in_flight: _InFlight | None = None
         self._pending_updates: list[SequenceUpdate] = []
@@ -45,45 +51,79 @@ class EngineLoop:
         self._step_seconds = 0.0
         self._device_seconds = 0.0
         self._idle_seconds = 0.0
+        self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
+        self._step_tokens: deque[int] = deque(maxlen=_REPORT_ENTRIES)
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_unfinished or self._in_flight is not None or bool(self._pending_updates)
+        return (
+            self._scheduler.has_unfinished
+            or self._in_flight is not None
+            or bool(self._pending_updates)
+            or self._constraints.num_opening > 0
+        )
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; one that cannot be served becomes an update with finish_reason "error"."""
-        try:
-            self._scheduler.add(request)
-        except NegamaxError as error:
-            self._pending_updates.append(failed_update(request.request_id, str(error)))
+        if request.request_id in self._constraints:
+            error = f"request id {request.request_id!r} is in use by an unfinished request; choose another"
+            self._pending_updates.append(ended_update(request.request_id, "error", error=error))
+        elif request.sampling.is_constrained:
+            self._constraints.open(request)  # `_add_opened` queues it
+        else:
+            self._add(request)
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests now; unknown or finished ids are ignored."""
         for request_id in request_ids:
+            if self._constraints.close(request_id):
+                self._pending_updates.append(ended_update(request_id, "abort"))
             update = self._scheduler.abort(request_id)
             if update is not None:
                 self._pending_updates.append(update)
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, but for what running requests hold."""
+        self._scheduler.forget_prefixes()
+
     def step(self) -> list[SequenceUpdate]:
         """Launch the next step, commit the one before it, and return what the requests gained."""
+        self._add_opened()
         plan = self._scheduler.plan()
-        launched = _InFlight(plan, self._executor.launch(plan), time.monotonic()) if plan is not None else None
+        launched = None
+        if plan is not None:
+            launched = _InFlight(plan, self._executor.launch(plan), time.monotonic())
+            self._admitted.extend((request_id, launched.started) for request_id in self._scheduler.take_admitted())
         updates, self._pending_updates = self._pending_updates, []
         if self._in_flight is not None:
             updates += self._commit(self._in_flight)
-        elif launched is None and not updates and self._scheduler.has_unfinished:
-            raise EngineError("the scheduler holds requests that it cannot run")
+        elif launched is None and not updates:
+            self._wait()
+        if plan is not None and plan.masked:
+            updates += self._mask(plan)
         if launched is not None and not self._overlap:
             updates += self._commit(launched)
             launched = None
         self._in_flight = launched
         return updates
 
+    def take_admitted(self) -> list[tuple[str, float]]:
+        """The requests that began to run since the last call, with the `time.monotonic()` of their first step."""
+        admitted = list(self._admitted)
+        self._admitted.clear()
+        return admitted
+
+    def take_step_tokens(self) -> list[int]:
+        """How many tokens each step committed since the last call has run."""
+        step_tokens = list(self._step_tokens)
+        self._step_tokens.clear()
+        return step_tokens
+
     def stats(self) -> EngineStats:
         s = self._scheduler
         return EngineStats(
             num_running=s.num_running,
-            num_waiting=s.num_waiting,
+            num_waiting=s.num_waiting + self._constraints.num_opening,
             num_kv_blocks=s.num_blocks,
             num_free_kv_blocks=s.num_free_blocks,
             step_count=self._step_count,
@@ -117,7 +157,45 @@ class EngineLoop:
         return self._executor.probe(Probe(STOP_PROFILE)).kernels or []
 
     def shutdown(self) -> None:
+        self._constraints.shutdown()
         self._executor.shutdown()
+
+    def _add(self, request: GenerateRequest) -> None:
+        try:
+            self._scheduler.add(request)
+        except NegamaxError as error:
+            self._constraints.close(request.request_id)
+            self._pending_updates.append(ended_update(request.request_id, "error", error=str(error)))
+
+    def _add_opened(self) -> None:
+        """Queue the requests whose constraints are ready now, and let those go on that a step went without."""
+        for opened in self._constraints.opened():
+            if opened.problem is None:
+                self._add(opened.request)
+            else:
+                update = ended_update(opened.request.request_id, "error", error=opened.problem, is_refusal=opened.is_refusal)
+                self._pending_updates.append(update)
+        for request_id in self._constraints.arrived():
+            self._scheduler.resume(request_id)
+
+    def _mask(self, plan: StepPlan) -> list[SequenceUpdate]:
+        """Send the masks of a launched plan, for which the step before it had to be committed first; requests that end so."""
+        rows = self._scheduler.masked_rows(plan)
+        verdict = self._constraints.masks(plan.step_id, rows, may_wait=len(plan.masked) == len(plan.slots))
+        self._executor.send_masks(verdict.masks)
+        self._scheduler.defer(plan, verdict.late)
+        ends = [self._scheduler.end(request_id, "stop") for request_id in verdict.ended]
+        ends += [self._scheduler.end(request_id, "error", error=error) for request_id, error in verdict.failed.items()]
+        updates = [update for update in ends if update is not None]
+        self._constraints.advance(updates)
+        return updates
+
+    def _wait(self) -> None:
+        """Nothing runs and nothing can: wait for what the requests here are waiting for."""
+        if self._constraints.is_waiting:
+            self._constraints.wait(WAIT_SECONDS)
+        elif self._scheduler.has_unfinished:
+            raise EngineError("the scheduler holds requests that it cannot run")
 
     def _commit(self, step: _InFlight) -> list[SequenceUpdate]:
         try:
@@ -126,23 +204,30 @@ class EngineLoop:
             raise
         except Exception as error:
             logger.exception("step %d was lost", step.plan.step_id)
-            return self._scheduler.fail(step.plan, f"the step that ran this request failed ({type(error).__name__})")
+            updates = self._scheduler.fail(step.plan, f"the step that ran this request failed ({type(error).__name__})")
+            self._constraints.advance(updates)
+            return updates
         self._step_count += 1
+        self._step_tokens.append(step.plan.num_tokens)
         self._step_seconds = time.monotonic() - step.started
         self._device_seconds += result.device_seconds
         self._idle_seconds += result.idle_seconds
-        return self._scheduler.commit(step.plan, result)
+        updates = self._scheduler.commit(step.plan, result)
+        for request_id in self._constraints.advance(updates):
+            self._scheduler.release(request_id)
+        return updates
 
 
-def failed_update(request_id: str, message: str) -> SequenceUpdate:
+def ended_update(request_id: str, finish_reason: str, *, error: str | None = None, is_refusal: bool = False) -> SequenceUpdate:
     """The update that ends a request which never ran."""
     return SequenceUpdate(
         request_id=request_id,
         token_ids=[],
         logprobs=None,
         prompt_logprobs=None,
-        finish_reason="error",
+        finish_reason=finish_reason,
         stop_reason=None,
         num_cached_tokens=0,
-        error=message,
+        error=error,
+        is_refusal=is_refusal,
     )

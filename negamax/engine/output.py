@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -15,8 +14,7 @@ from negamax.text.detokenizer import Detokenizer, TextPiece
 from negamax.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one choice of a request gained since the last output."""
 
     request_id: str
@@ -57,6 +55,7 @@ class ChoiceStream:
         self._num_output_tokens = 0
         self._stop_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._keep_stop_token = sampling.include_stop_str_in_output
+        self._has_stop_strings = bool(sampling.stop)
         self._detokenizer = Detokenizer(
             tokenizer,
             skip_special_tokens=sampling.skip_special_tokens,
@@ -69,12 +68,17 @@ class ChoiceStream:
     def push(self, update: SequenceUpdate) -> RequestOutput:
         """The output for `update`. Where it is finished although the update is not (a stop string), the caller must abort
         the sequence in the engine."""
-        token_ids = update.token_ids
+        token_ids, logprobs = update.token_ids, update.logprobs
         finish_reason, stop_reason = update.finish_reason, update.stop_reason
         text_ids: Sequence[int] = token_ids
         if finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_ids and not self._keep_stop_token:
             text_ids = token_ids[:-1]
-        pieces = self._detokenizer.push(text_ids)
+        if self._has_stop_strings and len(text_ids) > 1:
+            pieces, num_used = self._push_until_stop(text_ids)
+            if num_used < len(text_ids):  # what came after the stop string does not belong to the answer
+                token_ids, logprobs = token_ids[:num_used], None if logprobs is None else logprobs[:num_used]
+        else:
+            pieces = self._detokenizer.push(text_ids)
         matched: int | str | None = stop_reason
         if self._detokenizer.matched_stop is not None:
             finish_reason, matched = "stop", self._detokenizer.matched_stop
@@ -89,7 +93,7 @@ class ChoiceStream:
             index=self._index,
             token_ids=token_ids,
             pieces=pieces,
-            logprobs=update.logprobs,
+            logprobs=logprobs,
             prompt_logprobs=update.prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=matched,
@@ -98,6 +102,15 @@ class ChoiceStream:
             num_cached_tokens=update.num_cached_tokens,
             error=update.error,
         )
+
+    def _push_until_stop(self, token_ids: Sequence[int]) -> tuple[list[TextPiece], int]:
+        """The text of several tokens, and how many of them it took to complete a stop string (all, where there is none)."""
+        pieces: list[TextPiece] = []
+        for position, token_id in enumerate(token_ids, start=1):
+            pieces += self._detokenizer.push([token_id])
+            if self._detokenizer.matched_stop is not None:
+                return pieces, position
+        return pieces, len(token_ids)
 
 
 def admit(prompt_token_ids: Sequence[int], sampling: SamplingParams, *, info: ModelInfo) -> SamplingParams:

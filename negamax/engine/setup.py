@@ -9,6 +9,7 @@ from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
+from negamax.engine.constraints import Constraints
 from negamax.engine.executor import start_executor
 from negamax.engine.loop import EngineLoop
 from negamax.engine.source import locate
@@ -96,6 +97,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     info = ModelInfo(
         model=options.model,
         served_model_name=source.name,
+        architecture=spec.architecture,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=eos_token_ids,
@@ -109,7 +111,8 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         dtype=ready.dtype,
         memory=ready.memory_summary,
     )
-    return EngineLoop(scheduler, executor, overlap=options.enable_overlap), info
+    constraints = Constraints(source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids)
+    return EngineLoop(scheduler, executor, constraints=constraints, overlap=options.enable_overlap), info
 
 
 def default_threads(num_ranks: int) -> int:

@@ -14,6 +14,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  # folder, hub id or "nano", as given
     served_model_name: str
+    architecture: str  # as config.json names it
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -43,6 +44,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     step_seconds: float  # duration of the last step, launch to commit
     device_seconds: float = 0.0  # a GPU's time in steps
     idle_seconds: float = 0.0  # and between them
+    num_drafts: int = 0  # speculation: how often tokens were proposed,
+    num_draft_tokens: int = 0  # how many,
+    num_accepted_tokens: int = 0  # and how many of them were right
+    accepted_per_position: tuple[int, ...] = ()  # the same by position in the draft
 
 
 # client -> engine
@@ -52,6 +57,10 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
+
+
+class ForgetPrefixes(msgspec.Struct, frozen=True, tag="forget"):
+    """Empty the prefix cache."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -66,6 +75,16 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     updates: list[SequenceUpdate]
     stats: EngineStats
+    admitted: list[tuple[str, float]] = []  # sequences that began to run, with the `time.monotonic()` of their first step
+    step_tokens: list[int] = []  # tokens that each step since the last message ran
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
+    """Twice a second, from a thread of its own: the process runs, and whether its loop goes round."""
+
+    num_rounds: int  # of the loop since the start
+    is_idle: bool  # the loop waits for a message
+    stats: EngineStats
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -75,8 +94,8 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     exit_code: int
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown
-FromEngine = EngineReady | StepOutputs | EngineFailed
+ToEngine = AddRequest | AbortRequests | ForgetPrefixes | Shutdown
+FromEngine = EngineReady | StepOutputs | Heartbeat | EngineFailed
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

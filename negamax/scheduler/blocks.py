@@ -73,6 +73,16 @@ class BlockPool:
                 else:
                     self._cached[block_id] = None
 
+    def forget(self) -> None:
+        """Make every cached block blank: what nobody holds is not found again."""
+        for block_id in self._cached:
+            digest = self._digests[block_id]
+            assert digest is not None
+            del self._block_of[digest]
+            self._digests[block_id] = None
+        self._blank += reversed(self._cached)
+        self._cached.clear()
+
     def index(self, block_id: int, digest: bytes) -> None:
         """Make a held, completely computed block findable. A second block with the same content stays unindexed."""
         assert self._ref_counts[block_id] > 0 and self._digests[block_id] is None

@@ -6,6 +6,7 @@ import msgspec
 
 from negamax.base.errors import InvalidRequestError
 from negamax.config.generation import SamplingDefaults as SamplingDefaults
+from negamax.config.grammar import Grammar, Reasoning
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
@@ -42,6 +43,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None: off; 0: the chosen token only; k: the k most likely too
     prompt_logprobs: int | None = None  # the same, for each prompt token after the first
+    grammar: Grammar | None = None  # the form of the content
+    reasoning: Reasoning | None = None  # where the content begins; None: at once
+    thinking_token_budget: int | None = None  # tokens of reasoning after which it is closed; without `reasoning` nothing
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether some next token may not be any token."""
+        return self.grammar is not None or (self.reasoning is not None and self.thinking_token_budget is not None)
 
     def check(self, *, max_logprobs: int, vocab_size: int) -> None:
         """Refuse any value out of range (`max_logprobs`: the server's cap; `vocab_size` bounds token ids)."""
@@ -74,6 +83,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token_id, value in bias.items():
             _in_range("logit_bias", token_id, 0, vocab_size - 1)
             _in_range("logit_bias", value, -100.0, 100.0)
+        _in_range("thinking_token_budget", self.thinking_token_budget, 0, 2**31 - 1)
+        if self.grammar is not None:
+            self.grammar.check()
+        if self.reasoning is not None:
+            self.reasoning.check(vocab_size=vocab_size)
 
     def resolved(self, defaults: SamplingDefaults, *, room: int) -> SamplingParams:
         """A copy with every None replaced: model defaults, and `max_tokens` = `room` (tokens left in the window)."""

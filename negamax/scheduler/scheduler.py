@@ -2,7 +2,8 @@
 
 Steps overlap: `plan` may be called again before the last plan was committed. That works because the worker executes
 plans in order and feeds a sampled token to its row by itself: blocks and slots freed here are reused by a later plan at
-the earliest, and a decode row can be planned while its input token is still unknown here.
+the earliest, and a decode row can be planned while its input token is still unknown here. A row whose next token depends on a
+mask is planned like any other; where the mask comes too late, `defer` takes the row back.
 
 Same calls, same plans: nothing here depends on time, hashes of strings or set order.
 """
@@ -19,7 +20,7 @@ from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.prefix_cache import match_prefix
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.sequence import NEVER, NO_SLOT, Sequence
-from negamax.scheduler.step import NewRow, SequenceUpdate, StepPlan, StepResult
+from negamax.scheduler.step import MaskedRow, NewRow, SequenceUpdate, StepPlan, StepResult
 
 _by_order = attrgetter("order")
 
@@ -36,6 +37,15 @@ class SchedulerLimits:
     enable_prefix_caching: bool
     max_queued_requests: int
     eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A plan that is not committed."""
+
+    step_id: int
+    sequences: list[Sequence]  # of its rows
+    deferred: set[int]  # rows that were taken back: what they sample means nothing
 
 
 class Scheduler:
@@ -55,7 +65,9 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # by order
         self._running: list[Sequence] = []  # by order: the last one is the first to be preempted
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[tuple[int, list[Sequence]]] = deque()  # step id and its rows' sequences
+        self._in_flight: deque[_InFlight] = deque()
+        self._num_constrained = 0  # unfinished sequences that are
+        self._admitted: list[str] = []  # request ids, until `take_admitted`
         self._arrival_count = 0
         self._step_count = 0
         self._last_committed = -1  # step id
@@ -125,13 +137,58 @@ class Scheduler:
             block_size=limits.block_size,
         )
         self._arrival_count += 1
+        self._num_constrained += sequence.is_constrained
         self._sequences[request.request_id] = sequence
         insort(self._waiting, sequence, key=_by_order)
 
     def abort(self, request_id: str) -> SequenceUpdate | None:
         """End a request now and free what it holds; None when the id is unknown or already finished."""
+        return self.end(request_id, "abort")
+
+    def end(self, request_id: str, finish_reason: str, *, error: str | None = None) -> SequenceUpdate | None:
+        """As `abort`, with another reason."""
         sequence = self._sequences.get(request_id)
-        return None if sequence is None else self._end(sequence, "abort")
+        return None if sequence is None else self._end(sequence, finish_reason, error=error)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, but for what running requests hold."""
+        self._pool.forget()
+
+    def masked_rows(self, plan: StepPlan) -> list[MaskedRow]:
+        """The masked rows of the latest plan whose sequences have not ended since."""
+        latest = self._in_flight[-1]
+        assert latest.step_id == plan.step_id
+        rows = [(row, latest.sequences[row]) for row in plan.masked]
+        return [
+            MaskedRow(row, sequence.request_id, plan.starts[row] + plan.counts[row] - sequence.prompt_len)
+            for row, sequence in rows
+            if not sequence.finished
+        ]
+
+    def defer(self, plan: StepPlan, rows: list[int]) -> None:
+        """Take rows of the latest plan back: their sequences stay as they were before they were sampled, and are not planned
+        until `resume`. What the rows ran is run, and their last token will run again."""
+        latest = self._in_flight[-1]
+        assert latest.step_id == plan.step_id
+        for row in rows:
+            sequence = latest.sequences[row]
+            latest.deferred.add(row)
+            sequence.is_held = True
+            sequence.num_computed -= 1
+            sequence.num_total -= 1
+
+    def resume(self, request_id: str) -> None:
+        """Plan a deferred sequence again."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            sequence.is_held = False
+
+    def release(self, request_id: str) -> None:
+        """From now on nothing constrains the sequence."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.is_constrained:
+            sequence.is_constrained = False
+            self._num_constrained -= 1
 
     def plan(self) -> StepPlan | None:
         """The next step; None when nothing can run before the next commit or `add`."""
@@ -148,10 +205,15 @@ class Scheduler:
             draft.add_chunk(self._waiting.pop(0))
         if not draft.sequences and not draft.chunks:
             return None
-        plan = draft.finish(self._step_count)
-        self._in_flight.append((self._step_count, draft.sequences))
+        plan = draft.finish(self._step_count, may_be_masked=self._num_constrained > 0)
+        self._in_flight.append(_InFlight(self._step_count, draft.sequences, set()))
         self._step_count += 1
         return plan
+
+    def take_admitted(self) -> list[str]:
+        """Ids of the requests that plans have let run for the first time since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Take in the result of the oldest uncommitted plan: one update per sequence that gained a token or ended.
@@ -159,7 +221,8 @@ class Scheduler:
         Rows of sequences that ended meanwhile are dropped. `result.token_ids` has an entry for every row with `samples`
         True, failed rows included.
         """
-        sequences = self._take_in_flight(plan)
+        step = self._take_in_flight(plan)
+        sequences, deferred = step.sequences, step.deferred
         assert result.step_id == plan.step_id
         token_ids, logprobs = result.token_ids, result.logprobs
         prompt_logprobs, errors = result.prompt_logprobs, result.errors
@@ -176,10 +239,10 @@ class Scheduler:
                 continue
             if prompt_logprobs and row in prompt_logprobs and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(prompt_logprobs[row])
-            computed = start + count
+            computed = start + count - (row in deferred)  # a deferred row's last token will run again
             if computed >= sequence.index_at:
                 self._index_blocks(sequence, computed)
-            if not sampled:
+            if not sampled or row in deferred:
                 continue
             token_id = token_ids[position]
             sequence.tokens.append(token_id)
@@ -209,7 +272,7 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
         """The oldest uncommitted plan was lost: its sequences end with an error."""
-        sequences = self._take_in_flight(plan)
+        sequences = self._take_in_flight(plan).sequences
         return [self._end(sequence, "error", error=message) for sequence in sequences if not sequence.finished]
 
     def _check_pool(self, prompt_len: int, *, limit: int) -> None:
@@ -235,8 +298,12 @@ class Scheduler:
         row and a token was left over.
         """
         prefills: list[Sequence] = []
+        num_held = 0
         sequences, slots, starts = draft.sequences, draft.slots, draft.starts
         for sequence in self._running:  # _grow may take sequences off the end, never one already passed
+            if sequence.is_held:
+                num_held += 1  # the budget keeps its place
+                continue
             computed = sequence.num_computed
             total = sequence.num_total
             if total - computed > 1:
@@ -254,7 +321,7 @@ class Scheduler:
             sequences.append(sequence)
             slots.append(sequence.slot)
             starts.append(computed)
-        draft.budget -= len(slots)
+        draft.budget -= len(slots) + num_held
         assert draft.budget >= 0
         return prefills
 
@@ -314,9 +381,11 @@ class Scheduler:
             sequence.prompt_logprobs = []  # a preempted prefill starts over
         if not sequence.was_admitted:
             sequence.was_admitted = True
+            self._admitted.append(sequence.request_id)
             sequence.num_cached_tokens = sequence.num_computed
             self.prompt_tokens += sequence.prompt_len
             self.cached_prompt_tokens += sequence.num_computed
+        sequence.is_held = False
         sequence.slot = self._free_slots.pop()
         insort(self._running, sequence, key=_by_order)
         return NewRow(
@@ -324,7 +393,7 @@ class Scheduler:
             sequence.tokens.copy(),
             sequence.prompt_len,
             sequence.block_ids.copy(),
-            sequence.request.sampling,
+            sequence.worker_sampling,
         )
 
     def _index_blocks(self, sequence: Sequence, num_computed: int) -> None:
@@ -349,6 +418,7 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         """Forget a sequence; rows of it still in flight are dropped when they come back."""
         sequence.finished = True
+        self._num_constrained -= sequence.is_constrained
         del self._sequences[sequence.request_id]
         if sequence.slot == NO_SLOT:
             self._waiting.remove(sequence)
@@ -364,11 +434,11 @@ class Scheduler:
         sequence.block_ids = []
         sequence.index_at = NEVER  # rows in flight fill blocks that are no longer its own
 
-    def _take_in_flight(self, plan: StepPlan) -> list[Sequence]:
-        step_id, sequences = self._in_flight.popleft()
-        assert step_id == plan.step_id, "plans are committed in the order they were made"
-        self._last_committed = step_id
-        return sequences
+    def _take_in_flight(self, plan: StepPlan) -> _InFlight:
+        step = self._in_flight.popleft()
+        assert step.step_id == plan.step_id, "plans are committed in the order they were made"
+        self._last_committed = step.step_id
+        return step
 
 
 class _Draft:
@@ -405,8 +475,8 @@ class _Draft:
         self.budget -= count
         self.chunks.append((count, start, samples, sequence))
 
-    def finish(self, step_id: int) -> StepPlan:
-        """The plan; afterwards `sequences` has one entry per row."""
+    def finish(self, step_id: int, *, may_be_masked: bool) -> StepPlan:
+        """The plan; afterwards `sequences` has one entry per row. `may_be_masked`: some sequence is constrained."""
         counts = [1] * len(self.slots)
         samples = [True] * len(self.slots)
         self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable
@@ -416,6 +486,17 @@ class _Draft:
             self.starts.append(start)
             counts.append(count)
             samples.append(sampled)
+        masked: list[int] = []
+        if may_be_masked:
+            masked = [row for row, of in enumerate(self.sequences) if of.is_constrained and samples[row]]
         return StepPlan(
-            step_id, self.new_rows, self.appended_slots, self.appended_blocks, self.slots, self.starts, counts, samples
+            step_id,
+            self.new_rows,
+            self.appended_slots,
+            self.appended_blocks,
+            self.slots,
+            self.starts,
+            counts,
+            samples,
+            masked,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from negamax.scheduler.prefix_cache import DigestChain
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import TokenLogprobs
@@ -23,6 +25,8 @@ class Sequence:
         "chain",
         "finished",
         "index_at",
+        "is_constrained",
+        "is_held",
         "limit",
         "num_cached_tokens",
         "num_computed",
@@ -40,6 +44,7 @@ class Sequence:
         "stop_ids",
         "tokens",
         "was_admitted",
+        "worker_sampling",
     )
 
     def __init__(
@@ -80,4 +85,9 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] | None = None  # gathered; None: not wanted, or delivered
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
+        self.is_constrained = sampling.is_constrained  # its next token may depend on a mask
+        self.is_held = False  # not to be planned: nobody knows yet what it may sample
+        self.worker_sampling = sampling  # without what only the engine reads
+        if sampling.grammar is not None or sampling.reasoning is not None:
+            self.worker_sampling = msgspec.structs.replace(sampling, grammar=None, reasoning=None)
         self.finished = False

@@ -34,11 +34,29 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     starts: list[int]  # position of the first token to run
     counts: list[int]  # tokens to run, at least 1
     samples: list[bool]  # True: the last token's logits are sampled; the token lands at position start + count
+    masked: list[int] = []  # rows whose sampling waits for the `StepMasks` of this step; empty: it brings none
 
     @property
     def num_tokens(self) -> int:
         """Tokens run by this step over all rows."""
         return sum(self.counts)
+
+
+class MaskedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sampled row of a plan whose next token may be constrained."""
+
+    row: int  # of the plan
+    request_id: str
+    num_outputs: int  # output tokens before the one that is sampled
+
+
+class StepMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Which tokens the masked rows of step `step_id` may sample; follows the plan. Rows that are not named may sample any."""
+
+    step_id: int
+    rows: list[int]  # of the plan
+    places: list[int]  # for each of them, its mask in `masks`
+    masks: list[bytes]  # ceil(vocabulary / 8) bytes each: bit i of byte j allows token 8 j + i
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -74,3 +92,4 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_reason: int | None  # the stop token id, when one of `stop_token_ids` ended it
     num_cached_tokens: int  # prompt tokens taken from the prefix cache
     error: str | None
+    is_refusal: bool = False  # the error is the request's own: what it asks for cannot be done

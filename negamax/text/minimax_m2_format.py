@@ -18,13 +18,12 @@ import re
 
 from negamax.text.output_parser import CallWriter, OutputFormat
 from negamax.text.schema_values import TEXT_TYPES, ToolSchemas, json_value
-from negamax.text.tag_lexer import MAX_ATTRIBUTE_CHARS, Lexeme, TagKind, TagPattern, literal_beginning
+from negamax.text.tag_lexer import MAX_ATTRIBUTE_CHARS, TEXT, Lexeme, TagBeginnings, TagKind, TagPattern
+from negamax.text.tag_names import quoted_name, tag_name, tool_name
 from negamax.text.tokenizer import Tokenizer
 
 _ATTRIBUTES = rf"\s[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
-_QUOTED_NAME = re.compile(r"""\sname\s*=\s*(?:"([^"]*)"|'([^']*)')""")
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
-_LOOSE_EDGES = " \t\r\n=\"'"
 
 # For each closer met in an open value: what must follow for it to be one. The end of the output always does.
 _CLOSES_BEFORE = {
@@ -40,6 +39,9 @@ class _State(enum.Enum):
     VALUE = "inside a parameter"
 
 
+_BLOCK, _INVOKE, _VALUE = _State.BLOCK, _State.INVOKE, _State.VALUE
+
+
 class MiniMaxM2Block:
     """One call block, from its opener on. Fed with lexemes by the parser, its single writer."""
 
@@ -48,8 +50,9 @@ class MiniMaxM2Block:
         self._calls = calls
         self._schemas = schemas
         self._has_opener = has_opener
-        self._state = _State.BLOCK
-        self._tool = ""
+        self._state = _BLOCK
+        self._arguments = schemas.arguments("")  # of the open call
+        self._is_declared = False
         self._keys: set[str] = set()  # parameters of the open call, the current one included
         self._key = ""
         self._types: frozenset[str] = frozenset()
@@ -61,18 +64,14 @@ class MiniMaxM2Block:
     def take(self, lexeme: Lexeme) -> bool:
         """Process one lexeme; True when it ended the block."""
         if self._closer is not None:
-            if lexeme.kind is TagKind.TEXT and lexeme.text.isspace():
+            if lexeme.kind is TEXT and lexeme.text.isspace():
                 self._space.append(lexeme.text)
                 return False
             self._decide(self._closer, before=lexeme)
-        match self._state:
-            case _State.BLOCK:
-                return self._take_in_block(lexeme)
-            case _State.INVOKE:
-                return self._take_in_invoke(lexeme)
-            case _State.VALUE:
-                self._take_in_value(lexeme)
-                return False
+        if self._state is _VALUE:
+            self._take_in_value(lexeme)
+            return False
+        return self._take_in_block(lexeme) if self._state is _BLOCK else self._take_in_invoke(lexeme)
 
     def finish(self) -> None:
         """The output is over: a string keeps what came of it, any other open value is dropped, and the JSON is closed."""
@@ -80,7 +79,7 @@ class MiniMaxM2Block:
             self._close_value()
         elif self._is_written:
             self._calls.close_string()
-        if self._state is not _State.BLOCK:
+        if self._state is not _BLOCK:
             self._end_call()
 
     def _take_in_block(self, lexeme: Lexeme) -> bool:
@@ -90,7 +89,7 @@ class MiniMaxM2Block:
 
     def _take_in_invoke(self, lexeme: Lexeme) -> bool:
         if lexeme.kind is TagKind.PARAMETER_OPEN:
-            key = _tag_name(lexeme.text)
+            key = tag_name(lexeme.text)
             if key:
                 self._begin_value(key)
         elif lexeme.kind is TagKind.INVOKE_OPEN:
@@ -102,13 +101,16 @@ class MiniMaxM2Block:
         return False
 
     def _take_in_value(self, lexeme: Lexeme) -> None:
+        if lexeme.kind is TEXT:
+            self._write(lexeme.text)
+            return
         if lexeme.kind in _CLOSES_BEFORE:
             self._closer = lexeme
             return
         if lexeme.kind is TagKind.CUT:
             return
         if lexeme.kind is TagKind.PARAMETER_OPEN:
-            key = _quoted_name(lexeme.text)
+            key = quoted_name(lexeme.text)
             if key and key not in self._keys and self._may_have(key):
                 self._close_value()
                 self._begin_value(key)
@@ -119,7 +121,7 @@ class MiniMaxM2Block:
         """Settle the undecided closer by what follows it, `before`, and go to the state it leads to."""
         follows = before.kind is TagKind.CUT or before.kind in _CLOSES_BEFORE[closer.kind]
         if before.kind is TagKind.PARAMETER_OPEN:
-            follows = bool(_quoted_name(before.text) or _NAMED_PARAMETER.match(before.text))
+            follows = bool(quoted_name(before.text) or _NAMED_PARAMETER.match(before.text))
         if not follows:
             text = closer.text + "".join(self._space)
             self._forget_closer()
@@ -132,24 +134,26 @@ class MiniMaxM2Block:
         self._space = []
 
     def _begin_call(self, lexeme: Lexeme) -> None:
-        self._tool = _tool_name(lexeme.text, self._schemas)
+        tool = tool_name([lexeme.text], self._schemas)
+        self._arguments = self._schemas.arguments(tool)
+        self._is_declared = self._schemas.declares(tool)
         self._keys = set()
-        if self._tool:
-            self._calls.start_call(self._tool)
-            self._state = _State.INVOKE
+        if tool:
+            self._calls.start_call(tool)
+            self._state = _INVOKE
 
     def _end_call(self) -> None:
         self._calls.end_call()
-        self._state = _State.BLOCK
+        self._state = _BLOCK
 
     def _may_have(self, key: str) -> bool:
-        return not self._schemas.declares(self._tool) or self._schemas.declares_parameter(self._tool, key)
+        return not self._is_declared or self._arguments.lists(key)
 
     def _begin_value(self, key: str) -> None:
         self._key = key
         self._keys.add(key)
-        self._types = self._schemas.parameter_types(self._tool, key)
-        self._state = _State.VALUE
+        self._types = self._arguments.member(key).types
+        self._state = _VALUE
 
     def _write(self, text: str) -> None:
         """Add `text` to the open value; a string goes out at once, unless it may still turn out to be the word null."""
@@ -175,45 +179,18 @@ class MiniMaxM2Block:
         self._value = []
         self._is_written = False
         self._forget_closer()
-        self._state = _State.INVOKE
+        self._state = _INVOKE
 
 
-def _quoted_name(tag: str) -> str:
-    """The name attribute of a tag, or "" where it is not written as it should be."""
-    match = _QUOTED_NAME.search(tag)
-    return (match[1] or match[2] or "") if match else ""
-
-
-def _attribute_text(tag: str) -> str:
-    """What stands in a tag after its first word, without quotes and equals signs at the edges."""
-    return "".join(tag.removesuffix(">").split(None, 1)[1:]).strip(_LOOSE_EDGES)
-
-
-def _tag_name(tag: str) -> str:
-    """The name in a tag, also where the model lost a quote or the equals sign: `<invoke name get_weather">`."""
-    return _quoted_name(tag) or _attribute_text(tag).removeprefix("name").strip(_LOOSE_EDGES)
-
-
-def _tool_name(tag: str, schemas: ToolSchemas) -> str:
-    """As `_tag_name`, but where a declared name and nothing else stands in the tag, it is that one."""
-    bare = _attribute_text(tag)
-    return bare if schemas.declares(bare) else _tag_name(tag)
-
-
-def _is_bare_call(lexeme: Lexeme, schemas: ToolSchemas) -> bool:
-    return schemas.declares(_quoted_name(lexeme.text))
-
-
-def _opener(kind: TagKind, *, word: str) -> TagPattern:
-    return TagPattern(kind, whole=f"{word}{_ATTRIBUTES}>", beginning=literal_beginning(word, then=f"(?:{_ATTRIBUTES})?"))
-
-
-def _closer(kind: TagKind, *, text: str) -> TagPattern:
-    return TagPattern(kind, whole=text, beginning=literal_beginning(text))
+def _is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
+    return at_line_start and schemas.declares(quoted_name(lexeme.text))
 
 
 MINIMAX_M2 = OutputFormat(
     name="minimax_m2",
+    think_open="<think>",
+    think_close="</think>",
+    call_open="<minimax:tool_call>",
     literals={
         "<think>": TagKind.THINK_OPEN,
         "</think>": TagKind.THINK_CLOSE,
@@ -221,23 +198,28 @@ MINIMAX_M2 = OutputFormat(
         "</minimax:tool_call>": TagKind.BLOCK_CLOSE,
     },
     patterns=(
-        _opener(TagKind.INVOKE_OPEN, word="<invoke"),
-        _closer(TagKind.INVOKE_CLOSE, text="</invoke>"),
-        _opener(TagKind.PARAMETER_OPEN, word="<parameter"),
-        _closer(TagKind.PARAMETER_CLOSE, text="</parameter>"),
+        TagPattern(TagKind.INVOKE_OPEN, "<", rf"invoke{_ATTRIBUTES}>"),
+        TagPattern(TagKind.INVOKE_CLOSE, "<", "/invoke>"),
+        TagPattern(TagKind.PARAMETER_OPEN, "<", rf"parameter{_ATTRIBUTES}>"),
+        TagPattern(TagKind.PARAMETER_CLOSE, "<", "/parameter>"),
     ),
-    first_chars="<",
+    beginnings=TagBeginnings(
+        words=("<invoke", "</invoke", "<parameter", "</parameter"),
+        anchors=("<invoke", "<parameter"),
+        growing=rf"<(?:invoke|parameter){_ATTRIBUTES}",
+        inside=r"<(?:invoke|parameter)\s[^<>]*",
+    ),
     new_block=MiniMaxM2Block,
     is_bare_call=_is_bare_call,
+    may_think_again=False,
 )
 
 
 def tag_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """The token ids of the format's tags, by text; tags that `tokenizer` has no token for are left out."""
-    found = {tag: tokenizer.token_id(tag) for tag in MINIMAX_M2.literals}
-    return {tag: token_id for tag, token_id in found.items() if token_id is not None}
+    """As `OutputFormat.tag_ids`, for this format."""
+    return MINIMAX_M2.tag_ids(tokenizer)
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """Whether a rendered prompt ends inside an open think block, so that the answer begins there (M2's templates always do)."""
-    return prompt.rstrip("\n").endswith("<think>")
+    """As `OutputFormat.opens_reasoning`, for this format."""
+    return MINIMAX_M2.opens_reasoning(prompt)

@@ -7,9 +7,10 @@ answer is the sum of its stream.
 Rules for every format:
 - Reasoning ends at its closer, or at a call block that opens in it. A second opener before the first word of reasoning and
   a second closer before the first word of content are dropped. An opener before the first word of content begins reasoning;
-  once content has begun, think tags are part of it.
-- A call opener begins a block where it begins a line of content, or where an invoke or the end of the output follows it.
-  Anywhere else it is quoted text.
+  once content has begun, think tags are part of it (but see `OutputFormat.may_think_again`: there an opener that is not
+  behind a quotation mark begins reasoning again).
+- A call opener begins a block where it begins a line of content, or where an invoke or the end of the output follows it, or in
+  content its closer. Anywhere else it is quoted text.
 - White space between content and a call block is layout. Line breaks at the edges of reasoning and before content are too.
 - Tools that were not declared are reported like any other. At the end of the output a beginning of a tag is text again, except
   inside a call block, where it is dropped: a name that was cut gives no call, a cut string argument keeps what came, other cut
@@ -18,48 +19,53 @@ Rules for every format:
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from negamax.text.detokenizer import TextPiece
 from negamax.text.schema_values import ToolSchemas, json_string, json_string_body
-from negamax.text.tag_lexer import Lexeme, TagKind, TagLexer, TagPattern
+from negamax.text.tag_lexer import NO_BEGINNINGS, TEXT, Lexeme, TagBeginnings, TagKind, TagLexer, TagPattern
+from negamax.text.tokenizer import Tokenizer
+
+_ASSISTANT_TURN, _TURN_END = "]~b]ai\n", "[e~["  # in rendered prompts of every family
+_QUOTES = frozenset("`'\"“‘«")
+# What makes an undecided call opener one.
+_AFTER_OPENER = frozenset({TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN, TagKind.CUT})
+_AFTER_LOOSE_OPENER = frozenset({TagKind.INVOKE_OPEN})
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
     """More reasoning text."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
+class ContentDelta(msgspec.Struct, frozen=True, gc=False):
     """More content text."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
     """A tool call begins; `index` counts the calls of the answer from 0."""
 
     index: int
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolArgumentsDelta:
+class ToolArgumentsDelta(msgspec.Struct, frozen=True, gc=False):
     """More of the JSON text of a call's arguments."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallEnd:
+class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
     """The arguments of this call are complete: their deltas form one JSON object."""
 
     index: int
@@ -86,12 +92,16 @@ class ParsedOutput:
 
 
 class CallWriter:
-    """Writes tool calls as events; arguments are one JSON object that grows member by member. Single writer: the open block."""
+    """Writes tool calls as events; arguments are one JSON object that grows member by member. Single writer: the open block.
+
+    Values go into the innermost container that is open: with a key into an object, with None into an array.
+    """
 
     def __init__(self, emit: Callable[[ParserEvent], None]) -> None:
         self._emit = emit
         self._index = -1
-        self._has_members = False
+        self._closers: list[str] = []  # of the open containers below the arguments
+        self._has_members = False  # the innermost container; one that has a container in it has members
 
     def start_call(self, name: str) -> None:
         """Begin the next call."""
@@ -99,12 +109,12 @@ class CallWriter:
         self._has_members = False
         self._emit(ToolCallStart(self._index, name))
 
-    def member(self, key: str, value: str) -> None:
-        """Add a whole argument; `value` is JSON."""
+    def member(self, key: str | None, value: str) -> None:
+        """Add a whole value, which is JSON."""
         self._arguments(self._lead(key) + value)
 
-    def open_string(self, key: str) -> None:
-        """Begin a string argument that arrives bit by bit."""
+    def open_string(self, key: str | None) -> None:
+        """Begin a string that arrives bit by bit."""
         self._arguments(self._lead(key) + '"')
 
     def string_text(self, text: str) -> None:
@@ -116,15 +126,30 @@ class CallWriter:
         """End the open string."""
         self._arguments('"')
 
+    def open_container(self, key: str | None, *, is_array: bool) -> None:
+        """Begin an object or an array, whose values follow."""
+        self._arguments(self._lead(key) + ("[" if is_array else "{"))
+        self._closers.append("]" if is_array else "}")
+        self._has_members = False
+
+    def close_container(self) -> None:
+        """End the innermost container."""
+        self._arguments(self._closers.pop())
+        self._has_members = True
+
     def end_call(self) -> None:
-        """Close the arguments and the call."""
+        """Close the arguments and the call; no container may be open."""
+        assert not self._closers
         self._arguments("}" if self._has_members else "{}")
         self._emit(ToolCallEnd(self._index))
 
-    def _lead(self, key: str) -> str:
-        lead = ", " if self._has_members else "{"
-        self._has_members = True
-        return f"{lead}{json_string(key)}: "
+    def _lead(self, key: str | None) -> str:
+        if self._has_members:
+            lead = ", "
+        else:
+            lead = "" if self._closers else "{"
+            self._has_members = True
+        return lead if key is None else f"{lead}{json_string(key)}: "
 
     def _arguments(self, text: str) -> None:
         self._emit(ToolArgumentsDelta(self._index, text))
@@ -140,6 +165,12 @@ class CallBlock(Protocol):
         """The output is over: close what is open."""
 
 
+class IsBareCall(Protocol):
+    """Whether an invoke without a block around it is a call; `at_line_start`: only white space stands before it in its line."""
+
+    def __call__(self, lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool: ...
+
+
 class NewBlock(Protocol):
     """Makes the reader of a block that opens; `has_opener` is False for a bare call."""
 
@@ -151,17 +182,52 @@ class OutputFormat:
     """How a model family writes reasoning and calls: its tags, and the reader of a call block."""
 
     name: str
+    think_open: str
+    think_close: str
+    call_open: str  # what a call block begins with, one token where the vocabulary has it
     literals: Mapping[str, TagKind]  # tags with a fixed text, which may be one token each
     patterns: tuple[TagPattern, ...]
-    first_chars: str  # characters with which a tag can begin
+    beginnings: TagBeginnings
     new_block: NewBlock
-    is_bare_call: Callable[[Lexeme, ToolSchemas], bool]  # whether an invoke on its own line, without a block, is a call
+    is_bare_call: IsBareCall  # whether an invoke without a block around it is a call
+    may_think_again: bool  # whether a think opener within content begins reasoning
+
+    def without_calls(self) -> OutputFormat:
+        """The same format for answers in which what looks like a call is text."""
+        think_tags = {tag: self.literals[tag] for tag in (self.think_open, self.think_close)}
+        return dataclasses.replace(self, literals=think_tags, patterns=(), beginnings=NO_BEGINNINGS)
+
+    def tag_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """The token ids of the tags with a fixed text; tags that `tokenizer` has no token for are left out."""
+        found = {tag: tokenizer.token_id(tag) for tag in self.literals}
+        return {tag: token_id for tag, token_id in found.items() if token_id is not None}
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends inside an open think block, so that the answer begins there.
+
+        Only the assistant turn that the prompt leaves open is looked at: prompts quote think tags elsewhere.
+        """
+        if prompt.rstrip("\n").endswith(self.think_open):
+            return True
+        _, found, turn = prompt.rpartition(_ASSISTANT_TURN)
+        return bool(found) and _TURN_END not in turn and turn.rfind(self.think_open) > turn.rfind(self.think_close)
+
+
+class Thinking(enum.Enum):
+    """Where reasoning goes."""
+
+    SPLIT = "apart from the content"
+    APPEND = "into the content as generated, after the think opener that the prompt ended with"
+    RAW = "into the content as generated"
 
 
 class _State(enum.Enum):
     REASONING = "reasoning"
     CONTENT = "content"
     BLOCK = "call block"
+
+
+_REASONING, _CONTENT = _State.REASONING, _State.CONTENT  # a look-up in the enumeration is ten times as slow
 
 
 class OutputParser:
@@ -179,18 +245,34 @@ class OutputParser:
         tools: Sequence[Mapping[str, Any]] | None,
         in_reasoning: bool,
         tag_ids: Mapping[str, int] | None,
+        thinking: Thinking = Thinking.SPLIT,
     ) -> None:
         self._format = format
         self._schemas = ToolSchemas(tools)
-        self._lexer = TagLexer(format.literals, patterns=format.patterns, first_chars=format.first_chars, token_ids=tag_ids)
-        self._events: list[ParserEvent] = []
-        self._reasoning = _TextChannel(self._emit, event=ReasoningDelta)
-        self._content = _TextChannel(self._emit, event=ContentDelta)
-        self._calls = CallWriter(self._emit)
+        self._lexer = TagLexer(
+            format.literals,
+            patterns=format.patterns,
+            beginnings=format.beginnings,
+            token_ids=tag_ids,
+        )
+        self._events: list[ParserEvent] = []  # since the last feed
+        emit = self._events.append
+        self._splits = thinking is Thinking.SPLIT
+        self._content = _TextChannel(emit, event=ContentDelta, is_verbatim=not self._splits)
+        self._reasoning = _TextChannel(emit, event=ReasoningDelta) if self._splits else self._content
+        self._calls = CallWriter(emit)
         self._state = _State.REASONING if in_reasoning else _State.CONTENT
         self._block: CallBlock | None = None
         self._opener: list[str] = []  # an undecided call opener and the white space after it
+        self._opener_is_loose = False
         self._is_after_block = False  # only white space since a block ended
+        if thinking is Thinking.APPEND and in_reasoning:
+            self._content.write(format.think_open)
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as is certain."""
+        return self._state is _State.REASONING
 
     def feed(self, pieces: Sequence[TextPiece]) -> list[ParserEvent]:
         """Take the next pieces; return what is certain now."""
@@ -205,7 +287,11 @@ class OutputParser:
         if self._block is not None:
             self._block.finish()
             self._block = None
-        elif self._state is _State.CONTENT and not self._opener and not self._is_after_block:
+        if self._opener and self._opener_is_loose:
+            self._write("".join(self._opener))
+            self._opener = []
+        may_end_in_space = self._state is _CONTENT or not self._splits
+        if may_end_in_space and not self._opener and not self._is_after_block:
             self._content.flush()
         return self._taken_events()
 
@@ -215,24 +301,29 @@ class OutputParser:
         if self._block is not None:
             if self._block.take(lexeme):
                 self._block = None
-                self._state = _State.CONTENT
+                self._state = _CONTENT
                 self._is_after_block = True
             return
+        if lexeme.kind is TEXT:
+            self._write(lexeme.text)
+            return
         match lexeme.kind:
-            case TagKind.TEXT | TagKind.CUT | TagKind.INVOKE_CLOSE | TagKind.PARAMETER_OPEN | TagKind.PARAMETER_CLOSE:
-                self._write(lexeme.text)
             case TagKind.THINK_OPEN | TagKind.THINK_CLOSE:
                 self._take_think_tag(lexeme)
             case TagKind.BLOCK_OPEN:
-                if self._state is _State.CONTENT and self._content.is_at_line_start():
+                if self._state is _CONTENT and self._content.is_at_line_start():
                     self._open_block(has_opener=True)
                 else:
-                    self._opener = [lexeme.text]
+                    self._opener, self._opener_is_loose = [lexeme.text], False
+            case TagKind.LOOSE_BLOCK_OPEN:
+                self._opener, self._opener_is_loose = [lexeme.text], True
             case TagKind.BLOCK_CLOSE:
                 if not self._is_after_block:  # else a second closer
                     self._write(lexeme.text)
             case TagKind.INVOKE_OPEN:
                 self._take_bare_invoke(lexeme)
+            case _:
+                self._write(lexeme.text)
 
     def _decide_opener(self, lexeme: Lexeme) -> bool:
         """Settle the undecided call opener by what follows it; True when `lexeme` is used up."""
@@ -241,7 +332,9 @@ class OutputParser:
             return True
         quoted = "".join(self._opener)
         self._opener = []
-        if lexeme.kind in (TagKind.INVOKE_OPEN, TagKind.CUT):
+        confirming = _AFTER_LOOSE_OPENER if self._opener_is_loose else _AFTER_OPENER
+        is_empty_block = lexeme.kind is TagKind.BLOCK_CLOSE and self._state is _CONTENT and not self._opener_is_loose
+        if lexeme.kind in confirming or is_empty_block:
             self._open_block(has_opener=True)
         else:
             self._write(quoted)
@@ -249,23 +342,32 @@ class OutputParser:
 
     def _take_think_tag(self, lexeme: Lexeme) -> None:
         is_opener = lexeme.kind is TagKind.THINK_OPEN
+        if not self._splits:
+            self._write(lexeme.text)
+            self._state = _REASONING if is_opener else _CONTENT
+            return
         match self._state:
             case _State.REASONING if not is_opener:
                 self._reasoning.drop_space()
-                self._state = _State.CONTENT
+                self._state = _CONTENT
             case _State.REASONING if self._reasoning.has_begun:
                 self._write(lexeme.text)
-            case _State.CONTENT if self._content.has_begun:
+            case _State.CONTENT if self._content.has_begun and not (is_opener and self._thinks_again()):
                 self._write(lexeme.text)
             case _State.CONTENT if is_opener:
                 self._content.drop_space()
-                self._state = _State.REASONING
+                self._state = _REASONING
             case _:
                 pass  # a repeated opener or closer
 
+    def _thinks_again(self) -> bool:
+        return self._format.may_think_again and not self._content.ends_in_quote()
+
     def _take_bare_invoke(self, lexeme: Lexeme) -> None:
-        may_be_call = self._state is _State.CONTENT and self._content.is_at_line_start()
-        if not (may_be_call and self._format.is_bare_call(lexeme, self._schemas)):
+        is_call = self._state is _CONTENT and self._format.is_bare_call(
+            lexeme, self._schemas, at_line_start=self._content.is_at_line_start()
+        )
+        if not is_call:
             self._write(lexeme.text)
             return
         self._open_block(has_opener=False)
@@ -278,17 +380,15 @@ class OutputParser:
         self._state = _State.BLOCK
 
     def _write(self, text: str) -> None:
-        channel = self._reasoning if self._state is _State.REASONING else self._content
+        channel = self._reasoning if self._state is _REASONING else self._content
         channel.write(text)
-        if not text.isspace():
+        if self._is_after_block and not text.isspace():
             self._is_after_block = False
 
-    def _emit(self, event: ParserEvent) -> None:
-        self._events.append(event)
-
     def _taken_events(self) -> list[ParserEvent]:
-        events, self._events = self._events, []
-        return _merged(events)
+        events = self._events.copy()
+        self._events.clear()
+        return events if len(events) < 2 else _merged(events)
 
 
 def parse(
@@ -297,9 +397,10 @@ def parse(
     *,
     tools: Sequence[Mapping[str, Any]] | None,
     in_reasoning: bool,
+    thinking: Thinking = Thinking.SPLIT,
 ) -> ParsedOutput:
     """Parse a whole answer given as text; tags count by their text."""
-    parser = OutputParser(format, tools=tools, in_reasoning=in_reasoning, tag_ids=None)
+    parser = OutputParser(format, tools=tools, in_reasoning=in_reasoning, tag_ids=None, thinking=thinking)
     return collect([*parser.feed([TextPiece(text, None)]), *parser.finish()])
 
 
@@ -327,29 +428,45 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
 
 
 class _TextChannel:
-    """Reasoning or content: drops line breaks before the first word and holds white space until a word follows it."""
+    """Reasoning or content: drops line breaks before the first word (unless verbatim) and holds white space until a word
+    follows it."""
 
-    def __init__(self, emit: Callable[[ParserEvent], None], *, event: type[ReasoningDelta] | type[ContentDelta]) -> None:
+    def __init__(
+        self,
+        emit: Callable[[ParserEvent], None],
+        *,
+        event: type[ReasoningDelta] | type[ContentDelta],
+        is_verbatim: bool = False,
+    ) -> None:
         self._emit = emit
         self._event = event
+        self._is_verbatim = is_verbatim
         self._space: list[str] = []
+        self._last_char = ""
         self.has_begun = False
 
     def write(self, text: str) -> None:
-        word_end = len(text.rstrip())
-        if word_end == 0:
+        words = text.rstrip()
+        if not words:
             self._space.append(text)
             return
-        out = "".join(self._space) + text[:word_end]
+        out = "".join(self._space) + words if self._space else words
         if not self.has_begun:
-            indent = len(out) - len(out.lstrip())
-            out = out[out.rfind("\n", 0, indent) + 1 :]
+            if not self._is_verbatim:
+                indent = len(out) - len(out.lstrip())
+                out = out[out.rfind("\n", 0, indent) + 1 :]
             self.has_begun = True
-        self._space = [text[word_end:]] if word_end < len(text) else []
+        num_words = len(words)
+        self._space = [text[num_words:]] if num_words < len(text) else []
+        self._last_char = out[-1]
         self._emit(self._event(out))
 
     def is_at_line_start(self) -> bool:
         return not self.has_begun or any("\n" in space for space in self._space)
+
+    def ends_in_quote(self) -> bool:
+        """Whether a quotation mark is the last that was written."""
+        return not self._space and self._last_char in _QUOTES
 
     def drop_space(self) -> None:
         self._space = []
@@ -363,8 +480,6 @@ class _TextChannel:
 
 def _merged(events: list[ParserEvent]) -> list[ParserEvent]:
     """`events` with neighbouring text of the same kind joined, so that one step gives one delta."""
-    if len(events) < 2:
-        return events
     merged: list[ParserEvent] = []
     texts: list[str] = []
     for position, event in enumerate(events):

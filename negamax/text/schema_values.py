@@ -5,16 +5,20 @@ Both call formats write arguments as bare text, so the JSON schema alone decides
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any
 from urllib.parse import unquote
 
 TEXT_TYPES = frozenset({"string", "null"})  # an argument of these types is written as a JSON string while it is generated
 
 _BRANCHES = ("anyOf", "oneOf", "allOf")
+_MAX_DIGITS = 4300  # Python's own readers refuse more
+_POINT_ZERO = re.compile(r"([+-]?[0-9]+)\.0*")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -23,50 +27,94 @@ class ToolSchemas:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._roots: dict[str, Any] = {}
-        self._parameters: dict[str, _Parameters] = {}  # filled at the first call of each tool
+        self._arguments: dict[str, ValueSchema] = {}  # filled at the first call of each tool
+        self._folded: dict[str, list[str]] = {}  # declared names by their case-folded form
         for tool in tools or ():
             function = tool.get("function", tool)
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-                self._roots.setdefault(function["name"], function.get("parameters"))
+                name = function["name"]
+                if name not in self._roots:
+                    self._roots[name] = function.get("parameters")
+                    self._folded.setdefault(name.casefold(), []).append(name)
 
     def declares(self, tool: str) -> bool:
         """Whether a tool of this name was declared."""
         return tool in self._roots
 
-    def declares_parameter(self, tool: str, key: str) -> bool:
-        """Whether the schema of `tool` lists the parameter `key`, at its top level or in a branch of it."""
-        return key in self._of(tool).listed
+    def declared_name(self, name: str) -> str | None:
+        """The declared tool that `name` means: this very name, or the only one that differs in letter case alone; or None."""
+        if name in self._roots:
+            return name
+        alike = self._folded.get(name.casefold(), ())
+        return alike[0] if len(alike) == 1 else None
 
-    def parameter_types(self, tool: str, key: str) -> frozenset[str]:
-        """JSON type names that the schema allows for `key`; empty when nothing is known, which means text."""
-        parameters = self._of(tool)
-        return parameters.listed.get(key, parameters.others)
-
-    def _of(self, tool: str) -> _Parameters:
-        if tool not in self._parameters:
-            self._parameters[tool] = _Parameters.from_schema(self._roots.get(tool))
-        return self._parameters[tool]
+    def arguments(self, tool: str) -> ValueSchema:
+        """The schema of the arguments of `tool`; one that knows nothing if the tool was not declared."""
+        if tool not in self._arguments:
+            root = self._roots.get(tool)
+            self._arguments[tool] = ValueSchema([root], root=root, known={})
+        return self._arguments[tool]
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    """Types of the listed parameters of one tool, by name, and of every other one (`additionalProperties`)."""
+class ValueSchema:
+    """What a JSON schema says about one value: its types, its members, its items. Alternatives (anyOf, oneOf, allOf) and
+    local references are looked through, recursive ones too; what any of them allows is allowed.
+    """
 
-    listed: dict[str, frozenset[str]]
-    others: frozenset[str]
-
-    @classmethod
-    def from_schema(cls, root: Any) -> _Parameters:
-        listed: dict[str, list[Any]] = {}
-        others: list[Any] = []
-        for node in _walk([root], root=root):
+    def __init__(self, schemas: Sequence[Any], *, root: Any, known: dict[tuple[int, ...], ValueSchema]) -> None:
+        """`root` is what references point into. `known` holds the views of one root by the schemas behind them."""
+        self.types = schema_types(schemas, root=root)  # JSON type names; empty when nothing is known, which means text
+        self._root = root
+        self._known = known
+        self._listed: dict[str, list[Any]] = {}
+        self._members: dict[str, ValueSchema] = {}  # of listed names that were asked for
+        self._others: list[Any] = []
+        self._items: list[Any] = []
+        for node in _walk(schemas, root=root):
             properties = node.get("properties")
             if isinstance(properties, Mapping):
                 for key, schema in properties.items():
-                    listed.setdefault(key, []).append(schema)
-            others.append(node.get("additionalProperties"))
-        types = {key: schema_types(schemas, root=root) for key, schemas in listed.items()}
-        return cls(types, schema_types(others, root=root))
+                    self._listed.setdefault(key, []).append(schema)
+            self._others.append(node.get("additionalProperties"))
+            for keyword in ("items", "prefixItems"):
+                items = node.get(keyword)
+                self._items.extend(items if isinstance(items, list) else [items])
+
+    @property
+    def lists_members(self) -> bool:
+        """Whether any member is listed by name."""
+        return bool(self._listed)
+
+    def lists(self, name: str) -> bool:
+        """Whether the member `name` is listed, here or in an alternative."""
+        return name in self._listed
+
+    def member(self, name: str) -> ValueSchema:
+        """The schema of the member `name`: its own, or that of additional ones."""
+        view = self._members.get(name)
+        if view is None and name in self._listed:
+            view = self._members[name] = self._view(self._listed[name])
+        return self._other if view is None else view
+
+    def item(self) -> ValueSchema:
+        """The schema of the items of an array."""
+        return self._item
+
+    @functools.cached_property
+    def _other(self) -> ValueSchema:
+        return self._view(self._others)
+
+    @functools.cached_property
+    def _item(self) -> ValueSchema:
+        return self._view(self._items)
+
+    def _view(self, schemas: list[Any]) -> ValueSchema:
+        schemas = [schema for schema in schemas if isinstance(schema, Mapping)]
+        key = tuple(map(id, schemas))  # they live as long as the root
+        view = self._known.get(key)
+        if view is None:
+            view = self._known[key] = ValueSchema(schemas, root=self._root, known=self._known)
+        return view
 
 
 def schema_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
@@ -106,12 +154,12 @@ def json_value(text: str, types: frozenset[str]) -> str:
 
 def json_string_body(text: str) -> str:
     """`text` as it stands between the quotes of a JSON string."""
-    return _encode(text)[1:-1]
+    return encode_basestring(text)[1:-1]
 
 
 def json_string(text: str) -> str:
     """`text` as a JSON string."""
-    return _encode(text)
+    return encode_basestring(text)
 
 
 def parse_json(text: str) -> Any:
@@ -187,21 +235,31 @@ def _no_conversion(text: str) -> str | None:
 
 
 def _integer(text: str) -> str | None:
-    try:
-        return str(int(text))
-    except ValueError:
-        number = _float(text)
-        return str(int(number)) if number is not None and number.is_integer() else None
+    exact = _exact_integer(text)
+    if exact is not None:
+        return exact
+    number = _float(text)
+    return str(int(number)) if number is not None and number.is_integer() else None
 
 
 def _number(text: str) -> str | None:
-    try:
-        return str(int(text))
-    except ValueError:
-        number = _float(text)
+    exact = _exact_integer(text)
+    if exact is not None:
+        return exact
+    number = _float(text)
     if number is None:
         return None
     return str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)
+
+
+def _exact_integer(text: str) -> str | None:
+    """All digits of an integer, which may end in a point and zeros. More digits than common JSON readers take are text."""
+    text = text.strip()
+    point_zero = _POINT_ZERO.fullmatch(text)
+    try:
+        return str(int(point_zero[1] if point_zero else text)) if len(text) <= _MAX_DIGITS else None
+    except ValueError:
+        return None
 
 
 def _float(text: str) -> float | None:

@@ -6,19 +6,22 @@ import enum
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from negamax.text.detokenizer import TextPiece
 
 MAX_ATTRIBUTE_CHARS = 512  # a longer "tag" is text; bounds what is held back
-_MAX_WORD_CHARS = 32  # no tag is longer up to its attributes
-_MAX_TAG_CHARS = MAX_ATTRIBUTE_CHARS + 2 * _MAX_WORD_CHARS
-_NEVER = "(?!)"  # where every tag is known by its token
-_ATTRIBUTES_END = re.compile("[<>]")
+_MAX_TAG_CHARS = MAX_ATTRIBUTE_CHARS + 64  # of any tag
+_NEVER = "(?!)"
 
 
 class TagKind(enum.Enum):
-    """What a stretch of output is. CUT is the beginning of a tag at the very end of the output."""
+    """What a stretch of output is.
+
+    CUT is the beginning of a tag at the very end of the output. The LOOSE kinds are tags that lack the marker which their
+    format puts before every tag: text, except where nothing but a tag can stand.
+    """
 
     TEXT = "text"
     THINK_OPEN = "think_open"
@@ -29,10 +32,19 @@ class TagKind(enum.Enum):
     INVOKE_CLOSE = "invoke_close"
     PARAMETER_OPEN = "parameter_open"
     PARAMETER_CLOSE = "parameter_close"
+    LOOSE_BLOCK_OPEN = "loose_block_open"
+    LOOSE_BLOCK_CLOSE = "loose_block_close"
+    LOOSE_INVOKE_OPEN = "loose_invoke_open"
+    LOOSE_INVOKE_CLOSE = "loose_invoke_close"
     CUT = "cut"
 
+    __hash__ = object.__hash__  # members are compared by identity; the hash by name costs a call in Python
 
-class Lexeme(NamedTuple):
+
+TEXT = TagKind.TEXT  # a look-up in the enumeration is ten times as slow
+
+
+class Lexeme(msgspec.Struct, frozen=True, gc=False):
     """One tag or one stretch of text, with the text as generated."""
 
     kind: TagKind
@@ -41,18 +53,39 @@ class Lexeme(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TagPattern:
-    """A tag found by regular expressions without groups: one for the whole tag, one for its proper beginnings."""
+    """A tag found in the text: the literal `prefix`, which several may share, and `rest`, an expression without groups.
+
+    It ends with `>`.
+    """
 
     kind: TagKind
-    whole: str
-    beginning: str
+    prefix: str
+    rest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TagBeginnings:
+    """What may still become a tag when more text comes, beside the beginnings of tags with a fixed text.
+
+    These are the beginnings of `words`, the words included, and what `growing` matches, which has one of the `anchors` in it.
+    `growing` must allow the lengths that the tags have: what is a tag must not depend on how the text was cut. What `inside`
+    matches stays a beginning with anything but `<` and `>` after it, up to MAX_ATTRIBUTE_CHARS characters in all.
+    """
+
+    words: tuple[str, ...]
+    anchors: tuple[str, ...]
+    growing: str
+    inside: str
+
+
+NO_BEGINNINGS = TagBeginnings((), anchors=(), growing=_NEVER, inside=_NEVER)
 
 
 class TagLexer:
     """Finds tags in a stream of pieces. Holds back only what may still become a tag. Single writer: its parser.
 
-    `literals` are tags with a fixed text. Those with an entry in `token_ids` count only as that token; all others, and the
-    `patterns`, are found in the text. `first_chars` are the characters with which a tag can begin.
+    `literals` are tags with a fixed text; they end with `>`, too. Those with an entry in `token_ids` count only as that token.
+    All others, and the `patterns`, are found in the text.
     """
 
     def __init__(
@@ -60,35 +93,44 @@ class TagLexer:
         literals: Mapping[str, TagKind],
         *,
         patterns: Sequence[TagPattern],
-        first_chars: str,
+        beginnings: TagBeginnings,
         token_ids: Mapping[str, int] | None,
     ) -> None:
         ids = token_ids or {}
-        self._kind_of_token = {ids[text]: kind for text, kind in literals.items() if text in ids}
-        by_text = [(text, kind) for text, kind in literals.items() if text not in ids]
-        wholes = [(kind, re.escape(text)) for text, kind in by_text] + [(p.kind, p.whole) for p in patterns]
-        beginnings = [literal_beginning(text) for text, _ in by_text] + [p.beginning for p in patterns]
-        self._kinds = [kind for kind, _ in wholes]
-        self._tag = re.compile("|".join(f"({whole})" for _, whole in wholes) or _NEVER)
-        self._beginning = re.compile(rf"(?:{'|'.join(beginnings) or _NEVER})\Z")
-        self._first_chars = re.compile(f"[{re.escape(first_chars)}]")
+        self._kind_of_token: dict[int | None, TagKind] = {ids[tag]: kind for tag, kind in literals.items() if tag in ids}
+        by_text = [(tag, kind) for tag, kind in literals.items() if tag not in ids]
+        fixed = [TagPattern(kind, tag[0], re.escape(tag[1:])) for tag, kind in by_text]
+        self._kinds, self._tag = _expression([*fixed, *patterns])
+        words = [*(tag[:-1] for tag, _ in by_text), *beginnings.words]
+        self._starts = frozenset(word[:length] for word in words for length in range(1, len(word) + 1))
+        self._last_chars = frozenset(start[-1] for start in self._starts)
+        # Each character that begins a word, and how often it occurs in one: so many of the last ones may begin it.
+        self._first_chars = {word[0]: max(other.count(word[0]) for other in words if other[0] == word[0]) for word in words}
+        self._first_char = re.compile(f"[{re.escape(''.join(self._first_chars))}]" if words else _NEVER)
+        self._anchor = re.compile("|".join(map(re.escape, beginnings.anchors)) or _NEVER)
+        self._growing = re.compile(rf"(?:{beginnings.growing})\Z")
+        self._inside = re.compile(beginnings.inside)
         self._held = ""
+        self._is_inside = False  # whether `inside` matches `_held`
 
     def feed(self, pieces: Sequence[TextPiece]) -> list[Lexeme]:
         """Take the next pieces; return the lexemes that are certain now."""
         lexemes: list[Lexeme] = []
+        kind_of_token = self._kind_of_token
+        if len(pieces) == 1 and pieces[0].token_id not in kind_of_token:
+            self._scan(pieces[0].text, lexemes)
+            return lexemes
         texts: list[str] = []
         for piece in pieces:
-            kind = self._kind_of_token.get(piece.token_id) if piece.token_id is not None else None
-            if kind is None:
+            if piece.token_id not in kind_of_token:
                 texts.append(piece.text)
                 continue
             self._scan("".join(texts), lexemes)
             texts = []
             if self._held:  # no text tag runs across a tag token
-                lexemes.append(Lexeme(TagKind.TEXT, self._held))
+                lexemes.append(Lexeme(TEXT, self._held))
                 self._held = ""
-            lexemes.append(Lexeme(kind, piece.text))
+            lexemes.append(Lexeme(kind_of_token[piece.token_id], piece.text))
         self._scan("".join(texts), lexemes)
         return lexemes
 
@@ -98,33 +140,64 @@ class TagLexer:
         return [Lexeme(TagKind.CUT, held)] if held else []
 
     def _scan(self, text: str, lexemes: list[Lexeme]) -> None:
-        if not text:
-            return
-        if not self._held and not self._first_chars.search(text):
-            lexemes.append(Lexeme(TagKind.TEXT, text))
-            return
-        text = self._held + text
-        is_in_attributes = len(self._held) > _MAX_WORD_CHARS and not _ATTRIBUTES_END.search(text, len(self._held))
-        if is_in_attributes and len(text) <= MAX_ATTRIBUTE_CHARS:
-            self._held = text
+        may_end_tag = ">" in text
+        if self._held:
+            stays_inside = self._is_inside and not may_end_tag and "<" not in text
+            text = self._held + text
+            if (stays_inside and len(text) <= MAX_ATTRIBUTE_CHARS) or text in self._starts:
+                self._held = text
+                return
+            self._held = ""
+        elif not self._first_char.search(text):
+            if text:
+                lexemes.append(Lexeme(TEXT, text))
             return
         start = 0
-        for match in self._tag.finditer(text):
-            if match.start() > start:
-                lexemes.append(Lexeme(TagKind.TEXT, text[start : match.start()]))
-            assert match.lastindex is not None
-            lexemes.append(Lexeme(self._kinds[match.lastindex - 1], match[0]))
-            start = match.end()
-        beginning = self._beginning.search(text, max(start, len(text) - _MAX_TAG_CHARS))
-        end = beginning.start() if beginning else len(text)
-        if end > start:
-            lexemes.append(Lexeme(TagKind.TEXT, text[start:end]))
-        self._held = text[end:]
+        if may_end_tag:
+            for match in self._tag.finditer(text):
+                if match.start() > start:
+                    lexemes.append(Lexeme(TEXT, text[start : match.start()]))
+                assert match.lastindex is not None
+                lexemes.append(Lexeme(self._kinds[match.lastindex - 1], match[0]))
+                start = match.end()
+        if start < len(text):
+            end = self._beginning(text, start)
+            if end > start:
+                lexemes.append(Lexeme(TEXT, text[start:end]))
+            self._held = text[end:]
+
+    def _beginning(self, text: str, start: int) -> int:
+        """Where in `text`, from `start` on, a beginning of a tag starts that reaches to the end; else the length of `text`."""
+        self._is_inside = False
+        low = max(start, len(text) - _MAX_TAG_CHARS)
+        if self._anchor.search(text, low):
+            growing = self._growing.search(text, low)
+            if growing:
+                self._is_inside = self._inside.fullmatch(growing[0]) is not None
+                return growing.start()
+        end = len(text)
+        if text[-1] not in self._last_chars:
+            return end
+        for char, count in self._first_chars.items():
+            position = len(text)
+            for _ in range(count):
+                position = text.rfind(char, low, position)
+                if position < 0:
+                    break
+                if text[position:] in self._starts:
+                    end = min(end, position)
+        return end
 
 
-def literal_beginning(text: str, *, then: str = "") -> str:
-    """Regular expression for every non-empty beginning of `text`: `<(?:t(?:h…)?)?`; `then` may follow the whole of it."""
-    nested = then
-    for char in reversed(text[1:]):
-        nested = f"(?:{re.escape(char)}{nested})?"
-    return re.escape(text[0]) + nested
+def _expression(patterns: Sequence[TagPattern]) -> tuple[list[TagKind], re.Pattern[str]]:
+    """One expression for all tags, with one group for each, and the kinds that its groups stand for.
+
+    Tags with the same prefix share it, so that a character that begins no tag is passed quickly.
+    """
+    kinds: list[TagKind] = []
+    families: list[str] = []
+    for prefix in dict.fromkeys(pattern.prefix for pattern in patterns):
+        family = [pattern for pattern in patterns if pattern.prefix == prefix]
+        kinds += [pattern.kind for pattern in family]
+        families.append(f"{re.escape(prefix)}(?:{'|'.join(f'({pattern.rest})' for pattern in family)})")
+    return kinds, re.compile("|".join(families) or _NEVER)

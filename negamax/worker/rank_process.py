@@ -1,8 +1,9 @@
 """One tensor-parallel rank as a process: `python -m negamax.worker.rank_process PLANS RESULTS`.
 
-Frames on the first socket: a WorkerConfig, then StepPlans and Probes, each behind one byte that tells which, and an empty frame
-to stop; back come a WorkerReady or a RankFailed, then one answer per probe. The second socket carries one StepResult per plan,
-from rank 0 only: a thread of its own waits for the device, so that the next plan is launched meanwhile.
+Frames on the first socket: a WorkerConfig, then StepPlans (each with its StepMasks behind it, where it has masked rows) and
+Probes, all behind one byte that tells which, and an empty frame to stop; back come a WorkerReady or a RankFailed, then one
+answer per probe. The second socket carries one StepResult per plan, from rank 0 only: a thread of its own waits for the device,
+so that the next plan is launched meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from negamax.base import env, log
 from negamax.base.errors import NegamaxError
 from negamax.base.log import get_logger
 from negamax.base.process import exit_now, exit_with_parent
-from negamax.scheduler.step import StepPlan, StepResult
+from negamax.scheduler.step import StepMasks, StepPlan, StepResult
 from negamax.worker.config import Probe, WorkerConfig, WorkerReady
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-PLAN, PROBE = b"s", b"p"  # first byte of a frame
+PLAN, MASKS, PROBE = b"s", b"m", b"p"  # first byte of a frame
 # Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by themselves, is not used. The
 # executor watches the ranks, so PyTorch's own watch of them, which calls an orderly end an alarm, is off.
 GPU_ENVIRONMENT = (
@@ -48,6 +49,10 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 RankReport = RankReady | RankFailed
+
+
+class _Stopped(BaseException):
+    """Told to stop in the middle of a step."""
 
 
 def main(plans_address: str, results_address: str) -> int:
@@ -74,14 +79,24 @@ def main(plans_address: str, results_address: str) -> int:
         if config.layout.rank == 0:
             sender.start()
         plans, probes = msgspec.msgpack.Decoder(StepPlan), msgspec.msgpack.Decoder(Probe)
+        masks = msgspec.msgpack.Decoder(StepMasks)
+
+        def next_masks() -> StepMasks:
+            frame = socket.recv()
+            if frame[:1] != MASKS:
+                raise _Stopped
+            return masks.decode(frame[1:])
+
         try:
             while frame := socket.recv():
                 if frame[:1] == PLAN:
-                    outcome = worker.launch(plans.decode(frame[1:]))
+                    outcome = worker.launch(plans.decode(frame[1:]), next_masks)
                     if config.layout.rank == 0:
                         outcomes.put(outcome)
                 else:
                     socket.send(msgspec.msgpack.encode(worker.probe(probes.decode(frame[1:]))))
+        except _Stopped:
+            pass
         finally:  # a rank that fails must end, and not wait for its own thread
             outcomes.put(None)
             if config.layout.rank == 0:

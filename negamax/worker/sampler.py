@@ -17,6 +17,7 @@ from negamax.kernels.sampling import spec as ops
 from negamax.scheduler.step import TokenLogprobs
 from negamax.worker.batch import SampleInputs
 from negamax.worker.device import HostTensor, indices
+from negamax.worker.masks import RowMasks
 from negamax.worker.rows import Rows
 
 BROKEN = -1  # instead of a token: the row's logits were not finite numbers
@@ -49,11 +50,11 @@ class Sampled:
     logprobs: LogprobEntries | None  # of those rows
 
 
-def sample(logits: Tensor, inputs: SampleInputs, *, rows: Rows, kernels: KernelTable) -> Sampled:
+def sample(logits: Tensor, inputs: SampleInputs, *, rows: Rows, kernels: KernelTable, masks: RowMasks | None = None) -> Sampled:
     """Choose a token for every sampled row from all its logits. `logits` [R, V] fp32 may be changed in place."""
     wants_logprobs = [i for i, slot in enumerate(inputs.slots) if slot in rows.logprob_slots]
     raw = torch.log_softmax(logits[wants_logprobs], dim=-1) if wants_logprobs else None
-    _edit_rows(logits, inputs, range(len(inputs.slots)), rows=rows)
+    _edit_rows(logits, inputs, rows=rows, masks=masks)
     token_ids = _draw(logits, inputs, rows=rows, kernels=kernels)
     best = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)  # argmax and topk both put NaN first
     token_ids = token_ids.where(best.isfinite(), BROKEN)
@@ -70,13 +71,18 @@ def sample_sharded(
     first_id: int,
     group: Collective,
     picked: Tensor | None = None,
+    masks: RowMasks | None = None,
 ) -> Sampled:
     """The same for logits split over the ranks of `group`; this rank's begin at token `first_id`.
 
     Rows without filters, edits and log-probabilities exchange a value and an index per rank (`picked`, where a captured step
     has done that already); rows with a small top_k their leading tokens. The others are gathered: their whole logits are
-    on every rank, and every rank draws the same token.
+    on every rank, and every rank draws the same token. Masks are applied by each rank to its share, except where the row's
+    log-probabilities are asked for: those are of the logits before.
     """
+    early = None if masks is None else masks.of([i for i, slot in enumerate(inputs.slots) if slot not in rows.logprob_slots])
+    if early is not None:
+        early.apply(logits, first_id=first_id)
     pick = kernels["sampling.pick"].run
     if picked is None:
         picked = pick(
@@ -100,7 +106,7 @@ def sample_sharded(
         )
     if not gathered:
         return Sampled(picked, [], None)
-    return _sample_gathered(logits, inputs, gathered, picked=picked, rows=rows, kernels=kernels, group=group)
+    return _sample_gathered(logits, inputs, gathered, picked=picked, rows=rows, kernels=kernels, group=group, masks=masks)
 
 
 def _sample_gathered(
@@ -112,6 +118,7 @@ def _sample_gathered(
     rows: Rows,
     kernels: KernelTable,
     group: Collective,
+    masks: RowMasks | None,
 ) -> Sampled:
     """`sample_sharded` for the rows `members`, whose logits are gathered."""
     device = logits.device
@@ -122,7 +129,7 @@ def _sample_gathered(
     part = SampleInputs(slots, positions, inputs.slots_device[index], inputs.positions_device[index])
     wants_logprobs = [i for i, slot in enumerate(slots) if slot in rows.logprob_slots]
     raw = torch.log_softmax(full[indices(wants_logprobs, device)], dim=-1) if wants_logprobs else None
-    _edit_rows(full, part, range(len(slots)), rows=rows)
+    _edit_rows(full, part, rows=rows, masks=None if masks is None else masks.of(members, renumber=True))
     token_ids = kernels["sampling.pick"].run(
         full,
         first_id=0,
@@ -212,13 +219,17 @@ def _filters(inputs: SampleInputs, members: list[int], *, rows: Rows) -> dict[st
     return filters | {"uniforms": noise.uniforms(rows.seeds[slots], positions)}
 
 
-def _edit_rows(logits: Tensor, inputs: SampleInputs, members: range, *, rows: Rows) -> None:
-    for i in members:
-        if inputs.slots[i] in rows.special_slots:
-            _edit(logits[i], inputs.slots[i], position=inputs.positions[i], rows=rows)
+def _edit_rows(logits: Tensor, inputs: SampleInputs, *, rows: Rows, masks: RowMasks | None) -> None:
+    """Everything that a row does to its logits [R, V], in place. A mask has the last word, and knows of min_tokens."""
+    for i, slot in enumerate(inputs.slots):
+        if slot in rows.special_slots:
+            is_masked = masks is not None and i in masks.members
+            _edit(logits[i], slot, position=inputs.positions[i], rows=rows, may_hold_back=not is_masked)
+    if masks is not None:
+        masks.apply(logits, first_id=0)
 
 
-def _edit(logits: Tensor, slot: int, *, position: int, rows: Rows) -> None:
+def _edit(logits: Tensor, slot: int, *, position: int, rows: Rows, may_hold_back: bool) -> None:
     """Penalties, bias and the min_tokens block of one row; `logits` [V] is changed in place, `position` is the new token's."""
     state = rows.state(slot)
     params = state.sampling
@@ -233,5 +244,5 @@ def _edit(logits: Tensor, slot: int, *, position: int, rows: Rows) -> None:
     )
     if state.bias_ids.numel():
         logits[state.bias_ids] += state.bias_values
-    if position - state.prompt_len < params.min_tokens and state.blocked_ids.numel():
+    if may_hold_back and position - state.prompt_len < params.min_tokens and state.blocked_ids.numel():
         logits[state.blocked_ids] = float("-inf")

@@ -19,6 +19,7 @@ from negamax.worker import kv_pool
 from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
 from negamax.worker.device import HostTensor, choose_dtype, indices, kv_dtype
 from negamax.worker.graphs import DecodeGraphs, DecodeOutputs
+from negamax.worker.masks import LateMasks, RowMasks, WaitForMasks
 from negamax.worker.outcome import Outcome, StepTimes
 from negamax.worker.prefill_graphs import PrefillGraphs
 from negamax.worker.probes import Probes
@@ -75,20 +76,22 @@ class Worker:
         )
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Outcome | StepResult:
-        """Run one plan; on a GPU it has only been enqueued when this returns.
+    def launch(self, plan: StepPlan, wait_for_masks: WaitForMasks) -> Outcome | StepResult:
+        """Run one plan; on a GPU it has only been enqueued when this returns. Where the plan has masked rows, their masks are
+        waited for between the model and the sampling.
 
         On the CPU a row that fails is reported in `errors` and leaves the other rows as they would be without it. On a GPU a
         launch that raises fails the whole step.
         """
         self._rows.apply(plan)
+        masks = LateMasks.of_plan(plan, wait_for_masks)
         if self._on_gpu:
-            return self._run(plan)
+            return self._run(plan, masks)
         try:
-            return self._run(plan).result()
+            return self._run(plan, masks).result()
         except Exception:
             logger.exception("step %d failed as a batch; running its %d rows one by one", plan.step_id, len(plan.slots))
-            return self._run_apart(plan)
+            return self._run_apart(plan, masks)
 
     @torch.inference_mode()
     def probe(self, probe: Probe) -> ProbeAnswer:
@@ -131,7 +134,7 @@ class Worker:
         prefills = self._prefill_graphs.capture(pool)
         return f"; CUDA graphs: {self._graphs.capture(pool)}; {prefills}"
 
-    def _run(self, plan: StepPlan) -> Outcome:
+    def _run(self, plan: StepPlan, late_masks: LateMasks) -> Outcome:
         """The step itself: gather, forward, sample, remember. Writes are idempotent, so it may be repeated."""
         use_graphs = not self._probes.need_eager
         graphs = self._graphs
@@ -139,18 +142,19 @@ class Worker:
             graph = graphs.prepare(plan)
             began = self._mark()
             outputs = graphs.replay(graph)
-            if not self._rows.filtered_slots.isdisjoint(plan.slots):
+            masks = late_masks.of(range(len(plan.slots)), device=self._device)
+            if masks is None and not self._rows.filtered_slots.isdisjoint(plan.slots):
                 graphs.draw(len(plan.slots))
-            outcome = self._decoded(plan, outputs)
+            outcome = self._decoded(plan, outputs, masks)
         else:
-            began, outcome = self._forward(plan, use_graphs=use_graphs)
+            began, outcome = self._forward(plan, late_masks, use_graphs=use_graphs)
         ended, previous = self._mark(), self._ended
         if began is None or ended is None:
             return outcome
         self._ended = ended
         return outcome.timed(StepTimes(began, ended, previous))
 
-    def _forward(self, plan: StepPlan, *, use_graphs: bool) -> tuple[torch.cuda.Event | None, Outcome]:
+    def _forward(self, plan: StepPlan, late_masks: LateMasks, *, use_graphs: bool) -> tuple[torch.cuda.Event | None, Outcome]:
         """A step of any shape, and when it began."""
         # Which kernel computes a token must not depend on the step it runs in, where that decides about bits.
         layout = batches.lay_out(plan, self._rows, generated_apart=not self._on_gpu)
@@ -164,31 +168,42 @@ class Worker:
             began = self._mark()
             hidden = self._runner.hidden(batch)
         prompt_logprobs = self._runner.prompt_logprobs(plan, hidden, layout=layout, rows=self._rows)
-        if not layout.sample_slots:
+        rows = [i for i, samples in enumerate(plan.samples) if samples]
+        if not rows:
             return began, Outcome(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
         inputs = batches.sample_inputs(layout.sample_slots, layout.sample_positions, device=self._device)
         hidden = hidden[indices(layout.sample_tokens, self._device)]
         if self._on_gpu:
-            sampled = self._sample(self._model.local_logits(hidden), inputs)
+            logits = self._model.local_logits(hidden)
+            sampled = self._sample(logits, inputs, masks=late_masks.of(rows, device=self._device))
         else:
-            sampled = sample(self._model.logits(hidden), inputs, rows=self._rows, kernels=self._kernels)
+            logits, masks = self._model.logits(hidden), late_masks.of(rows, device=self._device)
+            sampled = sample(logits, inputs, rows=self._rows, kernels=self._kernels, masks=masks)
         self._remember(sampled, inputs)
-        rows = [i for i, samples in enumerate(plan.samples) if samples]
         return began, Outcome(plan.step_id, rows, HostTensor(sampled.token_ids), sampled, prompt_logprobs)
 
-    def _decoded(self, plan: StepPlan, outputs: DecodeOutputs) -> Outcome:
-        """What a replayed step of generated tokens came to; only rows that ask for more are sampled again."""
+    def _decoded(self, plan: StepPlan, outputs: DecodeOutputs, masks: RowMasks | None) -> Outcome:
+        """What a replayed step of generated tokens came to; only rows that ask for more are sampled again, and all where some
+        have masks, of which the graph knows nothing."""
         num_rows = len(plan.slots)
         token_ids = outputs.token_ids[:num_rows]
         sampled = None
-        if any(self._rows.needs_all_logits(slot) for slot in plan.slots):
+        if masks is not None or any(self._rows.needs_all_logits(slot) for slot in plan.slots):
             inputs = batches.sample_inputs(plan.slots, [start + 1 for start in plan.starts], device=self._device)
-            sampled = self._sample(outputs.logits[:num_rows], inputs, picked=token_ids)
+            picked = token_ids if masks is None else None
+            sampled = self._sample(outputs.logits[:num_rows], inputs, picked=picked, masks=masks)
             self._remember(sampled, inputs)
             token_ids = sampled.token_ids
         return Outcome(plan.step_id, list(range(num_rows)), HostTensor(token_ids), sampled)
 
-    def _sample(self, logits: torch.Tensor, inputs: batches.SampleInputs, *, picked: torch.Tensor | None = None) -> Sampled:
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        inputs: batches.SampleInputs,
+        *,
+        picked: torch.Tensor | None = None,
+        masks: RowMasks | None = None,
+    ) -> Sampled:
         return sample_sharded(
             logits,
             inputs,
@@ -197,6 +212,7 @@ class Worker:
             first_id=self._model.vocab_range.start,
             group=self._group,
             picked=picked,
+            masks=masks,
         )
 
     def _remember(self, sampled: Sampled, inputs: batches.SampleInputs) -> None:
@@ -204,7 +220,7 @@ class Worker:
         tokens = self._rows.tokens
         tokens[inputs.slots_device, inputs.positions_device] = sampled.token_ids.clamp_min(0).to(tokens.dtype)
 
-    def _run_apart(self, plan: StepPlan) -> StepResult:
+    def _run_apart(self, plan: StepPlan, late_masks: LateMasks) -> StepResult:
         """The same plan a row at a time, so that only rows that fail by themselves are lost."""
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
@@ -212,7 +228,7 @@ class Worker:
         errors: dict[int, str] = {}
         for row, samples in enumerate(plan.samples):
             try:
-                result = self._run(_single_row(plan, row)).result()
+                result = self._run(_single_row(plan, row), late_masks.single(row)).result()
             except Exception as error:
                 logger.exception("row %d of step %d failed", row, plan.step_id)
                 errors[row] = f"{type(error).__name__} while the model ran this request"

@@ -19,7 +19,7 @@ import pytest
 
 MODEL = "nano"
 START_SECONDS = 60.0
-_READY = re.compile(r"ready: (http://\S+)/v1")
+_READY = re.compile(r"ready: (https?://\S+)/v1")
 
 
 @dataclass

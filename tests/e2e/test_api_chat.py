@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import MODEL, Server, eventually
+from tests.e2e.conftest import MODEL, Server, eventually, serving
 
 QUESTION = [{"role": "user", "content": "Tom has 47 apples and buys 38 more. How many apples does he have now?"}]
 WEATHER = {
@@ -258,6 +259,22 @@ def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Cli
     assert running
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=3)
     assert server.gauge("vllm:kv_cache_usage_perc") == 0
+
+
+def test_parsers_and_template_defaults_are_the_servers_to_choose(tmp_path: Path) -> None:
+    options = ("--reasoning-parser", "minimax-append-think", "--default-chat-template-kwargs", '{"enable_thinking": false}')
+    with serving(*options, log_file=tmp_path / "log") as running, running.http() as http:
+
+        def message(**fields: Any) -> dict[str, Any]:
+            body = {"messages": QUESTION, "temperature": 0, "max_tokens": 100, **fields}
+            answer: dict[str, Any] = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+            return answer
+
+        assert "think" not in message()["content"]
+        thinks = message(thinking={"type": "enabled"})
+        assert thinks["content"].startswith("<think>") and "</think>" in thinks["content"]
+        assert thinks["reasoning_content"] is None
+        assert message(thinking={"type": "enabled"}, reasoning_split=True)["reasoning_content"]
 
 
 def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI) -> None:

@@ -61,9 +61,10 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"temprature": 1}, "temprature"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": {"text": "x"}}]}, "messages[0].content"),
@@ -187,7 +188,7 @@ def test_unknown_model_is_a_404_that_lists_what_is_served(client: openai.OpenAI,
 
 def test_unknown_route_and_method(http: httpx.Client) -> None:
     assert "'/v1/chat/completions'" in error_of(http.post("/v1/chat/completion"), 404)["message"]
-    error_of(http.get("/"), 404)
+    error_of(http.get("/nothing"), 404)
     response = http.get(CHAT)
     assert error_of(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"

@@ -39,7 +39,7 @@ def test_refusals_are_one_line_with_value_and_remedy() -> None:
         (("serve", MODEL, "--max-num-seqs", "0"), "--max-num-seqs is 0; allowed: 1 or more"),
         (("serve", MODEL, "--dtype", "int3"), "allowed: auto, bfloat16"),
         (("serve", MODEL, "--kv-cache-memory", "lots"), "'lots' is not a size"),
-        (("serve", MODEL, "--tool-call-parser", "hermes"), "allowed: auto, minimax_m2"),
+        (("serve", MODEL, "--tool-call-parser", "hermes"), "allowed: auto, none, minimax_m2"),
         (("serve", MODEL, "--log-level", "loud"), "allowed: debug"),
         (("srve",), "serve"),
         (("generate", MODEL, "--prompt", ""), "the prompt is empty"),

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from message_support import Message, ai, call, result, system, text, user
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
-from negamax.text.chat_template import ChatTemplate, check_template_kwargs, normalize_messages, system_note
+from negamax.text.chat_template import ChatTemplate, check_template_kwargs
+from negamax.text.messages import normalize_messages
 
-M2_TEMPLATE = Path(__file__).parents[3] / "shared" / "templates" / "minimax_m2_llamacpp.jinja"
+TEMPLATES = Path(__file__).parents[3] / "shared" / "templates"
+M2_TEMPLATE = TEMPLATES / "minimax_m2_llamacpp.jinja"
+M3_TEMPLATE = TEMPLATES / "minimax_m3.jinja"
 GOLDEN = Path(__file__).parents[1] / "golden" / "minimax_m2_renders.json"
 GOLDENS = json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 needs_m2_template = pytest.mark.skipif(not M2_TEMPLATE.exists(), reason="the M2 template is not beside this checkout")
-
-Message = dict[str, Any]
 
 
 # The M2 layout, written from its description: one function per part.
@@ -85,9 +86,9 @@ def call_block(calls: list[Message]) -> str:
     if not calls:
         return ""
     lines = ["", "<minimax:tool_call>"]
-    for call in calls:
-        lines.append(f'<invoke name="{call["function"]["name"]}">')
-        for key, value in call["function"]["arguments"].items():
+    for made in calls:
+        lines.append(f'<invoke name="{made["function"]["name"]}">')
+        for key, value in made["function"]["arguments"].items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             lines.append(f'<parameter name="{key}">{text}</parameter>')
         lines.append("</invoke>")
@@ -102,30 +103,6 @@ def tool_responses(content: str | list[Message]) -> list[str]:
 
 def visible(content: str | list[Any]) -> str:
     return content if isinstance(content, str) else "".join(p if isinstance(p, str) else p["text"] for p in content)
-
-
-def system(content: Any, **more: Any) -> Message:
-    return {"role": "system", "content": content, **more}
-
-
-def user(content: Any) -> Message:
-    return {"role": "user", "content": content}
-
-
-def ai(content: Any = "", *calls: Message, **more: Any) -> Message:
-    return {"role": "assistant", "content": content, **more, **({"tool_calls": list(calls)} if calls else {})}
-
-
-def call(name: str = "f", *, id: str = "c1", **arguments: Any) -> Message:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def result(content: Any, *, id: str = "c1") -> Message:
-    return {"role": "tool", "tool_call_id": id, "content": content}
-
-
-def text(value: str) -> Message:
-    return {"type": "text", "text": value}
 
 
 def tool(name: str, **more: Any) -> Message:
@@ -204,6 +181,13 @@ CONVERSATIONS: dict[str, tuple[list[Message], dict[str, Any]]] = {
     "other names": ([user("a"), ai("", call("mcp__srv-1__do.thing", größe=3, **{"a b": "y"})), result("x")], {}),
 }
 
+needs_m3_template = pytest.mark.skipif(not M3_TEMPLATE.exists(), reason="the M3 template is not beside this checkout")
+
+
+@pytest.fixture(scope="module")
+def m3() -> ChatTemplate:
+    return ChatTemplate(M3_TEMPLATE.read_text(encoding="utf-8"))
+
 
 @pytest.fixture(scope="module")
 def m2() -> ChatTemplate:
@@ -249,6 +233,55 @@ def test_literal_texts_equal_the_independent_renderer(golden: dict[str, Any]) ->
 def test_tool_message_without_call_is_refused_by_the_template(m2: ChatTemplate) -> None:
     with pytest.raises(InvalidRequestError, match="no previous assistant message"):
         m2.render([user("a"), result("x")])
+
+
+def turns(prompt: str) -> list[tuple[str, str]]:
+    """Role and text of every closed turn of a prompt, and of the open one at its end."""
+    return [(turn.partition("\n")[0], turn.partition("\n")[2].removesuffix("\n").removesuffix("[e~["))
+            for turn in prompt.removeprefix("]~!b[").split("]~b]")[1:]]  # fmt: skip
+
+
+@needs_m2_template
+@needs_m3_template
+def test_templates_tell_what_they_read(m2: ChatTemplate, m3: ChatTemplate) -> None:
+    assert (m2.has_root_role, m3.has_root_role) == (False, True)
+    assert (m2.reads("thinking_mode"), m3.reads("thinking_mode")) == (False, True)
+    assert m2.reads("model_identity") and not m3.reads("reasoning_effort")
+    assert not ChatTemplate("{{ raise_exception('no') }}").has_root_role
+
+
+@needs_m3_template
+def test_m3_ranks_root_above_system_and_keeps_notes_in_place(m3: ChatTemplate) -> None:
+    messages = [{"role": "root", "content": "R"}, {"role": "developer", "content": "D"}, system("S"), user("u"), system("N")]
+    shown = turns(m3.render(normalize_messages(messages, has_root=True)))
+    assert [role for role, _ in shown] == ["system", "developer", "user", "user", "ai"]
+    assert shown[0][1].startswith("R\n\n<thinking_instructions>")
+    assert shown[1][1] == "D\n\nS"
+    assert shown[2:4] == [("user", "u"), ("user", "<system-reminder>\nN\n</system-reminder>")]
+
+
+@needs_m3_template
+def test_m3_shows_all_thinking_and_calls_of_a_history(m3: ChatTemplate) -> None:
+    calls = [call("f", id="a", city="Rome", days=[1, 2]), call("g", id="b")]
+    messages = [user("q"), ai("hm", *calls, reasoning="why"), result("2", id="b"), result("1", id="a"), ai("yes"), user("z")]
+    shown = turns(m3.render(normalize_messages(messages, has_root=True)))
+    mark = "]<]minimax[>["
+    days = f"{mark}<days>{mark}<item>1{mark}</item>{mark}<item>2{mark}</item>{mark}</days>"
+    first = f'{mark}<invoke name="f">{mark}<city>Rome{mark}</city>{days}{mark}</invoke>\n'
+    block = f'{mark}<tool_call>\n{first}{mark}<invoke name="g">{mark}</invoke>\n{mark}</tool_call>'
+    assert shown[3] == ("ai", f"<mm:think>why</mm:think>hm{block}")
+    assert shown[4] == ("tool", "<response>1</response>\n<response>2</response>")
+    assert shown[5] == ("ai", "</mm:think>yes")
+
+
+@needs_m3_template
+@pytest.mark.parametrize(
+    ("mode", "ending"), [("enabled", "<mm:think>"), ("disabled", "</mm:think>"), ("adaptive", ""), (None, "")]
+)
+def test_m3_modes_decide_how_the_answer_begins(m3: ChatTemplate, mode: str | None, ending: str) -> None:
+    shown = turns(m3.render([user("x")], **({"thinking_mode": mode} if mode else {})))
+    assert shown[-1] == ("ai", ending)
+    assert f"thinking mode: {mode or 'adaptive'}." in shown[0][1]
 
 
 def render(source: str, **kwargs: Any) -> str:
@@ -348,160 +381,3 @@ def test_broken_template_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no valid JSON"):
         ChatTemplate.from_folder(tmp_path)
-
-
-# normalize_messages
-
-
-def test_instructions_at_the_start_are_joined() -> None:
-    messages = [system("A"), {"role": "developer", "content": [text("B"), text("C")]}, system(None), user("x")]
-    assert normalize_messages(messages) == [system("A\n\nBC"), user("x")]
-    assert normalize_messages([{"role": "developer", "content": "D"}, user("x")]) == [system("D"), user("x")]
-
-
-def test_later_instructions_stay_in_their_place() -> None:
-    messages = [system("A"), user("x"), ai("y"), {"role": "developer", "content": "from now on"}, user("z")]
-    expected = [system("A"), user("x"), ai("y"), user("<system-reminder>\nfrom now on\n</system-reminder>"), user("z")]
-    assert normalize_messages(messages) == expected
-    assert system_note("from now on") == expected[3]["content"]
-    shorter = normalize_messages(messages[:3])
-    assert normalize_messages(messages)[:3] == shorter, "the rendered prefix must not change when a note is added"
-
-
-@needs_m2_template
-def test_no_instruction_vanishes_from_the_prompt(m2: ChatTemplate) -> None:
-    messages = [
-        {"role": "developer", "content": "DEV"},
-        system("SYS"),
-        user("x"),
-        system("LATER"),
-        {"role": "developer", "content": "LAST"},
-    ]
-    prompt = m2.render(normalize_messages(messages))
-    assert [word for word in ("DEV", "SYS", "LATER", "LAST") if word not in prompt] == []
-
-
-def test_null_and_empty_contents_become_empty_text() -> None:
-    messages = [user(None), {"role": "assistant", "tool_calls": [call()]}, result([])]
-    assert [message["content"] for message in normalize_messages(messages)] == ["", "", ""]
-    assert "tool_calls" not in normalize_messages([ai("x", tool_calls=None)])[0]
-    assert "tool_calls" not in normalize_messages([ai("x", tool_calls=[])])[0]
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"reasoning": "r"}, "r"),
-        ({"reasoning_content": "r"}, "r"),
-        ({"reasoning_content": "r", "reasoning": "r"}, "r"),
-        ({"reasoning_content": "", "reasoning": "r"}, "r"),
-        ({"reasoning_content": None, "reasoning": "r"}, "r"),
-        ({"reasoning_content": ""}, ""),
-        ({"reasoning": None}, None),
-        ({}, None),
-    ],
-)
-def test_both_names_of_reasoning(fields: Message, expected: str | None) -> None:
-    message = normalize_messages([{"role": "assistant", "content": "x", **fields}])[0]
-    assert message.get("reasoning_content") == expected
-    assert "reasoning" not in message
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ('{"b": 1, "a": "\\u00e9"}', {"b": 1, "a": "é"}),
-        ({"b": 1}, {"b": 1}),
-        ("{}", {}),
-        ("", {}),
-        (" \n", {}),
-        (None, {}),
-    ],
-)
-def test_arguments_become_mappings(arguments: Any, expected: Message) -> None:
-    message = ai("", {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}})
-    got = normalize_messages([message])[0]["tool_calls"][0]["function"]["arguments"]
-    assert got == expected
-    assert list(got) == list(expected)
-
-
-@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", '"text"', "null", '{"a": NaN}', '{"a": 1e999}', "[" * 100_000, 5, [1]])
-def test_broken_arguments_are_refused_by_position(arguments: Any) -> None:
-    message = ai("", call(), {"id": "2", "type": "function", "function": {"name": "f", "arguments": arguments}})
-    with pytest.raises(InvalidRequestError, match=r"messages\[1\]\.tool_calls\[1\]\.function\.arguments"):
-        normalize_messages([user("x"), message])
-
-
-def test_tool_results_are_put_in_call_order() -> None:
-    calls = [call(id="a"), call(id="b"), call(id="c")]
-    messages = [user("x"), ai("", *calls), result("3", id="c"), result("1", id="a"), result("2", id="b"), user("y")]
-    assert [m["content"] for m in normalize_messages(messages)] == ["x", "", "1", "2", "3", "y"]
-
-
-def test_same_ids_may_be_used_again_in_a_later_turn() -> None:
-    messages = [ai("", call()), result("1"), ai("", call()), result("2")]
-    assert [m["content"] for m in normalize_messages(messages)] == ["", "1", "", "2"]
-
-
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
-        ([], "messages is empty"),
-        ("hello", "messages is a str"),
-        ({"role": "user"}, "messages is a dict"),
-        (["hello"], r"messages\[0\] is a str"),
-        ([user("x"), {"role": "function", "content": "x"}], r"messages\[1\] has role 'function'"),
-        ([{"content": "x"}], r"messages\[0\] has role None"),
-        ([{"role": ["user"], "content": "x"}], r"messages\[0\] has role \['user'\]"),
-        ([user(5)], r"messages\[0\]\.content is a int"),
-        ([user({"text": "x"})], r"messages\[0\]\.content is a dict"),
-        ([user([{"type": "image_url", "image_url": {"url": "x"}}])], r"messages\[0\]\.content\[0\] has type 'image_url'"),
-        ([user([text("x"), 5])], r"messages\[0\]\.content\[1\] has type 'int'"),
-        ([user([{"type": "text"}])], r"messages\[0\]\.content\[0\] is a text part without text"),
-        ([ai("x", reasoning=["r"])], r"messages\[0\]\.reasoning is a list"),
-        ([ai("x", tool_calls="f()")], r"messages\[0\]\.tool_calls is a str"),
-        ([ai("x", {"id": "1", "name": "f"})], r"messages\[0\]\.tool_calls\[0\] has no function"),
-        ([ai("x", call(""))], r"messages\[0\]\.tool_calls\[0\]\.function\.name is ''"),
-        ([ai("x", call(), call())], r"messages\[0\]\.tool_calls has the ids"),
-        ([ai("x", {"type": "function", "function": {"name": "f"}})], r"messages\[0\]\.tool_calls has the ids"),
-        ([user("x"), result("y")], r"messages\[1\] answers no call"),
-        ([ai("", call()), user("x"), result("y")], r"messages\[0\]\.tool_calls has calls without a result: \['c1'\]"),
-        ([ai("", call()), result("x"), user("y"), result("z")], r"messages\[3\] answers no call"),
-        ([ai("", call()), result("x", id="c9")], r"messages\[1\]\.tool_call_id is 'c9'; the calls before it are \['c1'\]"),
-        ([ai("", call()), {"role": "tool", "content": "x"}], r"messages\[1\]\.tool_call_id is None"),
-        (
-            [ai("", call()), {"role": "tool", "content": "x", "tool_call_id": ["c1"]}],
-            r"messages\[1\]\.tool_call_id is \['c1'\]",
-        ),
-        ([ai("", call()), result("x"), result("y")], r"messages\[2\]\.tool_call_id is 'c1', which was answered already"),
-        ([ai("", call(id="a"), call(id="b")), result("x", id="b"), user("y")], r"without a result: \['a'\]"),
-        ([ai("", call(id="a"), call(id="b")), result("x", id="a")], r"without a result: \['b'\]"),
-        (
-            [ai("", call(id="a"), call(id="b")), result("x", id="a"), system("s"), result("x", id="b")],
-            r"without a result: \['b'\]",
-        ),
-        ([ai("", call()), result({"ok": True})], r"messages\[1\]\.content is a dict"),
-    ],
-)
-def test_bad_conversations_are_refused_by_position(messages: Any, problem: str) -> None:
-    with pytest.raises(InvalidRequestError, match=problem) as error:
-        normalize_messages(messages)
-    assert error.value.param is not None
-    assert error.value.param.startswith("messages")
-
-
-def test_positions_count_the_messages_as_sent() -> None:
-    with pytest.raises(InvalidRequestError, match=r"messages\[3\]"):
-        normalize_messages([system("a"), system("b"), user("x"), result("y")])
-
-
-def test_calls_at_the_end_need_no_result_yet() -> None:
-    assert normalize_messages([user("x"), ai("", call())])[1]["tool_calls"]
-
-
-def test_input_is_not_changed() -> None:
-    messages = [system("a"), system("b"), ai(None, {"id": "1", "function": {"name": "f", "arguments": "{}"}}, reasoning="r")]
-    messages += [result("x", id="1"), system("note")]
-    before = copy.deepcopy(messages)
-    normalize_messages(messages)
-    assert messages == before

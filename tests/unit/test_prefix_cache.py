@@ -35,6 +35,20 @@ def test_blank_blocks_are_given_out_before_cached_ones() -> None:
     assert pool.find(b"a") is None and not pool.is_indexed(cached[0])
 
 
+def test_forgotten_blocks_are_blank_and_held_ones_stay_known() -> None:
+    pool, (held, free) = filled_pool(3, [b"held", b"free"])
+    pool.release([free])
+    pool.forget()
+    assert pool.find(b"free") is None and not pool.is_indexed(free)
+    assert pool.find(b"held") == held
+    assert pool.num_free == 2
+    again = [pool.allocate(), pool.allocate()]
+    assert sorted(again) == sorted({0, 1, 2} - {held})
+    pool.index(again[0], b"free")  # the digest may be used again
+    pool.release(again)
+    assert pool.find(b"free") == again[0] and pool.num_free == 2
+
+
 def test_of_a_released_prefix_the_tail_is_evicted_first() -> None:
     pool, block_ids = filled_pool(3, [b"head", b"middle", b"tail"])
     pool.release(block_ids)

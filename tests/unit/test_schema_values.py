@@ -177,24 +177,80 @@ def test_parameters_are_found_in_branches_and_references() -> None:
         "additionalProperties": {"type": "boolean"},
         "$defs": {"named": {"properties": {"names": {"type": "array"}, "id": {"type": "integer"}}}},
     }
-    schemas = ToolSchemas([tool("f", schema)])
-    assert schemas.parameter_types("f", "number") == {"number"}
-    assert schemas.parameter_types("f", "names") == {"array"}
-    assert schemas.parameter_types("f", "id") == {"string", "integer"}
-    assert schemas.parameter_types("f", "other") == {"boolean"}
-    assert schemas.declares_parameter("f", "names")
-    assert not schemas.declares_parameter("f", "other")
+    arguments = ToolSchemas([tool("f", schema)]).arguments("f")
+    assert arguments.member("number").types == {"number"}
+    assert arguments.member("names").types == {"array"}
+    assert arguments.member("id").types == {"string", "integer"}
+    assert arguments.member("other").types == {"boolean"}
+    assert arguments.lists_members
+    assert arguments.lists("names")
+    assert not arguments.lists("other")
+
+
+def test_members_and_items_are_found_at_every_depth_of_a_recursive_schema() -> None:
+    node = {"type": "object", "properties": {"value": {"type": "integer"}, "children": {"$ref": "#/$defs/nodes"}}}
+    schema = {
+        "properties": {"root": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+        "$defs": {"node": node, "nodes": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+    }
+    view = ToolSchemas([tool("f", schema)]).arguments("f").member("root")
+    assert view.types == {"object", "null"}
+    deeper = view.member("children").item()
+    assert deeper.member("value").types == {"integer"}
+    assert deeper.member("children").item() is deeper.member("children").item().member("children").item()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": [{"type": "integer"}]},
+        {"prefixItems": [{"type": "integer"}], "items": False},
+        {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]},
+    ],
+)
+def test_items_of_every_way_to_write_an_array(schema: dict[str, Any]) -> None:
+    view = ToolSchemas([tool("f", {"properties": {"x": schema}})]).arguments("f").member("x")
+    assert view.item().types == {"integer"}
+    assert "array" in view.types
 
 
 @pytest.mark.parametrize(
     "tools", [None, [], [tool("f")], [tool("f", {})], [tool("f", True)], [{"type": "web_search"}], [tool("f", [])]]
 )
 def test_missing_schemas_mean_text(tools: list[dict[str, Any]] | None) -> None:
-    assert ToolSchemas(tools).parameter_types("f", "x") == frozenset()
+    arguments = ToolSchemas(tools).arguments("f")
+    assert arguments.member("x").types == arguments.member("x").item().types == frozenset()
+    assert not arguments.lists_members
     assert not ToolSchemas(tools).declares("g")
 
 
 def test_bare_function_objects_are_read_too() -> None:
     schemas = ToolSchemas([{"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}])
     assert schemas.declares("f")
-    assert schemas.parameter_types("f", "x") == {"integer"}
+    assert schemas.arguments("f").member("x").types == {"integer"}
+
+
+def test_a_name_in_other_letter_case_is_a_declared_one_only_without_doubt() -> None:
+    schemas = ToolSchemas([tool("Read"), tool("write"), tool("WRITE")])
+    assert [schemas.declared_name(name) for name in ("Read", "READ", "write", "Write", "other")] == [
+        "Read", "Read", "write", None, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "expected"),
+    [
+        ("9" * 4300, ["integer"], int("9" * 4300)),
+        ("-" + "9" * 30 + ".000", ["integer"], -int("9" * 30)),
+        ("12345678901234567890.0", ["number"], 12345678901234567890),
+        ("9" * 4301, ["integer"], "9" * 4301),  # beyond what JSON readers take
+        ("2e3", ["integer"], 2000),
+        ("5.", ["integer"], 5),
+        (".5", ["integer"], ".5"),
+    ],
+)
+def test_integers_keep_all_their_digits(text: str, types: list[str], expected: Any) -> None:
+    value = convert(text, *types)
+    assert value == expected
+    assert type(value) is type(expected)

@@ -89,11 +89,22 @@ class PromptLogprob(Struct, frozen=True):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # one entry per prompt token, by token id; the first is null
 
 
+class ReasoningDetail(Struct, frozen=True):
+    """A piece of reasoning in MiniMax's own shape; in a stream `text` is what is new."""
+
+    text: str
+    type: str = "reasoning.text"
+    id: str = "reasoning-text-1"
+    format: str = "MiniMax-response-v1"
+    index: int = 0
+
+
 class Message(Struct, frozen=True):
     role: str
     content: str | None
     reasoning_content: str | None
     reasoning: str | None
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -123,6 +134,7 @@ class Delta(Struct, frozen=True):
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -144,6 +156,15 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class RenderedPrompt(Struct, frozen=True, kw_only=True):
+    """What a conversation looks like to the model."""
+
+    request_id: str
+    model: str
+    prompt: str
+    token_ids: list[int]
 
 
 class TextChoice(Struct, frozen=True):
@@ -170,8 +191,14 @@ class TextAnswer(Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
+    """A model as OpenAI's and as Anthropic's clients read it."""
+
     id: str
     object: str = "model"
+    type: str = "model"
+    display_name: str
+    created_at: str  # RFC 3339, the same moment as `created`
+    lifecycle: str = "active"
     created: int
     root: str
     max_model_len: int
@@ -182,6 +209,9 @@ class ModelCard(Struct, frozen=True, kw_only=True):
 class ModelList(Struct, frozen=True, kw_only=True):
     object: str = "list"
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool = False
 
 
 class HealthAnswer(Struct, frozen=True):

@@ -3,60 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from negamax.api.schemas.common import GenerationRequest, RequestModel, refuse, shown
+from negamax.api.constraints import CallChoice
+from negamax.api.schemas.common import RequestModel, refuse, shown
+from negamax.api.schemas.structure import StructuredRequest
+from negamax.api.schemas.tools import check_function, check_tool_count
+from negamax.api.thinking import EFFORTS, MODES, ReasoningPlace, ThinkingChoice, switch, template_switch
+from negamax.text.messages import INSTRUCTION_ROLES
 
-MAX_TOOLS = 1024
-MAX_TOOL_NAME_CHARS = 256
-_NAME_BREAKERS = frozenset('"<>\n\r\t')  # would not survive <invoke name="...">
+MAX_MESSAGES = 16_384
 _RENDER_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
-def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Refuse no messages, and more of them than a conversation has."""
     if not messages:
         refuse("messages", "the list is empty; send at least one message")
+    if len(messages) > MAX_MESSAGES:
+        refuse("messages", f"{len(messages)} messages; allowed: at most {MAX_MESSAGES}")
     return messages
 
 
-def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _check_tools(tools: list[dict[str, Any]], *, field: str = "tools") -> list[dict[str, Any]]:
     """Checks what the prompt and the parser rely on; the rest of a tool goes to the template as the client wrote it."""
-    if len(tools) > MAX_TOOLS:
-        refuse("tools", f"{len(tools)} tools; allowed: at most {MAX_TOOLS}")
+    check_tool_count(len(tools), field=field)
     for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
+        where = f"{field}[{index}]"
         if tool.get("type", "function") != "function":
             refuse(f"{where}.type", f"{shown(tool['type'])}; allowed: 'function'")
         function = tool.get("function")
         if not isinstance(function, dict):
             refuse(f"{where}.function", f"must be an object with a name; got {shown(function)}")
-        name = function.get("name")
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_TOOL_NAME_CHARS or not _NAME_BREAKERS.isdisjoint(name):
-            allowed = f"1 to {MAX_TOOL_NAME_CHARS} characters without quotes, angle brackets and line breaks"
-            refuse(f"{where}.function.name", f"{shown(name)}; allowed: {allowed}")
-        for key, kind in (("description", str), ("parameters", dict)):
-            if not isinstance(function.get(key), kind | None):
-                refuse(f"{where}.function.{key}", f"must be a JSON {'string' if kind is str else 'object'}")
+        check_function(function, where=f"{where}.function")
     return tools
 
 
 def _check_tool_choice(choice: object) -> object:
-    if choice in ("none", "auto"):
+    """Checks the shape; whether the named tool is there is found out with the tools."""
+    if choice in ("none", "auto", "required") or (isinstance(choice, dict) and _chosen_name(choice)):
         return choice
-    if choice == "required" or isinstance(choice, dict):
-        refuse("tool_choice", "a forced call is not implemented yet; allowed: 'auto', 'none'")
-    refuse("tool_choice", f"{shown(choice)}; allowed: 'auto', 'none'")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    allowed = "'auto', 'none', 'required', {'type': 'function', 'function': {'name': ...}}"
+    refuse("tool_choice", f"{shown(kind)}; allowed: {allowed}")
 
 
-def _check_response_format(value: dict[str, Any]) -> dict[str, Any]:
-    if value.get("type") != "text":
-        refuse("response_format", f"type {shown(value.get('type'))} is not implemented yet; allowed: 'text'")
-    return value
+def _chosen_name(choice: dict[str, Any]) -> str | None:
+    """The name in a choice of one function, also in the flat shape of the Responses API."""
+    if choice.get("type", "function") != "function":
+        return None
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
-def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Refuse template variables that are none, or that the request itself sets."""
     for name in kwargs:
         if name in _RENDER_ARGUMENTS:
             refuse("chat_template_kwargs", f"{name!r} is a field of the request itself; set it there")
@@ -71,48 +75,60 @@ def _check_modalities(modalities: list[str]) -> list[str]:
     return modalities
 
 
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(lambda tools: _check_tools(tools))]
+
+
+def _one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in allowed:
+            refuse(field, f"{shown(value)}; allowed: {', '.join(map(repr, allowed))}")
+        return value
+
+    return AfterValidator(check)
+
+
 class Thinking(RequestModel):
-    """`thinking` of MiniMax's own API. The M2 family always thinks, so switching it off is refused, not ignored."""
+    """`thinking`, as in MiniMax's and Anthropic's APIs."""
 
-    type: str = "enabled"
-    budget_tokens: int | None = None  # accepted; the model decides how long it thinks
-
-
-def _check_thinking(thinking: Thinking) -> Thinking:
-    if thinking.type not in ("enabled", "adaptive"):
-        refuse("thinking.type", f"{shown(thinking.type)}; this model always thinks; allowed: 'enabled', 'adaptive'")
-    return thinking
+    type: Annotated[str, _one_of("thinking.type", MODES)] = "enabled"
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(StructuredRequest):
     """One chat turn to answer. Messages and tools stay as the client wrote them: the template renders their key order."""
 
-    ignored_fields: ClassVar[frozenset[str]] = GenerationRequest.ignored_fields | {"reasoning_effort"}
     unsupported_fields: ClassVar[Mapping[str, str]] = {
-        **GenerationRequest.unsupported_fields,
+        **StructuredRequest.unsupported_fields,
         "functions": "it was replaced by tools",
         "function_call": "it was replaced by tool_choice",
         "audio": "this model writes text only",
         "web_search_options": "the server does not search the web",
         "documents": "put them into a message",
         "chat_template": "the template is chosen when the server starts (--chat-template)",
-        "echo": "chat answers do not repeat the prompt; use /v1/completions",
+        "input_ids": "this endpoint takes messages; use /v1/completions",
     }
 
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(_check_messages)]
-    max_completion_tokens: int | None = Field(default=None, ge=1)  # wins over max_tokens
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(check_messages)]
+    max_tokens: int | None = Field(default=None, ge=0)  # 0: read the prompt into the cache, answer nothing
+    max_completion_tokens: int | None = Field(default=None, ge=0)  # wins over max_tokens
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0)
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(_check_tools)] | None = None
+    tools: Tools | None = None
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
-    response_format: Annotated[dict[str, Any], AfterValidator(_check_response_format)] | None = None
+    parallel_tool_calls: bool = True
     modalities: Annotated[list[str], Field(fail_fast=True), AfterValidator(_check_modalities)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # needs add_generation_prompt=false and a last assistant message
+    echo: bool = False  # with continue_final_message: the answer begins with the text of that message
+    thinking: Thinking | None = None
+    thinking_mode: Annotated[str, _one_of("thinking_mode", MODES)] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Annotated[str, _one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True
-    reasoning_split: Literal[True] = True  # MiniMax's field; reasoning is always split from content
-    thinking: Annotated[Thinking, AfterValidator(_check_thinking)] | None = None
+    separate_reasoning: bool | None = None  # SGLang's; false: reasoning stays in the content, between think tags
+    reasoning_split: bool | None = None  # MiniMax's; false: the same; true: also in reasoning_details
+    stream_reasoning: bool = True  # SGLang's; false: reasoning comes in one piece when it is complete
 
     @property
     def token_limit(self) -> int | None:
@@ -130,5 +146,58 @@ class ChatRequest(GenerationRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is shown: none of them with tool_choice 'none'."""
-        return self.tools if self.tools and self.tool_choice != "none" else None
+        """The tools that the model is shown, those that instructions bring along included: none with tool_choice 'none'."""
+        if self.tool_choice == "none":
+            return None
+        tools = list(self.tools or ())
+        for index, message in enumerate(self.messages):
+            brought = message.get("tools") if message.get("role") in INSTRUCTION_ROLES else None
+            if brought:
+                if not isinstance(brought, list) or not all(isinstance(tool, dict) for tool in brought):
+                    refuse(f"messages[{index}].tools", "must be a list of tools")
+                tools += _check_tools(brought, field=f"messages[{index}].tools")
+        return tools or None
+
+    def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
+        """Which of the offered tools must be called. Errors: `InvalidRequestError` for one that is not among them."""
+        if self.tool_choice in ("auto", "none"):
+            return CallChoice(self.tool_choice, parallel=self.parallel_tool_calls)
+        if not tools:
+            refuse("tool_choice", "asks for a call, but there are no tools; send tools, or use 'auto'")
+        if self.tool_choice == "required":
+            return CallChoice("required", parallel=self.parallel_tool_calls)
+        name = _chosen_name(self.tool_choice)
+        if name not in [tool["function"]["name"] for tool in tools]:
+            refuse("tool_choice", f"names the tool {shown(name)}, which is not declared")
+        return CallChoice("function", name, parallel=False)
+
+    @property
+    def thinking_choice(self) -> ThinkingChoice:
+        """What the request says about thinking, by whatever name; the earlier name in this list wins."""
+        modes = (
+            None if self.thinking is None else self.thinking.type,
+            self.thinking_mode,
+            switch(self.enable_thinking),
+            template_switch(self.chat_template_kwargs or {}),
+        )
+        return ThinkingChoice(
+            mode=next((mode for mode in modes if mode is not None), None),
+            effort=self.reasoning_effort,
+            budget=self._thinking_budget,
+        )
+
+    @property
+    def _thinking_budget(self) -> int | None:
+        if self.reasoning_budget is not None or self.thinking is None:
+            return self.reasoning_budget
+        return self.thinking.budget_tokens
+
+    @property
+    def reasoning_place(self) -> ReasoningPlace | None:
+        """Where reasoning goes in the answer; None: where the server puts it."""
+        if not self.include_reasoning:
+            return ReasoningPlace.NOWHERE
+        split = self.separate_reasoning if self.reasoning_split is None else self.reasoning_split
+        if split is None:
+            return None
+        return ReasoningPlace.FIELD if split else ReasoningPlace.CONTENT

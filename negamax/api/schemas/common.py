@@ -1,26 +1,34 @@
 """What every generation request shares: the strict base model, the sampling fields, and readable refusals.
 
-Handling of fields, the same for every endpoint: `null` means "left out"; a field in `ignored_fields` is accepted and has no
-effect; one in `unsupported_fields` is refused with its reason; any other unknown field is refused with the nearest known name.
+Handling of fields, the same for every endpoint and every object inside a request: `null` means "left out"; a field in
+`ignored_fields` is accepted and has no effect; one in `unsupported_fields` is refused with its reason, unless its value asks
+for nothing (false, 0, "", []). Of the fields that nobody here knows, one that is nearly a known name is refused as a slip of
+the pen, and others are ignored, as vLLM and SGLang do: clients send fields of other servers.
 Ranges are checked once, by `SamplingParams.check`, so that the server and the embedded `LLM` refuse alike.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
+import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from negamax.base.errors import InvalidRequestError
 from negamax.scheduler.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 RequestT = TypeVar("RequestT", bound="RequestModel")
 
+MAX_UNKNOWN_FIELDS = 32  # in one object; more are no request
+
+_UNION_BRANCH = re.compile(r"(str|int|float|bool|list\[.*|dict\[.*|constrained-.*|function-.*)$")
 _SHOWN_CHARS = 60  # of an offending value in a message
+_SLIP_LIKENESS = 0.85  # of two names, 1.0 being the same: from here on a field was probably misspelt
 _PRIORITY_LIMIT = 2**31
-_NOT_YET = "it is not implemented yet"
 
 
 def refuse(param: str, message: str) -> NoReturn:
@@ -45,49 +53,77 @@ def nearest(name: str, known: frozenset[str] | list[str]) -> str:
 
 
 class RequestModel(BaseModel):
-    """Base of every request: strict types, no unknown fields, immutable."""
+    """Base of every request and of the objects inside it: strict types, immutable."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     unsupported_fields: ClassVar[Mapping[str, str]] = {}
+    neutral_values: ClassVar[Mapping[str, object]] = {}  # of unsupported fields: what asks for nothing, beside those
 
     @classmethod
     def parse(cls: type[RequestT], body: object) -> RequestT:
         """The request in `body` (decoded JSON), or `InvalidRequestError` naming the first field at fault."""
         if not isinstance(body, dict):
             raise InvalidRequestError(f"the body must be a JSON object; it is {shown(body)}", code="invalid_body")
-        fields: dict[str, Any] = {}
-        for name, value in body.items():
-            if value is None or name in cls.ignored_fields:
-                continue
-            if name not in cls.model_fields:
-                cls._refuse_field(name)
-            fields[name] = value
         try:
-            return cls.model_validate(fields)
+            return cls.model_validate(body)
         except ValidationError as error:
             raise _readable(error) from None
 
+    @model_validator(mode="before")
     @classmethod
-    def _refuse_field(cls, name: str) -> NoReturn:
-        reason = cls.unsupported_fields.get(name)
-        if reason is not None:
-            raise InvalidRequestError(
-                f"{name} is not supported: {reason}", hint="leave the field out", param=name, code="unsupported_parameter"
-            )
-        hint = nearest(name, frozenset(cls.model_fields))
-        label = shown(name)
-        raise InvalidRequestError(f"unknown field {label}.{hint}", param=label.strip("'"), code="unknown_parameter")
+    def _known_fields(cls, fields: Any) -> Any:
+        """Drop what has no meaning here, refuse what would be misunderstood."""
+        if not isinstance(fields, dict):
+            return fields
+        kept: dict[str, Any] = {}
+        unknown: list[str] = []
+        for name, value in fields.items():
+            if value is None or name in cls.ignored_fields:
+                continue
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in cls.unsupported_fields:
+                if value not in (False, "", [], cls.neutral_values.get(name)):
+                    reason = {"name": name, "reason": cls.unsupported_fields[name]}
+                    raise PydanticCustomError("unsupported_parameter", "is not supported: {reason}", reason)
+            else:
+                unknown.append(name)
+        cls._check_unknown(unknown)
+        return kept
+
+    @classmethod
+    def _check_unknown(cls, names: list[str]) -> None:
+        if len(names) > MAX_UNKNOWN_FIELDS:
+            problem = {"name": names[0], "count": len(names), "limit": MAX_UNKNOWN_FIELDS}
+            raise PydanticCustomError("unknown_parameter", "is one of {count} unknown fields; allowed: {limit}", problem)
+        known = {_squashed(name): name for name in cls.model_fields}
+        for name in names:
+            near = difflib.get_close_matches(_squashed(name), known, n=1, cutoff=_SLIP_LIKENESS)
+            if near:
+                meant = {"name": name, "meant": known[near[0]]}
+                raise PydanticCustomError("unknown_parameter", "is not a known field. Did you mean '{meant}'?", meant)
+
+
+def _squashed(name: str) -> str:
+    return name[:_SHOWN_CHARS].replace("_", "").replace("-", "").lower()
 
 
 def _readable(error: ValidationError) -> InvalidRequestError:
     """The first problem pydantic found, as one sentence with the path, the rule and the value."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
     path = ""
     for part in first["loc"]:
+        if isinstance(part, str) and _UNION_BRANCH.match(part):
+            continue  # which of several types was tried
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    message = first["msg"]
-    if first["type"] == "missing":
+    kind, message = first["type"], first["msg"]
+    if kind in ("unknown_parameter", "unsupported_parameter"):
+        name = shown(first["ctx"]["name"]).strip("'")
+        path = f"{path}.{name}" if path else name
+        hint = "leave the field out" if kind == "unsupported_parameter" else None
+        return InvalidRequestError(f"{path} {message}", hint=hint, param=path, code=kind)
+    if kind == "missing":
         return InvalidRequestError(f"{path} is required and missing", param=path, code="missing_parameter")
     message = message[0].lower() + message[1:]
     return InvalidRequestError(f"{path}: {message}; got {shown(first['input'])}", param=path, code="invalid_value")
@@ -125,6 +161,7 @@ _BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number"}, "m
 
 StopStrings = Annotated[list[str], BeforeValidator(_as_stop_list), WithJsonSchema(_STOP_SCHEMA)]
 StopTokenIds = Annotated[list[int], BeforeValidator(_bounded_ids)]
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_bounded_bias), WithJsonSchema(_BIAS_SCHEMA)]
 
 
@@ -137,26 +174,29 @@ class StreamOptions(RequestModel):
 
 
 class GenerationRequest(RequestModel):
-    """The fields that chat and plain completions share. Names and defaults follow OpenAI, extensions follow vLLM."""
+    """The fields that chat and plain completions share. Names and defaults follow OpenAI, extensions follow vLLM and SGLang."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {
             "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-            "parallel_tool_calls", "prediction", "verbosity", "spaces_between_special_tokens", "add_special_tokens",
+            "prediction", "verbosity", "spaces_between_special_tokens", "add_special_tokens", "stream_interval", "vllm_xargs",
         }
     )  # fmt: skip
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            (
-                "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex",
-                "ebnf", "structural_tag", "logits_processors", "custom_logit_processor", "bad_words", "allowed_token_ids",
-                "truncate_prompt_tokens", "thinking_token_budget", "lora_path", "return_hidden_states",
-            ),
-            _NOT_YET,
+            ("bad_words", "allowed_token_ids", "stop_regex", "repetition_detection"), "it is not implemented yet"
         ),
+        "logits_processors": "the server runs no code of clients",
+        "custom_logit_processor": "the server runs no code of clients",
+        "truncate_prompt_tokens": "a prompt without its beginning is another prompt; shorten it where it is made",
+        "lora_path": "the server has no adapters",
+        "session_params": "send the whole conversation; its prefix is cached",
+        "return_hidden_states": "hidden states do not leave the engine",
         "best_of": "choices are not ranked; use n",
         "use_beam_search": "there is no beam search; use n with a temperature",
     }  # fmt: skip
+
+    neutral_values: ClassVar[Mapping[str, object]] = {"best_of": 1}
 
     model: str | None = None
     stream: bool = False
@@ -177,11 +217,27 @@ class GenerationRequest(RequestModel):
     stop_token_ids: StopTokenIds = []
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False  # SGLang's name for it
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0)  # tokens of reasoning after which it is closed
+    max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's name for it
+    return_tokens_as_token_ids: bool = False  # token texts in logprobs read "token_id:123"
     priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
     cache_salt: str = Field(default="", max_length=256)
     return_token_ids: bool = False
+    request_id: RequestId | None = None  # becomes part of the answer's id
+    rid: RequestId | None = None  # SGLang's name for it
+    timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """Tokens that the reasoning may have."""
+        return self.max_thinking_tokens if self.thinking_token_budget is None else self.thinking_token_budget
+
+    def answer_id(self, prefix: str) -> str:
+        """The id of the answer: the client's own, if it named one, after `prefix`."""
+        return f"{prefix}-{self.request_id or self.rid or secrets.token_hex(16)}"
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters; the caller says how many tokens and logprobs its dialect asked for."""
@@ -203,7 +259,7 @@ class GenerationRequest(RequestModel):
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
-            include_stop_str_in_output=self.include_stop_str_in_output,
+            include_stop_str_in_output=self.include_stop_str_in_output or self.no_stop_trim,
             skip_special_tokens=self.skip_special_tokens,
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,

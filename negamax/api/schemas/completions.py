@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from negamax.api.schemas.common import GenerationRequest, refuse, shown
+from negamax.api.schemas.common import refuse, shown
+from negamax.api.schemas.structure import StructuredRequest
 
 MAX_PROMPTS = 128
 Prompt = str | list[int]
@@ -51,13 +52,13 @@ def _token_ids(values: list[Any], where: str) -> list[int]:
     return values
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(StructuredRequest):
     """Text or token ids to continue, without a chat template."""
 
+    ignored_fields: ClassVar[frozenset[str]] = StructuredRequest.ignored_fields | {"parallel_tool_calls", "reasoning_effort"}
     unsupported_fields: ClassVar[Mapping[str, str]] = {
-        **GenerationRequest.unsupported_fields,
+        **StructuredRequest.unsupported_fields,
         "suffix": "filling in the middle is not implemented yet",
-        "response_format": "it is not implemented yet",
         "messages": "this endpoint takes a prompt; use /v1/chat/completions",
     }
 

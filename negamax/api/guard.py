@@ -1,0 +1,183 @@
+"""What every request must pass before a route sees it: sizes, key, host, whether the server takes requests, room in the queue.
+
+All of it is decided before the body is read, so that refusing costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import time
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from negamax.api.border import negamax_error
+from negamax.api.context import ApiContext
+from negamax.api.playground import browser_key
+from negamax.base.errors import (
+    AuthenticationError,
+    ForbiddenError,
+    HeadTooLargeError,
+    NegamaxError,
+    OverloadedError,
+    RequestTimeoutError,
+    UrlTooLongError,
+)
+
+OPEN_PATH = "/livez"  # the one route without a key
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"})
+MAX_URL_BYTES = 8192
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32 * 1024
+BODY_SECONDS = 120.0  # for a body to arrive
+BODIES_IN_FLIGHT = 8  # bodies of the largest size that may be in the server's memory at a time
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_ALL = "*"
+_Headers = list[tuple[bytes, bytes]]
+
+
+class Guard:
+    """The layer in front of the routes. Single writer: the event loop."""
+
+    def __init__(self, app: ASGIApp, *, context: ApiContext) -> None:
+        options = context.options
+        self._app = app
+        self._context = context
+        self._keys = [key.encode() for key in options.api_keys]
+        hosts = {host.lower() for host in (*options.allowed_hosts, options.host)}
+        is_open = bool(self._keys) or options.allow_unauthenticated or _ALL in hosts
+        self._hosts = None if is_open else hosts
+        self._body_budget = BODIES_IN_FLIGHT * options.max_body_bytes  # bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+        except NegamaxError as error:
+            await negamax_error(Request(scope), error)(scope, receive, send)
+            return
+        if scope["method"] in _SAFE_METHODS:
+            await self._app(scope, receive, send)
+            return
+        body = _Body(receive, self)
+        lifecycle = self._context.lifecycle
+        lifecycle.num_open += 1
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            lifecycle.num_open -= 1
+            self._body_budget += body.num_bytes
+
+    def take_bytes(self, count: int) -> None:
+        """Account for `count` more bytes of a body. Errors: `OverloadedError` where all open bodies together are too large."""
+        if count > self._body_budget:
+            raise OverloadedError("the bodies of open requests fill the memory for them", hint="retry later", code="memory")
+        self._body_budget -= count
+
+    def _check(self, scope: Scope) -> None:
+        headers: _Headers = scope["headers"]
+        path: str = scope["path"]
+        _check_size(headers, url_bytes=len(scope["raw_path"]) + len(scope["query_string"]))
+        if self._hosts is not None:
+            _check_host(headers, self._hosts)
+        if path == OPEN_PATH:
+            return
+        if self._keys:
+            _check_key(headers, self._keys, path=path)
+        if scope["method"] in _SAFE_METHODS:
+            return
+        self._context.lifecycle.check_accepting()
+        if path in GENERATION_PATHS:
+            self._context.engine.check_alive()
+            self._context.engine.check_room(1)
+
+
+class _Body:
+    """Receives one request's body, which must come in time and fit into memory with the others. Single reader: the route."""
+
+    def __init__(self, receive: Receive, guard: Guard) -> None:
+        self._receive = receive
+        self._guard = guard
+        self._end = time.monotonic() + BODY_SECONDS
+        self._is_complete = False
+        self.num_bytes = 0
+
+    async def receive(self) -> Message:
+        """The next message. Errors: `RequestTimeoutError`, `OverloadedError`."""
+        if self._is_complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(max(0.0, self._end - time.monotonic())):
+                message = await self._receive()
+        except TimeoutError:
+            raise RequestTimeoutError(f"the body did not arrive within {BODY_SECONDS:g} s", code="body_timeout") from None
+        if message["type"] != "http.request":
+            return message
+        count = len(message.get("body", b""))
+        self._guard.take_bytes(count)
+        self.num_bytes += count
+        self._is_complete = not message.get("more_body", False)
+        return message
+
+
+def _check_size(headers: _Headers, *, url_bytes: int) -> None:
+    if url_bytes > MAX_URL_BYTES:
+        raise UrlTooLongError(f"the URL has {url_bytes} bytes; allowed: {MAX_URL_BYTES}", code="url_too_long")
+    if len(headers) > MAX_HEADERS:
+        raise HeadTooLargeError(f"the request has {len(headers)} headers; allowed: {MAX_HEADERS}", code="too_many_headers")
+    header_bytes = sum(len(name) + len(value) for name, value in headers)
+    if header_bytes > MAX_HEADER_BYTES:
+        raise HeadTooLargeError(f"the headers have {header_bytes} bytes; allowed: {MAX_HEADER_BYTES}", code="headers_too_large")
+
+
+def _check_key(headers: _Headers, keys: list[bytes], *, path: str) -> None:
+    given = b""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            given = value[7:].strip()
+            break
+        if name == b"x-api-key":
+            given = value.strip()
+    given = given or browser_key(path, headers)
+    if not given:
+        raise AuthenticationError(
+            "the API key is missing",
+            hint="send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+            code="missing_api_key",
+        )
+    if not sum(hmac.compare_digest(given, key) for key in keys):  # all of them are compared, whichever fits
+        raise AuthenticationError("the API key is wrong", code="invalid_api_key")
+
+
+def _check_host(headers: _Headers, allowed: set[str]) -> None:
+    """Without a key, only names of this machine: a page elsewhere may let its own name point here (DNS rebinding)."""
+    for name, value in headers:
+        if name == b"host":
+            host = _host_name(value.decode("latin-1"))
+            if host not in allowed and not is_loopback(host):
+                raise ForbiddenError(
+                    f"the Host header names {host[:100]!r}, which is not this machine",
+                    hint="set an API key, or start the server with --allowed-hosts",
+                    code="host_not_allowed",
+                )
+
+
+def _host_name(value: str) -> str:
+    """The name in a Host header, without its port."""
+    if value.startswith("["):
+        return value[1:].partition("]")[0].lower()
+    return value.partition(":")[0].strip().lower()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, means this machine only."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

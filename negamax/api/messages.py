@@ -1,0 +1,239 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's API. A whole answer is the blocks of its stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import Struct
+
+from negamax.api.blocks import Block, BlockClosed, BlockEvent, BlockGrew, BlockKind, BlockOpened
+from negamax.api.border import json_response, logged_failure, read_json
+from negamax.api.context import ApiContext
+from negamax.api.conversation import off_loop
+from negamax.api.keep_alive import PingedStream
+from negamax.api.messages_history import history_of
+from negamax.api.schemas.messages import (
+    NO_INPUT,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    ContentBlock,
+    CountRequest,
+    InputJsonDelta,
+    MessageAnswer,
+    MessageDelta,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    SignatureDelta,
+    StopDelta,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ThinkingTokens,
+    TokenCount,
+    ToolUseBlock,
+    message_error,
+)
+from negamax.api.sse import named_event, while_connected
+from negamax.api.thought_signature import ThoughtSigner
+from negamax.api.turns import Turn, TurnAnswer, begin_answer, turn_prompt
+
+_PING = named_event("ping", Ping())
+
+
+def messages_router(context: ApiContext) -> APIRouter:
+    """The routes of Anthropic's API."""
+    router = APIRouter()
+    signer = ThoughtSigner(context.engine.info.served_model_name)
+    answer_schema = {"content": {"application/json": {"schema": MessagesRequest.model_json_schema()}}, "required": True}
+    count_schema = {"content": {"application/json": {"schema": CountRequest.model_json_schema()}}, "required": True}
+
+    @router.post("/v1/messages", openapi_extra={"requestBody": answer_schema})
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, whole or as a stream of events."""
+        arrival = time.monotonic()
+        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
+        wanted = MessagesRequest.parse(body)
+        model = context.model_name(wanted.model)
+        message_id = f"msg_{secrets.token_hex(12)}"
+        turn = await off_loop(
+            lambda: _turn(wanted, signer, max_tokens=wanted.max_tokens, stop=wanted.stop_sequences), num_bytes=num_bytes
+        )
+        answer = await begin_answer(context, request, turn, wanted, request_id=message_id, num_bytes=num_bytes, arrival=arrival)
+        answering = _Answering(answer, wanted, signer, message_id=message_id, model=model, request_id=request.state.request_id)
+        headers = {"request-id": request.state.request_id}
+        if wanted.stream:
+            stream = PingedStream(answering.stream(), ping=_PING)
+            stream.headers.update(headers)
+            return stream
+        return json_response(await while_connected(request.receive, answering.whole()), headers=headers)
+
+    @router.post("/v1/messages/count_tokens", openapi_extra={"requestBody": count_schema})
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a conversation has."""
+        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
+        wanted = CountRequest.parse(body)
+        context.model_name(wanted.model)
+        turn = await off_loop(lambda: _turn(wanted, signer, max_tokens=1, stop=[]), num_bytes=num_bytes)
+        prompt = await turn_prompt(context, turn, wanted, num_bytes=num_bytes)
+        return json_response(TokenCount(len(prompt.token_ids)), headers={"request-id": request.state.request_id})
+
+    return router
+
+
+def _turn(wanted: CountRequest, signer: ThoughtSigner, *, max_tokens: int, stop: list[str]) -> Turn:
+    history = history_of(wanted.messages, system=wanted.system, signer=signer)
+    tools = wanted.offered_tools
+    last = history.messages[-1]
+    continues = last["role"] == "assistant" and "tool_calls" not in last
+    return Turn(
+        messages=history.messages,
+        places=history.places,
+        tools=tools,
+        calls=wanted.call_choice(tools),
+        thinking=wanted.thinking_choice,
+        form=wanted.grammar,
+        sampling=wanted.sampling_params(max_tokens=max_tokens or 1, stop=stop),
+        continues=continues and bool(last["content"] or last.get("reasoning_content")),
+        reads_only=max_tokens == 0,
+    )
+
+
+class _Answering:
+    """Tells an answer in Anthropic's words. Single writer: the request's handler."""
+
+    def __init__(
+        self,
+        answer: TurnAnswer,
+        wanted: MessagesRequest,
+        signer: ThoughtSigner,
+        *,
+        message_id: str,
+        model: str,
+        request_id: str,
+    ) -> None:
+        self._answer = answer
+        self._wanted = wanted
+        self._signer = signer
+        self._id = message_id
+        self._model = model
+        self._request_id = request_id
+
+    async def whole(self) -> MessageAnswer:
+        """The answer in one piece."""
+        await self._answer.whole()
+        return self._message([self._block(block) for block in self._answer.blocks])
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events; an error after the start is an event too."""
+        has_started = False
+        try:
+            async for events in self._answer.steps(is_paced=True):
+                told = b"" if has_started else named_event("message_start", MessageStart(self._message([]))) + _PING
+                has_started = True
+                told += b"".join(named_event(name, data) for event in events for name, data in self._told(event))
+                if told:
+                    yield told
+            stop = StopDelta(self._stop_reason, self._stop_sequence)
+            yield named_event("message_delta", MessageDelta(stop, self._usage())) + named_event("message_stop", MessageStop())
+        except Exception as error:
+            status, answer = logged_failure(error, request_id=self._request_id)
+            yield named_event("error", message_error(status, answer, request_id=self._request_id))
+
+    def _told(self, event: BlockEvent) -> Iterator[tuple[str, Struct]]:
+        """The events of a stream, by name."""
+        block = event.block
+        match event:
+            case BlockOpened():
+                yield "content_block_start", BlockStart(block.index, self._opened(block))
+            case BlockGrew(_, text):
+                delta = self._delta(block, text)
+                if delta is not None:
+                    yield "content_block_delta", BlockDelta(block.index, delta)
+            case BlockClosed():
+                if block.kind is BlockKind.REASONING:
+                    yield "content_block_delta", BlockDelta(block.index, SignatureDelta(self._signature(block)))
+                yield "content_block_stop", BlockStop(block.index)
+
+    def _opened(self, block: Block) -> ContentBlock:
+        match block.kind:
+            case BlockKind.REASONING:
+                return ThinkingBlock("", "")
+            case BlockKind.CONTENT:
+                return TextBlock("")
+            case BlockKind.CALL:
+                return _tool_use(block, NO_INPUT)
+
+    def _delta(self, block: Block, text: str) -> TextDelta | ThinkingDelta | InputJsonDelta | None:
+        match block.kind:
+            case BlockKind.REASONING:
+                return None if self._wanted.hides_thinking else ThinkingDelta(text)
+            case BlockKind.CONTENT:
+                return TextDelta(text)
+            case BlockKind.CALL:
+                return InputJsonDelta(text)
+
+    def _block(self, block: Block) -> ContentBlock:
+        match block.kind:
+            case BlockKind.REASONING:
+                return ThinkingBlock("" if self._wanted.hides_thinking else block.text, self._signature(block))
+            case BlockKind.CONTENT:
+                return TextBlock(block.text)
+            case BlockKind.CALL:
+                return _tool_use(block, msgspec.Raw(block.text.encode()))
+
+    def _signature(self, block: Block) -> str:
+        return self._signer.signature(block.text, is_hidden=self._wanted.hides_thinking)
+
+    def _message(self, content: list[ContentBlock]) -> MessageAnswer:
+        return MessageAnswer(
+            id=self._id,
+            model=self._model,
+            content=content,
+            stop_reason=self._stop_reason,
+            stop_sequence=self._stop_sequence,
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> MessageUsage:
+        usage = self._answer.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            cache_read_input_tokens=cached,
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=ThinkingTokens(usage.completion_tokens_details.reasoning_tokens),
+            service_tier="standard",
+        )
+
+    @property
+    def _stop_sequence(self) -> str | None:
+        return self._answer.stop_string
+
+    @property
+    def _stop_reason(self) -> str | None:
+        if self._stop_sequence is not None:
+            return "stop_sequence"
+        match self._answer.finish_reason:
+            case "length":
+                has_room = self._answer.usage.completion_tokens < self._wanted.max_tokens
+                return "model_context_window_exceeded" if has_room else "max_tokens"
+            case "tool_calls":
+                return "tool_use"
+            case None:
+                return None
+            case _:
+                return "end_turn"
+
+
+def _tool_use(block: Block, arguments: msgspec.Raw) -> ToolUseBlock:
+    assert block.call is not None
+    return ToolUseBlock(f"toolu_{block.call.id.removeprefix('call_')}", block.call.name, arguments)

@@ -1,0 +1,283 @@
+"""SGLang's native API: /generate with its helpers to abort, to empty the cache, and to tell what is served."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
+
+from negamax import __version__
+from negamax.api.border import failure_event, json_response, read_json
+from negamax.api.constraints import constrained
+from negamax.api.context import ApiContext
+from negamax.api.conversation import ReasoningState, check_failed, interleave, prompt_in_reasoning, without_tokens
+from negamax.api.schemas.common import refuse
+from negamax.api.schemas.native_generate import (
+    AbortRequest,
+    LogprobEntry,
+    MetaInfo,
+    NativeAnswer,
+    NativeModelInfo,
+    NativeRequest,
+    NativeSampling,
+    NativeServerInfo,
+    NumAborted,
+)
+from negamax.api.sse import DONE, FIRST_OUTPUT_SECONDS, after_first, event, while_connected
+from negamax.base.errors import InvalidRequestError
+from negamax.engine.output import RequestOutput
+from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.step import TokenLogprobs
+
+_LEAST = -9999.0  # JSON has no infinity
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # with the index of the prompt
+
+
+def native_router(context: ApiContext) -> APIRouter:
+    """The routes, by SGLang's names; those that tell something also by their old ones."""
+    router = APIRouter()
+    body_schema = {"content": {"application/json": {"schema": NativeRequest.model_json_schema()}}, "required": True}
+
+    @router.post("/generate", openapi_extra={"requestBody": body_schema})
+    async def generate(request: Request) -> Response:
+        """Continue one or several prompts."""
+        arrival = time.monotonic()
+        body, _ = await read_json(request, max_bytes=context.options.max_body_bytes)
+        wanted = NativeRequest.parse(body)
+        sent = wanted.prompts
+        samplings = wanted.samplings(len(sent))
+        ids = [given or secrets.token_hex(16) for given in wanted.ids(len(sent))]
+        limits = [_engine_sampling(wanted, sampling) for sampling in samplings]
+        for limit in limits:
+            context.check_sampling(limit)
+        prompts = await context.prompts.plain(sent)
+        context.engine.check_room(sum(limit.n for limit in limits), sum(len(prompt) for prompt in prompts))
+        streams = [
+            context.generate(
+                prompt,
+                _constrained(context, wanted, sampling, limit, prompt),
+                request_id=f"generate-{rid}-{secrets.token_hex(4)}",
+                priority=wanted.priority,
+                cache_salt=wanted.cache_salt,
+                arrival=arrival,
+                timeout=wanted.timeout,
+            )
+            for prompt, sampling, limit, rid in zip(prompts, samplings, limits, ids, strict=True)
+        ]
+        answer = _NativeAnswering(context, wanted, samplings, ids=ids, prompts=prompts, arrival=arrival)
+        outputs = interleave(streams)
+        if wanted.stream:
+            seconds = FIRST_OUTPUT_SECONDS if all(sampling.grammar is None for sampling in samplings) else None
+            outputs = await after_first(request.receive, outputs, seconds=seconds)
+            return context.event_stream(answer.stream(outputs))
+        return await while_connected(request.receive, answer.whole(outputs))
+
+    @router.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        """End the requests with an id, of whatever route, or all."""
+        body, _ = await read_json(request, max_bytes=context.options.max_body_bytes)
+        wanted = AbortRequest.parse(body)
+        if wanted.rid is None and not wanted.abort_all:
+            refuse("rid", "send the id of a request, or abort_all")
+        # Ids in the engine: a word for the route, the client's id, then a random one.
+        own = re.compile(f"(?:[a-z]+-)?{re.escape(wanted.rid or '')}(?:[-/].*)?") if not wanted.abort_all else re.compile(".*")
+        return json_response(NumAborted(context.engine.abort(lambda sequence_id: own.fullmatch(sequence_id) is not None)))
+
+    async def flush_cache() -> Response:
+        """Forget all cached prefixes."""
+        if context.engine.num_open:
+            raise InvalidRequestError(
+                f"{context.engine.num_open} sequences run or wait; the cache is emptied only while there are none",
+                hint="try again when they are done, or abort them",
+                code="busy",
+            )
+        context.engine.forget_prefixes()
+        return Response("Cache flushed.\n", media_type="text/plain")
+
+    async def model_info() -> Response:
+        """What is served."""
+        info = context.engine.info
+        return json_response(
+            NativeModelInfo(model_path=info.model, tokenizer_path=info.model, architectures=[info.architecture])
+        )
+
+    async def server_info() -> Response:
+        """How it is served, and how busy the server is."""
+        return json_response(_server_info(context))
+
+    for method in ("GET", "POST"):
+        router.add_api_route("/flush_cache", flush_cache, methods=[method])
+    for name, route in (("model_info", model_info), ("server_info", server_info)):
+        router.add_api_route(f"/{name}", route, methods=["GET"])
+        router.add_api_route(f"/get_{name}", route, methods=["GET"])
+    return router
+
+
+def _engine_sampling(wanted: NativeRequest, sampling: NativeSampling) -> SamplingParams:
+    if not wanted.return_logprob:
+        return sampling.sampling_params(logprobs=None, prompt_logprobs=None)
+    top = wanted.top_logprobs_num
+    return sampling.sampling_params(logprobs=top, prompt_logprobs=top if wanted.logprob_start_len >= 0 else None)
+
+
+def _constrained(
+    context: ApiContext, wanted: NativeRequest, sampling: NativeSampling, limits: SamplingParams, prompt: list[int]
+) -> SamplingParams:
+    """With the form of the answer, which begins after the reasoning where the prompt ends in one."""
+    reasoning: ReasoningState = "open" if prompt_in_reasoning(prompt, context.voice) else "none"
+    budget = wanted.max_thinking_tokens if reasoning == "open" else None
+    return constrained(limits, context.voice, reasoning=reasoning, grammar=sampling.grammar, budget=budget)
+
+
+class _Choice:
+    """One answer while it is generated. Single writer: its `_NativeAnswering`."""
+
+    def __init__(self, prompt_index: int, rid: str) -> None:
+        self.prompt_index = prompt_index
+        self.rid = rid
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.finish_reason: dict[str, object] | None = None
+        self.num_cached_tokens = 0
+        self.seconds: float | None = None  # when it is complete
+
+
+class _NativeAnswering:
+    """Answers one request from the engine's outputs. Single writer: the request's handler."""
+
+    def __init__(
+        self,
+        context: ApiContext,
+        wanted: NativeRequest,
+        samplings: list[NativeSampling],
+        *,
+        ids: list[str],
+        prompts: list[list[int]],
+        arrival: float,
+    ) -> None:
+        self._tokenizer = context.engine.tokenizer
+        self._wanted = wanted
+        self._samplings = samplings
+        self._prompts = prompts
+        self._arrival = arrival
+        self._starts: list[int] = []  # of each prompt: the index of its first choice
+        self._choices: list[_Choice] = []
+        for index, (rid, sampling) in enumerate(zip(ids, samplings, strict=True)):
+            self._starts.append(len(self._choices))
+            self._choices += [_Choice(index, rid) for _ in range(sampling.n)]
+        self._is_list = wanted.is_batch or len(self._choices) > 1
+
+    async def whole(self, outputs: Outputs) -> Response:
+        """The answer in one piece: one object, or a list of them."""
+        async with aclosing(outputs):
+            async for number, output in outputs:
+                self._take(number, output)
+        answers = [self._answer(index) for index in range(len(self._choices))]
+        encoded = msgspec.json.encode(answers if self._is_list else answers[0])
+        return Response(encoded, media_type="application/json")
+
+    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        """The answer as events, each with all that was said so far; an error after the start is an event too."""
+        try:
+            async with aclosing(outputs):
+                async for number, output in outputs:
+                    yield event(self._answer(self._take(number, output)))
+        except Exception as error:
+            yield failure_event(error, request_id=self._choices[0].rid)
+        yield DONE
+
+    def _take(self, number: int, output: RequestOutput) -> int:
+        """Take an output into its choice; the choice's index."""
+        check_failed(output)
+        if self._samplings[number].max_new_tokens == 0:
+            output = without_tokens(output)
+        index = self._starts[number] + output.index
+        choice = self._choices[index]
+        choice.texts.append(output.text)
+        choice.token_ids += output.token_ids
+        choice.logprobs += output.logprobs or ()
+        choice.prompt_logprobs += output.prompt_logprobs or ()
+        choice.num_cached_tokens = output.num_cached_tokens
+        if output.finish_reason is not None:
+            choice.seconds = time.monotonic() - self._arrival
+            choice.finish_reason = self._finish_reason(choice, output)
+        return index
+
+    def _finish_reason(self, choice: _Choice, output: RequestOutput) -> dict[str, object]:
+        match output.finish_reason:
+            case "length":
+                return {"type": "length", "length": len(choice.token_ids)}
+            case "stop":
+                matched = output.stop_reason
+                return {"type": "stop", "matched": choice.token_ids[-1] if matched is None and choice.token_ids else matched}
+            case _:
+                return {"type": "abort", "message": "the request was aborted"}
+
+    def _answer(self, index: int) -> NativeAnswer:
+        choice = self._choices[index]
+        text = "".join(choice.texts)
+        choice.texts = [text]
+        return NativeAnswer(
+            text=text, output_ids=choice.token_ids, meta_info=self._meta(choice), index=index if self._is_list else UNSET
+        )
+
+    def _meta(self, choice: _Choice) -> MetaInfo:
+        wanted, prompt = self._wanted, self._prompts[choice.prompt_index]
+        has_logprobs, has_top = wanted.return_logprob, wanted.return_logprob and wanted.top_logprobs_num > 0
+        start = wanted.logprob_start_len
+        given: list[TokenLogprobs | None] = [None, *choice.prompt_logprobs] if choice.prompt_logprobs or start == 0 else []
+        first = min(start, len(prompt) - 1) if start >= 0 else len(prompt)
+        asked = list(zip(prompt, given, strict=False))[first:] if start >= 0 else []
+        return MetaInfo(
+            id=choice.rid,
+            finish_reason=choice.finish_reason,
+            prompt_tokens=len(prompt),
+            completion_tokens=len(choice.token_ids),
+            cached_tokens=choice.num_cached_tokens,
+            e2e_latency=UNSET if choice.seconds is None else choice.seconds,
+            input_token_logprobs=[self._entry(token_id, entry) for token_id, entry in asked] if has_logprobs else UNSET,
+            output_token_logprobs=[self._entry(one.token_id, one) for one in choice.logprobs] if has_logprobs else UNSET,
+            input_top_logprobs=[self._top(entry) for _, entry in asked] if has_top else UNSET,
+            output_top_logprobs=[self._top(entry) for entry in choice.logprobs] if has_top else UNSET,
+        )
+
+    def _entry(self, token_id: int, entry: TokenLogprobs | None) -> LogprobEntry:
+        text = self._tokenizer.token_text(token_id) if self._wanted.return_text_in_logprobs else None
+        return None if entry is None else max(entry.logprob, _LEAST), token_id, text
+
+    def _top(self, entry: TokenLogprobs | None) -> list[LogprobEntry] | None:
+        if entry is None:
+            return None
+        with_text = self._wanted.return_text_in_logprobs
+        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        return [(max(logprob, _LEAST), i, self._tokenizer.token_text(i) if with_text else None) for i, logprob in pairs]
+
+
+def _server_info(context: ApiContext) -> NativeServerInfo:
+    engine = context.engine
+    info, stats = engine.info, engine.stats
+    return NativeServerInfo(
+        version=__version__,
+        model_path=info.model,
+        served_model_name=context.model_names[0],
+        context_length=info.max_model_len,
+        device=info.device,
+        dtype=info.dtype,
+        tp_size=engine.tensor_parallel_size,
+        page_size=info.block_size,
+        max_running_requests=info.max_num_seqs,
+        max_total_num_tokens=info.num_kv_blocks * info.block_size,
+        sampling_defaults=msgspec.to_builtins(info.sampling_defaults),
+        num_running_reqs=stats.num_running,
+        num_queue_reqs=stats.num_waiting,
+        num_used_tokens=(stats.num_kv_blocks - stats.num_free_kv_blocks) * info.block_size,
+    )

@@ -1,0 +1,98 @@
+"""The chat page at `/`: its files, served as they lie in this folder, under a policy that lets it load nothing else."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src data: 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",  # innerHTML and its kin throw
+        "trusted-types 'none'",
+    )
+)
+CHALLENGE = 'Basic realm="Negamax: the password is the API key", charset="UTF-8"'  # of a 401 for one of PAGE_PATHS
+_OWN_HEADER = b"x-negamax-page"  # the page's requests carry it
+_FOLDER = Path(__file__).parent
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+def _address(path: Path) -> str:
+    return "/" if path.name == "index.html" else f"/playground/{path.name}"
+
+
+_FILES = {_address(path): path for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+PAGE_PATHS = frozenset(_FILES)  # what a browser asks for before it can be told a key
+
+
+def browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The key that a person gave to the browser's own prompt: the password of Basic credentials, or nothing.
+
+    Browsers add such credentials to whatever any site makes them request. So they count only for the files of the page, and
+    beside a header that other sites cannot send.
+    """
+    fields = dict(headers)
+    scheme, _, credentials = fields.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"basic" or not (path in PAGE_PATHS or _OWN_HEADER in fields):
+        return b""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file of the page, with what every answer about it says."""
+
+    body: bytes
+    headers: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> _File:
+        body = path.read_bytes()
+        headers = {
+            "content-type": _TYPES[path.suffix],
+            "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
+            "cache-control": "no-cache",  # asked for anew, answered with 304 until the server is another one
+            "content-security-policy": POLICY,
+            "cross-origin-opener-policy": "same-origin",
+            "cross-origin-resource-policy": "same-origin",
+            "referrer-policy": "no-referrer",
+            "x-content-type-options": "nosniff",
+        }
+        return cls(body, headers)
+
+    async def answer(self, request: Request) -> Response:
+        """The file, or 304 to a browser that has it."""
+        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        if self.headers["etag"] in known:
+            return Response(status_code=304, headers=self.headers)
+        return Response(self.body, headers=self.headers)
+
+
+def playground_router() -> APIRouter:
+    """One plain route per file: nothing is looked up in the file system by what a request says."""
+    router = APIRouter()
+    for address, path in _FILES.items():
+        router.add_route(address, _File.read(path).answer, methods=["GET"])
+    return router

@@ -1,0 +1,69 @@
+// The settings panel: reads and writes its form, and turns it into fields of a request.
+
+const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const NAMES = [...NUMBERS, "system", "thinking", "effort", "budget", "tools", "tool_choice"];
+
+export const EXAMPLE_TOOLS = [
+  {
+    type: "function",
+    function: {
+      name: "get_weather",
+      description: "Get the current weather for a city.",
+      parameters: {
+        type: "object",
+        properties: {
+          city: { type: "string" },
+          unit: { type: "string", enum: ["celsius", "fahrenheit"] },
+        },
+        required: ["city"],
+      },
+    },
+  },
+];
+
+// All settings as texts, by name.
+export function readSettings(form) {
+  const settings = Object.fromEntries(NAMES.map((name) => [name, form.elements[name].value.trim()]));
+  return { ...settings, parallel: form.elements.parallel.checked };
+}
+
+// Fills the form; names it does not know are left alone.
+export function writeSettings(form, settings) {
+  for (const name of NAMES) {
+    if (typeof settings[name] === "string") form.elements[name].value = settings[name];
+  }
+  if (typeof settings.parallel === "boolean") form.elements.parallel.checked = settings.parallel;
+}
+
+// The fields of a request that the settings ask for; what is left empty is the server's to choose. Throws Error for bad tools.
+export function requestFields(settings) {
+  const fields = {};
+  for (const name of NUMBERS) {
+    if (settings[name]) fields[name] = Number(settings[name]);
+  }
+  if (settings.thinking) fields.thinking = { type: settings.thinking };
+  if (settings.effort) fields.reasoning_effort = settings.effort;
+  if (settings.budget) fields.thinking_token_budget = Number(settings.budget);
+  const tools = parsedTools(settings.tools);
+  if (tools.length) {
+    fields.tools = tools;
+    if (settings.tool_choice) fields.tool_choice = settings.tool_choice;
+    if (!settings.parallel) fields.parallel_tool_calls = false;
+  }
+  return fields;
+}
+
+// The list of tools in `text`. Throws Error that says where it is not one.
+export function parsedTools(text) {
+  if (!text.trim()) return [];
+  let tools;
+  try {
+    tools = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`The tools are not JSON: ${error.message}`);
+  }
+  if (!Array.isArray(tools)) throw new Error("The tools are not a list: begin with [ and end with ].");
+  const nameless = tools.findIndex((tool) => typeof tool?.function?.name !== "string");
+  if (nameless !== -1) throw new Error(`Tool ${nameless + 1} has no function.name.`);
+  return tools;
+}

@@ -1,0 +1,233 @@
+// How messages look. Each view shows one message of the conversation and follows it while it grows.
+
+import { completeCalls, isJson, prettyJson } from "./conversation.js";
+import { button, copyButton, count, duration, h } from "./dom.js";
+import { MarkdownView } from "./markdown.js";
+
+const FINISHED = { length: "token limit reached", abort: "aborted by the server" };
+
+// What a person wrote, with a way to change it and ask again.
+export class UserView {
+  constructor(message, { edited }) {
+    this.message = message;
+    this.edited = edited;
+    this.body = h("div", { class: "bubble" }, message.content);
+    this.edit = button("Edit", () => this.open(), { class: "quiet", "aria-label": "Edit this message and ask again" });
+    this.tools = h("div", { class: "actions" }, this.edit, copyButton(() => message.content, { title: "Copy your message" }));
+    this.element = h("article", { class: "message user", "aria-label": "You" }, this.body, this.tools);
+  }
+
+  enable(isIdle) {
+    this.edit.disabled = !isIdle;
+  }
+
+  open() {
+    const field = h("textarea", { "aria-label": "Your message, edited", rows: Math.min(12, this.message.content.split("\n").length + 1) });
+    field.value = this.message.content;
+    const close = () => {
+      form.replaceWith(this.body);
+      this.tools.hidden = false;
+      this.edit.focus();
+    };
+    const send = () => {
+      if (field.value.trim()) this.edited(this.message, field.value.trim());
+    };
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") close();
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        send();
+      }
+    });
+    const row = h("div", { class: "row" }, button("Send", send, { class: "primary" }), button("Cancel", close));
+    const form = h("div", { class: "editor" }, field, row);
+    this.body.replaceWith(form);
+    this.tools.hidden = true;
+    field.focus();
+  }
+}
+
+// What the model wrote: thinking, text, calls, figures, and what went wrong.
+export class AnswerView {
+  constructor(answer, { model, regenerate, command }) {
+    this.answer = answer;
+    this.calls = [];
+    this.thinking = thinkingElements();
+    this.text = h("div", { class: "text" });
+    this.markdown = new MarkdownView(this.text);
+    this.callList = h("div", { class: "calls" });
+    this.problem = h("div", { class: "problem", role: "alert", hidden: true });
+    this.figures = h("dl", { class: "figures" });
+    this.again = button("Regenerate", regenerate, { class: "quiet", hidden: true });
+    this.copy = copyButton(() => answer.content, { title: "Copy the answer" });
+    const actions = [this.copy, this.again];
+    if (command) actions.push(copyButton(command, { label: "Copy as curl", title: "Copy this request as a curl command" }));
+    this.actions = h("div", { class: "actions" }, ...actions);
+    this.waiting = h("div", { class: "waiting", "aria-hidden": "true" }, h("i"), h("i"), h("i"));
+    this.foot = h("div", { class: "foot", hidden: true }, this.figures, this.actions);
+    const parts = [this.thinking.box, this.text, this.callList, this.waiting, this.problem, this.foot];
+    this.element = h("article", { class: "message assistant", "aria-label": model, "aria-busy": "true" }, ...parts);
+    this.update();
+  }
+
+  // Brings the elements up to the answer as it is now.
+  update() {
+    const { answer } = this;
+    this.showThinking();
+    this.markdown.show(answer.content);
+    answer.calls.forEach((call, index) => {
+      this.calls[index] ??= new CallView(call, this.callList);
+      this.calls[index].update(answer.isDone || index < answer.calls.length - 1);
+    });
+    this.waiting.hidden = !answer.isEmpty || answer.isDone;
+    this.element.setAttribute("aria-busy", String(!answer.isDone));
+    this.showProblem();
+    this.foot.hidden = !answer.isDone && answer.firstAt === null;
+    this.actions.hidden = !answer.isDone;
+    this.copy.hidden = !answer.content;
+    this.again.textContent = answer.error ? "Try again" : "Regenerate";
+    this.showFigures();
+  }
+
+  // Only the last answer can be made anew, and only while nothing runs.
+  enable(isIdle, isLast) {
+    this.again.hidden = !isLast || !this.answer.isDone;
+    this.again.disabled = !isIdle;
+  }
+
+  // Opens fields for the results of the calls; `results` of a view are read when they are sent.
+  askResults() {
+    const complete = new Set(completeCalls(this.answer));
+    for (const view of this.calls) {
+      if (complete.has(view.call)) view.ask();
+    }
+  }
+
+  get pending() {
+    return this.calls.filter((view) => view.field);
+  }
+
+  callById(id) {
+    return this.calls.find((view) => view.call.id === id && !view.result);
+  }
+
+  showThinking() {
+    const { answer } = this;
+    const { box, label, preview, body } = this.thinking;
+    box.hidden = !answer.reasoning;
+    if (!answer.reasoning) return;
+    const isLive = !answer.isDone && answer.thoughtAt === null;
+    box.classList.toggle("live", isLive);
+    const spent = answer.thinkingSeconds;
+    const seconds = spent < 0.01 ? "" : ` ${isLive ? "" : "for "}${duration(spent)}`;
+    label.textContent = `${isLive ? "Thinking" : "Thought"}${seconds}`;
+    preview.textContent = isLive ? answer.reasoning.slice(-200).replace(/\s+/g, " ") : "";
+    grow(body, answer.reasoning);
+  }
+
+  showProblem() {
+    const { error, isStopped, finishReason, calls } = this.answer;
+    const notes = [];
+    if (error) notes.push(h("p", {}, h("strong", {}, error.message)), errorDetails(error));
+    else if (isStopped) notes.push(h("p", {}, "Stopped."));
+    else if (FINISHED[finishReason]) notes.push(h("p", {}, `Cut off: ${FINISHED[finishReason]}.`));
+    if (this.answer.isDone && calls.some((call) => !isJson(call.arguments))) {
+      notes.push(h("p", {}, "A tool call is incomplete and is left out of the conversation."));
+    }
+    const text = notes.map((note) => note.textContent).join("\n");
+    if (text === this.problem.textContent) return;
+    this.problem.replaceChildren(...notes);
+    this.problem.hidden = !notes.length;
+    this.problem.classList.toggle("error", Boolean(error));
+  }
+
+  showFigures() {
+    const { answer } = this;
+    const { usage, firstAt, lastAt, started } = answer;
+    if (firstAt === null) return;
+    const rate = answer.tokensPerSecond;
+    const figures = [
+      ["First token", duration(firstAt - started), "Time from sending the request to its first text"],
+      ["Speed", rate === null ? null : `${rate.toFixed(1)} tok/s`, "Generated tokens per second after the first"],
+      ["Total", duration(lastAt - started), "Time from sending the request to its last text"],
+      ["Prompt", usage && count(usage.prompt_tokens), "Tokens that the model read"],
+      ["Cached", usage && count(usage.prompt_tokens_details?.cached_tokens ?? 0), "Prompt tokens that came from the prefix cache"],
+      ["Output", usage && count(usage.completion_tokens), "Tokens that the model wrote, thinking included"],
+      ["Thinking", usage && count(usage.completion_tokens_details?.reasoning_tokens ?? 0), "Tokens of thinking"],
+      ["Finish", answer.finishReason, "Why the answer ended"],
+    ];
+    const shown = figures.filter(([, value]) => value);
+    this.figures.replaceChildren(...shown.map(([name, value, title]) => h("div", { title }, h("dt", {}, name), h("dd", {}, value))));
+  }
+}
+
+function thinkingElements() {
+  const label = h("span", { class: "label" });
+  const preview = h("bdi", { dir: "ltr" });
+  const body = h("div", { class: "thoughts" });
+  const box = h("details", { class: "thinking", hidden: true }, h("summary", {}, label, h("span", { class: "preview", "aria-hidden": "true" }, preview)), body);
+  return { box, label, preview, body };
+}
+
+// Adds what is new at the end of a plain text.
+function grow(element, text) {
+  const old = element.firstChild?.data ?? "";
+  if (text.length > old.length && text.startsWith(old)) {
+    if (element.firstChild) element.firstChild.appendData(text.slice(old.length));
+    else element.append(text);
+  } else if (text !== old) {
+    element.textContent = text;
+  }
+}
+
+function errorDetails(error) {
+  const details = [
+    error.status && `HTTP ${error.status}`,
+    error.code,
+    error.retryAfter && `try again in ${error.retryAfter} s`,
+    error.requestId && `request id ${error.requestId}`,
+  ];
+  return h("p", { class: "details" }, details.filter(Boolean).join(" · "));
+}
+
+// One tool call: its arguments while they are written, then in full, then the result that it is given.
+class CallView {
+  constructor(call, parent) {
+    this.call = call;
+    this.field = null;
+    this.result = null;
+    this.isShownWhole = false;
+    this.name = h("code", { class: "name" });
+    this.state = h("span", { class: "state" });
+    this.code = h("code");
+    const copy = copyButton(() => this.code.textContent, { title: "Copy the arguments" });
+    const head = h("div", { class: "code-head" }, h("span", {}, "Tool call ", this.name, " ", this.state), copy);
+    this.element = h("section", { class: "call code", "aria-label": "Tool call" }, head, h("pre", { tabindex: "0" }, this.code));
+    parent.append(this.element);
+  }
+
+  update(isWhole) {
+    if (this.isShownWhole) return;
+    this.name.textContent = this.call.name;
+    this.isShownWhole = isWhole;
+    const isFaulty = isWhole && !isJson(this.call.arguments);
+    this.state.textContent = isWhole ? (isFaulty ? "incomplete" : "") : "writing …";
+    this.element.classList.toggle("live", !isWhole);
+    if (isWhole) this.code.textContent = prettyJson(this.call.arguments);
+    else grow(this.code, this.call.arguments);
+  }
+
+  ask() {
+    const label = `Result of ${this.call.name}`;
+    this.field = h("textarea", { rows: 2, class: "mono", "aria-label": label, placeholder: `${label}, as the tool would give it` });
+    this.element.append(h("div", { class: "result" }, this.field));
+  }
+
+  // Shows the result that was sent.
+  close(result) {
+    this.field?.parentElement.remove();
+    this.field = null;
+    this.result = h("div", { class: "result" }, h("span", { class: "state" }, "Result"), h("pre", { tabindex: "0" }, result));
+    this.element.append(this.result);
+  }
+}

@@ -1,0 +1,138 @@
+"""A connection with limits: how large and how slow a request's head may be, how slowly a client may read, and JSON for what is
+no HTTP at all. What happens inside a request is the business of the app."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from negamax.api.schemas.answers import encode, error_answer
+from negamax.base.log import get_logger
+
+logger = get_logger(__name__)
+
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers while they arrive; `border` has the exact limits
+HEAD_SECONDS = 30.0  # for a request's head to arrive, from the connection or its first byte on
+_MAX_CONNECTIONS = 65_536
+_SPARE_FILES = 128  # file descriptors that are not connections
+
+
+def protocol_class(*, slow_client_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
+    """The class of the server's connections. A client that leaves what was sent to it unread for `slow_client_timeout` seconds
+    is cut off; connections above `max_connections` are closed at once."""
+
+    class Connection(LimitedProtocol):
+        SLOW_CLIENT_SECONDS = slow_client_timeout
+        MAX_CONNECTIONS = max_connections
+
+    return Connection
+
+
+def max_connections(max_files: int) -> int:
+    """Connections that a process with `max_files` file descriptors may hold."""
+    return max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. Single writer: the event loop."""
+
+    SLOW_CLIENT_SECONDS = 60.0
+    MAX_CONNECTIONS = _MAX_CONNECTIONS
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._in_head = True
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.MAX_CONNECTIONS:
+            transport.abort()
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_arrived()
+        self._written()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and not self._head_bytes:
+            self._head_bytes = len(data)  # the head began behind the body of the request before
+        if not self._in_head or self.transport.is_closing():
+            return
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, f"the request's head has {self._head_bytes} bytes or more; allowed: {MAX_HEAD_BYTES}")
+        elif self._head_timer is None:
+            self._await_head()
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = 0
+        self._head_arrived()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What could not be parsed is answered in the shape of every other error."""
+        self._refuse(400, "the bytes received are not valid HTTP/1.1")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.SLOW_CLIENT_SECONDS, self._cut_off)
+
+    def resume_writing(self) -> None:
+        self._written()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        if self._write_timer is None:  # closing waits for unread answers, however long it takes
+            self._write_timer = self.loop.call_later(self.SLOW_CLIENT_SECONDS, self._cut_off)
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def _head_arrived(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if not self.transport.is_closing():
+            if self._head_bytes:
+                self._refuse(408, f"the request's head did not arrive within {HEAD_SECONDS:g} s")
+            else:
+                self.transport.close()
+
+    def _written(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _cut_off(self) -> None:
+        logger.warning("a client that read nothing for %g s is cut off", self.SLOW_CLIENT_SECONDS)
+        self.transport.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer without the app, and hang up."""
+        reason = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}[status]
+        body = encode(error_answer(message, error_type="invalid_request_error", code="invalid_http"))
+        head = (
+            f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"x-request-id: {secrets.token_hex(12)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()

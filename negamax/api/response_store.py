@@ -1,0 +1,115 @@
+"""Responses that the server keeps, so that they can be fetched and gone on from: in memory, and never more than fits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 256 * 2**20
+
+Item = dict[str, Any]
+
+
+class KeptTurn:
+    """The items of one response, as JSON, on top of the turn that it goes on from. Single writer: the store."""
+
+    def __init__(self, parent: KeptTurn | None, *, input_items: bytes, output_items: bytes) -> None:
+        self.parent = parent
+        self.input_items = input_items
+        self.output_items = output_items
+        self.total_bytes: int = len(input_items) + len(output_items) + (0 if parent is None else parent.total_bytes)
+        self.num_users = 0  # kept responses with this turn, and turns on top of it
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size, without the turns below."""
+        return len(self.input_items) + len(self.output_items)
+
+    def conversation(self) -> list[Item]:
+        """All items from the first turn on."""
+        parts: list[bytes] = []
+        turn: KeptTurn | None = self
+        while turn is not None:
+            parts += (turn.output_items, turn.input_items)
+            turn = turn.parent
+        return [item for part in reversed(parts) for item in decoded(part)]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """A response as it is answered to those who fetch it, its turn, and the ids of its output items."""
+
+    body: bytes  # JSON
+    turn: KeptTurn
+    item_ids: Sequence[str] = ()
+
+
+class ResponseStore:
+    """Keeps the responses used last. A turn lives as long as a kept response needs it; its bytes count once. Single writer: the
+    event loop."""
+
+    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._responses: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._owners: dict[str, str] = {}  # of output items: the response, by the item's id
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def put(self, response_id: str, kept: KeptResponse) -> None:
+        """Keep a response, in place of an earlier state of it; the ones not used for longest make room."""
+        _change_users(kept.turn, 1, store=self)
+        self.remove(response_id)
+        self._responses[response_id] = kept
+        self.num_bytes += len(kept.body)
+        self._owners.update((item_id, response_id) for item_id in kept.item_ids)
+        while self._responses and (len(self._responses) > self._max_responses or self.num_bytes > self._max_bytes):
+            self.remove(next(iter(self._responses)))
+
+    def get(self, response_id: str) -> KeptResponse | None:
+        """The response, or None; it counts as used."""
+        kept = self._responses.get(response_id)
+        if kept is not None:
+            self._responses.move_to_end(response_id)
+        return kept
+
+    def item(self, item_id: str) -> Item | None:
+        """An output item of a kept response, or None."""
+        kept = self.get(self._owners.get(item_id, ""))
+        items = [] if kept is None else decoded(kept.turn.output_items)
+        return next((item for item in items if item.get("id") == item_id), None)
+
+    def remove(self, response_id: str) -> bool:
+        """Forget a response; whether it was kept."""
+        kept = self._responses.pop(response_id, None)
+        if kept is None:
+            return False
+        self.num_bytes -= len(kept.body)
+        for item_id in kept.item_ids:
+            self._owners.pop(item_id, None)
+        _change_users(kept.turn, -1, store=self)
+        return True
+
+
+def _change_users(turn: KeptTurn, change: int, *, store: ResponseStore) -> None:
+    """Count a user more or less of `turn`; one that begins or ceases to be used begins or ceases to use the turn below."""
+    below: KeptTurn | None = turn
+    while below is not None:
+        num_before = below.num_users
+        below.num_users += change
+        if 0 not in (num_before, below.num_users):
+            return
+        store.num_bytes += change * below.num_bytes
+        below = below.parent
+
+
+def decoded(items: bytes) -> list[Item]:
+    """Items from their JSON."""
+    return msgspec.json.decode(items, type=list[Item])

@@ -1,0 +1,240 @@
+"""/v1/responses: OpenAI's newer API. Answers are items, and the server keeps them, so that a request can go on from one."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from negamax.api.border import error_of, json_response, read_json
+from negamax.api.context import ApiContext
+from negamax.api.conversation import off_loop
+from negamax.api.response_store import Item, KeptResponse, KeptTurn, ResponseStore, decoded
+from negamax.api.response_telling import ResponseTeller
+from negamax.api.responses_history import history_of
+from negamax.api.schemas.answers import encode
+from negamax.api.schemas.common import refuse, shown
+from negamax.api.schemas.response_items import DeletedResponse, ItemList, ReasoningEcho, ResponseAnswer, TextEcho
+from negamax.api.schemas.responses import ResponsesRequest
+from negamax.api.sse import while_connected
+from negamax.api.thought_signature import ThoughtSigner
+from negamax.api.turns import Turn, begin_answer
+from negamax.base.errors import InvalidRequestError, NotFoundError
+from negamax.base.log import get_logger
+
+logger = get_logger(__name__)
+
+
+def responses_router(context: ApiContext) -> APIRouter:
+    """The routes of the Responses API."""
+    router = APIRouter()
+    responses = _Responses(context)
+    body_schema = {"content": {"application/json": {"schema": ResponsesRequest.model_json_schema()}}, "required": True}
+
+    @router.post("/v1/responses", openapi_extra={"requestBody": body_schema})
+    async def create(request: Request) -> Response:
+        """Answer a conversation: whole, as a stream of events, or in the background."""
+        arrival = time.monotonic()
+        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
+        return await responses.create(request, ResponsesRequest.parse(body), num_bytes=num_bytes, arrival=arrival)
+
+    @router.get("/v1/responses/{response_id}")
+    async def retrieve(request: Request, response_id: str) -> Response:
+        """A kept response."""
+        if request.query_params.get("stream", "false").lower() == "true":
+            refuse("stream", "a kept response is not streamed again; leave it out")
+        return Response(responses.kept(response_id).body, media_type="application/json")
+
+    @router.get("/v1/responses/{response_id}/input_items")
+    async def input_items(response_id: str) -> Response:
+        """What the request of a kept response sent."""
+        items = decoded(responses.kept(response_id).turn.input_items)
+        ids = [item.get("id") for item in items]
+        return json_response(ItemList(data=items, first_id=ids[0], last_id=ids[-1]))
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete(response_id: str) -> Response:
+        """Forget a response."""
+        responses.delete(response_id)
+        return json_response(DeletedResponse(response_id))
+
+    @router.post("/v1/responses/{response_id}/cancel")
+    async def cancel(response_id: str) -> Response:
+        """End a response that runs in the background."""
+        return Response(await responses.cancel(response_id), media_type="application/json")
+
+    return router
+
+
+class _Responses:
+    """The responses of one server: those that are kept, and those that run in the background. Single writer: the event loop."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._signer = ThoughtSigner(context.engine.info.served_model_name)
+        self._store = ResponseStore()
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def kept(self, response_id: str) -> KeptResponse:
+        """A kept response. Errors: `NotFoundError`."""
+        kept = self._store.get(response_id)
+        if kept is None:
+            raise _unknown(response_id, param="response_id", code="response_not_found")
+        return kept
+
+    async def create(self, request: Request, wanted: ResponsesRequest, *, num_bytes: int, arrival: float) -> Response:
+        """Answer a request."""
+        context = self._context
+        model = context.model_name(wanted.model)
+        if wanted.background and (wanted.stream or not wanted.store):
+            refuse("background", "a response in the background is fetched later; it needs store=true and stream=false")
+        parent = self._parent(wanted.previous_response_id)
+        given = self._given(wanted)
+        kept_bytes = 0 if parent is None else parent.total_bytes
+        turn = await off_loop(lambda: self._turn(wanted, parent, given), num_bytes=num_bytes + kept_bytes)
+        blank = self._blank(wanted, model=model, turn=turn)
+        answer = await begin_answer(
+            context, request, turn, wanted, request_id=blank.id, num_bytes=num_bytes + kept_bytes, arrival=arrival
+        )
+        teller = ResponseTeller(answer, wanted, blank, signer=self._signer, request_id=request.state.request_id)
+        input_items = msgspec.json.encode(given)
+        if wanted.background:
+            self._keep(blank, parent, input_items)
+            self._running[blank.id] = asyncio.create_task(self._run(teller, blank, parent, input_items))
+            return json_response(blank)
+        if wanted.stream:
+            return context.event_stream(self._stream(teller, parent, input_items, store=wanted.store))
+        response = await while_connected(request.receive, teller.whole())
+        if wanted.store:
+            self._keep(response, parent, input_items)
+        return json_response(response)
+
+    def delete(self, response_id: str) -> None:
+        """Forget a response; one that runs ends. Errors: `NotFoundError`."""
+        self.kept(response_id)
+        task = self._running.pop(response_id, None)
+        if task is not None:
+            task.cancel()
+        self._store.remove(response_id)
+
+    async def cancel(self, response_id: str) -> bytes:
+        """End a response in the background; its last state. Errors: `NotFoundError`, `InvalidRequestError` for another kind."""
+        response = msgspec.json.decode(self.kept(response_id).body)
+        if not response["background"]:
+            raise InvalidRequestError(
+                "only a response in the background can be cancelled; close the connection of any other",
+                param="response_id",
+                code="not_in_background",
+            )
+        task = self._running.get(response_id)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return self.kept(response_id).body
+
+    async def _run(self, teller: ResponseTeller, blank: ResponseAnswer, parent: KeptTurn | None, input_items: bytes) -> None:
+        """Run a response in the background, and keep its last state unless it was deleted."""
+        try:
+            response = await teller.whole()
+        except asyncio.CancelledError:
+            response = teller.cancelled()
+        except Exception as error:
+            logger.warning("response %s failed in the background: %s", blank.id, error)
+            response = teller.failed(error_of(error)[1].error.message)
+        if self._running.pop(blank.id, None) is not None:
+            self._keep(response, parent, input_items)
+
+    async def _stream(
+        self, teller: ResponseTeller, parent: KeptTurn | None, input_items: bytes, *, store: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """The events; the response is kept before its last one, so that it can be gone on from at once."""
+        done: list[ResponseAnswer] = []
+        async with aclosing(teller.stream(done)) as events:
+            async for told in events:
+                if done and store:
+                    self._keep(done[0], parent, input_items)
+                yield told
+
+    def _keep(self, response: ResponseAnswer, parent: KeptTurn | None, input_items: bytes) -> None:
+        turn = KeptTurn(parent, input_items=input_items, output_items=msgspec.json.encode(response.output))
+        self._store.put(response.id, KeptResponse(encode(response), turn, [item.id for item in response.output]))
+
+    def _parent(self, response_id: str | None) -> KeptTurn | None:
+        """The turn to go on from."""
+        if response_id is None:
+            return None
+        kept = self._store.get(response_id)
+        if kept is None:
+            raise _unknown(response_id, param="previous_response_id", code="previous_response_not_found")
+        if response_id in self._running:
+            refuse("previous_response_id", f"{response_id} is not complete yet; wait until it is")
+        return kept.turn
+
+    def _given(self, wanted: ResponsesRequest) -> list[Item]:
+        """The input as items, references replaced by what they refer to."""
+        if isinstance(wanted.input, str):
+            return [{"type": "message", "role": "user", "content": wanted.input}]
+        given = []
+        for index, item in enumerate(wanted.input):
+            if item.get("type") == "item_reference":
+                item_id = item.get("id")
+                found = self._store.item(item_id) if isinstance(item_id, str) else None
+                if found is None:
+                    raise _unknown(item_id, param=f"input[{index}].id", code="item_not_found")
+                given.append(found)
+            else:
+                given.append(item)
+        return given
+
+    def _turn(self, wanted: ResponsesRequest, parent: KeptTurn | None, given: list[Item]) -> Turn:
+        earlier = [] if parent is None else parent.conversation()
+        items = [("previous_response_id", item) for item in earlier]
+        items += [("input" if isinstance(wanted.input, str) else f"input[{i}]", item) for i, item in enumerate(given)]
+        history = history_of(items, instructions=wanted.instructions, signer=self._signer)
+        tools, calls = wanted.choice()
+        return Turn(
+            messages=history.messages,
+            places=history.places,
+            tools=tools,
+            calls=calls,
+            thinking=wanted.thinking_choice,
+            form=wanted.grammar,
+            sampling=wanted.sampling_params(max_tokens=wanted.max_output_tokens, stop=wanted.stop),
+        )
+
+    def _blank(self, wanted: ResponsesRequest, *, model: str, turn: Turn) -> ResponseAnswer:
+        """The response before anything is answered."""
+        info = self._context.engine.info
+        resolved = turn.sampling.resolved(info.sampling_defaults, room=info.max_model_len)
+        assert resolved.temperature is not None and resolved.top_p is not None
+        return ResponseAnswer(
+            id=f"resp_{secrets.token_hex(24)}",
+            created_at=int(time.time()),
+            status="in_progress",
+            background=wanted.background,
+            instructions=wanted.instructions,
+            max_output_tokens=wanted.max_output_tokens,
+            metadata=wanted.metadata,
+            model=model,
+            output=[],
+            parallel_tool_calls=wanted.parallel_tool_calls,
+            previous_response_id=wanted.previous_response_id,
+            reasoning=ReasoningEcho(wanted.reasoning.effort, wanted.reasoning.summary),
+            store=wanted.store,
+            temperature=resolved.temperature,
+            text=TextEcho(wanted.text.format or {"type": "text"}, wanted.text.verbosity or "medium"),
+            tool_choice=wanted.tool_choice,
+            tools=wanted.tools or [],
+            top_p=resolved.top_p,
+        )
+
+
+def _unknown(name: object, *, param: str, code: str) -> NotFoundError:
+    return NotFoundError(
+        f"{param}: {shown(name)} is not kept here; responses are kept in memory until others make room", param=param, code=code
+    )

@@ -1,0 +1,271 @@
+"""Anthropic's messages: the requests, the answers and the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import AfterValidator, Field
+
+from negamax.api.constraints import CallChoice, call_choice
+from negamax.api.schemas.answers import ErrorAnswer
+from negamax.api.schemas.chat import check_messages
+from negamax.api.schemas.common import RequestModel, StopStrings, refuse, shown
+from negamax.api.schemas.structure import form_grammar
+from negamax.api.schemas.tools import check_function, check_tool_count
+from negamax.api.schemas.turns import TurnRequest
+from negamax.api.thinking import EFFORTS, ThinkingChoice, template_switch
+from negamax.config.grammar import Grammar
+
+_THINKING = {"enabled": "enabled", "disabled": "disabled", "adaptive": "adaptive", "between_tools": "adaptive"}
+_DISPLAYS = ("summarized", "omitted")
+_CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
+
+
+def _known(field: str, allowed: tuple[str, ...]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in allowed:
+            refuse(field, f"{shown(value)}; allowed: {', '.join(map(repr, allowed))}")
+        return value
+
+    return AfterValidator(check)
+
+
+class ThinkingConfig(RequestModel):
+    """`thinking`: whether, how long, and whether it is shown."""
+
+    type: Annotated[str, _known("thinking.type", tuple(_THINKING))]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    display: Annotated[str, _known("thinking.display", _DISPLAYS)] = "summarized"  # this server never summarises
+
+
+class OutputConfig(RequestModel):
+    """`output_config`: effort, and the form of the answer."""
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"task_budget"})
+
+    effort: Annotated[str, _known("output_config.effort", EFFORTS)] | None = None
+    format: dict[str, Any] | None = None
+
+
+class ToolChoice(RequestModel):
+    """`tool_choice`."""
+
+    type: Annotated[str, _known("tool_choice.type", tuple(_CHOICES))]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class CountRequest(TurnRequest):
+    """A conversation to count, and what a conversation to answer begins with. Messages stay as the client wrote them."""
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset(
+        {
+            "metadata", "service_tier", "betas", "anthropic_beta", "anthropic_version", "container", "context_management",
+            "inference_geo", "speed", "diagnostics", "cache_control", "user_profile_id",
+        }
+    )  # fmt: skip
+    unsupported_fields: ClassVar[Mapping[str, str]] = {
+        "mcp_servers": "the server calls no other servers; declare their tools in tools",
+    }
+
+    model: str = Field()
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(check_messages)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: dict[str, Any] | None = None  # the earlier name of output_config.format
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model is shown, as chat completions have them; tools that run on Anthropic's servers, and those
+        without a schema, are left out."""
+        check_tool_count(len(self.tools or ()))
+        offered = []
+        for index, tool in enumerate(self.tools or ()):
+            where = f"tools[{index}]"
+            if "input_schema" not in tool:
+                if tool.get("type") in (None, "custom"):
+                    refuse(f"{where}.input_schema", "is required and missing")
+                continue
+            check_function(tool, where=where, schema_field="input_schema")
+            function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
+            if tool.get("strict") is True:
+                function["strict"] = True
+            function = {key: value for key, value in function.items() if value is not None}
+            offered.append({"type": "function", "function": function})
+        if self.tool_choice is not None and self.tool_choice.type == "none":
+            return None
+        return offered or None
+
+    def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
+        """Which of the offered tools must be called."""
+        choice = self.tool_choice or ToolChoice(type="auto")
+        return call_choice(_CHOICES[choice.type], choice.name, tools=tools, parallel=not choice.disable_parallel_tool_use)
+
+    @property
+    def thinking_choice(self) -> ThinkingChoice:
+        """What the request says about thinking."""
+        mode = template_switch(self.chat_template_kwargs or {}) if self.thinking is None else _THINKING[self.thinking.type]
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        return ThinkingChoice(mode=mode, effort=self.output_config.effort, budget=budget)
+
+    @property
+    def hides_thinking(self) -> bool:
+        """Whether thinking blocks come without their text."""
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The form of the content."""
+        form = self.output_config.format or self.output_format
+        if form is None:
+            return None
+        if form.get("type") != "json_schema":
+            refuse("output_config.format", f"type {shown(form.get('type'))}; allowed: 'json_schema'")
+        return form_grammar("json_schema", form.get("schema"), param="output_config.format.schema")
+
+
+class MessagesRequest(CountRequest):
+    """A conversation to answer."""
+
+    max_tokens: int = Field(ge=0)  # 0: read the prompt into the cache, answer nothing
+    stop_sequences: StopStrings = Field(default_factory=list)
+
+
+class ThinkingTokens(Struct, frozen=True):
+    thinking_tokens: int
+
+
+class MessageUsage(Struct, frozen=True, kw_only=True):
+    """Token counts; the prompt is the sum of the three kinds of input."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+    service_tier: str | UnsetType = UNSET
+
+
+class TextBlock(Struct, frozen=True, tag="text", tag_field="type"):
+    text: str
+
+
+class ThinkingBlock(Struct, frozen=True, tag="thinking", tag_field="type"):
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(Struct, frozen=True, tag="tool_use", tag_field="type"):
+    id: str
+    name: str
+    input: msgspec.Raw
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageAnswer(Struct, frozen=True, kw_only=True):
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[ContentBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(Struct, frozen=True):
+    input_tokens: int
+
+
+class TextDelta(Struct, frozen=True, tag="text_delta", tag_field="type"):
+    text: str
+
+
+class ThinkingDelta(Struct, frozen=True, tag="thinking_delta", tag_field="type"):
+    thinking: str
+
+
+class SignatureDelta(Struct, frozen=True, tag="signature_delta", tag_field="type"):
+    signature: str
+
+
+class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="type"):
+    partial_json: str
+
+
+class StopDelta(Struct, frozen=True):
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class MessageStart(Struct, frozen=True, tag="message_start", tag_field="type"):
+    message: MessageAnswer
+
+
+class Ping(Struct, frozen=True, tag="ping", tag_field="type"):
+    pass
+
+
+class BlockStart(Struct, frozen=True, tag="content_block_start", tag_field="type"):
+    index: int
+    content_block: ContentBlock
+
+
+class BlockDelta(Struct, frozen=True, tag="content_block_delta", tag_field="type"):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class BlockStop(Struct, frozen=True, tag="content_block_stop", tag_field="type"):
+    index: int
+
+
+class MessageDelta(Struct, frozen=True, tag="message_delta", tag_field="type"):
+    delta: StopDelta
+    usage: MessageUsage
+
+
+class MessageStop(Struct, frozen=True, tag="message_stop", tag_field="type"):
+    pass
+
+
+class MessageErrorBody(Struct, frozen=True):
+    type: str
+    message: str
+
+
+class MessageError(Struct, frozen=True, tag="error", tag_field="type"):
+    """Anthropic's error shape, also an event."""
+
+    error: MessageErrorBody
+    request_id: str
+
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+def message_error(status: int, answer: ErrorAnswer, *, request_id: str) -> MessageError:
+    """An error of this server in Anthropic's shape."""
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return MessageError(MessageErrorBody(kind, answer.error.message), request_id)
+
+
+NO_INPUT = msgspec.Raw(b"{}")  # of a call that begins

@@ -1,0 +1,206 @@
+"""OpenAI's Responses: the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field, StringConstraints
+
+from negamax.api.constraints import CallChoice, call_choice
+from negamax.api.schemas.chat import MAX_MESSAGES
+from negamax.api.schemas.common import RequestModel, StopStrings, refuse, shown
+from negamax.api.schemas.structure import form_grammar
+from negamax.api.schemas.tools import check_function, check_tool_count
+from negamax.api.schemas.turns import TurnRequest
+from negamax.api.thinking import EFFORTS, ThinkingChoice, template_switch
+from negamax.config.grammar import Grammar
+
+ENCRYPTED_REASONING = "reasoning.encrypted_content"  # of `include`
+CUSTOM_INPUT = "input"  # the one argument by which the model calls a custom tool
+MAX_ITEMS = 4 * MAX_MESSAGES
+MAX_METADATA = 16  # entries, as at OpenAI
+_FORMS = ("text", "json_object", "json_schema")
+_SUMMARIES = ("auto", "concise", "detailed", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredTool:
+    """A tool that the client runs, and how the model is shown it: as a function, of one text for a custom tool."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+    as_function: dict[str, Any]
+
+    @property
+    def shown_name(self) -> str:
+        """The name that the model calls it by."""
+        return str(shown_name(self.namespace, self.name))
+
+
+def shown_name(namespace: object, name: Any) -> Any:
+    """The name of a tool with its namespace; what is no name stays as it is."""
+    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace and isinstance(name, str) and name else name
+
+
+def _known(field: str, allowed: tuple[str, ...]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in allowed:
+            refuse(field, f"{shown(value)}; allowed: {', '.join(map(repr, allowed))}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if not value:
+        refuse("input", "is empty; send text or at least one item")
+    if isinstance(value, list) and len(value) > MAX_ITEMS:
+        refuse("input", f"{len(value)} items; allowed: at most {MAX_ITEMS}")
+    return value
+
+
+class ReasoningConfig(RequestModel):
+    """`reasoning`: how much, and whether it is also given as a summary."""
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"generate_summary", "encrypted_content"})
+
+    effort: Annotated[str, _known("reasoning.effort", EFFORTS)] | None = None
+    summary: Annotated[str, _known("reasoning.summary", _SUMMARIES)] | None = None
+
+
+class TextConfig(RequestModel):
+    """`text`: the form of the answer."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None  # without effect
+
+
+class ResponsesRequest(TurnRequest):
+    """A conversation to answer, as items; it may go on from an answer that the server keeps."""
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset(
+        {
+            "user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier",
+            "stream_options", "max_tool_calls", "truncation", "client_metadata", "context_management", "moderation",
+        }
+    )  # fmt: skip
+    unsupported_fields: ClassVar[Mapping[str, str]] = {
+        "conversation": "the server keeps responses, not conversations; use previous_response_id",
+        "prompt": "the server has no prompt templates; send input",
+        "top_logprobs": "use /v1/chat/completions for logprobs",
+        "messages": "this endpoint takes input; use /v1/chat/completions",
+        "max_tokens": "it is called max_output_tokens here",
+    }
+    neutral_values: ClassVar[Mapping[str, object]] = {"top_logprobs": 0}
+
+    input: Annotated[str | list[dict[str, Any]], AfterValidator(_check_input)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    background: bool = False
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    stop: StopStrings = Field(default_factory=list)  # an extension
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningConfig = ReasoningConfig()
+    text: TextConfig = TextConfig()
+    include: list[str] = Field(default_factory=list)
+    metadata: Annotated[
+        dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
+        Field(max_length=MAX_METADATA),
+    ] = Field(default_factory=dict)
+
+    @cached_property
+    def declared_tools(self) -> list[DeclaredTool]:
+        """The tools that the model can be shown: functions, custom tools, and both of them from namespaces. Tools that run on
+        OpenAI's servers are left out."""
+        declared: list[DeclaredTool] = []
+        for index, tool in enumerate(self.tools or ()):
+            where = f"tools[{index}]"
+            if tool.get("type") != "namespace":
+                declared += _declared(tool, where=where, namespace=None)
+                continue
+            namespace, inner = tool.get("name"), tool.get("tools")
+            if not isinstance(namespace, str) or not isinstance(inner, list):
+                refuse(where, "must have a name and a list of tools")
+            for number, entry in enumerate(inner):
+                if not isinstance(entry, dict):
+                    refuse(f"{where}.tools[{number}]", f"must be an object; got {shown(entry)}")
+                declared += _declared(entry, where=f"{where}.tools[{number}]", namespace=namespace)
+        check_tool_count(len(declared))
+        return declared
+
+    def choice(self) -> tuple[list[dict[str, Any]] | None, CallChoice]:
+        """The tools that the model is shown, as chat completions have them, and which of them must be called."""
+        declared, mode, name = self.declared_tools, self.tool_choice, None
+        if isinstance(mode, dict):
+            kind = mode.get("type")
+            if kind == "allowed_tools":
+                entries = mode.get("tools")
+                names = [entry.get("name") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+                declared = [tool for tool in declared if tool.name in names or tool.shown_name in names]
+                mode = mode.get("mode", "auto")
+            elif kind in ("function", "custom"):
+                described = mode.get("function", mode)
+                mode, name = "function", described.get("name") if isinstance(described, dict) else None
+            else:
+                mode = str(kind)
+        if mode not in ("auto", "none", "required", "function") or (mode == "function" and isinstance(self.tool_choice, str)):
+            refuse(
+                "tool_choice", f"{shown(mode)}; allowed: 'auto', 'none', 'required', a function, a custom tool, allowed_tools"
+            )
+        tools = None if mode == "none" else [tool.as_function for tool in declared] or None
+        name = next((tool.shown_name for tool in declared if name in (tool.name, tool.shown_name)), name)
+        return tools, call_choice(mode, name, tools=tools, parallel=self.parallel_tool_calls)
+
+    @property
+    def thinking_choice(self) -> ThinkingChoice:
+        """What the request says about thinking."""
+        return ThinkingChoice(mode=template_switch(self.chat_template_kwargs or {}), effort=self.reasoning.effort)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The form of the content."""
+        form = self.text.format or {"type": "text"}
+        match form.get("type"):
+            case "text":
+                return None
+            case "json_object":
+                return Grammar(kind="json_object")
+            case "json_schema":
+                is_strict = form.get("strict") is True
+                return form_grammar("json_schema", form.get("schema"), param="text.format.schema", strict=is_strict)
+        refuse("text.format", f"type {shown(form.get('type'))}; allowed: {', '.join(map(repr, _FORMS))}")
+
+    @property
+    def wants_summary(self) -> bool:
+        """Whether the reasoning is also given as a summary."""
+        return self.reasoning.summary not in (None, "none")
+
+
+def _declared(tool: dict[str, Any], *, where: str, namespace: str | None) -> list[DeclaredTool]:
+    """The tool, or nothing where it does not run at the client."""
+    kind = tool.get("type")
+    if kind not in ("function", "custom"):
+        if not isinstance(kind, str):
+            refuse(f"{where}.type", f"{shown(kind)}; allowed: the name of a type, such as 'function'")
+        return []
+    described = tool.get("function", tool)  # also in the shape of chat completions
+    if not isinstance(described, dict):
+        refuse(f"{where}.function", "must be an object with a name")
+    check_function({**described, "name": shown_name(namespace, described.get("name"))}, where=where)
+    function = {"name": shown_name(namespace, described["name"]), "description": described.get("description")}
+    if kind == "custom":
+        text = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+        function["parameters"] = text
+    else:
+        function["parameters"] = described.get("parameters")
+        if described.get("strict") is True:
+            function["strict"] = True
+    function = {key: value for key, value in function.items() if value is not None}
+    return [DeclaredTool(described["name"], namespace, kind == "custom", {"type": "function", "function": function})]

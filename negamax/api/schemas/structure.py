@@ -1,0 +1,113 @@
+"""What a request says about the form of its answer, by the many names that clients have for it, as one `Grammar`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from negamax.api.schemas.common import GenerationRequest, refuse, shown
+from negamax.base.errors import InvalidRequestError
+from negamax.config.grammar import Grammar, GrammarKind
+
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+# Fields of requests and keys of `structured_outputs`, and the kind of grammar that their value describes.
+_FIELD_KINDS: dict[str, GrammarKind] = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "structural_tag": "structural_tag",
+}
+_STRUCTURED_KINDS: dict[str, GrammarKind] = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}
+
+
+class StructuredRequest(GenerationRequest):
+    """A request that may ask for a form: by `response_format`, by `structured_outputs` and `guided_*` (vLLM), or by the single
+    fields of SGLang. A schema or a structural tag may also come as JSON text."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The form of the content, or None where any will do.
+
+        Errors: `InvalidRequestError` for a value that describes no form, and for more than one form.
+        """
+        found: dict[str, Grammar] = {}
+        if self.response_format is not None:
+            wanted = _response_format(self.response_format)
+            if wanted is not None:
+                found["response_format"] = wanted
+        structured = self.structured_outputs or {}
+        for name, kind in _STRUCTURED_KINDS.items():
+            if structured.get(name) not in (None, False):
+                where = f"structured_outputs.{name}"
+                found[where] = form_grammar(kind, structured[name], param=where)
+        for name, kind in _FIELD_KINDS.items():
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = form_grammar(kind, value, param=name)
+        if len(found) > 1:
+            refuse(list(found)[1], f"an answer has one form; the request asks for {' and '.join(found)}")
+        return next(iter(found.values()), None)
+
+
+def _response_format(value: Mapping[str, Any]) -> Grammar | None:
+    kind = value.get("type")
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return Grammar(kind="json_object")
+        case "json_schema":
+            described = value.get("json_schema")
+            schema = described.get("schema") if isinstance(described, Mapping) else None
+            if not isinstance(described, Mapping) or schema is None:
+                refuse("response_format.json_schema", "must be an object with a schema")
+            is_strict = described.get("strict") is True
+            return form_grammar("json_schema", schema, param="response_format.json_schema.schema", strict=is_strict)
+        case "structural_tag":
+            return form_grammar("structural_tag", dict(value), param="response_format")
+    refuse("response_format", f"type {shown(kind)}; allowed: {', '.join(map(repr, RESPONSE_FORMATS))}")
+
+
+def form_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = False) -> Grammar:
+    """A checked grammar from the value of field `param`. Schemas and structural tags may come as JSON text; schemas keep the
+    key order of the client."""
+    if kind == "json_object":
+        return Grammar(kind="json_object")
+    text = value
+    if not isinstance(value, str):
+        allowed = {"json_schema": dict | bool, "structural_tag": dict, "choice": list}.get(kind)
+        if allowed is None or not isinstance(value, allowed):
+            refuse(param, f"must be {'a list of strings' if kind == 'choice' else 'text'}; got {shown(value)}")
+        text = json.dumps(value, ensure_ascii=False)
+    elif kind == "choice":
+        refuse(param, f"must be a list of strings; got {shown(value)}")
+    grammar = Grammar(kind=kind, text=text, strict=strict)
+    try:
+        grammar.check()
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{param}: {error.message}", hint=error.hint, param=param, code=error.code) from None
+    return grammar

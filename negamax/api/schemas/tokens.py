@@ -1,0 +1,99 @@
+"""/tokenize and /detokenize, with the fields of vLLM and SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
+
+from negamax.api.schemas.chat import Tools, check_messages, check_template_kwargs
+from negamax.api.schemas.common import RequestModel, refuse, shown
+
+MAX_TEXTS = 1024
+_LIST_OF_IDS = {"type": "array", "items": {"type": "integer"}}
+
+
+def _as_texts(value: object) -> str | list[str]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        refuse("prompt", f"must be a text or a list of texts; got {shown(value)}")
+    if len(value) > MAX_TEXTS:
+        refuse("prompt", f"{len(value)} texts; allowed: at most {MAX_TEXTS}")
+    return value
+
+
+def _as_ids(value: object) -> list[int] | list[list[int]]:
+    if not isinstance(value, list):
+        refuse("tokens", f"must be a list of token ids, or of such lists; got {shown(value)}")
+    if value and isinstance(value[0], list):
+        if len(value) > MAX_TEXTS:
+            refuse("tokens", f"{len(value)} lists; allowed: at most {MAX_TEXTS}")
+        for index, ids in enumerate(value):
+            if not isinstance(ids, list):
+                refuse(f"tokens[{index}]", f"must be a list of token ids; got {shown(ids)}")
+            _check_ids(ids, f"tokens[{index}]")
+    else:
+        _check_ids(value, "tokens")
+    return value
+
+
+def _check_ids(ids: list[object], where: str) -> None:
+    for index, token_id in enumerate(ids):
+        if type(token_id) is not int:
+            refuse(f"{where}[{index}]", f"must be a token id; got {shown(token_id)}")
+
+
+class TokenizeRequest(RequestModel):
+    """Text, texts or a conversation to turn into tokens."""
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"add_special_tokens"})  # MiniMax's tokenizer adds none by itself
+    unsupported_fields: ClassVar[Mapping[str, str]] = {
+        "chat_template": "the template is chosen when the server starts (--chat-template)"
+    }
+
+    model: str | None = None
+    prompt: (
+        Annotated[
+            str | list[str],
+            PlainValidator(_as_texts),
+            WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+        ]
+        | None
+    ) = None
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(check_messages)] | None = None
+    tools: Tools | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(RequestModel):
+    """Tokens to turn into text."""
+
+    model: str | None = None
+    tokens: Annotated[
+        list[int] | list[list[int]],
+        PlainValidator(_as_ids),
+        WithJsonSchema({"anyOf": [_LIST_OF_IDS, {"type": "array", "items": _LIST_OF_IDS}]}),
+    ]
+    skip_special_tokens: bool = False
+
+
+class TokenizeAnswer(Struct, frozen=True):
+    """Of several texts `tokens`, `count` and `token_strs` are lists of what they are for one."""
+
+    count: int | list[int]
+    max_model_len: int
+    tokens: list[int] | list[list[int]]
+    token_strs: list[str] | list[list[str]] | UnsetType | None = UNSET
+
+
+class DetokenizeAnswer(Struct, frozen=True):
+    """The text by its names at vLLM and at SGLang; lists of texts for several."""
+
+    prompt: str | list[str]
+    text: str | list[str]

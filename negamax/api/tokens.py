@@ -1,0 +1,88 @@
+"""/tokenize and /detokenize: what the model's tokenizer makes of texts, conversations and token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
+
+from negamax.api.border import json_response, read_json
+from negamax.api.context import ApiContext
+from negamax.api.conversation import Conversation, off_loop
+from negamax.api.schemas.common import refuse
+from negamax.api.schemas.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from negamax.api.thinking import ThinkingChoice, other_variables, template_switch
+
+
+def tokens_router(context: ApiContext) -> APIRouter:
+    """The routes, by vLLM's and by SGLang's names."""
+    router = APIRouter()
+
+    async def tokenize(request: Request) -> Response:
+        """Texts or a conversation as token ids."""
+        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
+        wanted = TokenizeRequest.parse(body)
+        context.model_name(wanted.model)
+        if (wanted.prompt is None) == (wanted.messages is None):
+            refuse("prompt", "send either prompt or messages")
+        if wanted.prompt is None:
+            prompt = await context.prompts.chat(_conversation(wanted), num_bytes=num_bytes)
+            texts = [prompt.token_ids]
+        else:
+            texts = await context.prompts.plain([wanted.prompt] if isinstance(wanted.prompt, str) else wanted.prompt)
+        is_list = isinstance(wanted.prompt, list)
+        counts = [len(ids) for ids in texts]
+        strings = [[context.engine.tokenizer.token_text(i) for i in ids] for ids in texts] if wanted.return_token_strs else None
+        answer = TokenizeAnswer(
+            count=counts if is_list else counts[0],
+            max_model_len=context.engine.info.max_model_len,
+            tokens=texts if is_list else texts[0],
+            token_strs=UNSET if strings is None else strings if is_list else strings[0],
+        )
+        return json_response(answer)
+
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
+        wanted = DetokenizeRequest.parse(body)
+        context.model_name(wanted.model)
+        is_nested = bool(wanted.tokens) and isinstance(wanted.tokens[0], list)
+        sequences: list[Any] = wanted.tokens if is_nested else [wanted.tokens]
+        _check_vocabulary(sequences, vocab_size=context.engine.info.vocab_size)
+        tokenizer = context.engine.tokenizer
+        texts = await off_loop(
+            lambda: [tokenizer.decode(ids, skip_special_tokens=wanted.skip_special_tokens) for ids in sequences],
+            num_bytes=num_bytes,
+        )
+        text = texts if is_nested else texts[0]
+        return json_response(DetokenizeAnswer(prompt=text, text=text))
+
+    tokenize_schema = {"content": {"application/json": {"schema": TokenizeRequest.model_json_schema()}}, "required": True}
+    detokenize_schema = {"content": {"application/json": {"schema": DetokenizeRequest.model_json_schema()}}, "required": True}
+    for prefix in ("", "/v1"):
+        router.add_api_route(f"{prefix}/tokenize", tokenize, methods=["POST"], openapi_extra={"requestBody": tokenize_schema})
+        router.add_api_route(
+            f"{prefix}/detokenize", detokenize, methods=["POST"], openapi_extra={"requestBody": detokenize_schema}
+        )
+    return router
+
+
+def _conversation(wanted: TokenizeRequest) -> Conversation:
+    variables = wanted.chat_template_kwargs or {}
+    return Conversation(
+        messages=wanted.messages or [],
+        tools=wanted.tools or None,
+        thinking=ThinkingChoice(mode=template_switch(variables)),
+        template_kwargs=other_variables(variables),
+        add_generation_prompt=wanted.add_generation_prompt and not wanted.continue_final_message,
+        continue_final_message=wanted.continue_final_message,
+    )
+
+
+def _check_vocabulary(lists: Sequence[Sequence[int]], *, vocab_size: int) -> None:
+    for ids in lists:
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            refuse("tokens", f"holds token id {wrong}; allowed: 0 to {vocab_size - 1}")

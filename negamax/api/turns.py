@@ -1,0 +1,174 @@
+"""One answer to one conversation, for the dialects that tell it in blocks: from the request's parts to block events."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from negamax.api.blocks import Block, BlockEvent, BlockWriter
+from negamax.api.constraints import CallChoice, answer_grammar, constrained
+from negamax.api.context import ApiContext
+from negamax.api.conversation import (
+    ChatPrompt,
+    ChoiceReader,
+    Conversation,
+    ReadingRules,
+    UsageMeter,
+    off_loop,
+    without_tokens,
+)
+from negamax.api.pacing import PacedPackets
+from negamax.api.schemas.answers import Usage
+from negamax.api.schemas.turns import TurnRequest
+from negamax.api.sse import FIRST_OUTPUT_SECONDS, after_first
+from negamax.api.thinking import ThinkingChoice, other_variables
+from negamax.base.errors import AbortedError, InvalidRequestError
+from negamax.config.grammar import Grammar
+from negamax.engine.output import RequestOutput
+from negamax.scheduler.request import SamplingParams
+
+_MESSAGE_PLACE = re.compile(r"messages\[(\d+)\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What a request asks for, whatever its dialect. `places` says for each message where in the request it comes from."""
+
+    messages: Sequence[dict[str, Any]]
+    places: Sequence[str]
+    tools: list[dict[str, Any]] | None
+    calls: CallChoice
+    thinking: ThinkingChoice
+    form: Grammar | None  # of the content
+    sampling: SamplingParams
+    continues: bool = False  # the answer goes on with the last message
+    reads_only: bool = False  # the prompt is read into the cache, nothing is answered
+
+    def conversation(self, request: TurnRequest) -> Conversation:
+        """The conversation to render."""
+        return Conversation(
+            messages=self.messages,
+            tools=self.tools,
+            thinking=self.thinking,
+            template_kwargs=other_variables(request.chat_template_kwargs or {}),
+            add_generation_prompt=not self.continues,
+            continue_final_message=self.continues,
+        )
+
+
+async def turn_prompt(context: ApiContext, turn: Turn, wanted: TurnRequest, *, num_bytes: int) -> ChatPrompt:
+    """The prompt of `turn`; what is refused is named by its place in the client's request."""
+    try:
+        return await context.prompts.chat(turn.conversation(wanted), num_bytes=num_bytes)
+    except InvalidRequestError as error:
+        raise _placed(error, turn.places) from None
+
+
+def _placed(error: InvalidRequestError, places: Sequence[str]) -> InvalidRequestError:
+    def place(match: re.Match[str]) -> str:
+        index = int(match[1])
+        return places[index] if index < len(places) else match[0]
+
+    error.message = _MESSAGE_PLACE.sub(place, error.message)
+    error.param = None if error.param is None else _MESSAGE_PLACE.sub(place, error.param)
+    return error
+
+
+class TurnAnswer:
+    """An answer while it is generated. Single writer: the request's handler."""
+
+    def __init__(self, outputs: AsyncGenerator[RequestOutput, None], reader: ChoiceReader, *, reads_only: bool) -> None:
+        self._outputs = outputs
+        self._reader = reader
+        self._reads_only = reads_only
+        self._meter = UsageMeter()
+        self._writer = BlockWriter(reader.calls)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks so far."""
+        return self._writer.blocks
+
+    @property
+    def usage(self) -> Usage:
+        """The counts so far."""
+        return self._meter.usage()
+
+    @property
+    def finish_reason(self) -> str | None:
+        """As in chat completions; None while it goes on."""
+        return self._reader.finish_reason
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        reason = self._reader.stop_reason
+        return reason if isinstance(reason, str) else None
+
+    async def steps(self, *, is_paced: bool) -> AsyncGenerator[list[BlockEvent], None]:
+        """What each output of the engine brought, the first with the counts of the prompt; paced for a stream.
+
+        Errors: those of the engine.
+        """
+        packets = PacedPackets() if is_paced else None
+        async with aclosing(self._outputs) as outputs:
+            async for output in outputs:
+                if self._reads_only:
+                    output = without_tokens(output)
+                if output.finish_reason == "abort":
+                    raise AbortedError(f"the request {output.request_id} was aborted", code="aborted")
+                is_last = output.finish_reason is not None
+                parsed = self._reader.push(output)
+                self._meter.update(output, prompt=0, choice=0, reasoning_tokens=self._reader.num_reasoning_tokens)
+                if packets is not None:
+                    parsed = packets.push(parsed, now=time.monotonic(), is_last=is_last)
+                events = list(self._writer.push(parsed))
+                if is_last:
+                    events += self._writer.finish(is_cut=self._reader.finish_reason == "length")
+                yield events
+
+    async def whole(self) -> None:
+        """Wait for its end."""
+        async for _ in self.steps(is_paced=False):
+            pass
+
+
+async def begin_answer(
+    context: ApiContext,
+    request: Request,
+    turn: Turn,
+    wanted: TurnRequest,
+    *,
+    request_id: str,
+    num_bytes: int,
+    arrival: float,
+) -> TurnAnswer:
+    """Check, render and start `turn`. Errors: everything that can be refused, also what only the engine can tell."""
+    context.check_sampling(turn.sampling)
+    grammar = await off_loop(
+        lambda: answer_grammar(context.voice, tools=turn.tools, choice=turn.calls, content=turn.form), num_bytes=num_bytes
+    )
+    prompt = await turn_prompt(context, turn, wanted, num_bytes=num_bytes)
+    sampling = constrained(
+        turn.sampling, context.voice, reasoning=prompt.reasoning, grammar=grammar, budget=turn.thinking.budget
+    )
+    rules = ReadingRules(tools=turn.tools, may_call=turn.calls.mode != "none", parallel_calls=turn.calls.parallel)
+    outputs = context.generate(
+        prompt.token_ids,
+        sampling,
+        request_id=request_id,
+        priority=wanted.priority,
+        cache_salt=wanted.cache_salt,
+        arrival=arrival,
+        timeout=wanted.timeout,
+    )
+    if wanted.stream:  # a grammar is compiled first, and may be refused
+        seconds = FIRST_OUTPUT_SECONDS if grammar is None else None
+        outputs = await after_first(request.receive, outputs, seconds=seconds)
+    return TurnAnswer(outputs, ChoiceReader(context.voice, prompt=prompt, rules=rules), reads_only=turn.reads_only)

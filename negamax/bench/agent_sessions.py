@@ -1,0 +1,238 @@
+"""Seeded sessions of a coding agent: one long system prompt and its tools for all, and a history that grows with each turn.
+
+A turn asks for the next step; its answer is thinking and tool calls, their results are pieces of files, and after a handful of
+steps an answer ends the task and the user sets the next one. The whole history, thinking included, is sent each time, as agents
+do.
+"""
+
+# ruff: noqa: SIM905 (word lists read better as text)
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from negamax.bench.serve_options import BenchOptions
+from negamax.bench.serve_workloads import Answer, Session, TextScale, Turn, Turns
+
+STEPS_PER_TASK = (3, 9)  # turns until the user speaks again
+RESULT_SPREAD = (0.3, 1.7)  # of a tool result's length
+TWO_CALLS_SHARE = 0.25
+
+_NOUNS = (
+    "cache parser request session buffer token index worker queue schema client header record stream config router model batch "
+    "handler payload cursor registry adapter snapshot bucket channel ledger digest segment fragment policy quota"
+).split()
+_VERBS = (
+    "load merge check split flush open close update build find count apply store remove render resolve collect encode".split()
+)
+_RULES = (
+    "Read a file before you change it.",
+    "Keep to the style of the code around a change.",
+    "Run the tests of the part that was touched, and show what failed.",
+    "Ask before anything is deleted or published.",
+    "Prefer a small change that can be understood over a large one that is clever.",
+    "Say what was not done, and why.",
+    "Use absolute paths in every call.",
+    "Do several independent look-ups in one go.",
+)
+_TOOLS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("read_file", "Show lines of a file.", {"path": "string", "first_line": "integer", "num_lines": "integer"}),
+    ("write_file", "Replace the content of a file, or make a new one.", {"path": "string", "content": "string"}),
+    ("edit_file", "Replace one passage of a file.", {"path": "string", "old": "string", "new": "string", "all": "boolean"}),
+    ("run_command", "Run a shell command and show its output.", {"command": "string", "timeout_s": "number"}),
+    ("search_text", "Find lines that match a pattern.", {"pattern": "string", "folder": "string", "ignore_case": "boolean"}),
+    ("find_files", "List files by name.", {"pattern": "string", "folder": "string"}),
+    ("list_folder", "List a folder.", {"path": "string", "depth": "integer"}),
+    ("run_tests", "Run tests by name.", {"names": "array", "verbose": "boolean"}),
+    ("show_history", "Show the last changes of a file.", {"path": "string", "count": "integer"}),
+    ("fetch_page", "Read a page of documentation.", {"url": "string", "question": "string"}),
+    ("note_tasks", "Keep a list of what is to be done.", {"tasks": "array"}),
+    ("ask_user", "Ask the user one question.", {"question": "string", "choices": "array"}),
+)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What an assistant turn recorded: thinking, text, and calls with their results; or a new question."""
+
+    message: dict[str, Any]
+    results: tuple[str, ...]  # of its calls
+    question: str  # by the user, where there are no calls
+
+
+class AgentSessions:
+    """Generates sessions. Lengths in tokens become characters by `scale`."""
+
+    def __init__(self, options: BenchOptions, *, scale: TextScale, window: int | None) -> None:
+        self._options = options
+        self._scale = scale
+        self._window = window
+        self._rng = random.Random(options.seed)
+        self.tools = [_tool(number) for number in range(options.agent_tools)]
+        self.system = _system_prompt(self._rng, scale.chars(options.agent_system_len))
+
+    def __iter__(self) -> Iterator[Session]:
+        while True:
+            yield self.session()
+
+    def session(self) -> Session:
+        """The next session: `agent_turns` long, or as long as the window allows."""
+        rng = random.Random(self._rng.getrandbits(64))
+        opening = _task(rng)
+        steps: list[_Step] = []
+        size = self._scale.overhead + self._tokens([self.system, opening, json.dumps(self.tools)])
+        left = rng.randint(*STEPS_PER_TASK)
+        while len(steps) + 1 < self._options.agent_turns:
+            step = self._step(rng, number=len(steps), ends=left == 0)
+            left = rng.randint(*STEPS_PER_TASK) if left == 0 else left - 1
+            size += self._tokens([json.dumps(step.message), *step.results, step.question])
+            if self._window is not None and 1.1 * size + self._options.agent_output_len > self._window:
+                break
+            steps.append(step)
+        live = self._options.agent_history == "live"
+        return Session(len(steps) + 1, lambda: self._turns(opening, steps, live=live), wants_answers=live)
+
+    def _tokens(self, texts: list[str]) -> int:
+        return sum(self._scale.tokens(len(text)) for text in texts if text)
+
+    def _turns(self, opening: str, steps: list[_Step], *, live: bool) -> Turns:
+        history = [{"role": "system", "content": self.system}, {"role": "user", "content": opening}]
+        answer = yield self._turn(history, pause=0.0)
+        for step in steps:
+            if live and answer.record.error is not None:
+                return  # there is no answer to go on with
+            history = [*history, *(_live_reply(answer, step) if live else _recorded_reply(step))]
+            answer = yield self._turn(history, pause=self._options.agent_pause)
+
+    def _turn(self, history: list[dict[str, Any]], *, pause: float) -> Turn:
+        body: dict[str, Any] = {"messages": history, "max_tokens": self._options.agent_output_len}
+        return Turn(body | {"tools": self.tools} if self.tools else body, pause=pause)
+
+    def _step(self, rng: random.Random, *, number: int, ends: bool) -> _Step:
+        options, chars = self._options, self._scale.chars
+        message: dict[str, Any] = {"role": "assistant", "content": _sentence(rng)}
+        if options.agent_reasoning_len:
+            message["reasoning_content"] = _prose(rng, chars(options.agent_reasoning_len))
+        if ends or not self.tools:
+            return _Step(message, (), _task(rng))
+        count = 2 if rng.random() < TWO_CALLS_SHARE else 1
+        calls = [_call(rng, f"call_{number:04d}{index}{rng.getrandbits(64):016x}", self.tools) for index in range(count)]
+        message["tool_calls"] = calls
+        results = tuple(source_code(rng, chars(rng.uniform(*RESULT_SPREAD) * options.agent_result_len / count)) for _ in calls)
+        return _Step(message, results, "")
+
+
+def _recorded_reply(step: _Step) -> list[dict[str, Any]]:
+    """The recorded answer and what follows it."""
+    if not step.results:
+        return [step.message, {"role": "user", "content": step.question}]
+    calls = step.message["tool_calls"]
+    results = zip(calls, step.results, strict=True)
+    return [step.message, *({"role": "tool", "tool_call_id": call["id"], "content": text} for call, text in results)]
+
+
+def _live_reply(answer: Answer, step: _Step) -> list[dict[str, Any]]:
+    """The server's own answer, with a result for each of its calls; what the user says where it made none."""
+    assert answer.message is not None
+    message = dict(answer.message)
+    calls = message.get("tool_calls", [])
+    if answer.record.finish_reason != "tool_calls" or not calls:  # a call that was cut off cannot be sent back
+        message.pop("tool_calls", None)
+        return [message, {"role": "user", "content": step.question or "\n".join(step.results)}]
+    texts = step.results or (step.question,)
+    return [
+        message,
+        *(
+            {"role": "tool", "tool_call_id": call["id"], "content": texts[index % len(texts)]}
+            for index, call in enumerate(calls)
+        ),
+    ]
+
+
+def _tool(number: int) -> dict[str, Any]:
+    name, description, fields = _TOOLS[number % len(_TOOLS)]
+    if number >= len(_TOOLS):
+        name = f"{name}_{number // len(_TOOLS)}"
+    properties = {
+        field: {"type": kind, "description": f"The {field.replace('_', ' ')}."}
+        | ({"items": {"type": "string"}} if kind == "array" else {})
+        for field, kind in fields.items()
+    }
+    schema = {"type": "object", "properties": properties, "required": list(fields)[:1]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def _call(rng: random.Random, call_id: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    function = rng.choice(tools)["function"]
+    values: dict[str, Any] = {}
+    for field, schema in function["parameters"]["properties"].items():
+        kind = schema["type"]
+        if kind in ("integer", "number"):
+            values[field] = rng.randint(1, 200)
+        elif kind == "boolean":
+            values[field] = rng.random() < 0.5
+        elif kind == "array":
+            values[field] = [f"{rng.choice(_VERBS)} the {rng.choice(_NOUNS)}" for _ in range(2)]
+        else:
+            values[field] = _path(rng) if field in ("path", "folder") else _sentence(rng)
+    return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": json.dumps(values)}}
+
+
+def _path(rng: random.Random) -> str:
+    return f"/src/{rng.choice(_NOUNS)}/{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}.py"
+
+
+def _sentence(rng: random.Random) -> str:
+    return (
+        f"I {rng.choice(_VERBS)} the {rng.choice(_NOUNS)} of the {rng.choice(_NOUNS)} first, "
+        f"because {_path(rng)} does not {rng.choice(_VERBS)} it."
+    )
+
+
+def _task(rng: random.Random) -> str:
+    return (
+        f"In {_path(rng)}, `{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}` loses a {rng.choice(_NOUNS)} "
+        f"when the {rng.choice(_NOUNS)} is empty (report {rng.randint(1000, 9999)}). Find out why, repair it and add a test."
+    )
+
+
+def _prose(rng: random.Random, num_chars: int) -> str:
+    parts: list[str] = []
+    while sum(map(len, parts)) + len(parts) < num_chars:
+        parts.append(_sentence(rng))
+    return " ".join(parts)[:num_chars]
+
+
+def _system_prompt(rng: random.Random, num_chars: int) -> str:
+    opening = "You are a coding agent. You work in the user's repository through tools, step by step, until the task is done.\n"
+    lines = [opening, *(f"- {rule}" for rule in _RULES)]
+    size = sum(map(len, lines)) + len(lines)
+    while size < num_chars:
+        lines.append(f"- When you {rng.choice(_VERBS)} a {rng.choice(_NOUNS)}: {_sentence(rng)}")
+        size += len(lines[-1]) + 1
+    return "\n".join(lines)[:num_chars]
+
+
+def source_code(rng: random.Random, num_chars: int) -> str:
+    """Lines of a made-up Python file, numbered as tools show them, exactly `num_chars` characters."""
+    lines: list[str] = []
+    size, number = 0, rng.randint(1, 400)
+    while size <= num_chars:
+        verb, noun, other = rng.choice(_VERBS), rng.choice(_NOUNS), rng.choice(_NOUNS)
+        for line in (
+            f"def {verb}_{noun}({other}: {other.title()}, *, limit: int = {rng.randint(1, 512)}) -> {noun.title()}:",
+            f'    """{verb.title()} the {noun} of `{other}`."""',
+            f"    found = [item for item in {other}.{noun}s if item.size <= limit]",
+            f"    if not found or {other}.is_{rng.choice(_NOUNS)}:",
+            f'        raise {noun.title()}Error(f"no {noun} in {{{other}!r}}")',
+            f"    return {other}.{rng.choice(_VERBS)}(found[0], {rng.random():.4f})",
+            "",
+        ):
+            number += 1
+            lines.append(f"{number:6d}\t{line}")
+            size += len(lines[-1]) + 1
+    return "\n".join(lines)[:num_chars]

@@ -1,0 +1,341 @@
+"""`negamax bench serve`: send a workload to an OpenAI-compatible server at a given rate and record what comes back when.
+
+Arrivals are a Poisson process (or a burstier or steadier one). A limit on concurrency holds requests back, and the wait for it
+is not part of any latency, as in vLLM. Sessions arrive at the rate; their turns follow each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import random
+import resource
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from negamax.base.errors import ConfigError, NegamaxError
+from negamax.bench import serve_workloads as workloads
+from negamax.bench.agent_sessions import AgentSessions, source_code
+from negamax.bench.serve_client import AnswerReader, ExchangeError, Record, ServingClient
+from negamax.bench.serve_options import BenchOptions
+from negamax.bench.serve_workloads import Answer, Prompts, Session, TextScale, Workload, random_text
+
+PROBE_CHARS = (64, 4096)  # of the two texts by which the server's tokens per character are measured
+UNSENT = "not sent: an earlier turn of the session failed"
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What happened. Times of the records in seconds of one clock."""
+
+    model: str
+    records: tuple[Record, ...]  # in the order in which they were sent
+    seconds: float  # from the first request to the end of the last
+    notes: tuple[str, ...]
+    interrupted: bool = False
+
+
+class Progress:
+    """Counts while the run goes on, for a display. Single writer: the run."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.done = 0
+        self.failed = 0
+        self.output_tokens = 0
+        self.started: float | None = None  # of the timed part, `time.perf_counter`
+        self.stage = "connecting"
+
+
+@dataclass(frozen=True)
+class _Server:
+    """The server as the run needs it."""
+
+    client: ServingClient
+    model: str
+    window: int | None  # tokens; None: not told
+
+
+def run(
+    options: BenchOptions, progress: Progress, *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> Measurement:
+    """Measure once. Errors: `ConfigError` for a workload that cannot run, `NegamaxError` for a server that does not answer."""
+    _raise_file_limit()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(_run(options, progress))
+
+
+async def _run(options: BenchOptions, progress: Progress) -> Measurement:
+    async with _connected(options) as server:
+        progress.stage = "preparing"
+        options, workload = await _prepare(options, server)
+        progress.stage, progress.total = "warming up", workload.num_requests
+        load = _Load(options, server, progress)
+        await _warm_up(load, workload.warmups)
+        gc.collect()
+        gc.freeze()  # nothing of the workload is garbage before the end
+        progress.stage, progress.started = "running", time.perf_counter()
+        interrupted = False
+        try:
+            await load.drive(workload.sessions)
+        except asyncio.CancelledError:  # Ctrl-C: what is measured is shown
+            interrupted = True
+        finally:
+            gc.unfreeze()
+    started = [record.started for record in load.records if record.started]
+    seconds = max((record.ended for record in load.records), default=0.0) - min(started, default=0.0)
+    return Measurement(server.model, tuple(load.records), max(seconds, 1e-9), workload.notes, interrupted)
+
+
+@asynccontextmanager
+async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
+    """The server, once it answers, and the name and window of its model."""
+    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    for pair in options.headers:
+        name, _, value = pair.partition("=")
+        headers[name.strip().lower()] = value.strip()
+    client = ServingClient(options.url, headers=headers, timeout=options.request_timeout)
+    try:
+        cards = await _models(client, options)
+        names = [card.get("id") for card in cards]
+        if options.model is None and not names:
+            raise ConfigError(f"{options.url}/v1/models names no model", hint="add --model NAME")
+        model = options.model or str(names[0])
+        card = cards[names.index(model)] if model in names else {}
+        window = card.get("max_model_len")
+        yield _Server(client, model, window if isinstance(window, int) else None)
+    finally:
+        client.close()
+
+
+async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str, Any]]:
+    """The entries of /v1/models; none where the server has no such route and the model is named."""
+    deadline = time.monotonic() + options.ready_check_timeout_sec
+    while True:
+        try:
+            status, answer = await client.ask("GET", "/v1/models")
+        except ExchangeError as error:
+            status, answer = 0, str(error)
+        if status == 200 and isinstance(answer, dict) and isinstance(answer.get("data"), list):
+            return [card for card in answer["data"] if isinstance(card, dict)]
+        if status in (401, 403):
+            raise NegamaxError(f"{options.url}/v1/models: HTTP {status}", hint="give the right --api-key")
+        if time.monotonic() >= deadline:
+            break
+        await asyncio.sleep(0.5)
+    if status == 0:
+        raise NegamaxError(
+            f"{options.url} does not answer: {answer}", hint="start a server, or give its --base-url or --host and --port"
+        )
+    if options.model is None:
+        raise ConfigError(
+            f"{options.url}/v1/models says HTTP {status}, so the model's name is not known", hint="add --model NAME"
+        )
+    return []
+
+
+# The workload
+
+
+async def _prepare(options: BenchOptions, server: _Server) -> tuple[BenchOptions, Workload]:
+    """The workload, sized for this server, and the options with all defaults filled in."""
+    if options.dataset_name == "custom":
+        sessions = workloads.read_requests(str(options.dataset_path), options)
+        return options, workloads.requests_workload(sessions, options)
+    if options.dataset_name == "agent":
+        if options.dataset_path is not None:
+            return options, workloads.requests_workload(workloads.read_requests(options.dataset_path, options), options)
+        return options, await _agent_workload(options, server)
+    if options.dataset_name == "sharegpt":
+        return options, await _sharegpt_workload(options, server)
+    longest = workloads.longest_prompt(options)
+    if server.window is not None and longest > server.window:
+        raise ConfigError(
+            f"prompt and output of up to {longest} tokens exceed the model's window of {server.window} tokens",
+            hint="lower --random-input-len or --random-output-len (or the --prefix-repetition lengths)",
+        )
+    if options.prompt_format == "auto":
+        options = replace(options, prompt_format="text" if options.is_chat else "ids")
+    scale: TextScale | None = None
+    notes: tuple[str, ...] = ()
+    if options.prompt_format == "text":
+        scale, notes = await measure_scale(options, server, sample=random_text(random.Random(options.seed), PROBE_CHARS[1]))
+    prompts = Prompts(options, scale, _vocabulary(options))
+    turns = workloads.random_turns if options.dataset_name == "random" else workloads.prefix_repetition_turns
+    return options, replace(workloads.endless_workload(turns(prompts), options), notes=notes)
+
+
+async def _agent_workload(options: BenchOptions, server: _Server) -> Workload:
+    sample = source_code(random.Random(options.seed), PROBE_CHARS[1])
+    scale, notes = await measure_scale(options, server, sample=sample)
+    sessions = AgentSessions(options, scale=scale, window=server.window)
+    chosen = workloads.take_turns(iter(sessions), options.num_prompts)
+    warmups = tuple(workloads.first_turn(sessions.session()) for _ in range(options.num_warmups))
+    turns = f"{len(chosen)} sessions of up to {max(session.num_turns for session in chosen)} turns"
+    return Workload(chosen, warmups, (turns, *notes))
+
+
+async def _sharegpt_workload(options: BenchOptions, server: _Server) -> Workload:
+    pairs = workloads.read_sharegpt(str(options.dataset_path))
+    if options.tokenizer is not None:
+        encode = _tokenizer(options.tokenizer).encode
+        return workloads.sharegpt_workload(pairs, options, count=lambda text: len(encode(text)), window=server.window)
+    text = "\n".join(chain.from_iterable(pairs[:200]))[: PROBE_CHARS[1]]
+    scale, notes = await measure_scale(options, server, sample=text)
+    workload = workloads.sharegpt_workload(pairs, options, count=lambda text: scale.tokens(len(text)), window=server.window)
+    return replace(workload, notes=(*workload.notes, *notes))
+
+
+def _tokenizer(name: str) -> Any:
+    from negamax.checkpoint.hub import resolve_model
+    from negamax.text.tokenizer import Tokenizer
+
+    return Tokenizer.from_folder(resolve_model(name))
+
+
+def _vocabulary(options: BenchOptions) -> Sequence[int]:
+    """The ids that prompts are drawn from: those of the tokenizer that mean text, or ids that every model has."""
+    if options.tokenizer is None or options.prompt_format != "ids":
+        return workloads.COMMON_IDS
+    tokenizer = _tokenizer(options.tokenizer)
+    return [token for token in range(tokenizer.vocab_size) if not tokenizer.is_added(token)]
+
+
+async def measure_scale(options: BenchOptions, server: _Server, *, sample: str) -> tuple[TextScale, tuple[str, ...]]:
+    """Tokens per character and of an empty prompt, from the prompt tokens that the server counts for two pieces of `sample`."""
+    counts: list[int] = []
+    for num_chars in PROBE_CHARS:
+        body = {"model": server.model, "max_tokens": 1, **workloads.as_prompt(sample[:num_chars], options)}
+        with suppress(ExchangeError):
+            status, answer = await server.client.ask("POST", options.path, body)
+            usage = answer.get("usage") if status == 200 and isinstance(answer, dict) else None
+            if isinstance(usage, dict) and isinstance(usage.get("prompt_tokens"), int):
+                counts.append(usage["prompt_tokens"])
+    chars = [len(sample[:num_chars]) for num_chars in PROBE_CHARS]
+    if len(counts) < 2 or counts[1] <= counts[0] or chars[1] <= chars[0]:
+        return TextScale(), ("the server counts no prompt tokens: texts are sized at 4 characters per token",)
+    per_char = (counts[1] - counts[0]) / (chars[1] - chars[0])
+    return TextScale(per_char, max(0, round(counts[0] - per_char * chars[0]))), ()
+
+
+# The load
+
+
+class _Load:
+    """Sends sessions and keeps their records. Single writer: the event loop."""
+
+    def __init__(self, options: BenchOptions, server: _Server, progress: Progress) -> None:
+        self.records: list[Record] = []
+        self._options = options
+        self._server = server
+        self._progress = progress
+        self._room = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency is not None else nullcontext()
+        self._fields = request_fields(options, server.model)
+
+    async def drive(self, sessions: Sequence[Session]) -> None:
+        """Start each session at its time and wait for all of them."""
+        tasks: list[asyncio.Task[None]] = []
+        begin = time.perf_counter()
+        try:
+            for number, (session, at) in enumerate(zip(sessions, arrivals(self._options), strict=False)):
+                wait = begin + at - time.perf_counter()
+                if wait > 0:
+                    await asyncio.sleep(wait)
+                tasks.append(asyncio.create_task(self.session(session, number)))
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def session(self, session: Session, number: int) -> None:
+        """Send the turns of one session."""
+        turns, sent = session.start(), 0
+        answer: Answer | None = None
+        while True:
+            try:
+                turn = next(turns) if answer is None else turns.send(answer)
+            except StopIteration:
+                break
+            if turn.pause:
+                await asyncio.sleep(turn.pause)
+            answer = await self._turn(turn, number, collect=session.wants_answers)
+            sent += 1
+        now = time.perf_counter()
+        for _ in range(session.num_turns - sent):
+            self._count(Record(number, ended=now, error=UNSENT))
+
+    async def _turn(self, turn: workloads.Turn, number: int, *, collect: bool) -> Answer:
+        record = Record(number)
+        reader = AnswerReader(record, collect=collect)
+        async with self._room:
+            body = msgspec.json.encode({**turn.body, **self._fields})
+            try:
+                await self._server.client.stream(self._options.path, body, reader)
+            finally:
+                if record.prompt_tokens is None and record.error is None:
+                    record.prompt_tokens, record.prompt_reported = turn.prompt_tokens, False
+                self._count(record)
+        return Answer(record, reader.message)
+
+    def forget(self) -> None:
+        """Begin again with no record."""
+        self.records.clear()
+        self._progress.done = self._progress.failed = self._progress.output_tokens = 0
+
+    def _count(self, record: Record) -> None:
+        self.records.append(record)
+        self._progress.done += 1
+        self._progress.failed += record.error is not None
+        self._progress.output_tokens += record.output_tokens or len(record.arrivals)
+
+
+async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
+    """Send `sessions` one after the other and forget them. Errors: `NegamaxError` where the server refuses all of them."""
+    for number, session in enumerate(sessions):
+        await load.session(session, number)
+    errors = [f"{record.error}: {record.detail}".rstrip(": ") for record in load.records if record.error is not None]
+    refused = [
+        record for record in load.records if record.error in ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")
+    ]
+    if sessions and len(refused) == len(load.records):
+        raise NegamaxError(f"the server refuses the warm-up: {errors[0]}")
+    load.forget()
+
+
+def request_fields(options: BenchOptions, model: str) -> dict[str, Any]:
+    """What every request has besides its prompt: model, streaming, sampling and --extra-body."""
+    stream_options: dict[str, Any] = {"include_usage": True}
+    if options.itl_rule == "token":
+        stream_options["continuous_usage_stats"] = True
+    fields: dict[str, Any] = {"model": model, "stream": True, "stream_options": stream_options}
+    fields |= {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
+    if options.ignore_eos:
+        fields["ignore_eos"] = True
+    return fields | options.extra_body
+
+
+def arrivals(options: BenchOptions) -> Iterator[float]:
+    """When sessions start, in seconds: gaps of a gamma distribution with mean 1 / rate; burstiness 1 is a Poisson process,
+    less is burstier, more is steadier."""
+    rng, at = random.Random(options.seed ^ 0x5EED), 0.0
+    while True:
+        yield at
+        if math.isfinite(options.request_rate):
+            at += rng.gammavariate(options.burstiness, 1.0 / (options.request_rate * options.burstiness))
+
+
+def _raise_file_limit() -> None:
+    """As many open connections as the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

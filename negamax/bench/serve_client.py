@@ -1,0 +1,511 @@
+"""The client of `negamax bench serve`: HTTP/1.1 and server-sent events, read where the bytes arrive.
+
+Every chunk is stamped and parsed inside asyncio's `data_received`, so no task has to be woken for it: a time is that of the
+arrival, also when hundreds of streams share the loop, and a chunk costs little. One exchange at a time per connection;
+connections are kept for the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+import socket
+import ssl
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from negamax.base.errors import ConfigError
+
+HEAD_BYTES = 64 * 1024  # of a response: status line and headers, or one line of its framing
+EVENT_BYTES = 16 * 2**20  # of one server-sent event
+ERROR_BYTES = 4096  # of an error's body that are read
+
+CLOSED_EARLY = "connection closed before the answer ended"
+_STATUS_LINE = re.compile(r"(HTTP/1\.[01]) (\d{3})(?: |$)")
+
+
+class Sink(Protocol):
+    """Takes one response. Times are those of `time.perf_counter`, in seconds."""
+
+    def head(self, status: int, headers: dict[str, str]) -> None:
+        """Status and headers, names in lower case."""
+
+    def body(self, piece: bytes, now: float) -> None:
+        """A piece of the body that arrived at `now`."""
+
+
+class ExchangeError(Exception):
+    """A request without a usable answer. `fresh`: nothing of an answer had come, so a new connection may be tried."""
+
+    def __init__(self, reason: str, *, fresh: bool = False) -> None:
+        super().__init__(reason)
+        self.fresh = fresh
+
+
+class Connection(asyncio.Protocol):
+    """One HTTP/1.1 connection. Single writer: the event loop."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._sink: Sink | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._rest = b""  # the beginning of a line that has not come whole
+        self._parse = self._head
+        self._remaining = 0  # bytes of the chunk or body that are still to come
+        self._untouched = True  # nothing of the answer has come
+        self._keep = True
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another request may be sent on it."""
+        return self._keep and self._sink is None and self._transport is not None and not self._transport.is_closing()
+
+    async def exchange(self, request: bytes, sink: Sink) -> None:
+        """Send `request` and hand its answer to `sink`; returns when the answer has ended. Errors: `ExchangeError`."""
+        if self._transport is None or self._transport.is_closing():
+            raise ExchangeError(CLOSED_EARLY, fresh=True)
+        self._sink, self._parse, self._rest, self._untouched = sink, self._head, b"", True
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        await self._ended
+
+    def close(self) -> None:
+        """Drop the connection at once, with whatever is under way on it."""
+        self._sink = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._keep = False
+        if self._sink is not None and self._parse == self._until_close and exc is None:
+            self._finish()
+        elif self._sink is not None:
+            self._fail(CLOSED_EARLY, fresh=self._untouched)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        self._untouched = False
+        data, self._rest, position = self._rest + data, b"", 0
+        try:
+            while position < len(data):
+                if self._sink is None:  # bytes that nobody asked for
+                    self._keep = False
+                    self.close()
+                    return
+                following = self._parse(data, position, now)
+                if following < 0:
+                    self._rest = data[position:]
+                    if len(self._rest) > HEAD_BYTES:
+                        raise ValueError("an endless line")
+                    return
+                position = following
+        except ValueError as error:
+            self._fail(f"malformed HTTP answer: {error}"[:80])
+
+    # Each of these takes bytes from `position` on and gives the position after them, or -1 where more must come first.
+
+    def _head(self, data: bytes, position: int, now: float) -> int:
+        end = data.find(b"\r\n\r\n", position)
+        if end < 0:
+            return -1
+        first, *lines = data[position:end].decode("latin-1").split("\r\n")
+        status_line = _STATUS_LINE.match(first)
+        if status_line is None:
+            raise ValueError("no status line")
+        version, status = status_line[1], int(status_line[2])
+        headers = {}
+        for line in lines:
+            name, _, value = line.partition(":")
+            headers[name.strip().lower()] = value.strip()
+        if status >= 200:  # the others only announce the answer
+            self._keep = version == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
+            assert self._sink is not None
+            self._sink.head(status, headers)
+            self._begin_body(status, headers)
+        return end + 4
+
+    def _begin_body(self, status: int, headers: dict[str, str]) -> None:
+        if "chunked" in headers.get("transfer-encoding", "").lower():
+            self._parse = self._size
+        elif status in (204, 304) or headers.get("content-length") == "0":
+            self._finish()
+        elif "content-length" in headers:
+            self._remaining, self._parse = int(headers["content-length"]), self._sized
+            if self._remaining < 0:
+                raise ValueError("a negative length")
+        else:
+            self._keep, self._parse = False, self._until_close
+
+    def _size(self, data: bytes, position: int, now: float) -> int:
+        end = data.find(b"\r\n", position)
+        if end < 0:
+            return -1
+        self._remaining = int(data[position:end].partition(b";")[0], 16)
+        if self._remaining < 0:
+            raise ValueError("a negative length")
+        self._parse = self._chunk if self._remaining else self._trailer
+        return end + 2
+
+    def _chunk(self, data: bytes, position: int, now: float) -> int:
+        following = self._piece(data, position, now)
+        if not self._remaining:
+            self._parse = self._chunk_end
+        return following
+
+    def _chunk_end(self, data: bytes, position: int, now: float) -> int:
+        if len(data) < position + 2:
+            return -1
+        if data[position : position + 2] != b"\r\n":
+            raise ValueError("a chunk longer than its size")
+        self._parse = self._size
+        return position + 2
+
+    def _trailer(self, data: bytes, position: int, now: float) -> int:
+        end = data.find(b"\r\n", position)
+        if end == position:
+            self._finish()
+        return -1 if end < 0 else end + 2
+
+    def _sized(self, data: bytes, position: int, now: float) -> int:
+        following = self._piece(data, position, now)
+        if not self._remaining:
+            self._finish()
+        return following
+
+    def _until_close(self, data: bytes, position: int, now: float) -> int:
+        assert self._sink is not None
+        self._sink.body(data[position:], now)
+        return len(data)
+
+    def _piece(self, data: bytes, position: int, now: float) -> int:
+        following = min(len(data), position + self._remaining)
+        self._remaining -= following - position
+        assert self._sink is not None
+        self._sink.body(data[position:following], now)
+        return following
+
+    def _finish(self) -> None:
+        self._sink, self._parse = None, self._head
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _fail(self, reason: str, *, fresh: bool = False) -> None:
+        self._keep = False
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(ExchangeError(reason, fresh=fresh))
+        self.close()
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of one request. Times in seconds of `time.perf_counter`. Single writer: the client that sends it."""
+
+    session: int
+    started: float = 0.0
+    ended: float = 0.0  # the last chunk with a choice, or the failure
+    arrivals: array[float] = field(default_factory=lambda: array("d"))  # of each chunk that carried output
+    running_tokens: array[int] = field(default_factory=lambda: array("q"))  # output tokens up to it; 0 where not reported
+    prompt_tokens: int | None = None  # None: not known, as below
+    prompt_reported: bool = True  # by the server, not taken from the workload
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    error: str | None = None  # a short reason, to be counted
+    detail: str = ""  # what the server said about it
+
+    def fail(self, reason: str, detail: str = "") -> None:
+        """Note a failure; the first one counts."""
+        if self.error is None:
+            self.error, self.detail = reason, " ".join(detail.split())[:300]
+
+
+class _Function(msgspec.Struct, gc=False):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallPiece(msgspec.Struct, gc=False):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_CallPiece] | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _CachedTokens(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+    object: str | None = None
+    message: Any = None
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+class AnswerReader:
+    """Reads one streamed answer into a `Record`; with `collect` also the assistant message. Single writer: its connection."""
+
+    def __init__(self, record: Record, *, collect: bool = False) -> None:
+        self.record = record
+        self.message: dict[str, Any] | None = {"role": "assistant", "content": ""} if collect else None
+        self._status = 0
+        self._headers: dict[str, str] = {}
+        self._rest = b""
+        self._done = False
+
+    def head(self, status: int, headers: dict[str, str]) -> None:
+        self._status, self._headers = status, headers
+
+    def body(self, piece: bytes, now: float) -> None:
+        if self._status != 200:
+            self._rest = (self._rest + piece)[:ERROR_BYTES]
+            return
+        lines = (self._rest + piece if self._rest else piece).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), now)
+        if len(self._rest) > EVENT_BYTES:
+            self.record.fail("endless event")
+            self._rest = b""
+
+    def finish(self) -> None:
+        """Judge the answer after its last byte."""
+        if self._status != 200:
+            wait = self._headers.get("retry-after")
+            said = _message(self._rest)
+            self.record.fail(f"HTTP {self._status}", f"Retry-After {wait}: {said}" if wait else said)
+        elif not self._done and self.record.finish_reason is None:
+            kind = self._headers.get("content-type", "").partition(";")[0]
+            self.record.fail(
+                "stream without an end" if kind == "text/event-stream" else f"no event stream but {kind or 'nothing'}"
+            )
+        if not self.record.ended:
+            self.record.ended = time.perf_counter()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the stream has said that it is over."""
+        return self._done
+
+    def _event(self, payload: bytes, now: float) -> None:
+        if payload == b"[DONE]":
+            self._done = True
+            return
+        record = self.record
+        try:
+            event = _decode_event(payload)
+        except msgspec.DecodeError as error:
+            record.fail("unreadable chunk", str(error))
+            return
+        if event.error is not None or event.object == "error":
+            record.fail("error in the stream", _message(payload))
+            return
+        usage = event.usage
+        if usage is not None:
+            record.prompt_tokens, record.output_tokens = usage.prompt_tokens, usage.completion_tokens
+            if usage.prompt_tokens_details is not None:
+                record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        if event.choices:
+            record.ended = now
+            if self._take(event.choices):
+                record.arrivals.append(now)
+                record.running_tokens.append((usage.completion_tokens or 0) if usage is not None else 0)
+
+    def _take(self, choices: list[_Choice]) -> bool:
+        """Whether one of `choices` carries output."""
+        found = False
+        for choice in choices:
+            delta = choice.delta
+            if choice.finish_reason is not None:
+                self.record.finish_reason = choice.finish_reason
+            if delta is None:
+                found = found or bool(choice.text)
+            else:
+                found = found or bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+                if self.message is not None:
+                    _extend(self.message, delta)
+        return found
+
+
+def _extend(message: dict[str, Any], delta: _Delta) -> None:
+    message["content"] += delta.content or ""
+    reasoning = delta.reasoning_content or delta.reasoning
+    if reasoning:
+        message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
+    for piece in delta.tool_calls or ():
+        calls = message.setdefault("tool_calls", [])
+        while len(calls) <= min(piece.index, 127):
+            calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+        call = calls[min(piece.index, 127)]
+        call["id"] = call["id"] or piece.id or ""
+        if piece.function is not None:
+            call["function"]["name"] += piece.function.name or ""
+            call["function"]["arguments"] += piece.function.arguments or ""
+
+
+def _message(raw: bytes) -> str:
+    """The message in an error body of any server; the text itself where it is no JSON."""
+    try:
+        parsed = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return raw.decode(errors="replace")
+    for name in ("error", "message", "detail"):
+        if isinstance(parsed, dict) and name in parsed:
+            parsed = parsed[name]
+    return parsed if isinstance(parsed, str) else msgspec.json.encode(parsed).decode()
+
+
+class _WholeAnswer:
+    """Collects a response that is not streamed."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.raw = b""
+
+    def head(self, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+
+    def body(self, piece: bytes, now: float) -> None:
+        self.raw += piece
+
+
+class ServingClient:
+    """Requests to one server, over connections that are kept. Use it within one event loop, and `close` it."""
+
+    def __init__(self, base_url: str, *, headers: dict[str, str], timeout: float) -> None:
+        """`base_url` is `http(s)://host[:port][/path]`, `timeout` the seconds a request may take. Errors: `ConfigError`."""
+        parts = urlsplit(base_url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise ConfigError(
+                f"--base-url is {base_url[:100]!r}; allowed: http://HOST:PORT or https://HOST:PORT, with a path or not"
+            )
+        self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._path = parts.path.rstrip("/")
+        self._timeout = timeout
+        lines = {
+            "host": parts.netloc.rpartition("@")[2],
+            "content-type": "application/json",
+            "user-agent": "negamax-bench",
+        } | headers
+        if any(c in text for pair in lines.items() for text in pair for c in "\r\n"):
+            raise ConfigError("a header has a line break in it", hint="give --header NAME=VALUE on one line")
+        self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._idle: list[Connection] = []
+
+    def close(self) -> None:
+        """Drop all kept connections."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def stream(self, path: str, body: bytes, reader: AnswerReader) -> None:
+        """POST `body` and read its streamed answer; whatever happens is in the reader's record."""
+        record = reader.record
+        record.started = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._exchange("POST", path, body, reader)
+        except TimeoutError:
+            record.fail(f"no end within {self._timeout:g} s")
+        except ExchangeError as error:
+            if not reader.complete:  # a connection dropped after [DONE] loses nothing
+                record.fail(str(error))
+        except (OSError, ssl.SSLError) as error:
+            record.fail(_connect_failure(error), str(error))
+        except asyncio.CancelledError:
+            record.fail("interrupted")
+            record.ended = time.perf_counter()
+            raise
+        if record.error is None:
+            reader.finish()
+        if record.error is not None:
+            record.ended = time.perf_counter()
+
+    async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        """Status and JSON of an answer that is not streamed (its text where it is no JSON). Errors: `ExchangeError`."""
+        answer = _WholeAnswer()
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._exchange(method, path, b"" if body is None else msgspec.json.encode(body), answer)
+        except TimeoutError:
+            raise ExchangeError(f"no answer within {self._timeout:g} s") from None
+        except OSError as error:
+            detail = f" ({error})" if isinstance(error, ssl.SSLError) else ""
+            raise ExchangeError(_connect_failure(error) + detail) from error
+        try:
+            return answer.status, msgspec.json.decode(answer.raw)
+        except msgspec.DecodeError:
+            return answer.status, answer.raw.decode(errors="replace")
+
+    async def _exchange(self, method: str, path: str, body: bytes, sink: Sink) -> None:
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._lines}content-length: {len(body)}\r\n\r\n"
+        request = head.encode("latin-1") + body
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.reusable:
+                continue
+            try:
+                await self._on(connection, request, sink)
+                return
+            except ExchangeError as error:  # a server may close a kept connection just as it is used again
+                if not error.fresh:
+                    raise
+        connect = asyncio.get_running_loop().create_connection(Connection, self._host, self._port, ssl=self._tls)
+        await self._on((await connect)[1], request, sink)
+
+    async def _on(self, connection: Connection, request: bytes, sink: Sink) -> None:
+        try:
+            await connection.exchange(request, sink)
+        except BaseException:
+            connection.close()
+            raise
+        if connection.reusable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+
+def _connect_failure(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        return "TLS failure"
+    if isinstance(error, socket.gaierror):
+        return "unknown host"
+    refused = isinstance(error, ConnectionRefusedError) or f"[Errno {errno.ECONNREFUSED}]" in str(error)  # of several addresses
+    return "connection refused" if refused else "no connection"

@@ -1,0 +1,340 @@
+"""From the records of `negamax bench serve` to numbers, the block that people know, and a JSON document with vLLM's names."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+from negamax import __version__
+from negamax.base import env
+from negamax.bench.serve import Measurement
+from negamax.bench.serve_client import Record
+from negamax.bench.serve_options import METRICS, BenchOptions
+
+SCHEMA = "negamax-bench-serve/1"
+WIDTH, LABEL_WIDTH = 50, 40
+_TITLES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of `ordered` (rising, not empty) lies, interpolated linearly between neighbours."""
+    place = (len(ordered) - 1) * percent / 100.0
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+    """Mean, median, standard deviation (of the population), percentiles and maximum; empty without values."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    mean = math.fsum(ordered) / len(ordered)
+    found = {
+        "mean": mean,
+        "median": percentile(ordered, 50),
+        "std": math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)),
+    }
+    found |= {percentile_name(percent): percentile(ordered, percent) for percent in percentiles}
+    return found | {"max": ordered[-1]}
+
+
+def percentile_name(percent: float) -> str:
+    """'p99', 'p99.9'."""
+    return f"p{percent:g}"
+
+
+# One request, in seconds
+
+
+def ttft(record: Record) -> float:
+    """From sending to the first chunk with output, or to the end where no chunk had any (only control tokens came)."""
+    return (record.arrivals[0] if record.arrivals else record.ended) - record.started
+
+
+def e2el(record: Record) -> float:
+    """From sending to the last chunk of the answer."""
+    return record.ended - record.started
+
+
+def output_tokens(record: Record) -> int:
+    """As the server counts them, else the chunks with output."""
+    return len(record.arrivals) if record.output_tokens is None else record.output_tokens
+
+
+def tpot(record: Record) -> float | None:
+    """The time after the first token over the tokens after it; None where there are none."""
+    tokens = output_tokens(record)
+    return (e2el(record) - ttft(record)) / (tokens - 1) if tokens > 1 else None
+
+
+def inter_token(record: Record, *, rule: str) -> list[float]:
+    """The gaps between chunks with output. Rule "gap": one value each. Rule "token": a gap before a chunk of n tokens counts as
+    n values of 1/n of it, where the server sent its running count."""
+    gaps = [later - earlier for earlier, later in pairwise(record.arrivals)]
+    if rule == "gap":
+        return gaps
+    values: list[float] = []
+    for gap, (before, after) in zip(gaps, pairwise(record.running_tokens), strict=True):
+        tokens = max(1, after - before)
+        values += [gap / tokens] * tokens
+    return values
+
+
+# All of them
+
+
+def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
+    """Every figure of a run, without the single requests. Times in ms, rates per second."""
+    good = [record for record in measured.records if record.error is None]
+    failures = Counter(record.error for record in measured.records if record.error is not None)
+    total_input = sum(record.prompt_tokens or 0 for record in good)
+    total_output = sum(output_tokens(record) for record in good)
+    chunks = sum(len(record.arrivals) for record in good)
+    seconds = measured.seconds
+    values = metric_values(good, rule=options.itl_rule)
+    summary: dict[str, Any] = {
+        "duration": seconds,
+        "completed": len(good),
+        "failed": len(measured.records) - len(good),
+        "failures": dict(failures.most_common()),
+        "failure_examples": {
+            record.error: record.detail for record in reversed(measured.records) if record.error is not None and record.detail
+        },
+        "interrupted": measured.interrupted,
+        "total_input_tokens": total_input,
+        "total_output_tokens": total_output,
+        "request_throughput": len(good) / seconds,
+        "output_throughput": total_output / seconds,
+        "total_token_throughput": (total_input + total_output) / seconds,
+        "max_output_tokens_per_s": peak_output(good),
+        "max_concurrent_requests": peak_concurrency(measured.records),
+        "total_cached_tokens": _total_cached(good),
+        "finish_reasons": dict(Counter(record.finish_reason or "none" for record in good).most_common()),
+        "tokens_per_chunk": total_output / chunks if chunks else None,
+        "input_tokens_not_reported": sum(not record.prompt_reported or record.prompt_tokens is None for record in good),
+        "output_tokens_not_reported": sum(record.output_tokens is None for record in good),
+        "running_tokens_reported": any(any(record.running_tokens) for record in good),
+        "request_goodput": _goodput(good, options.goodput) / seconds if options.goodput else None,
+        "notes": list(measured.notes),
+    }
+    for metric in METRICS:
+        for name, value in distribution([1e3 * value for value in values[metric]], options.metric_percentiles).items():
+            summary[f"{name}_{metric}_ms"] = value
+    return summary
+
+
+def metric_values(records: Sequence[Record], *, rule: str) -> dict[str, list[float]]:
+    """The values of each metric over `records`, in seconds."""
+    return {
+        "ttft": [ttft(record) for record in records],
+        "tpot": [value for record in records if (value := tpot(record)) is not None],
+        "itl": [value for record in records for value in inter_token(record, rule=rule)],
+        "e2el": [e2el(record) for record in records],
+    }
+
+
+def _total_cached(records: Sequence[Record]) -> int | None:
+    reported = [record.cached_tokens for record in records if record.cached_tokens is not None]
+    return sum(reported) if reported else None
+
+
+def _goodput(records: Sequence[Record], limits: dict[str, float]) -> int:
+    """Requests within all `limits`, in ms; one without a second token has no TPOT and meets its limit."""
+    times = {"ttft": ttft, "tpot": tpot, "e2el": e2el}
+    return sum(all(1e3 * (times[name](record) or 0.0) <= limit for name, limit in limits.items()) for record in records)
+
+
+def peak_concurrency(records: Sequence[Record]) -> int:
+    """The most requests that were under way at once."""
+    return max((running for _, running in concurrency_steps(records)), default=0)
+
+
+def concurrency_steps(records: Sequence[Record]) -> list[tuple[float, int]]:
+    """(time, requests under way from then on), in order."""
+    sent = [record for record in records if record.started]
+    changes = sorted([(record.started, 1) for record in sent] + [(record.ended, -1) for record in sent])
+    steps, running = [], 0
+    for at, change in changes:
+        running += change
+        steps.append((at, running))
+    return steps
+
+
+def output_per_second(records: Sequence[Record]) -> list[float]:
+    """Output tokens in each second since the first request; the tokens of a request are spread over its chunks evenly."""
+    begin = min((record.started for record in records), default=0.0)
+    bins: list[float] = []
+    for record in records:
+        share = output_tokens(record) / len(record.arrivals) if record.arrivals else 0.0
+        for at in record.arrivals:
+            second = int(at - begin)
+            bins.extend([0.0] * (second + 1 - len(bins)))
+            bins[second] += share
+    return bins
+
+
+def peak_output(records: Sequence[Record]) -> float:
+    """The most output tokens within one second of the clock."""
+    return max(output_per_second(records), default=0.0)
+
+
+# For people
+
+
+def block(summary: dict[str, Any], options: BenchOptions) -> str:
+    """The block of figures that users of vLLM and SGLang know, and how they were counted."""
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", _line("Successful requests:", summary["completed"])]
+    lines.append(_line("Failed requests:", summary["failed"]))
+    if options.max_concurrency is not None:
+        lines.append(_line("Maximum request concurrency:", options.max_concurrency))
+    if math.isfinite(options.request_rate):
+        lines.append(_line("Request rate configured (RPS):", options.request_rate))
+    lines += [
+        _line("Benchmark duration (s):", summary["duration"]),
+        _line("Total input tokens:", summary["total_input_tokens"]),
+        _line("Total generated tokens:", summary["total_output_tokens"]),
+        _line("Request throughput (req/s):", summary["request_throughput"]),
+    ]
+    if summary["request_goodput"] is not None:
+        lines.append(_line("Request goodput (req/s):", summary["request_goodput"]))
+    lines += [
+        _line("Output token throughput (tok/s):", summary["output_throughput"]),
+        _line("Peak output token throughput (tok/s):", summary["max_output_tokens_per_s"]),
+        _line("Peak concurrent requests:", summary["max_concurrent_requests"]),
+        _line("Total token throughput (tok/s):", summary["total_token_throughput"]),
+    ]
+    if summary["total_cached_tokens"] is not None:
+        share = summary["total_cached_tokens"] / max(1, summary["total_input_tokens"])
+        lines.append(_line("Cached input tokens:", f"{summary['total_cached_tokens']} ({share:.1%})"))
+    for metric in options.percentile_metrics:
+        lines += _metric_lines(metric, summary, options)
+    if summary["failures"]:
+        lines.append(f"{'Failures':-^{WIDTH}}")
+        for reason, count in summary["failures"].items():
+            lines.append(_line(f"{reason}:", count))
+            if reason in summary["failure_examples"]:
+                lines.append(f"    {summary['failure_examples'][reason]}")
+    return "\n".join([*lines, "=" * WIDTH, *remarks(summary, options)])
+
+
+def _metric_lines(metric: str, summary: dict[str, Any], options: BenchOptions) -> list[str]:
+    short = metric.upper()
+    names = ["mean", "median", *map(percentile_name, options.metric_percentiles), "max"]
+    shown = [
+        _line(f"{name.capitalize()} {short} (ms):", summary[f"{name}_{metric}_ms"])
+        for name in names
+        if f"{name}_{metric}_ms" in summary
+    ]
+    return [f"{_TITLES[metric]:-^{WIDTH}}", *(shown or [_line(f"{short} (ms):", "none")])]
+
+
+def _line(label: str, value: float | str) -> str:
+    text = f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{label:<{LABEL_WIDTH}} {text:<10}".rstrip()
+
+
+def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
+    """How the figures were counted, and what else is to be known."""
+    said = [f"Note: {note}." for note in summary["notes"]]
+    if not summary["completed"]:
+        return said
+    if summary["output_tokens_not_reported"]:
+        said.append(
+            f"Output tokens: counted as chunks for {summary['output_tokens_not_reported']} requests without reported usage; "
+            "a chunk may hold several."
+        )
+    else:
+        said.append("Output tokens: as the server's usage reports them.")
+    if summary["input_tokens_not_reported"]:
+        said.append(
+            f"Input tokens: {summary['input_tokens_not_reported']} requests without reported usage, "
+            "counted where the prompt is token ids."
+        )
+    per_chunk = summary["tokens_per_chunk"]
+    chunks = f"{per_chunk:.2f} tokens per chunk on average" if per_chunk is not None else "no chunk had output"
+    if options.itl_rule == "gap":
+        said.append(f"ITL: time between chunks with output, each gap once ({chunks}).")
+    elif summary["running_tokens_reported"]:
+        said.append(f"ITL: time between chunks with output over the tokens of the later one ({chunks}).")
+    else:
+        said.append(f"ITL: time between chunks, each gap once: the server sends no running usage ({chunks}).")
+    if summary["interrupted"]:
+        said.append("Interrupted: requests that were under way count as failed, the others were not sent.")
+    return said
+
+
+# For programs
+
+
+def document(measured: Measurement, options: BenchOptions, summary: dict[str, Any], *, detailed: bool) -> dict[str, Any]:
+    """The result as vLLM's `--save-result` names things, and more; with `detailed` the lists of single requests, in seconds."""
+    found = {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": options.backend,
+        "endpoint": options.path,
+        "label": options.label,
+        "model_id": measured.model,
+        "tokenizer_id": options.tokenizer or measured.model,
+        "num_prompts": options.num_prompts,
+        "request_rate": options.request_rate if math.isfinite(options.request_rate) else "inf",
+        "burstiness": options.burstiness,
+        "max_concurrency": options.max_concurrency,
+        "dataset_name": options.dataset_name,
+        "seed": options.seed,
+        "itl_rule": options.itl_rule,
+        "workload": {
+            name: value
+            for name, value in vars(options).items()
+            if name.startswith(("random_", "prefix_", "sharegpt_", "custom_", "agent_", "prompt_format", "dataset_path"))
+        },
+        "sampling": {"ignore_eos": options.ignore_eos, "temperature": options.temperature, **options.extra_body},
+        "environment": {
+            "negamax": __version__,
+            "python": platform.python_version(),
+            "system": platform.system(),
+            "cores": env.usable_cores(),
+        },
+        **options.metadata,
+        **summary,
+    }
+    return found | (details(measured, options) if detailed else {})
+
+
+def details(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
+    """One entry per request, in the order of sending. Times in seconds; start times count from the first request."""
+    records = sorted(measured.records, key=lambda record: record.started or record.ended)
+    begin = min((record.started for record in records if record.started), default=0.0)
+    return {
+        "start_times": [record.started - begin if record.started else None for record in records],
+        "input_lens": [record.prompt_tokens for record in records],
+        "output_lens": [output_tokens(record) for record in records],
+        "cached_lens": [record.cached_tokens for record in records],
+        "ttfts": [ttft(record) if record.error is None else None for record in records],
+        "latencies": [e2el(record) if record.error is None else None for record in records],
+        "itls": [inter_token(record, rule=options.itl_rule) for record in records],
+        "sessions": [record.session for record in records],
+        "finish_reasons": [record.finish_reason for record in records],
+        "errors": [record.error or "" for record in records],
+    }
+
+
+def file_name(measured: Measurement, options: BenchOptions) -> str:
+    """'openai-infqps-concurrency8-nano-20260101-120000.json'."""
+    rate = f"{options.request_rate:g}qps"
+    concurrency = f"-concurrency{options.max_concurrency}" if options.max_concurrency is not None else ""
+    model = re.sub(r"[^A-Za-z0-9._-]", "_", measured.model.rstrip("/").rpartition("/")[2])
+    when = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return f"{options.label or options.backend}-{rate}{concurrency}-{model}-{when}.json"

@@ -1,0 +1,331 @@
+"""What `negamax bench serve` sends: seeded prompts of given lengths, and requests from files.
+
+A workload is a list of sessions; a session gives one request body after the other, and is handed the answer to each.
+"""
+
+# ruff: noqa: SIM905 (syllables read better as text)
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from negamax.base.errors import ConfigError
+from negamax.bench.serve_client import Record
+from negamax.bench.serve_options import CHAT, COMPLETIONS, BenchOptions
+
+COMMON_IDS = range(300, 4000)  # in the vocabulary of practically every model, and no control tokens
+MIN_TOKENS = 4  # shorter questions and answers of a ShareGPT file are left out
+_SYLLABLES = (
+    "ba be bo ca ce co da de do fa fe fi ga go ha he hi ja jo ka ke ki la le li lo ma me mi mo na ne ni no pa pe pi po ra re "
+    "ri ro sa se si so ta te ti to va ve vi wa we za zo"
+).split()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request: its body without model and sampling, the prompt's length where it is known, and a pause before it."""
+
+    body: dict[str, Any]
+    prompt_tokens: int | None = None
+    pause: float = 0.0  # seconds
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for a turn. `message` only where the session wants it."""
+
+    record: Record
+    message: dict[str, Any] | None
+
+
+Turns = Generator[Turn, Answer, None]
+
+
+@dataclass(frozen=True)
+class Session:
+    """Requests that follow each other. `start` may be called more than once and gives the same turns each time."""
+
+    num_turns: int
+    start: Callable[[], Turns]
+    wants_answers: bool = False  # the text of answers, which costs the client a little
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sessions that are timed, those that only warm the server up, and what is to be known about them."""
+
+    sessions: tuple[Session, ...]
+    warmups: tuple[Session, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_requests(self) -> int:
+        """Timed requests."""
+        return sum(session.num_turns for session in self.sessions)
+
+
+@dataclass(frozen=True)
+class TextScale:
+    """How many tokens the server makes of generated text, measured or assumed."""
+
+    tokens_per_char: float = 0.25
+    overhead: int = 0  # tokens of a prompt without text, such as those of a chat template
+
+    def chars(self, num_tokens: float, *, whole_prompt: bool = False) -> int:
+        """Characters of a text of about `num_tokens`, or of the text of a prompt of that many."""
+        return max(1, round((num_tokens - (self.overhead if whole_prompt else 0)) / self.tokens_per_char))
+
+    def tokens(self, num_chars: int) -> int:
+        """Tokens of a text of `num_chars` characters."""
+        return max(1, round(num_chars * self.tokens_per_char))
+
+
+def single(turn: Turn) -> Session:
+    """A session of one request."""
+
+    def start() -> Turns:
+        yield turn
+
+    return Session(1, start)
+
+
+def random_text(rng: random.Random, num_chars: int) -> str:
+    """Made-up words, exactly `num_chars` characters."""
+    words: list[str] = []
+    length = 0
+    while length <= num_chars:
+        word = "".join(rng.choices(_SYLLABLES, k=rng.randint(1, 3)))
+        words.append(word)
+        length += len(word) + 1
+    return " ".join(words)[:num_chars]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Makes prompts of given lengths: token ids, or text sized by `scale`."""
+
+    options: BenchOptions
+    scale: TextScale | None  # None: token ids
+    vocabulary: Sequence[int] = COMMON_IDS
+
+    def part(self, rng: random.Random, num_tokens: int, *, whole_prompt: bool = False) -> Any:
+        """A piece of a prompt; pieces are joined by `turn`."""
+        if self.scale is None:
+            return rng.choices(self.vocabulary, k=num_tokens)
+        return random_text(rng, self.scale.chars(num_tokens, whole_prompt=whole_prompt)) if num_tokens else ""
+
+    def turn(self, *parts: Any, output_len: int) -> Turn:
+        """A request whose prompt is `parts` in a row."""
+        if self.scale is None:
+            ids = [token for part in parts for token in part]
+            return Turn({"prompt": ids, "max_tokens": output_len}, prompt_tokens=len(ids))
+        return Turn({**as_prompt(" ".join(part for part in parts if part), self.options), "max_tokens": output_len})
+
+
+def as_prompt(text: str, options: BenchOptions) -> dict[str, Any]:
+    """`text` as the route takes it."""
+    return {"messages": [{"role": "user", "content": text}]} if options.is_chat else {"prompt": text}
+
+
+def random_turns(prompts: Prompts) -> Iterator[Turn]:
+    """Endless requests of random lengths, each drawn evenly from (1 - ratio) to (1 + ratio) times the given one."""
+    options, rng = prompts.options, random.Random(prompts.options.seed)
+    prefix = prompts.part(rng, options.random_prefix_len)
+
+    def length(middle: int) -> int:
+        spread = options.random_range_ratio
+        return max(1, rng.randint(int(middle * (1 - spread)), -int(-middle * (1 + spread) // 1)))
+
+    while True:
+        fresh = prompts.part(rng, length(options.random_input_len), whole_prompt=True)
+        yield prompts.turn(prefix, fresh, output_len=length(options.random_output_len))
+
+
+def prefix_repetition_turns(prompts: Prompts) -> Iterator[Turn]:
+    """Endless requests with one of a few prefixes, each as often as the others, and a suffix of their own."""
+    options, rng = prompts.options, random.Random(prompts.options.seed)
+    prefixes = [prompts.part(rng, options.prefix_repetition_prefix_len) for _ in range(options.prefix_repetition_num_prefixes)]
+    while True:
+        for prefix in rng.sample(prefixes, len(prefixes)):
+            suffix = prompts.part(rng, options.prefix_repetition_suffix_len, whole_prompt=True)
+            yield prompts.turn(prefix, suffix, output_len=options.prefix_repetition_output_len)
+
+
+def endless_workload(turns: Iterator[Turn], options: BenchOptions) -> Workload:
+    """`num_prompts` of `turns`; the next ones, which share only prefixes with them, warm the server up."""
+    timed = tuple(single(turn) for turn in islice(turns, options.num_prompts))
+    return Workload(timed, tuple(single(turn) for turn in islice(turns, options.num_warmups)))
+
+
+def longest_prompt(options: BenchOptions) -> int:
+    """Tokens of the longest prompt plus its output of the generated datasets without turns."""
+    if options.dataset_name == "prefix_repetition":
+        prompt = options.prefix_repetition_prefix_len + options.prefix_repetition_suffix_len
+        return prompt + options.prefix_repetition_output_len
+    spread = 1 + options.random_range_ratio
+    return options.random_prefix_len + int(spread * options.random_input_len) + int(spread * options.random_output_len)
+
+
+# Files
+
+
+def read_sharegpt(path: str) -> list[tuple[str, str]]:
+    """First question and first answer of each conversation. Errors: `ConfigError` naming the file and what is wrong with it."""
+    try:
+        conversations = json.loads(_read(path))
+    except ValueError as error:
+        raise ConfigError(
+            f"--dataset-path {path!r} is no JSON: {error}", hint="a ShareGPT file is a list of conversations"
+        ) from None
+    if not isinstance(conversations, list):
+        raise ConfigError(f"--dataset-path {path!r} holds no list", hint="a ShareGPT file is a list of conversations")
+    pairs = [pair for pair in map(_first_pair, conversations) if pair is not None]
+    if not pairs:
+        raise ConfigError(
+            f"none of the {len(conversations)} conversations in {path!r} has a question and an answer",
+            hint='each is {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}',
+        )
+    return pairs
+
+
+def _first_pair(conversation: Any) -> tuple[str, str] | None:
+    if not isinstance(conversation, dict):
+        return None
+    turns = conversation.get("conversations") or conversation.get("conversation") or conversation.get("messages")
+    texts: list[tuple[Any, Any]] = [
+        (turn.get("from", turn.get("role")), turn.get("value", turn.get("content")))
+        for turn in (turns if isinstance(turns, list) else ())
+        if isinstance(turn, dict)
+    ]
+    texts = [(who, text) for who, text in texts if who != "system"][:2]
+    if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for _, text in texts):
+        return None
+    return texts[0][1], texts[1][1]
+
+
+def sharegpt_workload(
+    pairs: Sequence[tuple[str, str]], options: BenchOptions, *, count: Callable[[str], int], window: int | None
+) -> Workload:
+    """Questions in random order, each with an output as long as the recorded answer. `count` gives the tokens of a text."""
+    limit = min(options.sharegpt_context_len or window or 2**62, window or 2**62)
+    turns = []
+    for question, answer in pairs:
+        prompt = count(question)
+        output = options.sharegpt_output_len or count(answer)
+        if (
+            prompt >= MIN_TOKENS
+            and output >= min(MIN_TOKENS, options.sharegpt_output_len or MIN_TOKENS)
+            and prompt + output <= limit
+        ):
+            turns.append(Turn({**as_prompt(question, options), "max_tokens": output}))
+    if not turns:
+        raise ConfigError(f"none of the {len(pairs)} conversations fits {limit} tokens", hint="raise --sharegpt-context-len")
+    random.Random(options.seed).shuffle(turns)
+    left_out = len(pairs) - len(turns)
+    note = (f"{left_out} conversations left out: shorter than {MIN_TOKENS} or longer than {limit} tokens",) if left_out else ()
+    return _from_file([single(turn) for turn in turns], options, notes=note)
+
+
+def read_requests(path: str, options: BenchOptions) -> list[Session]:
+    """Recorded requests, one JSON object per line: a request body, or `{"body", "session", "delay"}`.
+
+    Lines of one session are sent one after the other, `delay` seconds after the answer before. Errors: `ConfigError` naming the
+    line.
+    """
+    sessions: dict[str, list[Turn]] = {}
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"line {number} of --dataset-path {path!r}"
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{where} is no JSON: {error}") from None
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{where} is a JSON {type(entry).__name__}; an object is needed")
+        body = entry.get("body", entry)
+        needed = "messages" if options.is_chat else "prompt"
+        if not isinstance(body, dict) or needed not in body:
+            route, other = (CHAT, COMPLETIONS) if options.is_chat else (COMPLETIONS, CHAT)
+            raise ConfigError(
+                f"{where} has no {needed!r}, which {route} needs", hint=f"use --endpoint {other} for the other kind"
+            )
+        delay = entry.get("delay", 0.0) if "body" in entry else 0.0
+        if not isinstance(delay, int | float) or not 0 <= delay < 1e6:
+            raise ConfigError(f"{where} has delay {delay!r}; allowed: seconds from 0 up")
+        limits = {} if body.keys() & {"max_tokens", "max_completion_tokens"} else {"max_tokens": options.custom_output_len}
+        key = str(entry["session"]) if "body" in entry and "session" in entry else f" {number}"
+        sessions.setdefault(key, []).append(Turn({**body, **limits}, pause=float(delay)))
+    if not sessions:
+        raise ConfigError(f"--dataset-path {path!r} has no requests")
+    return [_recorded(turns) for turns in sessions.values()]
+
+
+def _recorded(turns: Sequence[Turn]) -> Session:
+    def start() -> Turns:
+        for turn in turns:  # noqa: UP028 (a list takes no answers)
+            yield turn
+
+    return Session(len(turns), start)
+
+
+def requests_workload(sessions: Sequence[Session], options: BenchOptions) -> Workload:
+    """Recorded sessions in the file's order."""
+    return _from_file(sessions, options)
+
+
+def _from_file(sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()) -> Workload:
+    """`num_prompts` requests, the file repeated where it is shorter; the last of them warm up before."""
+    timed = take_turns(cycle(sessions), options.num_prompts)
+    repeated = sum(session.num_turns for session in sessions)
+    notes = [*notes]
+    if repeated < options.num_prompts:
+        notes.append(f"the file's {repeated} requests were repeated: later ones may find their prompts cached")
+    elif repeated == options.num_prompts and options.num_warmups:
+        notes.append("the file has no requests to spare: those of the warm-up are sent again and may find their prompts cached")
+    warmups = tuple(first_turn(session) for session in islice(cycle(reversed(sessions)), options.num_warmups))
+    return Workload(timed, warmups, tuple(notes))
+
+
+def take_turns(sessions: Iterator[Session], num_turns: int) -> tuple[Session, ...]:
+    """Sessions from the front that have `num_turns` turns together; the last one is cut short."""
+    taken: list[Session] = []
+    while num_turns > 0:
+        session = next(sessions)
+        taken.append(session if session.num_turns <= num_turns else shortened(session, num_turns))
+        num_turns -= taken[-1].num_turns
+    return tuple(taken)
+
+
+def first_turn(session: Session) -> Session:
+    """Only the first request of `session`."""
+    return shortened(session, 1)
+
+
+def shortened(session: Session, num_turns: int) -> Session:
+    """The first `num_turns` turns of `session`."""
+
+    def start() -> Turns:
+        turns = session.start()
+        turn = next(turns)
+        for _ in range(num_turns - 1):
+            try:
+                turn = turns.send((yield turn))
+            except StopIteration:
+                return
+        yield turn
+
+    return Session(num_turns, start, wants_answers=session.wants_answers)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--dataset-path is {path[:200]!r}, which cannot be read: {error}") from None

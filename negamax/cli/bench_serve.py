@@ -1,0 +1,340 @@
+"""`negamax bench serve`: load a running OpenAI-compatible server and print the block of latencies and rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from negamax.base import env
+from negamax.base.errors import ConfigError, NegamaxError
+from negamax.bench.serve_options import DATASET_ALIASES, DATASETS, METRICS, BenchOptions
+from negamax.cli.bench_options import OUTPUT, WORKLOAD
+
+if TYPE_CHECKING:
+    from negamax.bench.serve import Measurement, Progress
+
+HELP = "Load an OpenAI-compatible server, any one, and report time to first token, token rates and latencies."
+
+SERVER, LOAD, SAMPLING = "Server", "Load", "Sampling"
+_REFRESH_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """One field of `BenchOptions` as a flag. `also` are names that users of other servers know, accepted but not listed."""
+
+    field: str
+    panel: str
+    help: str
+    also: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # default: the field's name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.flags or (f"--{self.field.replace('_', '-')}",)
+
+
+_TABLE = (
+    _Flag("base_url", SERVER, "Such as http://127.0.0.1:8000; instead of --host and --port."),
+    _Flag("host", SERVER, "Where the server listens."),
+    _Flag("port", SERVER, "Where the server listens."),
+    _Flag("backend", SERVER, "Name of the API: openai, vllm, sglang-oai (completions), or one of them with -chat."),
+    _Flag("endpoint", SERVER, "/v1/completions or /v1/chat/completions; default: by --backend and dataset."),
+    _Flag("model", SERVER, "Name in the API; default: the first of /v1/models.", also=("--served-model-name",)),
+    _Flag("api_key", SERVER, "Bearer token; default: OPENAI_API_KEY."),
+    _Flag("request_timeout", SERVER, "Seconds after which a request counts as failed."),
+    _Flag("ready_check_timeout_sec", SERVER, "Seconds to wait for a server that is starting."),
+    _Flag("num_prompts", LOAD, "Requests that are timed."),
+    _Flag("request_rate", LOAD, "Arrivals per second (of sessions, where there are turns); inf sends all at once."),
+    _Flag("burstiness", LOAD, "Of arrivals: 1 is a Poisson process, less is burstier, more steadier."),
+    _Flag("max_concurrency", LOAD, "The most requests under way at once."),
+    _Flag("num_warmups", LOAD, "Requests before the timed ones.", also=("--warmup-requests",)),
+    _Flag("seed", LOAD, "Of prompts and arrivals."),
+    _Flag("dataset_name", WORKLOAD, f"One of {', '.join(DATASETS)}."),
+    _Flag("dataset_path", WORKLOAD, "ShareGPT JSON, or a JSONL of recorded requests (custom, agent)."),
+    _Flag("tokenizer", WORKLOAD, "Folder, hub id or nano: whose ids prompts are drawn from, and who counts ShareGPT answers."),
+    _Flag("prompt_format", WORKLOAD, "ids (exact lengths; /v1/completions), text (sized by the server's own counts) or auto."),
+    _Flag("random_input_len", WORKLOAD, "Prompt tokens.", also=("--input-len", "--random-input")),
+    _Flag("random_output_len", WORKLOAD, "Output tokens.", also=("--output-len", "--random-output")),
+    _Flag("random_range_ratio", WORKLOAD, "Lengths vary evenly by this share, up and down."),
+    _Flag("random_prefix_len", WORKLOAD, "Tokens that all prompts begin with, on top."),
+    _Flag("prefix_repetition_prefix_len", WORKLOAD, "Tokens of each prefix.", also=("--gsp-system-prompt-len",)),
+    _Flag("prefix_repetition_suffix_len", WORKLOAD, "Tokens after it.", also=("--gsp-question-len",)),
+    _Flag("prefix_repetition_num_prefixes", WORKLOAD, "Prefixes.", also=("--gsp-num-groups",)),
+    _Flag("prefix_repetition_output_len", WORKLOAD, "Output tokens.", also=("--gsp-output-len",)),
+    _Flag("sharegpt_output_len", WORKLOAD, "Output tokens; default: as long as the recorded answer."),
+    _Flag("sharegpt_context_len", WORKLOAD, "Leave longer conversations out; default: the model's window."),
+    _Flag("custom_output_len", WORKLOAD, "Output tokens of recorded requests that name none."),
+    _Flag("agent_turns", WORKLOAD, "Requests per session, unless the window ends it earlier."),
+    _Flag("agent_system_len", WORKLOAD, "Tokens of the system prompt, without the tools."),
+    _Flag("agent_tools", WORKLOAD, "Tools declared."),
+    _Flag("agent_result_len", WORKLOAD, "Tokens of a step's tool results, on average."),
+    _Flag("agent_reasoning_len", WORKLOAD, "Tokens of thinking per turn that are sent back."),
+    _Flag("agent_output_len", WORKLOAD, "Output tokens of each turn."),
+    _Flag("agent_pause", WORKLOAD, "Seconds between an answer and the next turn."),
+    _Flag("agent_history", WORKLOAD, "recorded (the same requests each time) or live (the server's answers are sent back)."),
+    _Flag("ignore_eos", SAMPLING, "Generate exactly the output tokens asked for (vLLM, SGLang, Negamax)."),
+    _Flag("temperature", SAMPLING, "Default of this and the others: not sent."),
+    _Flag("top_p", SAMPLING, "Nucleus."),
+    _Flag("top_k", SAMPLING, "Candidates."),
+    _Flag("min_p", SAMPLING, "Smallest share of the best."),
+    _Flag("frequency_penalty", SAMPLING, "By count."),
+    _Flag("presence_penalty", SAMPLING, "By presence."),
+    _Flag("repetition_penalty", SAMPLING, "By factor."),
+    _Flag("itl_rule", OUTPUT, "gap (each gap between chunks once) or token (divided by the chunk's tokens)."),
+    _Flag("label", OUTPUT, "In the result and its file's name."),
+)
+_ALSO = "also_"
+
+
+def _listed(flag: str, panel: str, help: str) -> Any:
+    return typer.Option(flag, rich_help_panel=panel, help=help, show_default=False)
+
+
+def _run(
+    *,
+    goodput_words: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    header: Annotated[list[str] | None, _listed("--header", SERVER, "NAME=VALUE; may be repeated.")] = None,
+    extra_body: Annotated[str | None, _listed("--extra-body", SAMPLING, "JSON object, merged into each request.")] = None,
+    percentile_metrics: Annotated[
+        str | None, _listed("--percentile-metrics", OUTPUT, "Metrics to print; default: ttft,tpot,itl,e2el.")
+    ] = None,
+    metric_percentiles: Annotated[
+        str, typer.Option("--metric-percentiles", rich_help_panel=OUTPUT, help="Percentiles.")
+    ] = "95,99",
+    goodput: Annotated[
+        list[str] | None, _listed("--goodput", OUTPUT, "Limits such as ttft:500 tpot:50 (ms); counts requests within all.")
+    ] = None,
+    metadata: Annotated[list[str] | None, _listed("--metadata", OUTPUT, "KEY=VALUE for the result; may be repeated.")] = None,
+    save_result: Annotated[bool, _listed("--save-result", OUTPUT, "Write the result as JSON.")] = False,
+    save_detailed: Annotated[bool, _listed("--save-detailed", OUTPUT, "With lists of all requests and gaps.")] = False,
+    result_dir: Annotated[Path | None, _listed("--result-dir", OUTPUT, "Folder of the result; default: this one.")] = None,
+    result_filename: Annotated[str | None, _listed("--result-filename", OUTPUT, "Default: made of the run's settings.")] = None,
+    plot: Annotated[
+        Path | None, _listed("--plot", OUTPUT, "Draw distributions and timelines into this file (png, svg, pdf).")
+    ] = None,
+    disable_tqdm: Annotated[
+        bool, typer.Option("--disable-tqdm", "--no-progress", rich_help_panel=OUTPUT, help="No progress.")
+    ] = False,
+    **values: Any,
+) -> None:
+    """Measure, print the block, write what was asked for."""
+    words = _sorted_words(goodput_words or [], goodput=goodput is not None, metadata=metadata is not None)
+    options = BenchOptions(
+        **_chosen(values),
+        headers=_pairs(header or [], flag="--header"),
+        extra_body=_json_object(extra_body),
+        percentile_metrics=_metrics(percentile_metrics),
+        metric_percentiles=_percentiles(metric_percentiles),
+        goodput=_goodput([*(goodput or []), *words[0]]),
+        metadata=dict(pair.split("=", 1) for pair in _pairs([*(metadata or []), *words[1]], flag="--metadata")),
+    )
+    if plot is not None:
+        from negamax.bench import plots
+
+        plots.blank_figure((1, 1))  # before the run, not after it
+        plot.parent.mkdir(parents=True, exist_ok=True)
+    from negamax.bench import serve, serve_report
+
+    progress = serve.Progress()
+    with _display(progress, shown=not disable_tqdm):
+        measured = serve.run(options, progress, loop_factory=_loop_factory())
+    summary = serve_report.summarize(measured, options)
+    print(serve_report.block(summary, options))
+    if save_result or save_detailed or result_filename is not None:
+        file = (result_dir or Path()) / (result_filename or serve_report.file_name(measured, options))
+        document = serve_report.document(measured, options, summary, detailed=save_detailed)
+        _write(file, json.dumps(document, indent=None if save_detailed else 2, ensure_ascii=False) + "\n")
+    if plot is not None:
+        rates = f"{summary['completed']} requests, {summary['output_throughput']:,.0f} tokens/s"
+        title = f"{measured.model}: {options.dataset_name}, {rates}"
+        plots.plot_serving(plot, measured, rule=options.itl_rule, title=title)
+        print(f"Plot: {plot}")
+    _judge(measured, summary)
+
+
+def _judge(measured: Measurement, summary: dict[str, Any]) -> None:
+    """End with the exit code of a run that was interrupted or in which nothing worked."""
+    if measured.interrupted:
+        raise typer.Exit(130)
+    if not summary["completed"]:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in summary["failures"].items())
+        raise NegamaxError(f"all {summary['failed']} requests failed: {reasons}")
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the result cannot be written to {str(file)!r}: {error}", hint="give another --result-dir") from None
+    print(f"Result: {file}")
+
+
+# The command line
+
+
+def _command() -> Any:
+    """`_run` with an option per flag of the table."""
+    types = get_type_hints(BenchOptions)
+    defaults = {field.name: field.default for field in dataclasses.fields(BenchOptions)}
+    own = Signature.from_callable(_run, eval_str=True).parameters
+    parameters = [parameter for name, parameter in own.items() if name != "values"]
+    for flag in _TABLE:
+        kind, default = types[flag.field], defaults[flag.field]
+        listed = typer.Option(*flag.names, help=flag.help, rich_help_panel=flag.panel, show_default=default is not None)
+        parameters.append(Parameter(flag.field, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, listed]))
+        if flag.also:
+            hidden = typer.Option(*flag.also, hidden=True)
+            name, note = _ALSO + flag.field, Annotated[kind | None, hidden]
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=note))
+
+    def run(**values: Any) -> None:
+        _run(**values)
+
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+command = _command()
+
+
+def _chosen(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `BenchOptions` from the listed and the hidden parameters."""
+    chosen = {}
+    for flag in _TABLE:
+        other = values.get(_ALSO + flag.field)
+        chosen[flag.field] = values[flag.field] if other is None else other
+    chosen["dataset_name"] = DATASET_ALIASES.get(chosen["dataset_name"], chosen["dataset_name"])
+    chosen["api_key"] = chosen["api_key"] or env.get("OPENAI_API_KEY")
+    return chosen
+
+
+def _sorted_words(words: list[str], *, goodput: bool, metadata: bool) -> tuple[list[str], list[str]]:
+    """Words that stand after the first value of --goodput or --metadata, as vLLM takes them."""
+    found: tuple[list[str], list[str]] = ([], [])
+    for word in words:
+        if goodput and word.partition(":")[0] in METRICS:
+            found[0].append(word)
+        elif metadata and "=" in word:
+            found[1].append(word)
+        else:
+            raise ConfigError(f"unexpected argument {word[:60]!r}", hint="give the model as --model NAME")
+    return found
+
+
+def _pairs(texts: Sequence[str], *, flag: str) -> tuple[str, ...]:
+    for text in texts:
+        if not text.partition("=")[0].strip() or "=" not in text:
+            raise ConfigError(f"{flag} is {text[:60]!r}; allowed: NAME=VALUE")
+    return tuple(texts)
+
+
+def _json_object(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--extra-body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--extra-body is a JSON {type(found).__name__}; an object is needed")
+    return found
+
+
+def _metrics(text: str | None) -> tuple[str, ...]:
+    names = METRICS if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in METRICS:
+            raise ConfigError(f"--percentile-metrics has {name[:60]!r}; allowed: {', '.join(METRICS)}")
+    return names
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 < value <= 100 for value in found):
+        raise ConfigError(f"--metric-percentiles is {text[:60]!r}; allowed: numbers above 0, up to 100, separated by commas")
+    return found
+
+
+def _goodput(texts: Sequence[str]) -> dict[str, float]:
+    limits = {}
+    for text in (word for group in texts for word in group.replace(",", " ").split()):
+        name, _, value = text.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            limits[name] = -1.0
+        if name not in ("ttft", "tpot", "e2el") or not limits[name] > 0:
+            raise ConfigError(f"--goodput has {text[:60]!r}; allowed: ttft:MS, tpot:MS, e2el:MS")
+    return limits
+
+
+def _loop_factory() -> Any:
+    """uvloop's loop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop
+
+
+# Progress
+
+
+@contextmanager
+def _display(progress: Progress, *, shown: bool) -> Iterator[None]:
+    """Show `progress` on standard error, from a thread of its own, until the block ends."""
+    if not shown or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rates]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    ended = threading.Event()
+    with Bars(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bars:
+        task = bars.add_task("connecting", total=None, rates="")
+
+        def refresh() -> None:
+            while not ended.wait(_REFRESH_SECONDS):
+                total = progress.total or None
+                bars.update(task, description=progress.stage, total=total, completed=progress.done, rates=_rates(progress))
+                bars.refresh()
+
+        thread = threading.Thread(target=refresh, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _rates(progress: Progress) -> str:
+    """'12.3 req/s, 1,234 tok/s, 2 failed'."""
+    if progress.started is None:
+        return ""
+    seconds = max(time.perf_counter() - progress.started, 1e-3)
+    text = f"{progress.done / seconds:.1f} req/s, {progress.output_tokens / seconds:,.0f} tok/s"
+    return text + (f", {progress.failed} failed" if progress.failed else "")

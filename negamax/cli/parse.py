@@ -1,0 +1,92 @@
+"""`negamax parse --format m2 < TEXT`: what the server makes of a generated text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from negamax.base.errors import ConfigError
+from negamax.text.detokenizer import TextPiece
+from negamax.text.formats import FORMATS
+from negamax.text.output_parser import OutputParser, ParserEvent, collect
+
+HELP = """Parse a generated text from standard input, as the server would.
+
+Prints one line of JSON: reasoning and content (null where there is none), and tool_calls as a list of name and arguments.
+Tags count by their text. The text is what the model wrote, without the prompt: M2 answers begin inside thinking, M3 answers
+only with `--thinking-mode enabled`.
+"""
+
+THINKING_MODES = ("enabled", "disabled", "adaptive")
+
+
+def command(
+    *,
+    format: Annotated[str, typer.Option("--format", help="m2 (M2 to M2.7) or m3.")],
+    tools: Annotated[
+        Path | None, typer.Option("--tools", help="JSON file with the declared tools, as in a request: a list.")
+    ] = None,
+    thinking_mode: Annotated[
+        str, typer.Option("--thinking-mode", help="enabled, disabled or adaptive; M2 always thinks.")
+    ] = "adaptive",
+    stream: Annotated[
+        int | None, typer.Option("--stream", min=1, help="Feed pieces of so many characters and merge what comes out.")
+    ] = None,
+) -> None:
+    """Print reasoning, content and tool calls."""
+    if format not in FORMATS:
+        raise ConfigError(f"--format is {format!r}; allowed: {', '.join(FORMATS)}")
+    if thinking_mode not in THINKING_MODES:
+        raise ConfigError(f"--thinking-mode is {thinking_mode!r}; allowed: {', '.join(THINKING_MODES)}")
+    parser = OutputParser(
+        FORMATS[format],
+        tools=_read_tools(tools) if tools is not None else None,
+        in_reasoning=format == "m2" or thinking_mode == "enabled",
+        tag_ids=None,
+    )
+    text = _read_text()
+    size = stream or max(1, len(text))
+    events: list[ParserEvent] = []
+    for start in range(0, len(text), size):
+        events += parser.feed([TextPiece(text[start : start + size], None)])
+    output = collect([*events, *parser.finish()])
+    answer = {
+        "reasoning": output.reasoning,
+        "content": output.content,
+        "tool_calls": [{"name": call.name, "arguments": json.loads(call.arguments)} for call in output.tool_calls],
+    }
+    sys.stdout.buffer.write(_encoded(answer) + b"\n")
+    sys.stdout.flush()
+
+
+def _encoded(answer: Any) -> bytes:
+    try:
+        return json.dumps(answer, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # an escaped lone surrogate in an argument
+        return json.dumps(answer).encode()
+
+
+def _read_text() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}") from None
+
+
+def _read_tools(path: Path) -> list[dict[str, Any]]:
+    try:
+        tools = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--tools {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--tools {path} is no JSON: {error}") from None
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        found = "a list with other values in it" if isinstance(tools, list) else f"a JSON {type(tools).__name__}"
+        raise ConfigError(f"--tools {path} holds {found}; a list of tool objects is needed", hint="as `tools` in a request")
+    return tools

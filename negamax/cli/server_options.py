@@ -1,0 +1,140 @@
+"""The HTTP server's options on the command line; vLLM's names are shown, SGLang's accepted."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from negamax.base import env
+from negamax.base.errors import ConfigError
+from negamax.cli.engine_options import Flag, chosen_fields, flag_parameters, parameter
+from negamax.config.options import ServerOptions
+from negamax.text.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, output_style
+
+KEY_VARIABLE = "NEGAMAX_API_KEY"
+SERVER, FORMAT, SECURITY, LIMITS = "Server", "Chat format", "Access", "Limits and supervision"
+
+_TABLE = (
+    Flag("host", SERVER, "Address to listen on."),
+    Flag("port", SERVER, "Port to listen on; 0 picks a free one."),
+    Flag("served_model_name", SERVER, "Name in the API; may be repeated."),
+    Flag("chat_template", FORMAT, "File that replaces the checkpoint's template."),
+    Flag("tool_call_parser", FORMAT, f"One of {', '.join(TOOL_CALL_PARSERS)}."),
+    Flag("reasoning_parser", FORMAT, f"One of {', '.join(REASONING_PARSERS)}."),
+    Flag("sse_keep_alive_interval", SERVER, "Seconds between comments in a silent stream; default: none are sent."),
+    Flag(
+        "api_keys",
+        SECURITY,
+        f"Key that requests must carry; may be repeated. Better: {KEY_VARIABLE}, or --api-key-file.",
+        flags=("--api-key",),
+    ),
+    Flag("allow_unauthenticated", SECURITY, "Listen beyond this machine without a key."),
+    Flag("allowed_origins", SECURITY, "Web origin that may call the server (CORS); may be repeated, '*' is all."),
+    Flag("allowed_hosts", SECURITY, "Further name in the Host header where no key is set; may be repeated, '*' is all."),
+    Flag("ssl_certfile", SECURITY, "TLS certificate (chain), PEM."),
+    Flag("ssl_keyfile", SECURITY, "TLS private key, PEM."),
+    Flag("max_body_bytes", LIMITS, "Largest request body, such as 64MiB.", is_size=True),
+    Flag("request_timeout", LIMITS, "Seconds a request may take in all; default: no limit."),
+    Flag("slow_client_timeout", LIMITS, "Seconds until a client that does not read is cut off."),
+    Flag("drain_timeout", LIMITS, "Seconds that open requests get after SIGTERM."),
+    Flag("max_engine_restarts", LIMITS, "Restarts of a dead engine within the window; after that the server ends."),
+    Flag("engine_restart_window", LIMITS, "Seconds that a restart counts."),
+    Flag(
+        "engine_hang_timeout", LIMITS, "Seconds without a step until a busy engine is replaced.", also=("--watchdog-timeout",)
+    ),
+)
+
+
+_KEY_FILE = Annotated[str | None, typer.Option("--api-key-file", help="File with one key per line.", rich_help_panel=SECURITY)]
+_TEMPLATE_KWARGS = Annotated[
+    str | None,
+    typer.Option(
+        "--default-chat-template-kwargs",
+        metavar="JSON",
+        help="Template variables of requests that do not set them.",
+        rich_help_panel=FORMAT,
+    ),
+]
+
+
+def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command that takes `server: ServerOptions`: it gets every option of the table. The keys of all sources count.
+    Errors: `ConfigError` for files and values that cannot be used."""
+    own = inspect.signature(command, eval_str=True)
+    parameters = [given for name, given in own.parameters.items() if name != "server"]
+    flags = flag_parameters(ServerOptions, _TABLE, defaults={})
+    special = [parameter("api_key_file", None, _KEY_FILE), parameter("default_chat_template_kwargs", None, _TEMPLATE_KWARGS)]
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        chosen = chosen_fields(_TABLE, {flag.name: values.pop(flag.name, None) for flag in flags})
+        chosen["served_model_name"] = tuple(chosen["served_model_name"] or ())
+        chosen["allowed_origins"] = _texts("--allowed-origins", chosen["allowed_origins"])
+        chosen["allowed_hosts"] = _texts("--allowed-hosts", chosen["allowed_hosts"])
+        file_keys = _keys_of_file(values.pop("api_key_file", None))
+        chosen["api_keys"] = (*(chosen["api_keys"] or ()), *file_keys, *_keys_of_environment())
+        chosen["default_chat_template_kwargs"] = _template_kwargs(values.pop("default_chat_template_kwargs", None))
+        template = chosen["chat_template"]
+        if template is not None and not Path(template).is_file():
+            raise ConfigError(f"--chat-template is {template!r}, which is not a file", hint="give a Jinja template file")
+        names = {name: chosen[name] for name in ("tool_call_parser", "reasoning_parser")}
+        output_style("minimax_m2", **names)  # any model checks names
+        command(server=ServerOptions(**chosen), **values)
+
+    wrapper.__signature__ = own.replace(parameters=[*parameters, *flags, *special])  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _template_kwargs(text: str | None) -> dict[str, Any]:
+    """The variables in `--default-chat-template-kwargs`."""
+    from negamax.text.chat_template import check_template_kwargs
+
+    try:
+        kwargs = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--default-chat-template-kwargs is no JSON: {error}") from None
+    if not isinstance(kwargs, dict):
+        raise ConfigError(f"--default-chat-template-kwargs is a JSON {type(kwargs).__name__}; an object is needed")
+    check_template_kwargs(kwargs)
+    return kwargs
+
+
+def _texts(flag: str, values: list[str] | None) -> tuple[str, ...]:
+    """Repeated values; each may be a JSON list too, as vLLM has it."""
+    texts: list[str] = []
+    for value in values or ():
+        if not value.startswith("["):
+            texts.append(value)
+            continue
+        try:
+            listed = json.loads(value)
+        except ValueError:
+            listed = None
+        if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
+            raise ConfigError(f"{flag} is {value[:60]!r}, which is no JSON list of texts", hint=f"repeat {flag} instead")
+        texts += listed
+    return tuple(texts)
+
+
+def _keys_of_file(path: str | None) -> tuple[str, ...]:
+    """One key per line; empty lines and lines with # are left out."""
+    if path is None:
+        return ()
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file is {path!r}, which cannot be read: {error}") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file is {path!r}, which holds no key", hint="write one key per line")
+    return keys
+
+
+def _keys_of_environment() -> tuple[str, ...]:
+    return tuple(key.strip() for key in (env.get(KEY_VARIABLE) or "").split(",") if key.strip())

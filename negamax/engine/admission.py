@@ -1,0 +1,100 @@
+"""How much may wait for the engine: sequences and prompt tokens, and when to come back. No clock of its own, no I/O."""
+
+from __future__ import annotations
+
+import math
+
+from negamax.base.errors import InvalidRequestError, OverloadedError
+
+_RATE_SECONDS = 20.0  # over which the rate of finished sequences is averaged
+_LONGEST_RETRY = 120.0  # seconds
+_POOLS_WAITING = 4  # default for the tokens that may wait: so many times what the KV cache holds
+
+
+class Admission:
+    """The sequences that are open, and whether more may come. Single writer: the engine's client.
+
+    A sequence waits from `enter` until `start`, and is open until `leave`. Up to `max_running` sequences run; beyond them
+    `max_waiting` sequences of `max_waiting_tokens` prompt tokens in all may wait. A prompt that would wait alone is taken
+    whatever its length. Times are monotonic seconds.
+    """
+
+    def __init__(self, *, max_running: int, max_waiting: int, max_waiting_tokens: int | None, pool_tokens: int) -> None:
+        """`pool_tokens`: what the KV cache holds, for the default of `max_waiting_tokens`."""
+        self._max_open = max_running + max_waiting
+        self._max_waiting_tokens = max_waiting_tokens or _POOLS_WAITING * pool_tokens
+        self._waiting: dict[str, int] = {}  # prompt tokens by sequence id
+        self._running: set[str] = set()
+        self._waiting_tokens = 0
+        self._rate = 0.0  # finished sequences per second
+        self._rate_time = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that run or wait."""
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not begun to run."""
+        return len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of the sequences that have not begun to run."""
+        return self._waiting_tokens
+
+    def check(self, num_sequences: int, num_tokens: int, *, now: float) -> None:
+        """Refuse a request for `num_sequences` sequences with `num_tokens` prompt tokens in all: `InvalidRequestError` where
+        they never fit, `OverloadedError` where they do not fit now."""
+        if num_sequences > self._max_open:
+            raise InvalidRequestError(
+                f"the request asks for {num_sequences} sequences (prompts times n); allowed: {self._max_open}",
+                param="n",
+                code="invalid_value",
+            )
+        if self.num_open + num_sequences > self._max_open:
+            raise OverloadedError(
+                f"{self.num_open} sequences run or wait and {num_sequences} more were asked for; allowed: {self._max_open}",
+                hint="retry later",
+                code="queue_full",
+                retry_after=self.retry_after(now),
+            )
+        if self._waiting and self._waiting_tokens + num_tokens > self._max_waiting_tokens:
+            raise OverloadedError(
+                f"{self._waiting_tokens} prompt tokens wait and {num_tokens} more came; allowed: {self._max_waiting_tokens}",
+                hint="retry later",
+                code="queue_tokens_full",
+                retry_after=self.retry_after(now),
+            )
+
+    def retry_after(self, now: float) -> float:
+        """About how many seconds until what waits now has begun to run, 1 to 120."""
+        rate = self._rate_at(now)
+        if not self._waiting or rate <= 0.0:
+            return 1.0
+        return min(max(1.0, len(self._waiting) / rate), _LONGEST_RETRY)
+
+    def enter(self, sequence_id: str, num_tokens: int) -> None:
+        """A sequence was accepted; its prompt has `num_tokens` tokens to compute."""
+        self._waiting[sequence_id] = num_tokens
+        self._waiting_tokens += num_tokens
+
+    def start(self, sequence_id: str) -> None:
+        """A sequence began to run; ids that are not waiting are ignored."""
+        num_tokens = self._waiting.pop(sequence_id, None)
+        if num_tokens is not None:
+            self._waiting_tokens -= num_tokens
+            self._running.add(sequence_id)
+
+    def leave(self, sequence_id: str, *, now: float) -> None:
+        """A sequence is over, however it ended; ids that are not open are ignored."""
+        if sequence_id in self._running:
+            self._running.remove(sequence_id)
+            self._rate = self._rate_at(now) + 1.0 / _RATE_SECONDS
+            self._rate_time = now
+        else:
+            self._waiting_tokens -= self._waiting.pop(sequence_id, 0)
+
+    def _rate_at(self, now: float) -> float:
+        return self._rate * math.exp(-(now - self._rate_time) / _RATE_SECONDS)

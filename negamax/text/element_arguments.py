@@ -1,0 +1,367 @@
+"""Arguments written as nested elements: what opens, closes and stands in them, turned into JSON while it is generated.
+
+The schema decides what an element is. Where it knows nothing, elements inside make it an object, or an array if all of them are
+items, and text makes it a string, but for the bare words true, false and null. White space between elements is layout; other
+text there is dropped. Objects and arrays that the schema announces are written while they grow, and so are strings.
+
+A member of a nested object whose type is unknown waits for the end of that object, because a name that repeats makes a list.
+So does text in place of an array: several such elements make the array. Any other repeated name is written twice; every common
+JSON reader takes the last one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from negamax.text.output_parser import CallWriter
+from negamax.text.schema_values import TEXT_TYPES, ValueSchema, json_string, json_value
+
+MAX_DEPTH = 64  # elements inside each other; deeper ones are dropped
+ITEM = "item"  # the name of an element of an array
+
+_MAX_UNDECIDED_CHARS = 64  # a text that may be more than a string is not held longer than this
+_WORDS = ("true", "false", "null")  # what is no string where the type is unknown
+_CONTAINERS = frozenset({"object", "array"})
+
+
+class _Shape(enum.Enum):
+    """What an element has turned out to be. A tree is an object or an array, whichever its children make it."""
+
+    UNDECIDED = "text, or nothing yet"
+    STRING = "a string that is being written"
+    OBJECT = "object"
+    ARRAY = "array"
+    TREE = "tree"
+
+
+_UNDECIDED, _STRING = _Shape.UNDECIDED, _Shape.STRING
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A value that waits in its container. `json_in_list` is what it is if others of its name make it part of a list."""
+
+    name: str
+    json: str
+    json_in_list: str
+
+
+@dataclass(slots=True)
+class _Element:
+    """An open element. The arguments are one, too: an object without a name. Single writer: its `ElementArguments`."""
+
+    name: str
+    key: str | None  # of its value; None in an array
+    schema: ValueSchema
+    waits: bool  # its value waits in its container
+    is_collected: bool  # nothing of it is written before it ends
+    shape: _Shape = _UNDECIDED
+    text: list[str] = field(default_factory=list)  # of a text that is not written yet
+    num_chars: int = 0
+    is_blank: bool = True  # no text but white space
+    quoted: list[str] = field(default_factory=list)  # openers in the text that are data, and so are their closers
+    names: set[str] = field(default_factory=set)  # of its members so far
+    values: list[_Value] = field(default_factory=list)  # that wait
+    is_written: bool = False  # its opening bracket is out
+    may_be_over: bool = False  # a closer with a strange name came after its last child
+    is_implied: bool = False  # an item without a tag of its own
+
+
+class ElementArguments:
+    """The arguments of one call. Single writer: the open block."""
+
+    def __init__(self, calls: CallWriter, schema: ValueSchema) -> None:
+        self._calls = calls
+        arguments = _Element("", None, schema, waits=False, is_collected=False, shape=_Shape.OBJECT, is_written=True)
+        self._open = [arguments]
+        self._num_skipped = 0  # elements open beyond MAX_DEPTH
+        self._wrongly_closed: str | None = None  # the element that the tag before closed by a wrong name
+
+    # What the tags ask
+
+    @property
+    def is_in_text(self) -> bool:
+        """Whether an element is open in which text counts."""
+        return self._open[-1].shape in (_UNDECIDED, _STRING)
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether an element is open that can only be a string."""
+        return self.is_in_text and self._open[-1].schema.types <= TEXT_TYPES
+
+    @property
+    def is_between_arguments(self) -> bool:
+        """Whether no element is open."""
+        return len(self._open) == 1
+
+    def is_quoted(self, name: str) -> bool:
+        """Whether the opener `name` is part of the open text."""
+        return name in self._open[-1].quoted
+
+    @property
+    def has_quotation(self) -> bool:
+        """Whether openers without their closers are part of the open text."""
+        return bool(self._open[-1].quoted)
+
+    def has_open(self, name: str) -> bool:
+        """Whether an element of this name is open."""
+        return any(element.name == name for element in self._open)
+
+    def lists(self, name: str) -> bool:
+        """Whether the schema of the innermost open element lists a member of this name."""
+        return self._open[-1].schema.lists(name)
+
+    # What the tags and the text do
+
+    def add_text(self, text: str) -> None:
+        """Take text; it is dropped where only elements can stand."""
+        element = self._open[-1]
+        if element.shape is _STRING:
+            self._calls.string_text(text)
+        elif element.shape is _UNDECIDED and not self._num_skipped:
+            self._wrongly_closed = None
+            element.text.append(text)
+            element.num_chars += len(text)
+            element.is_blank = element.is_blank and text.isspace()
+            self._begin_string(element)
+
+    def quote(self, name: str, tag: str) -> None:
+        """Take the opener `tag` as part of the open text."""
+        self.add_text(tag)
+        if len(self._open[-1].quoted) < MAX_DEPTH:
+            self._open[-1].quoted.append(name)
+
+    def open(self, name: str, tag: str) -> None:
+        """Take the opener of the element `name`; `tag` is its text."""
+        self._wrongly_closed = None
+        if len(self._open) >= MAX_DEPTH:
+            self._num_skipped += 1
+            return
+        element = self._open[-1]
+        if self.is_in_text:
+            self._leave_for_sibling(element, name)
+            if self._open[-1] is element and not self._become_container(element):
+                self.quote(name, tag)
+                return
+        elif element.may_be_over and not element.schema.lists(name):
+            self._close_down_to(self._level_for(name, may_guess=False))
+        self._begin(name)
+
+    def close(self, name: str, tag: str) -> None:
+        """Take the closer of the element `name`; `tag` is its text.
+
+        A wrong name closes a text, and the right one may follow. That of an outer element closes the inner ones; one that fits
+        nothing is dropped.
+        """
+        if self._num_skipped:
+            self._num_skipped -= 1
+            return
+        wrongly_closed, self._wrongly_closed = self._wrongly_closed, None
+        element = self._open[-1]
+        if element.quoted and (name in element.quoted or not self.has_open(name)):
+            while name in element.quoted and element.quoted.pop() != name:
+                pass
+            self.add_text(tag)
+        elif name == wrongly_closed:
+            pass
+        elif self.has_open(name) and name:
+            while self._close() != name:
+                pass
+        elif self.is_in_text:
+            self._wrongly_closed = self._close()
+        else:
+            element.may_be_over = True
+
+    def end(self) -> None:
+        """The call is closed, and so is everything in it."""
+        self._num_skipped = 0
+        self._close_down_to(0)
+        for name, json in _grouped(self._open[0].values):
+            self._calls.member(name, json)
+        self._calls.end_call()
+
+    def cut(self) -> None:
+        """The output is over: a string and a container keep what came of them, any other open value is dropped."""
+        while len(self._open) > 1:
+            element = self._open[-1]
+            if element.shape is _STRING or element.is_written or element.values:
+                self._close()
+            else:
+                self._open.pop()
+        self.end()
+
+    # Where an element goes
+
+    def _leave_for_sibling(self, element: _Element, name: str) -> None:
+        """Close the open text if the opener `name` shows that its closer was forgotten."""
+        if element.quoted or element.schema.lists(name):
+            return
+        may_have_children = not element.schema.types or bool(element.schema.types & _CONTAINERS)
+        if element.is_blank and may_have_children:
+            return
+        self._close_down_to(self._level_for(name, may_guess=True))
+
+    def _level_for(self, name: str, *, may_guess: bool) -> int | None:
+        """The level of the innermost container around the last element in which `name` may begin, or None.
+
+        With `may_guess` the container right outside will do, if it lists no members.
+        """
+        last = len(self._open) - 1
+        for level in range(last - 1, -1, -1):
+            container = self._open[level]
+            if container.shape is _Shape.ARRAY or (container.shape is _Shape.TREE and self._open[level + 1].name == ITEM):
+                is_place = name == ITEM
+            elif container.schema.lists_members:
+                is_place = container.schema.lists(name) and name not in container.names
+            else:
+                is_place = may_guess and level == last - 1 and name not in container.names
+            if is_place:
+                return level
+        return None
+
+    def _become_container(self, element: _Element) -> bool:
+        """Make the open text an object or an array; False if it is a string, so that what opens in it is data."""
+        types = element.schema.types
+        if element.shape is _STRING or not (element.is_blank or (types & _CONTAINERS and "string" not in types)):
+            return False
+        element.text = []
+        if "object" in types and "array" not in types:
+            element.shape = _Shape.OBJECT
+        elif "array" in types and "object" not in types:
+            element.shape = _Shape.ARRAY
+        else:
+            element.shape = _Shape.TREE
+            element.is_collected = True
+        return True
+
+    def _begin(self, name: str) -> None:
+        """Open the element `name` in the innermost container."""
+        container = self._open[-1]
+        if container.is_implied and (name == ITEM or name in container.names):
+            self._close()
+            container = self._open[-1]
+        container.may_be_over = False
+        if container.shape is _Shape.ARRAY:
+            schema = container.schema.item()
+            if name != ITEM and schema.lists(name):  # members of an object whose item tag is missing
+                self._push(ITEM, schema, shape=_Shape.OBJECT).is_implied = True
+                self._begin(name)
+                return
+        elif container.shape is _Shape.TREE and name == ITEM:
+            schema = container.schema.item()
+        else:
+            schema = container.schema.member(name)
+        self._push(name, schema)
+        container.names.add(name)
+
+    def _push(self, name: str, schema: ValueSchema, *, shape: _Shape = _UNDECIDED) -> _Element:
+        container = self._open[-1]
+        may_repeat = container.shape is _Shape.OBJECT and len(self._open) > 1 and not schema.types
+        waits = container.is_collected or may_repeat
+        key = None if container.shape is _Shape.ARRAY else name
+        self._open.append(_Element(name, key, schema, waits=waits, is_collected=waits, shape=shape))
+        return self._open[-1]
+
+    def _close_down_to(self, level: int | None) -> None:
+        """Close every element above `level`; nothing for None."""
+        while level is not None and len(self._open) > level + 1:
+            self._close()
+
+    # What becomes of it
+
+    def _begin_string(self, element: _Element) -> None:
+        """Begin to write the open text, unless it may still turn out to be something else than a string."""
+        types = element.schema.types
+        if element.is_collected or not types <= TEXT_TYPES:
+            return
+        if element.num_chars <= _MAX_UNDECIDED_CHARS and (element.is_blank or _may_be_word("".join(element.text), types)):
+            return
+        self._write_brackets()
+        self._calls.open_string(element.key)
+        self._calls.string_text("".join(element.text))
+        element.text = []
+        element.shape = _STRING
+
+    def _close(self) -> str:
+        """End the innermost element and hand its value on; returns its name."""
+        element = self._open[-1]
+        if element.shape is _STRING:
+            self._calls.close_string()
+            self._open.pop()
+        elif element.shape in (_Shape.OBJECT, _Shape.ARRAY) and not element.is_collected:
+            self._write_brackets()
+            for name, json in _grouped(element.values):
+                self._calls.member(name, json)
+            self._calls.close_container()
+            self._open.pop()
+        else:
+            value = _text_value(element) if element.shape is _UNDECIDED else _container_value(element)
+            self._open.pop()
+            if element.waits or (element.key is not None and value.json_in_list != value.json):
+                self._open[-1].values.append(value)
+            else:
+                self._write_brackets()
+                self._calls.member(element.key, value.json)
+        return element.name
+
+    def _write_brackets(self) -> None:
+        """Write the opening brackets of the open containers, now that a value in them is certain."""
+        if self._open[-1].is_written:
+            return
+        for element in self._open:
+            if not element.is_written and element.shape in (_Shape.OBJECT, _Shape.ARRAY):
+                self._calls.open_container(element.key, is_array=element.shape is _Shape.ARRAY)
+                element.is_written = True
+
+
+def _may_be_word(text: str, types: frozenset[str]) -> bool:
+    """Whether a text that has begun with `text` may end as a word that is no string."""
+    if not types:
+        return any(word.startswith(text.strip()) for word in _WORDS)
+    return "null" in types and "null".startswith(text.lower())
+
+
+def _text_value(element: _Element) -> _Value:
+    """The value of an element without elements in it. Text in place of an array is an item of it, if there are several."""
+    text = "".join(element.text)
+    types = element.schema.types
+    value = _text_json(text, types)
+    if text and "array" in types and "string" not in types and not value.startswith("["):
+        return _Value(element.name, value, _text_json(text, element.schema.item().types))
+    return _Value(element.name, value, value)
+
+
+def _text_json(text: str, types: frozenset[str]) -> str:
+    """A text as JSON by the types that are allowed."""
+    if not types:
+        return text.strip() if text.strip() in _WORDS else json_string(text)
+    if text.strip() or "string" in types:
+        return json_value(text, types)
+    if types & _CONTAINERS:
+        return "{}" if "object" in types else "[]"
+    return "null" if "null" in types else json_string(text)
+
+
+def _container_value(element: _Element) -> _Value:
+    """The value of a container that was collected."""
+    values = element.values
+    is_array = element.shape is _Shape.ARRAY or (element.shape is _Shape.TREE and all(value.name == ITEM for value in values))
+    if is_array:
+        written = f"[{', '.join(value.json for value in values)}]"
+    else:
+        written = "{" + ", ".join(f"{json_string(name)}: {value}" for name, value in _grouped(values)) + "}"
+    return _Value(element.name, written, written)
+
+
+def _grouped(values: Sequence[_Value]) -> Iterator[tuple[str, str]]:
+    """The name and JSON of each member; a name that repeats has the list of its values."""
+    by_name: dict[str, list[_Value]] = {}
+    for value in values:
+        by_name.setdefault(value.name, []).append(value)
+    for name, alike in by_name.items():
+        if len(alike) == 1:
+            yield name, alike[0].json
+        else:
+            yield name, f"[{', '.join(value.json_in_list for value in alike)}]"

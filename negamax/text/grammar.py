@@ -1,0 +1,117 @@
+"""Grammars in the one form that the compiler takes: xgrammar's structural tags, as plain JSON values.
+
+A format is a mapping with a `type`. Those used here: `const_string`, `regex`, `json_schema`, `grammar` (GBNF), `any_text` (up
+to the first of `excludes`), `token` (by its id), and `sequence`, `or`, `optional`, `plus`, `star` of other formats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from negamax.config.grammar import Grammar, Marker, Reasoning, parse_json, refuse_grammar
+from negamax.text.json_schema import prepared
+
+Format = dict[str, Any]
+
+# White space between two parts of a JSON text: four levels of indentation. Without a limit a model may write nothing else.
+MAX_WHITESPACE = 20
+
+
+def structural_tag(grammar: Grammar, reasoning: Reasoning | None) -> str:
+    """The whole of what the compiler reads for an output, from where its grammar begins.
+
+    After an open reasoning that is after its closer; an optional reasoning is a part of the grammar. Errors:
+    `InvalidRequestError` for what the grammar's own check could not see.
+    """
+    return json.dumps({"type": "structural_tag", "format": _after(reasoning, content_format(grammar))})
+
+
+def content_format(grammar: Grammar) -> Format:
+    """The format of the content alone."""
+    match grammar.kind:
+        case "json_object":
+            return json_format({"type": "object"})
+        case "json_schema":
+            return json_format(prepared(parse_json(grammar.text, what="JSON schema"), strict=grammar.strict))
+        case "regex":
+            return {"type": "regex", "pattern": grammar.text}
+        case "choice":
+            return any_of([const(choice) for choice in parse_json(grammar.text, what="choice")])
+        case "ebnf":
+            return {"type": "grammar", "grammar": grammar.text}
+        case "structural_tag":
+            return _given_format(parse_json(grammar.text, what="structural tag"))
+        case "tool_calls":
+            made: Format = json.loads(grammar.text)
+            return made
+
+
+def json_format(schema: Any) -> Format:
+    """JSON that follows `schema`, which is prepared."""
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+
+
+def const(text: str) -> Format:
+    """Just this text."""
+    return {"type": "const_string", "value": text}
+
+
+def marker(tag: Marker) -> Format:
+    """A tag: its token, or its text where it has none."""
+    return const(tag.text) if tag.token_id is None else {"type": "token", "token": tag.token_id}
+
+
+def sequence(parts: Sequence[Format]) -> Format:
+    """One after the other."""
+    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": list(parts)}
+
+
+def any_of(branches: Sequence[Format]) -> Format:
+    """One of them."""
+    return branches[0] if len(branches) == 1 else {"type": "or", "elements": list(branches)}
+
+
+def optional(part: Format) -> Format:
+    """It, or nothing."""
+    return {"type": "optional", "content": part}
+
+
+def newlines(most: int) -> Format:
+    """Up to `most` line breaks."""
+    return {"type": "regex", "pattern": f"\\n{{0,{most}}}"}
+
+
+def _after(reasoning: Reasoning | None, content: Format) -> Format:
+    """`content` with what may stand between it and the reasoning."""
+    if reasoning is None:
+        return content
+    if reasoning.max_newlines:
+        content = sequence([newlines(reasoning.max_newlines), content])
+    if reasoning.state == "open":
+        return content
+    closer = marker(reasoning.closer)
+    inside: Format = {"type": "any_text", "excludes": [reasoning.closer.text]}
+    if reasoning.closer.token_id is not None:
+        tags = (reasoning.opener, reasoning.closer, reasoning.call_opener)
+        inside = {"type": "any_tokens", "exclude_tokens": [tag.token_id for tag in tags if tag.token_id is not None]}
+    block = sequence([marker(reasoning.opener), inside, closer])
+    return sequence([optional(any_of([block, closer])), content])
+
+
+def _given_format(value: Any) -> Format:
+    """The format in a structural tag as clients send it: `format`, or the older list of `structures` with their `triggers`."""
+    if isinstance(value.get("format"), dict):
+        given: Format = value["format"]
+        return given
+    structures, triggers = value.get("structures"), value.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        refuse_grammar("the structural tag has neither a 'format' nor 'structures' and 'triggers'")
+    tags = []
+    for structure in structures:
+        if not isinstance(structure, dict) or not all(isinstance(structure.get(name), str) for name in ("begin", "end")):
+            refuse_grammar("a structure of the structural tag lacks 'begin' or 'end'")
+        schema = prepared(structure.get("schema", True), strict=False)
+        tags.append({"type": "tag", "begin": structure["begin"], "content": json_format(schema), "end": structure["end"]})
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}

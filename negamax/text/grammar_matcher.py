@@ -1,0 +1,144 @@
+"""Grammars at work: compiled for one vocabulary, and followed token by token. The one door to xgrammar.
+
+xgrammar brings torch and transformers along, seconds of import: only the grammar process imports this module.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+
+from negamax.config.grammar import refuse_grammar
+from negamax.text.minimax_m2_format import MINIMAX_M2
+from negamax.text.tokenizer import Tokenizer
+
+CACHE_BYTES = 512 << 20
+CACHE_ENTRIES = 512
+
+Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], bit i of byte j: token 8 j + i may come next
+
+_TAGS = frozenset(MINIMAX_M2.literals)  # that count as their own token only; M3's count as text
+_TAG_PREFIX = b"\xff\xff"  # no UTF-8, so that no grammar of texts can reach the token
+
+
+class GrammarCompiler:
+    """Compiles structural tags for the vocabulary of one model, and keeps the latest. Threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int], num_threads: int) -> None:
+        """`vocab_size` is the model's, which may be padded."""
+        self.vocab_size = vocab_size
+        vocabulary = [_spelling(tokenizer, token_id) for token_id in range(vocab_size)]
+        info = xgrammar.TokenizerInfo(
+            vocabulary, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids)
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_enabled=False)
+        ids = (tokenizer.token_id(tag) for tag in sorted(_TAGS))
+        self.tags = TagBits([i for i in ids if i is not None and i < vocab_size])
+        self._lock = Lock()
+        self._cache: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()  # the latest use last
+
+    def compile(self, structural_tag: str) -> xgrammar.CompiledGrammar:
+        """The compiled form. Errors: `InvalidRequestError` with the compiler's words."""
+        with self._lock:
+            known = self._cache.get(structural_tag)
+            if known is not None:
+                self._cache.move_to_end(structural_tag)
+                return known
+        try:
+            compiled = self._compiler.compile_structural_tag(structural_tag)
+        except (RuntimeError, ValueError) as error:  # all that the library raises
+            refuse_grammar(f"the grammar cannot be compiled: {_reason(error)}")
+        with self._lock:
+            self._cache[structural_tag] = compiled
+            num_bytes = sum(entry.memory_size_bytes for entry in self._cache.values())
+            while len(self._cache) > 1 and (num_bytes > CACHE_BYTES or len(self._cache) > CACHE_ENTRIES):
+                _, oldest = self._cache.popitem(last=False)
+                num_bytes -= oldest.memory_size_bytes
+        return compiled
+
+
+class TagBits:
+    """The bits of the tags that are tokens of their own.
+
+    Raw text up to a closer lets the library allow every token, tags included. No place that wants a tag wants all of them: that
+    tells the two apart.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._bits = [(token_id // 8, 1 << token_id % 8) for token_id in token_ids]
+
+    def clear(self, mask: Mask) -> None:
+        """Take the tags out of `mask` where it stands for raw text."""
+        if all(mask[place] & bit for place, bit in self._bits):
+            for place, bit in self._bits:
+                mask[place] &= 0xFF ^ bit
+
+
+class GrammarMatcher:
+    """One output on its way through its grammar. Single writer: the grammar process."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the grammar is complete and an end token was taken."""
+        return bool(self._matcher.is_terminated())
+
+    def take(self, part: int | bytes) -> bool:
+        """Go on by a token, or by text that came without one; False: the grammar does not allow it."""
+        if self.has_ended:
+            return True  # what follows an end is not its business
+        taken = self._matcher.accept_token(part) if isinstance(part, int) else self._matcher.accept_string(part)
+        return bool(taken)
+
+    def take_back(self, num_parts: int) -> None:
+        """Undo the last `num_parts` calls of `take`."""
+        self._matcher.rollback(num_parts)
+
+    def _fill(self, mask: NDArray[np.int32], row: int) -> None:
+        self._matcher.fill_next_token_bitmask(mask, row)
+
+
+class MaskWriter:
+    """What several outputs may go on with, worked out by several threads."""
+
+    def __init__(self, compiler: GrammarCompiler, *, num_threads: int) -> None:
+        self._num_words = -(-compiler.vocab_size // 32)
+        self._num_bytes = -(-compiler.vocab_size // 8)
+        self._tags = compiler.tags
+        self._batch = xgrammar.BatchGrammarMatcher(num_threads) if num_threads > 1 else None
+
+    def masks(self, matchers: Sequence[GrammarMatcher]) -> list[Mask]:
+        """One mask per matcher, none of which has ended."""
+        words = np.zeros((len(matchers), self._num_words), dtype=np.int32)
+        if self._batch is not None and len(matchers) > 1:
+            self._batch.batch_fill_next_token_bitmask([matcher._matcher for matcher in matchers], words)
+        else:
+            for row, matcher in enumerate(matchers):
+                matcher._fill(words, row)
+        masks = [row[: self._num_bytes] for row in words.view(np.uint8)]
+        for mask in masks:
+            self._tags.clear(mask)
+        return masks
+
+
+def _spelling(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """What a token means to a grammar: its text; if it is a tag, what only its id can name; if it controls, nothing."""
+    text = tokenizer.token_bytes(token_id)
+    if not tokenizer.is_added(token_id):
+        return text
+    if text.decode() in _TAGS:
+        return _TAG_PREFIX + text
+    return b"" if tokenizer.is_special(token_id) else text
+
+
+def _reason(error: Exception) -> str:
+    """The library's message without the place in its source."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return text.rsplit(" is false: ", 1)[-1].split(".cc:", 1)[-1].lstrip("0123456789: ")[:500]

@@ -1,0 +1,265 @@
+"""Conversations as clients send them, brought into the one form that MiniMax templates render without losing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from negamax.base.errors import InvalidRequestError
+from negamax.text.schema_values import parse_json
+
+INSTRUCTION_ROLES = ("root", "system", "developer")
+ROLES = (*INSTRUCTION_ROLES, "user", "assistant", "tool")
+THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))  # of M2 and M3
+
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # by type of the part
+
+
+def normalize_messages(messages: Sequence[Mapping[str, Any]], *, has_root: bool = False) -> list[dict[str, Any]]:
+    """Messages in the one form that MiniMax templates render without losing anything; the input stays as it is.
+
+    - Root, system and developer messages at the start become one system message, root texts first, joined by empty lines.
+      With `has_root`, for templates that know this role, root texts become a root message of their own before it.
+    - A later one stays in its place as a note (`system_note`): at the end of the tool result before it, else as a user
+      message. The templates would drop it silently; moving it to the start would change the whole prompt and lose its cached
+      prefix; and a user message within a tool loop would hide the thinking of that loop.
+    - Content null or missing is "". Text parts of every known type become parts of type text.
+    - Reasoning is read from `reasoning_content`, `reasoning`, `reasoning_details`, thinking parts, or a think block that
+      begins the content, and becomes `reasoning_content`.
+    - Arguments of tool calls become mappings (an empty text is no arguments).
+    - Tool results directly follow their calls and are put in the order of the calls, instructions between them after them.
+    Errors: `InvalidRequestError` naming the message, for everything a template would drop, misplace or print as something else.
+    """
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise InvalidRequestError(f"messages is a {type(messages).__name__}; send a list of messages", param="messages")
+    if not messages:
+        raise InvalidRequestError("messages is empty; send at least one message", param="messages")
+    ordered = _order_tool_results([_checked(message, i) for i, message in enumerate(messages)])
+    return _place_instructions(ordered, has_root=has_root)
+
+
+def system_note(text: str) -> str:
+    """How an instruction from the middle of a conversation reads as user text."""
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+def split_inline_reasoning(content: str) -> tuple[str | None, str]:
+    """Reasoning and content of an answer that carries its thinking in the content.
+
+    A think block that begins the content is its reasoning. A block further on is quoted: reasoning is "" then, which keeps
+    templates from cutting the content there. None: nothing is known of the reasoning, the template decides.
+    """
+    for opener, closer in THINK_TAGS:
+        end = content.find(closer)
+        start = content.find(opener, 0, end) if end >= 0 else -1
+        if start < 0:
+            continue
+        if content[:start].strip():
+            return "", content
+        return content[start + len(opener) : end].strip("\n"), content[end + len(closer) :].strip("\n")
+    return None, content
+
+
+def _checked(message: Any, i: int) -> dict[str, Any]:
+    """One message with its own fields in normal form."""
+    if not isinstance(message, Mapping):
+        _refuse(i, f"is a {type(message).__name__}; send an object with role and content")
+    role = message.get("role")
+    if role not in ROLES:
+        _refuse(i, f"has role {role!r}; use one of {', '.join(ROLES)}")
+    checked = {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_details")}
+    if role != "assistant":
+        checked["content"] = _content(message.get("content"), i)
+        return checked
+    thoughts: list[str] = []
+    content = _content(message.get("content"), i, thoughts=thoughts)
+    reasoning = _reasoning(message, i, thoughts="".join(thoughts))
+    inline, rest = split_inline_reasoning(plain_text(content))
+    if not reasoning and inline is not None:
+        reasoning = inline or reasoning or ""
+        content = rest
+    elif inline and inline == (reasoning or "").strip("\n"):  # the client sent it twice
+        content = rest
+    checked["content"] = content
+    checked.pop("reasoning_content", None)
+    checked.pop("tool_calls", None)
+    if reasoning is not None:
+        checked["reasoning_content"] = reasoning
+    if message.get("tool_calls"):
+        checked["tool_calls"] = _tool_calls(message["tool_calls"], i)
+    return checked
+
+
+def _content(content: Any, i: int, *, thoughts: list[str] | None = None) -> str | list[Any]:
+    """Content as text or as text parts; thinking parts go to `thoughts`, where a message may have them."""
+    if content is None or content == []:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        _refuse(i, f"is a {type(content).__name__}; send text, a list of text parts, or null", field="content")
+    parts: list[Any] = []
+    for j, part in enumerate(content):
+        if isinstance(part, str):
+            parts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "thinking" and thoughts is not None:
+            thoughts.append(_part_text(part, "thinking", i, j))
+        elif isinstance(kind, str) and kind in _TEXT_FIELDS:
+            parts.append({"type": "text", "text": _part_text(part, _TEXT_FIELDS[kind], i, j)})
+        else:
+            shown = kind if isinstance(part, Mapping) else type(part).__name__
+            _refuse(i, f"has type {shown!r}; this model reads text parts only", field=f"content[{j}]")
+    return parts or ""
+
+
+def _part_text(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
+    text = part.get(field)
+    if not isinstance(text, str):
+        _refuse(i, f"is a {part['type']} part without text; set its field {field} to a string", field=f"content[{j}]")
+    return text
+
+
+def _reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
+    """The first name of reasoning that has text; "" if one is there but empty, None without any."""
+    named: list[str] = []
+    for field in ("reasoning_content", "reasoning"):
+        value = message.get(field)
+        if isinstance(value, str):
+            named.append(value)
+        elif value is not None:
+            _refuse(i, f"is a {type(value).__name__}; send text or null", field=field)
+    details = message.get("reasoning_details")
+    if details is not None and not isinstance(details, list):
+        _refuse(i, f"is a {type(details).__name__}; send a list or null", field="reasoning_details")
+    texts = [detail.get("text") for detail in details or () if isinstance(detail, Mapping)]
+    detailed = "".join(text for text in texts if isinstance(text, str))
+    return next((text for text in (*named, detailed, thoughts) if text), "" if named else None)
+
+
+def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        _refuse(i, f"is a {type(calls).__name__}; send a list of calls", field="tool_calls")
+    checked = []
+    for j, call in enumerate(calls):
+        where = f"tool_calls[{j}]"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            _refuse(i, "has no function; send {id, type, function: {name, arguments}}", field=where)
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            _refuse(i, f"is {function.get('name')!r}; send the name of the called tool", field=f"{where}.function.name")
+        arguments = _arguments(function.get("arguments"), i, field=f"{where}.function.arguments")
+        checked.append({**call, "function": {**function, "arguments": arguments}})
+    ids = [call.get("id") for call in checked]
+    if not all(isinstance(call_id, str) for call_id in ids) or len(set(ids)) < len(ids):
+        _refuse(i, f"has the ids {ids}; give each call its own id", field="tool_calls")
+    return checked
+
+
+def _arguments(arguments: Any, i: int, *, field: str) -> dict[str, Any]:
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments)
+        except ValueError as error:
+            _refuse(i, f"is no valid JSON: {error}; send the text of a JSON object", field=field)
+    if not isinstance(arguments, Mapping):
+        _refuse(i, f"is a JSON {type(arguments).__name__}; send the text of a JSON object", field=field)
+    return dict(arguments)
+
+
+def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Check that calls are answered exactly once, before the conversation goes on, and put the answers in call order."""
+    ordered: list[dict[str, Any]] = []
+    i = 0
+    while i < len(messages):
+        message = messages[i]
+        if message["role"] == "tool":
+            _refuse(i, "answers no call; a tool message must follow an assistant message with tool_calls")
+        ordered.append(message)
+        i += 1
+        if "tool_calls" in message and i < len(messages):  # a conversation may end with calls
+            end = i
+            while end < len(messages) and messages[end]["role"] in ("tool", *INSTRUCTION_ROLES):
+                end += 1
+            ordered.extend(_results_in_call_order(message["tool_calls"], messages, start=i, end=end))
+            ordered.extend(message for message in messages[i:end] if message["role"] != "tool")
+            i = end
+    return ordered
+
+
+def _results_in_call_order(
+    calls: list[dict[str, Any]], messages: list[dict[str, Any]], *, start: int, end: int
+) -> Iterator[dict[str, Any]]:
+    results: dict[Any, dict[str, Any] | None] = {call.get("id"): None for call in calls}
+    for i in range(start, end):
+        if messages[i]["role"] != "tool":
+            continue
+        call_id = messages[i].get("tool_call_id")
+        if not isinstance(call_id, str) or call_id not in results:
+            _refuse(i, f"is {call_id!r}; the calls before it are {list(results)}", field="tool_call_id")
+        if results[call_id] is not None:
+            _refuse(i, f"is {call_id!r}, which was answered already; answer each call once", field="tool_call_id")
+        results[call_id] = messages[i]
+    missing = [call_id for call_id, result in results.items() if result is None]
+    if missing:
+        problem = f"has calls without a result: {missing}; send a tool message for each, right after it"
+        _refuse(start - 1, problem, field="tool_calls")
+    return (result for result in results.values() if result is not None)
+
+
+def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> list[dict[str, Any]]:
+    """Join the instructions at the start; turn later ones into notes."""
+    num_leading = next((i for i, m in enumerate(messages) if m["role"] not in INSTRUCTION_ROLES), len(messages))
+    roots = [message for message in messages[:num_leading] if message["role"] == "root"]
+    others = [message for message in messages[:num_leading] if message["role"] != "root"]
+    groups = [("root", roots), ("system", others)] if has_root else [("system", roots + others)]
+    placed = [_joined(group, role=role) for role, group in groups if group]
+    notes: list[str] = []  # that follow the tool result placed last
+    for message in messages[num_leading:]:
+        if message["role"] not in INSTRUCTION_ROLES:
+            _attach(notes, placed)
+            placed.append(message)
+            continue
+        note = system_note(plain_text(message["content"]))
+        if placed[-1]["role"] == "tool":
+            notes.append(note)
+        else:
+            placed.append({"role": "user", "content": note})
+    _attach(notes, placed)
+    return placed
+
+
+def _attach(notes: list[str], placed: list[dict[str, Any]]) -> None:
+    """Move `notes` to the end of the tool result placed last."""
+    if not notes:
+        return
+    content = placed[-1]["content"]
+    if isinstance(content, list):
+        content = [*content, *({"type": "text", "text": note} for note in notes)]
+    else:
+        content = "\n\n".join([content, *notes] if content else notes)
+    placed[-1] = {**placed[-1], "content": content}
+    notes.clear()
+
+
+def _joined(messages: list[dict[str, Any]], *, role: str) -> dict[str, Any]:
+    """One message with the texts and the other fields of all."""
+    joined: dict[str, Any] = {}
+    for message in messages:
+        joined |= message
+    texts = [plain_text(message["content"]) for message in messages]
+    return joined | {"role": role, "content": "\n\n".join(text for text in texts if text)}
+
+
+def plain_text(content: str | list[Any]) -> str:
+    """The text of a message's content in normal form."""
+    parts = [content] if isinstance(content, str) else content
+    return "".join(part if isinstance(part, str) else part["text"] for part in parts)
+
+
+def _refuse(i: int, problem: str, *, field: str = "") -> NoReturn:
+    where = f"messages[{i}].{field}" if field else f"messages[{i}]"
+    raise InvalidRequestError(f"{where} {problem}", param=where)

@@ -1,0 +1,201 @@
+r"""How the MiniMax-M3 family writes thinking and tool calls. M is the marker `]<]minimax[>[`, one token or several.
+
+    <mm:think>reasoning</mm:think>content
+    M<tool_call>\nM<invoke name="f">M<k>vM</k>M<list>M<item>1M</item>M</list>M</invoke>\nM</tool_call>
+
+A tag without the marker is data. Elements nest: an object has one element per member, an array one `item` per value; what
+becomes of them is told in `element_arguments`. What the family is known to get wrong:
+- A closer with a wrong name closes a text; the right one may follow. A closer that fits nothing is dropped. A closer of an
+  outer element, of the invoke or of the block closes what is open in it.
+- After text, the opener of a sibling that is not given yet closes the text (a forgotten closer). Any other opener in a string
+  is data, its closer too. So is a call block or the invoke of an undeclared tool: files may be about this format.
+- `<tool_call>`, invoke tags and their closers that lost their marker count where nothing but a tag can stand.
+- Garbled invoke tags, with the marker inside them too, are read as the declared tool that they hold.
+"""
+
+from __future__ import annotations
+
+import re
+
+from negamax.text.element_arguments import ElementArguments
+from negamax.text.output_parser import CallWriter, OutputFormat
+from negamax.text.schema_values import ToolSchemas
+from negamax.text.tag_lexer import MAX_ATTRIBUTE_CHARS, TEXT, Lexeme, TagBeginnings, TagKind, TagPattern
+from negamax.text.tag_names import tool_name
+
+MARKER = "]<]minimax[>["
+
+_BLOCK, _INVOKE = "tool_call", "invoke"
+_M = re.escape(MARKER)
+_SPACE = r"\s{0,4}"  # between the marker and its tag, and at the end of a tag
+_SPLICE = rf"{_M}{_SPACE}<?[^<>]{{0,64}}"  # a marker inside an invoke tag, and what follows it there
+_SPLICED = re.compile(rf"{_M}{_SPACE}<?")
+_PARTIAL_M = "(?:" + "|".join(re.escape(MARKER[:length]) for length in range(len(MARKER) - 1, 0, -1)) + ")"
+
+
+class MiniMaxM3Block:
+    """One call block, from its opener on. Fed with lexemes by the parser, its single writer."""
+
+    def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
+        """`has_opener` is False for a bare invoke without the block around it; such a block ends with that invoke."""
+        self._calls = calls
+        self._schemas = schemas
+        self._has_opener = has_opener
+        self._arguments: ElementArguments | None = None  # of the open call
+
+    def take(self, lexeme: Lexeme) -> bool:
+        """Process one lexeme; True when it ended the block."""
+        arguments = self._arguments
+        if lexeme.kind is TEXT:
+            if arguments is not None:
+                arguments.add_text(lexeme.text)
+            return False
+        if lexeme.kind is TagKind.CUT:
+            return False
+        return self._take_between_calls(lexeme) if arguments is None else self._take_in_call(lexeme, arguments)
+
+    def finish(self) -> None:
+        """The output is over: close what is open."""
+        if self._arguments is not None:
+            self._arguments.cut()
+
+    def _take_between_calls(self, lexeme: Lexeme) -> bool:
+        match lexeme.kind:
+            case TagKind.INVOKE_OPEN | TagKind.LOOSE_INVOKE_OPEN:
+                self._begin_call(lexeme.text)
+            case TagKind.BLOCK_CLOSE | TagKind.LOOSE_BLOCK_CLOSE:
+                return True
+            case _:
+                pass
+        return False
+
+    def _take_in_call(self, lexeme: Lexeme, arguments: ElementArguments) -> bool:
+        tag = lexeme.text
+        match lexeme.kind:
+            case TagKind.PARAMETER_OPEN:
+                _open_element(arguments, tag)
+            case TagKind.PARAMETER_CLOSE:
+                arguments.close(_element_name(tag, arguments), tag)
+            case TagKind.INVOKE_OPEN if self._is_data(tag, arguments):
+                arguments.quote(_INVOKE, tag)
+            case TagKind.BLOCK_OPEN if arguments.is_in_string:
+                arguments.quote(_BLOCK, tag)
+            case TagKind.BLOCK_OPEN if arguments.lists(_BLOCK):
+                arguments.open(_BLOCK, tag)
+            case TagKind.INVOKE_CLOSE if arguments.is_quoted(_INVOKE) or arguments.has_open(_INVOKE):
+                arguments.close(_INVOKE, tag)
+            case TagKind.BLOCK_CLOSE if arguments.is_quoted(_BLOCK) or arguments.has_open(_BLOCK):
+                arguments.close(_BLOCK, tag)
+            case TagKind.INVOKE_OPEN | TagKind.BLOCK_OPEN | TagKind.INVOKE_CLOSE | TagKind.BLOCK_CLOSE:
+                return self._take_structure(lexeme)
+            case _ if arguments.is_between_arguments:
+                return self._take_structure(lexeme)
+            case _:
+                arguments.add_text(tag)
+        return False
+
+    def _is_data(self, tag: str, arguments: ElementArguments) -> bool:
+        """Whether an invoke tag is part of the open text."""
+        if arguments.has_quotation:
+            return True
+        return arguments.is_in_string and not self._schemas.declares(_tool_name(tag, self._schemas))
+
+    def _take_structure(self, lexeme: Lexeme) -> bool:
+        """A tag that ends the open call, or one without its marker that counts only between arguments."""
+        match lexeme.kind:
+            case TagKind.INVOKE_OPEN | TagKind.LOOSE_INVOKE_OPEN:
+                self._end_call()
+                self._begin_call(lexeme.text)
+            case TagKind.BLOCK_OPEN:
+                self._end_call()
+            case TagKind.INVOKE_CLOSE | TagKind.LOOSE_INVOKE_CLOSE:
+                self._end_call()
+                return not self._has_opener
+            case TagKind.BLOCK_CLOSE | TagKind.LOOSE_BLOCK_CLOSE:
+                self._end_call()
+                return True
+            case _:
+                pass
+        return False
+
+    def _begin_call(self, tag: str) -> None:
+        tool = _tool_name(tag, self._schemas)
+        if tool:
+            self._calls.start_call(tool)
+            self._arguments = ElementArguments(self._calls, self._schemas.arguments(tool))
+
+    def _end_call(self) -> None:
+        if self._arguments is not None:
+            self._arguments.end()
+            self._arguments = None
+
+
+def _open_element(arguments: ElementArguments, tag: str) -> None:
+    name = _element_name(tag, arguments)
+    is_empty = name.endswith("/")  # `<tags/>`
+    if is_empty:
+        name = name.removesuffix("/").rstrip()
+    arguments.open(name, tag)
+    if is_empty:
+        arguments.close(name, "")
+
+
+def _element_name(tag: str, arguments: ElementArguments) -> str:
+    """The name in an element's tag, without attributes that nobody asked for."""
+    name = tag.removeprefix(MARKER).strip()[1:-1].removeprefix("/").strip()
+    first, _, others = name.partition(" ")
+    return first if "=" in others and not arguments.lists(name) else name
+
+
+def _tool_name(tag: str, schemas: ToolSchemas) -> str:
+    tag = tag.removeprefix(MARKER).strip()
+    if MARKER not in tag:
+        return tool_name([tag], schemas)
+    parts = _SPLICED.split(tag)
+    return tool_name(["".join(parts), " ".join(parts)], schemas)
+
+
+def _is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
+    """The marker tells that it is no quotation; the family puts no line break before calls."""
+    return schemas.declares(_tool_name(lexeme.text, schemas))
+
+
+# Between its angles a tag has at most MAX_ATTRIBUTE_CHARS characters, whatever it is; the lexer relies on it.
+_INSIDE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
+_AFTER_SLASH = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 1}}}"
+_AFTER_INVOKE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 6}}}"
+_INVOKE_SPLICED = r"<invoke(?=[\s\]])[^<>]{0,64}"
+
+MINIMAX_M3 = OutputFormat(
+    name="minimax_m3",
+    think_open="<mm:think>",
+    think_close="</mm:think>",
+    call_open=MARKER,
+    literals={"<mm:think>": TagKind.THINK_OPEN, "</mm:think>": TagKind.THINK_CLOSE},
+    patterns=(
+        TagPattern(TagKind.BLOCK_OPEN, MARKER, rf"{_SPACE}<tool_call{_SPACE}>"),
+        TagPattern(TagKind.BLOCK_CLOSE, MARKER, rf"{_SPACE}</tool_call{_SPACE}>"),
+        TagPattern(TagKind.INVOKE_CLOSE, MARKER, rf"{_SPACE}</invoke{_SPACE}>"),
+        TagPattern(TagKind.INVOKE_OPEN, MARKER, rf"{_SPACE}<invoke(?=\s){_AFTER_INVOKE}>"),
+        TagPattern(TagKind.INVOKE_OPEN, MARKER, rf"{_SPACE}{_INVOKE_SPLICED}(?:{_SPLICE}){{1,2}}>"),
+        TagPattern(TagKind.PARAMETER_CLOSE, MARKER, rf"{_SPACE}</{_AFTER_SLASH}>"),
+        TagPattern(TagKind.PARAMETER_OPEN, MARKER, rf"{_SPACE}<[^<>]{{1,{MAX_ATTRIBUTE_CHARS}}}>"),
+        TagPattern(TagKind.LOOSE_BLOCK_OPEN, "<", "tool_call>"),
+        TagPattern(TagKind.LOOSE_BLOCK_CLOSE, "<", "/tool_call>"),
+        TagPattern(TagKind.LOOSE_INVOKE_CLOSE, "<", "/invoke>"),
+        TagPattern(TagKind.LOOSE_INVOKE_OPEN, "<", rf"invoke(?=\s){_AFTER_INVOKE}>"),
+    ),
+    beginnings=TagBeginnings(
+        words=(MARKER, "<tool_call", "</tool_call", "<invoke", "</invoke"),
+        anchors=(MARKER, "<invoke"),
+        growing=(
+            rf"{_M}{_SPACE}(?:<{_INSIDE})?"
+            rf"|{_M}{_SPACE}{_INVOKE_SPLICED}(?:{_SPLICE})?(?:{_SPLICE}|{_PARTIAL_M})"
+            rf"|<invoke(?=\s){_AFTER_INVOKE}"
+        ),
+        inside=rf"(?:{_M}{_SPACE})?<[^<>]+",
+    ),
+    new_block=MiniMaxM3Block,
+    is_bare_call=_is_bare_call,
+    may_think_again=True,
+)

@@ -1,0 +1,125 @@
+"""Where an output's reasoning ends, token by token, and what ends it when it has grown to its limit."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+
+from negamax.config.grammar import Marker, Reasoning
+
+
+class _State(enum.Enum):
+    UNDECIDED = "may still become reasoning"
+    OPEN = "within reasoning"
+    CLOSED = "after it"
+
+
+class ReasoningGate:
+    """Follows one output. Single writer: whoever commits its tokens.
+
+    `budget`: tokens of reasoning after which the closing tokens are due, exactly; `calls_end_it`: whether the opener of a call
+    block ends an open reasoning. `token_bytes` is needed where a marker has no token of its own.
+    """
+
+    def __init__(
+        self,
+        reasoning: Reasoning,
+        *,
+        budget: int | None,
+        calls_end_it: bool,
+        token_bytes: Callable[[int], bytes] | None,
+    ) -> None:
+        self._reasoning = reasoning
+        self._budget = budget
+        self._token_bytes = token_bytes
+        self._ends = [reasoning.closer, *([reasoning.call_opener] if calls_end_it else [])]
+        self._state = _State.OPEN if reasoning.state == "open" else _State.UNDECIDED
+        self._num_tokens = 0  # of reasoning
+        self._text = b""  # before the decision: all of it; within reasoning: what may begin a marker
+        self._due: deque[int] = deque()
+        self._spend()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the output is within its reasoning for sure."""
+        return self._state is _State.OPEN
+
+    @property
+    def due(self) -> int | None:
+        """The token that must come next; None: that is free."""
+        return self._due[0] if self._due else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self._state is _State.CLOSED and not self._due
+
+    def push(self, token_id: int) -> int | bytes | None:
+        """Take the next token; what of it belongs to the content: itself, its last bytes, or nothing.
+
+        An optional reasoning belongs to the content, for the grammar knows it.
+        """
+        if self._due:
+            self._due.popleft()
+        passed: int | bytes | None = token_id
+        match self._state:
+            case _State.UNDECIDED:
+                self._decide(token_id)
+            case _State.OPEN:
+                self._num_tokens += 1
+                passed = self._look_for_end(token_id)
+        self._spend()
+        return token_id if self._reasoning.state == "optional" else passed
+
+    def _spend(self) -> None:
+        """Make the closing tokens due where the budget is used up."""
+        if self._state is not _State.CLOSED and not self._due and self._num_tokens == self._budget:
+            self._due.extend(self._reasoning.closing_ids)
+            self._budget = None
+
+    def _decide(self, token_id: int) -> None:
+        """Whether the output begins with the opener. A closer alone, or anything else, is content."""
+        opener = self._reasoning.opener
+        if opener.token_id is not None:
+            self._state = _State.OPEN if token_id == opener.token_id else _State.CLOSED
+            return
+        self._text += self._bytes(token_id)
+        wanted = opener.text.encode()
+        if self._text.startswith(wanted):
+            self._state, self._text = _State.OPEN, self._text[len(wanted) :]
+        elif not wanted.startswith(self._text):
+            self._state = _State.CLOSED
+
+    def _look_for_end(self, token_id: int) -> int | bytes | None:
+        """End the reasoning where a marker is complete; what of the token stands behind it."""
+        for tag in self._ends:
+            if tag.token_id == token_id:
+                self._state = _State.CLOSED
+                return token_id if tag is not self._reasoning.closer else None
+        spelled = [tag for tag in self._ends if tag.token_id is None]
+        if not spelled:
+            return None
+        self._text += self._bytes(token_id)
+        found = [(place, tag) for tag in spelled if (place := self._text.find(tag.text.encode())) >= 0]
+        if not found:
+            longest = max(len(tag.text.encode()) for tag in spelled)
+            self._text = self._text[1 - longest :] if longest > 1 else b""
+            return None
+        place, tag = min(found, key=lambda hit: hit[0])
+        self._state = _State.CLOSED
+        if tag is not self._reasoning.closer:
+            return self._text[place:]
+        return self._text[place + len(tag.text.encode()) :].lstrip() or None
+
+    def _bytes(self, token_id: int) -> bytes:
+        assert self._token_bytes is not None, "a marker without a token needs the tokens' text"
+        return self._token_bytes(token_id)
+
+
+def needs_text(reasoning: Reasoning) -> bool:
+    """Whether a gate for it must read text, because a marker may come in several tokens."""
+    markers: list[Marker] = [reasoning.closer, reasoning.call_opener]
+    if reasoning.state == "optional":
+        markers.append(reasoning.opener)
+    return any(tag.token_id is None for tag in markers)

@@ -1,0 +1,50 @@
+"""Names in the tags of a call, also where the model garbled the tag around them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from negamax.text.schema_values import ToolSchemas
+
+_QUOTED_NAME = re.compile(r"""\sname\s*=\s*(?:"([^"]*)"|'([^']*)')""")
+_LOOSE_EDGES = " \t\r\n=:\"'"
+
+
+def quoted_name(tag: str) -> str:
+    """The name attribute of a tag, or "" where it is not written as it should be."""
+    match = _QUOTED_NAME.search(tag)
+    return (match[1] or match[2] or "") if match else ""
+
+
+def tag_name(tag: str) -> str:
+    """The name in a tag, also where the model lost a quote or the equals sign: `<invoke name get_weather">`."""
+    return quoted_name(tag) or _attribute_text(tag).removeprefix("name").strip(_LOOSE_EDGES)
+
+
+def tool_name(readings: list[str], schemas: ToolSchemas) -> str:
+    """The tool that an invoke tag names, or "" if it names none.
+
+    `readings` are the texts that the tag can be read as, the likeliest first. The first declared name that one of them holds
+    counts, in any letter case where that leaves no doubt; else the name as it stands in the first.
+    """
+    for candidate in _candidates(readings):
+        declared = schemas.declared_name(candidate)
+        if declared is not None:
+            return declared
+    return tag_name(readings[0])
+
+
+def _candidates(readings: list[str]) -> Iterator[str]:
+    for tag in readings:
+        yield quoted_name(tag)
+        name = _attribute_text(tag)
+        yield name
+        while name.startswith("name"):  # `<invoke name name=f>`
+            name = name.removeprefix("name").strip(_LOOSE_EDGES)
+            yield name
+
+
+def _attribute_text(tag: str) -> str:
+    """What stands in a tag after its first word, without quotes and equals signs at the edges."""
+    return "".join(tag.removesuffix(">").split(None, 1)[1:]).strip(_LOOSE_EDGES)

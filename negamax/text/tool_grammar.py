@@ -1,0 +1,302 @@
+r"""Grammars of tool calls, in the form that the model itself writes.
+
+    M2:  <minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n</invoke>\n</minimax:tool_call>
+    M3:  ]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<k>v]<]minimax[>[</k>]<]minimax[>[</invoke>\n…
+
+Strings stand there raw, up to the closer; in M2 every other value is JSON, in M3 objects and arrays are nested elements.
+Arguments come in the order in which the schema lists them, which is how models write them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from negamax.base.errors import InvalidRequestError
+from negamax.config.grammar import Grammar, Marker, refuse_grammar
+from negamax.text.grammar import Format, any_of, const, content_format, json_format, marker, newlines, optional, sequence
+from negamax.text.json_schema import prepared, resolve
+
+MAX_VALUES = 20_000  # of one grammar: references can make a small schema large
+MAX_DEPTH = 6  # levels of nested M3 elements; JSON below
+
+_NAME = re.compile(r"[^\"<>\n]+")  # that a tag can carry
+_ELEMENT = re.compile(r"[^\s\"<>/=\]\[]+")  # that can be an M3 element
+_DEFINITIONS = ("$defs", "definitions")
+
+# Formats of strings that are checked where the string stands without quotes; the others are left free.
+_STRING_FORMATS = {
+    "date": r"[0-9]{4}-[01][0-9]-[0-3][0-9]",
+    "time": r"[0-2][0-9]:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-][0-2][0-9]:[0-5][0-9])?",
+    "date-time": r"[0-9]{4}-[01][0-9]-[0-3][0-9]T[0-2][0-9]:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-][0-2][0-9]:[0-5][0-9])",
+    "uuid": r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
+}
+
+
+def tool_grammar(
+    tools: Sequence[Mapping[str, Any]],
+    style: CallStyle,
+    *,
+    choice: str = "auto",
+    name: str | None = None,
+    parallel: bool = True,
+    content: Grammar | None = None,
+) -> Grammar | None:
+    """The grammar of an answer that may or must call `tools` (OpenAI form, or the bare functions).
+
+    `choice` is "auto", "required" or "function", the last with the `name` of the one tool to call, once. Without `parallel`
+    there is one call at most. `content` is the form of an answer without a call. None where nothing needs to be enforced: auto
+    with parallel calls, without content and without a strict tool. Arguments follow their schema where the call is forced or
+    the tool is strict; a schema that cannot be followed is an error for a strict tool and makes others' arguments free.
+    Errors: `InvalidRequestError`.
+    """
+    functions = [_function(tool) for tool in tools]
+    forced = choice != "auto"
+    if name is not None:
+        functions = [function for function in functions if function["name"] == name]
+        if not functions:
+            raise InvalidRequestError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+    if not functions:
+        if forced:
+            raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
+        return content
+    if not forced and parallel and content is None and not any(function.get("strict") for function in functions):
+        return None
+    once = not parallel or name is not None
+    calls = any_of([_call(function, style, follow_schema=forced or bool(function.get("strict"))) for function in functions])
+    block = style.block(calls if once else {"type": "plus", "content": calls})
+    alone = block if style.lead is None else sequence([style.lead, block])
+    if forced:
+        made = alone
+    elif content is not None:
+        made = any_of([alone, content_format(content)])
+    else:
+        made = style.among_text(block, once=once)
+    return Grammar(kind="tool_calls", text=json.dumps(made, ensure_ascii=False))
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError("a tool has no name", param="tools")
+    return function
+
+
+def _call(function: Mapping[str, Any], style: CallStyle, *, follow_schema: bool) -> Format:
+    """One call of a declared function."""
+    name, is_strict = function["name"], bool(function.get("strict"))
+    if not _NAME.fullmatch(name):
+        refuse_grammar(f"the tool name {name!r} cannot stand in a call; leave out quotes, angle brackets and line breaks")
+    arguments = style.any_arguments()
+    if follow_schema and isinstance(function.get("parameters"), Mapping):
+        try:
+            root = prepared(function["parameters"], strict=is_strict)
+            arguments = style.arguments(root, root=root)
+        except InvalidRequestError:
+            if is_strict:
+                raise
+    return style.invoke(name, arguments)
+
+
+class CallStyle(ABC):
+    """How a model family writes calls, as formats."""
+
+    end_of_text: str  # what a raw string cannot hold
+    lead: Format | None = None  # what may stand before a block that comes first
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    @abstractmethod
+    def block(self, calls: Format) -> Format:
+        """A whole block around `calls`."""
+
+    @abstractmethod
+    def among_text(self, block: Format, *, once: bool) -> Format:
+        """Free text in which `block` may begin at any place; `once`: and ends the output."""
+
+    @abstractmethod
+    def invoke(self, name: str, arguments: Format) -> Format:
+        """One call."""
+
+    @abstractmethod
+    def argument(self, key: str, value: Format) -> Format:
+        """One named value."""
+
+    @abstractmethod
+    def any_argument(self, value: Format) -> Format:
+        """One value of any name."""
+
+    @abstractmethod
+    def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
+        """An object or an array, whichever type `node` has."""
+
+    def any_arguments(self) -> Format:
+        """Arguments that nothing is known about."""
+        return {"type": "star", "content": self.any_argument(self.raw())}
+
+    def arguments(self, node: Any, *, root: Any, depth: int = 0) -> Format:
+        """The members of an object, in the order in which they are listed."""
+        node = resolve(node, root=root)
+        if not isinstance(node, Mapping):
+            return self.any_arguments()
+        listed = node.get("properties")
+        branches = node.get("anyOf", node.get("oneOf"))
+        if isinstance(branches, list) and branches and not listed:
+            return any_of([self.arguments(branch, root=root, depth=depth) for branch in branches])
+        required = node.get("required")
+        required = required if isinstance(required, list) else []
+        parts = []
+        for key, schema in listed.items() if isinstance(listed, Mapping) else ():
+            part = self.argument(key, self.value(schema, root=root, depth=depth + 1))
+            parts.append(part if key in required else optional(part))
+        others = node.get("additionalProperties", listed is None)
+        if others is True or isinstance(others, Mapping):
+            value = self.value(others, root=root, depth=depth + 1)
+            parts.append({"type": "star", "content": self.any_argument(value)})
+        return sequence(parts) if parts else const("")
+
+    def value(self, node: Any, *, root: Any, depth: int) -> Format:
+        """A value that follows the schema `node`."""
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            refuse_grammar(f"the tools' schemas come to more than {MAX_VALUES} values; declare fewer or simpler tools")
+        node = resolve(node, root=root)
+        if not isinstance(node, Mapping):
+            return self.raw()
+        listed = [node["const"]] if "const" in node else node.get("enum")
+        if isinstance(listed, list) and listed:
+            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in listed]
+            return any_of([const(text) for text in dict.fromkeys(texts)])
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            branches = node.get(keyword)
+            if isinstance(branches, list) and branches and (keyword != "allOf" or len(branches) == 1):
+                return self._one_of([self.value(branch, root=root, depth=depth + 1) for branch in branches])
+        declared = node.get("type")
+        if isinstance(declared, list) and declared:
+            return self._one_of([self.value({**node, "type": name}, root=root, depth=depth) for name in declared])
+        if declared is None:
+            declared = "object" if "properties" in node else "array" if "items" in node or "prefixItems" in node else "string"
+        if declared == "string":
+            return self._string(node)
+        if declared in ("object", "array"):
+            return self.container({**node, "type": declared}, root=root, depth=depth)
+        return json_format({key: node[key] for key in node if key not in _DEFINITIONS})
+
+    def raw(self, *, most: int | None = None) -> Format:
+        """Any text that a raw string can hold, of at most `most` characters."""
+        limits = {} if most is None else {"max_chars": most}
+        return {"type": "any_text", "excludes": [self.end_of_text], **limits}
+
+    def json_value(self, node: Mapping[str, Any], *, root: Any) -> Format:
+        """JSON that follows `node`, with the definitions that it may refer to."""
+        definitions = {key: root[key] for key in _DEFINITIONS if isinstance(root, Mapping) and key in root}
+        if re.search(r'"\$ref": "(?!#/(?:\$defs|definitions)/)', json.dumps(node)):
+            refuse_grammar("a tool's schema refers to another place than its $defs; move what it refers to there")
+        return json_format({**definitions, **node})
+
+    def _string(self, node: Mapping[str, Any]) -> Format:
+        """A raw string with the limits that its schema sets."""
+        pattern = node.get("pattern", _STRING_FORMATS.get(str(node.get("format"))))
+        if isinstance(pattern, str):
+            return {"type": "regex", "pattern": pattern}
+        least, most = _count(node.get("minLength")), _count(node.get("maxLength"))
+        rest = self.raw(most=None if most is None else max(0, most - (least or 0)))
+        if not least:
+            return rest
+        return sequence([{"type": "regex", "pattern": f"[^{re.escape(self.end_of_text[0])}]{{{least}}}"}, rest])
+
+    def _one_of(self, branches: list[Format]) -> Format:
+        """One of them; where any text will do, that alone."""
+        free = self.raw()
+        return free if free in branches else any_of(branches)
+
+
+class M2Calls(CallStyle):
+    """The M2 family. Tags of `tag_ids` are written as these tokens."""
+
+    end_of_text = "</parameter>"
+    lead = newlines(3)
+
+    def __init__(self, tag_ids: Mapping[str, int]) -> None:
+        super().__init__()
+        tags = ("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>")
+        self._open, self._close, *self._think = (Marker(tag, tag_ids.get(tag)) for tag in tags)
+        self._has_ids = self._open.token_id is not None and self._close.token_id is not None
+
+    def block(self, calls: Format) -> Format:
+        begin, end = (marker(tag) if self._has_ids else tag.text for tag in (self._open, self._close))
+        return {"type": "tag", "begin": begin, "content": sequence([const("\n"), calls]), "end": end}
+
+    def among_text(self, block: Format, *, once: bool) -> Format:
+        shared = {"tags": [block], "stop_after_first": once}
+        if not self._has_ids:
+            return {"type": "triggered_tags", "triggers": [self._open.text], **shared}
+        others = [tag.token_id for tag in (self._close, *self._think) if tag.token_id is not None]
+        return {"type": "token_triggered_tags", "trigger_tokens": [self._open.token_id], "exclude_tokens": others, **shared}
+
+    def invoke(self, name: str, arguments: Format) -> Format:
+        return sequence([const(f'<invoke name="{name}">\n'), arguments, const("</invoke>\n")])
+
+    def argument(self, key: str, value: Format) -> Format:
+        if not _NAME.fullmatch(key):
+            refuse_grammar(f"the parameter name {key!r} cannot stand in a call; leave out quotes and angle brackets")
+        return sequence([const(f'<parameter name="{key}">'), value, const("</parameter>\n")])
+
+    def any_argument(self, value: Format) -> Format:
+        name = {"type": "regex", "pattern": '[^"<>\\n]+'}
+        return sequence([const('<parameter name="'), name, const('">'), value, const("</parameter>\n")])
+
+    def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
+        return self.json_value(node, root=root)
+
+
+class M3Calls(CallStyle):
+    """M3, whose tags all begin with a mark, however it is cut into tokens."""
+
+    mark = "]<]minimax[>["
+    end_of_text = mark
+
+    def block(self, calls: Format) -> Format:
+        return {"type": "tag", "begin": f"{self.mark}<tool_call>\n", "content": calls, "end": f"{self.mark}</tool_call>"}
+
+    def among_text(self, block: Format, *, once: bool) -> Format:
+        return {"type": "triggered_tags", "triggers": [f"{self.mark}<tool_call>"], "tags": [block], "stop_after_first": once}
+
+    def invoke(self, name: str, arguments: Format) -> Format:
+        return sequence([const(f'{self.mark}<invoke name="{name}">'), arguments, const(f"{self.mark}</invoke>\n")])
+
+    def argument(self, key: str, value: Format) -> Format:
+        if not _ELEMENT.fullmatch(key):
+            refuse_grammar(f"the parameter name {key!r} cannot be an element of a call; leave out spaces, quotes and brackets")
+        return sequence([const(f"{self.mark}<{key}>"), value, const(f"{self.mark}</{key}>")])
+
+    def any_argument(self, value: Format) -> Format:
+        name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]*"}
+        return sequence([const(f"{self.mark}<"), name, const(">"), value, const(f"{self.mark}</"), name, const(">")])
+
+    def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
+        if depth > MAX_DEPTH:
+            return self.json_value(node, root=root)
+        if node["type"] == "object":
+            return self.arguments(node, root=root, depth=depth)
+        first = node.get("prefixItems")
+        first = first if isinstance(first, list) else []
+        parts = [self.argument("item", self.value(schema, root=root, depth=depth + 1)) for schema in first]
+        items = node.get("items", not first)
+        if items is not False:
+            least, most = _count(node.get("minItems")), _count(node.get("maxItems"))
+            item = self.argument("item", self.value(items, root=root, depth=depth + 1))
+            least = max(0, (least or 0) - len(first))
+            parts.append(
+                {"type": "repeat", "min": least, "max": -1 if most is None else max(least, most - len(first)), "content": item}
+            )
+        return sequence(parts) if parts else const("")
+
+
+def _count(value: Any) -> int | None:
+    """A limit of a schema, if it is one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,0 +1,354 @@
+"""What each kind of grammar lets through, with the real compiler and the embedded model's vocabulary; calls are read back by
+the output parser, so that what a grammar forces is what a client gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("xgrammar")
+
+from negamax.base.errors import InvalidRequestError
+from negamax.config.grammar import Grammar, Marker, Reasoning
+from negamax.text.grammar import structural_tag
+from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher, Mask, MaskWriter
+from negamax.text.minimax_m2_format import MINIMAX_M2
+from negamax.text.minimax_m3_format import MINIMAX_M3
+from negamax.text.output_parser import ParsedOutput, parse
+from negamax.text.tokenizer import Tokenizer
+from negamax.text.tool_grammar import CallStyle, M2Calls, M3Calls, tool_grammar
+
+NANO = Path(__file__).parents[2] / "negamax" / "assets" / "nano"
+TOKENIZER = Tokenizer.from_folder(NANO)
+VOCAB_SIZE = 4160
+EOS = TOKENIZER.eos_token_id or 0
+COMPILER = GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], num_threads=1)
+WRITER = MaskWriter(COMPILER, num_threads=1)
+TAG_IDS = MINIMAX_M2.tag_ids(TOKENIZER)
+
+WEATHER = {
+    "name": "get_weather",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"enum": ["celsius", "fahrenheit"]},
+            "place": {"$ref": "#/$defs/place"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["city", "days"],
+        "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}, "required": ["lat"]}},
+    },
+}
+PING = {"type": "function", "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}
+
+
+def matcher(grammar: Grammar, reasoning: Reasoning | None = None) -> GrammarMatcher:
+    return GrammarMatcher(COMPILER.compile(structural_tag(grammar, reasoning)))
+
+
+def allowed(following: GrammarMatcher) -> set[int]:
+    (mask,) = WRITER.masks([following])
+    return ids(mask)
+
+
+def ids(mask: Mask) -> set[int]:
+    return set(np.nonzero(np.unpackbits(mask, bitorder="little"))[0].tolist())
+
+
+def takes(grammar: Grammar, text: str, reasoning: Reasoning | None = None) -> bool:
+    """Whether `text`, token by token as the mask allows, is a whole output."""
+    following = matcher(grammar, reasoning)
+    for token_id in TOKENIZER.encode(text):
+        if token_id not in allowed(following) or not following.take(token_id):
+            return False
+    return EOS in allowed(following)
+
+
+def schema(value: Any, *, strict: bool = True) -> Grammar:
+    return Grammar(kind="json_schema", text=json.dumps(value), strict=strict)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (Grammar(kind="json_object"), ["{}", '{"a": [1, {"b": null}]}'], ["[1]", "1", '{"a": 1', "{} "]),
+        (Grammar(kind="regex", text=r"[a-c]{2,3}-\d+"), ["ab-1", "abc-42"], ["a-1", "ab-", "ab-1 "]),
+        (Grammar(kind="choice", text='["yes", "no", "no way"]'), ["yes", "no", "no way"], ["maybe", "yess", "n"]),
+        (Grammar(kind="ebnf", text='root ::= "a" root? "b"'), ["ab", "aabb"], ["a", "aab", "ba"]),
+        (
+            Grammar(kind="structural_tag", text='{"format": {"type": "const_string", "value": "hi"}}'),
+            ["hi"],
+            ["h", "hi there"],
+        ),
+        (
+            Grammar(
+                kind="structural_tag",
+                text='{"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}]}',
+            ),
+            ["so <f>12</f> then", "nothing"],
+            ["<f>x</f>"],
+        ),
+        (schema({"type": "object", "properties": {"a": {"type": "integer"}}}), ['{"a": 1}', "{}"], ['{"b": 1}', '{"a": "x"}']),
+        (schema({"type": "string", "nullable": True}), ["null", '"x"'], ["1"]),
+        (schema({"type": "object", "required": ["a"]}), ['{"a": [1]}'], ["{}"]),
+        (schema({"type": "array"}), ['[1, "a"]', "[]"], ["{}"]),
+        (schema({"type": "string", "maxLength": 3}), ['"abc"'], ['"abcd"']),
+        (schema(True), ["1", "[]"], ["x"]),
+    ],
+)
+def test_each_kind_takes_what_it_describes_and_nothing_else(grammar: Grammar, good: list[str], bad: list[str]) -> None:
+    assert [takes(grammar, text) for text in good] == [True] * len(good)
+    assert [takes(grammar, text) for text in bad] == [False] * len(bad)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar(kind="regex", text="(?=a)b"), "Lookahead"),
+        (Grammar(kind="regex", text="[a"), "compiled"),
+        (Grammar(kind="ebnf", text="root ::= missing"), "missing"),
+        (schema({"type": "foo"}), "foo"),
+        (schema({"not": {"type": "string"}}), "'not'"),
+        (schema({"type": "array", "items": {"type": "object", "properties": {"x": {"uniqueItems": True}}}}), "uniqueItems"),
+        (schema({"$ref": "#/$defs/gone"}), "#/\\$defs/gone"),
+        (schema({"$ref": "https://example.com/schema"}), "example.com"),
+        (Grammar(kind="structural_tag", text="{}"), "format"),
+        (Grammar(kind="structural_tag", text='{"format": {"type": "unheard of"}}'), "compiled"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_with_the_reason(grammar: Grammar, words: str) -> None:
+    grammar.check()
+    with pytest.raises(InvalidRequestError, match=words):
+        matcher(grammar)
+
+
+def test_a_schema_that_is_not_strict_is_enforced_as_far_as_possible() -> None:
+    grammar = schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, strict=False)
+    assert takes(grammar, "[1, 1]") and not takes(grammar, '["a"]')
+
+
+def test_tags_and_control_tokens_never_stand_in_text() -> None:
+    """Inside strings of any kind, also those up to a closer, where the library itself allows every token."""
+    call = tool_grammar([WEATHER], M2Calls(TAG_IDS), choice="required")
+    assert call is not None
+    raw = matcher(call)
+    for token_id in TOKENIZER.encode('<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Ro'):
+        assert raw.take(token_id)
+    string = matcher(Grammar(kind="json_object"))
+    assert string.take(b'{"a')
+    for following in (raw, string):
+        tokens = allowed(following)
+        assert not [i for i in tokens if TOKENIZER.is_added(i) or i >= TOKENIZER.vocab_size]
+        assert len(tokens) > 3000
+
+
+def test_an_end_may_come_exactly_where_the_grammar_may_end() -> None:
+    following = matcher(Grammar(kind="regex", text="a+b?"))
+    seen = []
+    for text in (b"a", b"a", b"b"):
+        seen.append(EOS in allowed(following))
+        assert following.take(text)
+    assert [*seen, EOS in allowed(following)] == [False, True, True, True]
+    assert allowed(following) == {EOS}
+    assert following.take(EOS) and following.has_ended
+    following.take_back(2)
+    assert not following.has_ended and allowed(following) != {EOS}
+
+
+def reasoning(state: str, *, by_id: bool = True) -> Reasoning:
+    def tag(text: str) -> Marker:
+        return Marker(text, TOKENIZER.token_id(text) if by_id else None)
+
+    return Reasoning(
+        state="open" if state == "open" else "optional",
+        opener=tag("<think>" if by_id else "<mm:think>"),
+        closer=tag("</think>" if by_id else "</mm:think>"),
+        call_opener=tag("<minimax:tool_call>"),
+        closing_ids=(1,),
+        max_newlines=3,
+    )
+
+
+def test_after_an_open_reasoning_come_line_breaks_and_then_the_content() -> None:
+    for text, good in (("\n\n{}", True), ("{}", True), ("\n\n\n\n{}", False), (" {}", False)):
+        assert takes(Grammar(kind="json_object"), text, reasoning("open")) is good
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_an_optional_reasoning_stands_before_the_content_or_does_not(by_id: bool) -> None:
+    opener, closer = ("<think>", "</think>") if by_id else ("<mm:think>", "</mm:think>")
+    good = [f"{opener}so {{ then{closer}{{}}", f"{closer}{{}}", "{}"]
+    bad = [f"{opener}so {{}}", f"so{closer}{{}}", f"{opener}so{closer}"]
+    rules = reasoning("optional", by_id=by_id)
+    assert [takes(Grammar(kind="json_object"), text, rules) for text in good] == [True] * 3
+    assert [takes(Grammar(kind="json_object"), text, rules) for text in bad] == [False] * 3
+
+
+def m2_call(arguments: str, name: str = "get_weather") -> str:
+    return f'<invoke name="{name}">\n{arguments}</invoke>\n'
+
+
+def m2_block(*calls: str) -> str:
+    return f"<minimax:tool_call>\n{''.join(calls)}</minimax:tool_call>"
+
+
+def m2_arguments(**values: str) -> str:
+    return "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items())
+
+
+ROME = m2_arguments(city="Rome", days="3")
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        (m2_block(m2_call(ROME)), True),
+        ("\n\n\n" + m2_block(m2_call(ROME)), True),
+        (m2_block(m2_call(ROME), m2_call("", name="ping")), True),
+        (m2_block(m2_call(m2_arguments(city='a <b> & "c"\n</param>', days="-1", unit="celsius"))), True),
+        (m2_block(m2_call(ROME + m2_arguments(place='{"lat": 1.5}', tags='["x", "y"]'))), True),
+        (m2_block(m2_call(m2_arguments(city="Rome", days="three"))), False),
+        (m2_block(m2_call(m2_arguments(city="Rome"))), False),
+        (m2_block(m2_call(ROME + m2_arguments(unit="kelvin"))), False),
+        (m2_block(m2_call(ROME + m2_arguments(place="{}"))), False),
+        (m2_block(m2_call(ROME + m2_arguments(other="1"))), False),
+        (m2_block(m2_call(ROME, name="get_whether")), False),
+        (m2_block(), False),
+        ("Sure. " + m2_block(m2_call(ROME)), False),
+    ],
+)
+def test_a_required_call_is_a_declared_one_with_arguments_that_follow_the_schema(text: str, good: bool) -> None:
+    grammar = tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), choice="required")
+    assert grammar is not None
+    assert takes(grammar, text) is good
+
+
+def test_a_named_choice_and_no_parallel_calls_leave_one_call() -> None:
+    one, two = m2_block(m2_call(ROME)), m2_block(m2_call(ROME), m2_call(ROME))
+    named = tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), choice="function", name="get_weather")
+    single = tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), choice="required", parallel=False)
+    free = tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), parallel=False)
+    assert named and single and free
+    ping = m2_block(m2_call("", name="ping"))
+    assert [takes(named, text) for text in (one, ping, two)] == [True, False, False]
+    assert [takes(single, text) for text in (one, ping, two)] == [True, True, False]
+    assert [takes(free, text) for text in ("Hello", f"So:\n{one}", two, f"{one}{one}")] == [True, True, False, False]
+    loose = m2_block(m2_call(m2_arguments(city="Rome", days="three", what="ever")))
+    assert takes(free, loose)  # not strict: one call, of a declared tool, as it likes
+
+
+def test_a_strict_tool_in_free_text_is_held_to_its_schema_once_a_call_begins() -> None:
+    strict = {**WEATHER, "strict": True}
+    grammar = tool_grammar([strict, PING], M2Calls(TAG_IDS))
+    assert grammar is not None
+    good, bad = m2_block(m2_call(ROME)), m2_block(m2_call(m2_arguments(city="Rome", days="three")))
+    assert [takes(grammar, text) for text in ("Hi", f"Hi {good} and {good}", bad, "a </think> b")] == [True, True, False, False]
+    assert tool_grammar([WEATHER, PING], M2Calls(TAG_IDS)) is None
+
+
+def test_an_answer_in_a_form_may_be_a_call_instead() -> None:
+    grammar = tool_grammar([PING], M2Calls(TAG_IDS), content=Grammar(kind="json_object"))
+    assert grammar is not None
+    ping = m2_block(m2_call("", name="ping"))
+    assert [takes(grammar, text) for text in ("{}", ping, "Hi", f"{{}}{ping}")] == [True, True, False, False]
+
+
+def m3(text: str) -> str:
+    return text.replace("@", "]<]minimax[>[")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "good"),
+    [
+        ("@<city>Rome@</city>@<days>3@</days>", True),
+        ("@<city>a <b>@</city>@<days>3@</days>@<place>@<lat>1.5@</lat>@</place>", True),
+        ("@<city>Rome@</city>@<days>3@</days>@<tags>@<item>x@</item>@<item>@</item>@</tags>", True),
+        ("@<city>Rome@</city>@<days>x@</days>", False),
+        ("@<city>Rome@</city>", False),
+        ("@<city>Rome@</city>@<days>3@</days>@<place>@</place>", False),
+        ("@<city>Rome@</city>@<days>3@</days>@<unit>kelvin@</unit>", False),
+    ],
+)
+def test_m3_calls_nest_their_values(arguments: str, good: bool) -> None:
+    grammar = tool_grammar([WEATHER], M3Calls(), choice="required")
+    assert grammar is not None
+    text = m3(f'@<tool_call>\n@<invoke name="get_weather">{arguments}@</invoke>\n@</tool_call>')
+    assert takes(grammar, text) is good
+
+
+HALF_CHARACTERS = {i for i in range(VOCAB_SIZE) if "\ufffd" in TOKENIZER.token_text(i)}
+
+
+def walk(grammar: Grammar, seed: int, *, closer: str) -> str:
+    """An output that follows the grammar, chosen at random; where any text may stand, `closer` comes after a while."""
+    rng = np.random.default_rng(seed)
+    following, taken = matcher(grammar), []
+    for _ in range(4000):
+        tokens = sorted(allowed(following) - HALF_CHARACTERS)
+        chosen = [int(rng.choice(tokens))]
+        end = TOKENIZER.encode(closer)
+        if len(tokens) > 2000 and end[0] in tokens and rng.random() < 0.2:
+            chosen = end
+        if chosen == [EOS]:
+            return TOKENIZER.decode(taken)
+        for token_id in chosen:
+            assert token_id in allowed(following) and following.take(token_id)
+        taken += chosen
+    raise AssertionError(f"no end: {TOKENIZER.decode(taken)[:200]}")
+
+
+RICH: dict[str, Any] = {
+    "name": "edit",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "path": {"type": "string", "minLength": 1, "maxLength": 12},
+            "text": {"type": "string"},
+            "count": {"type": ["integer", "null"]},
+            "mode": {"anyOf": [{"const": "fast"}, {"type": "boolean"}]},
+            "day": {"type": "string", "format": "date"},
+            "options": {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]},
+        },
+        "required": ["path", "text", "count", "mode", "day", "options"],
+        "additionalProperties": False,
+    },
+}
+
+
+def check_rich(parsed: ParsedOutput) -> None:
+    assert parsed.tool_calls and all(call.name in ("edit", "ping") for call in parsed.tool_calls)
+    for call in parsed.tool_calls:
+        arguments = json.loads(call.arguments)
+        if call.name == "ping":
+            assert arguments == {}
+            continue
+        assert list(arguments) == ["path", "text", "count", "mode", "day", "options"]
+        assert 1 <= len(arguments["path"]) <= 12
+        assert arguments["count"] is None or type(arguments["count"]) is int
+        assert arguments["mode"] in ("fast", True, False)
+        assert len(arguments["day"]) == 10 and type(arguments["options"]["deep"]) is bool
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("style", ["m2", "m3"])
+def test_whatever_a_forced_call_says_the_parser_reads_valid_arguments_from_it(style: str, seed: int) -> None:
+    calls: CallStyle = M2Calls(TAG_IDS) if style == "m2" else M3Calls()
+    grammar = tool_grammar([RICH, PING], calls, choice="required")
+    assert grammar is not None
+    text = walk(grammar, seed, closer=calls.end_of_text)
+    output_format = MINIMAX_M2 if style == "m2" else MINIMAX_M3
+    parsed = parse(output_format, text, tools=[RICH, PING], in_reasoning=False)
+    assert parsed.content in (None, "")
+    check_rich(parsed)
+
+
+def test_compiled_grammars_are_kept_and_found_again() -> None:
+    tag = structural_tag(schema({"type": "integer", "minimum": 17}), None)
+    assert COMPILER.compile(tag) is COMPILER.compile(tag)

@@ -1,0 +1,160 @@
+"""Rows with masks sample what the masks allow, whole or split over ranks; rows beside them choose what they would alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from negamax.kernels.registry import OPS, KernelTable
+from negamax.parallel.collectives import Alone
+from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.step import NewRow, StepMasks, StepPlan
+from negamax.worker.batch import sample_inputs
+from negamax.worker.masks import LateMasks, RowMasks
+from negamax.worker.rows import Rows
+from negamax.worker.sampler import BROKEN, Sampled, sample, sample_sharded
+
+VOCAB = 500
+CPU = torch.device("cpu")
+REFERENCES = KernelTable("cpu", torch.bfloat16, {name: op.reference for name, op in OPS.items()})
+KINDS: tuple[dict[str, object], ...] = (
+    {},
+    {"top_k": 40, "top_p": 0.95},
+    {"top_p": 0.9},
+    {"temperature": 0.0},
+    {"top_k": 5, "logprobs": 2},
+    {"temperature": 0.0, "logprobs": 1},
+    {"temperature": 0.0, "logit_bias": {3: 100.0}},
+    {"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": (300,)},
+)
+ALLOWED = (40, 41, 299, 300, 499)
+
+
+def packed(*token_ids: int) -> bytes:
+    bits = np.zeros(VOCAB, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def rows_of(kinds: tuple[dict[str, object], ...]) -> Rows:
+    rows = Rows(len(kinds), 64, max_blocks=4, eos_token_ids=(1,), device=CPU)
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 5}
+    for slot, kind in enumerate(kinds):
+        rows._assign(NewRow(slot, [7, 8, 9, 9], 3, [0], SamplingParams(**(defaults | {"seed": slot} | kind))))
+    return rows
+
+
+def some_logits(num_rows: int, seed: int) -> torch.Tensor:
+    return 3 * torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def masks_for(members: list[int], *token_ids: int) -> RowMasks:
+    one = torch.frombuffer(bytearray(packed(*token_ids)), dtype=torch.uint8)
+    return RowMasks(members, one.repeat(len(members), 1))
+
+
+def sampled_whole(logits: torch.Tensor, rows: Rows, masks: RowMasks | None) -> Sampled:
+    inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), device=CPU)
+    return sample(logits.clone(), inputs, rows=rows, kernels=REFERENCES, masks=masks)
+
+
+def sampled_sharded(logits: torch.Tensor, rows: Rows, masks: RowMasks | None) -> Sampled:
+    inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), device=CPU)
+    return sample_sharded(logits.clone(), inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone(), masks=masks)
+
+
+@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_kind_of_row_obeys_its_mask(draw: Callable[..., Sampled], seed: int) -> None:
+    rows = rows_of(KINDS)
+    drawn = draw(some_logits(len(KINDS), seed), rows, masks_for(list(range(len(KINDS))), *ALLOWED))
+    assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
+def test_rows_without_a_mask_choose_as_if_nobody_had_one(draw: Callable[..., Sampled]) -> None:
+    rows, logits = rows_of(KINDS), some_logits(len(KINDS), 7)
+    masked = [0, 2, 5]
+    alone, beside = draw(logits, rows, None), draw(logits, rows, masks_for(masked, *ALLOWED))
+    for row in range(len(KINDS)):
+        if row not in masked:
+            assert beside.token_ids[row] == alone.token_ids[row]
+    assert {beside.token_ids[row].item() for row in masked} <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
+def test_log_probabilities_are_those_of_the_model_and_not_of_the_mask(draw: Callable[..., Sampled]) -> None:
+    rows, logits = rows_of(KINDS), some_logits(len(KINDS), 8)
+    drawn = draw(logits, rows, masks_for([4, 5], *ALLOWED))
+    assert drawn.logprobs is not None and drawn.logprob_rows == [4, 5]
+    expected = torch.log_softmax(logits, dim=-1)
+    for row, entry in zip([4, 5], drawn.logprobs.read(), strict=True):
+        assert entry.token_id in ALLOWED
+        assert abs(entry.logprob - expected[row, entry.token_id].item()) < 1e-5
+        assert entry.top_ids[0] == int(expected[row].argmax())
+
+
+@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
+def test_a_mask_has_the_last_word_over_min_tokens_and_bias(draw: Callable[..., Sampled]) -> None:
+    rows, logits = rows_of(KINDS), some_logits(len(KINDS), 9)
+    drawn = draw(logits, rows, masks_for([6, 8], 300))  # 300 may not come yet, says min_tokens; 3 must, says the bias
+    assert drawn.token_ids[[6, 8]].tolist() == [300, 300]
+
+
+def test_one_allowed_token_is_sampled_however_unlikely_it_is() -> None:
+    rows, logits = rows_of(KINDS), some_logits(len(KINDS), 10)
+    logits[:, 41] = -500.0
+    for draw in (sampled_whole, sampled_sharded):
+        assert draw(logits, rows, masks_for(list(range(len(KINDS))), 41)).token_ids.tolist() == [41] * len(KINDS)
+
+
+def test_numbers_that_break_are_reported_under_a_mask_too() -> None:
+    rows, logits = rows_of(KINDS[:2]), some_logits(2, 11)
+    logits[:, list(ALLOWED)] = float("nan")
+    for draw in (sampled_whole, sampled_sharded):
+        assert draw(logits, rows, masks_for([0, 1], *ALLOWED)).token_ids.tolist() == [BROKEN] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_each_rank_masks_its_own_share_of_the_vocabulary(ranks: int) -> None:
+    """Shares begin at any bit of a byte."""
+    logits = some_logits(40, 12)
+    members = [0, 3, 4, 39, *range(10, 38)]  # more than one tile, in pieces
+    masks = masks_for(members, *ALLOWED)
+    whole = logits.clone()
+    masks.apply(whole, first_id=0)
+    for share in torch.arange(VOCAB).tensor_split(ranks):
+        part = logits[:, share].clone()
+        masks.apply(part, first_id=int(share[0]))
+        assert torch.equal(part, whole[:, share])
+    for row in range(40):
+        finite = torch.nonzero(whole[row].isfinite()).flatten().tolist()
+        assert finite == (list(ALLOWED) if row in members else list(range(VOCAB)))
+
+
+def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> None:
+    waits = []
+
+    def wait() -> StepMasks:
+        waits.append(1)
+        return StepMasks(5, [2, 0], [0, 1], [packed(7), packed(8)])
+
+    plan = StepPlan(5, [], [], [], [4, 5, 6], [9, 9, 9], [1, 1, 1], [True, False, True], [0, 2])
+    late = LateMasks.of_plan(plan, wait)
+    assert waits == []
+    masks = late.of([0, 2], device=CPU)  # the sampled rows of the plan
+    assert masks is not None and masks.members == [0, 1]
+    logits = some_logits(2, 1)
+    masks.apply(logits, first_id=0)
+    assert [row.argmax().item() for row in logits] == [8, 7]
+    single = late.single(2).of([0], device=CPU)
+    assert single is not None and single.packed.numpy().tobytes() == packed(7)
+    assert late.single(1).of([0], device=CPU) is None
+    assert len(waits) == 1
+    unmasked = StepPlan(6, [], [], [], [4], [9], [1], [True])
+    assert LateMasks.of_plan(unmasked, wait).of([0], device=CPU) is None
+    assert len(waits) == 1

@@ -1,0 +1,202 @@
+"""A headless Chromium, driven through its DevTools protocol over a pipe: no driver, no package."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+START_SECONDS = 60.0
+WAIT_SECONDS = 30.0
+
+
+class PageError(AssertionError):
+    """A script of a test threw in the page, or the page did not do what was waited for."""
+
+
+class Browser:
+    """One tab. `problems` has what the page reported: uncaught errors, console errors, blocked loads."""
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self._incoming = os.fdopen(read_fd, "rb", buffering=0)
+        self._outgoing = os.fdopen(write_fd, "wb", buffering=0)
+        self._rest = b""
+        self._last_id = 0
+        self._session: str | None = None
+        self.problems: list[str] = []
+        self.requests: list[dict[str, Any]] = []  # {url, method, headers, postData?}
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """One command and its result."""
+        self._last_id += 1
+        message = {"id": self._last_id, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        self._outgoing.write(json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._last_id:
+                if "error" in answer:
+                    raise PageError(f"{method}: {answer['error']['message']}")
+                result: dict[str, Any] = answer["result"]
+                return result
+            self._note(answer)
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            part = self._incoming.read(1 << 16)
+            if not part:
+                raise PageError("the browser ended")
+            self._rest += part
+        line, _, self._rest = self._rest.partition(b"\0")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _note(self, message: dict[str, Any]) -> None:
+        params = message.get("params", {})
+        match message.get("method"):
+            case "Runtime.exceptionThrown":
+                details = params["exceptionDetails"]
+                self.problems.append(details.get("exception", {}).get("description", details["text"]))
+            case "Log.entryAdded" if params["entry"]["level"] == "error":
+                entry = params["entry"]
+                self.problems.append(f"{entry['text']} {entry.get('url', '')}".strip())
+            case "Runtime.consoleAPICalled" if params["type"] == "error":
+                self.problems.append(str([argument.get("value") for argument in params["args"]]))
+            case "Page.javascriptDialogOpening":
+                self.problems.append(f"dialog: {params['message']}")
+            case "Network.requestWillBeSent":
+                self.requests.append(params["request"])
+
+    def run(self, script: str, **values: Any) -> Any:
+        """The value of `script`, the body of an async function that sees `values` as its variables."""
+        names = ", ".join(values)
+        given = ", ".join(json.dumps(value) for value in values.values())
+        expression = f"(async ({names}) => {{ {script} }})({given})"
+        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True, userGesture=True)
+        if "exceptionDetails" in answer:
+            details = answer["exceptionDetails"]
+            raise PageError(details.get("exception", {}).get("description", details["text"]))
+        return answer["result"].get("value")
+
+    def wait(self, condition: str, *, seconds: float = WAIT_SECONDS, **values: Any) -> Any:
+        """Until the expression `condition` is true in the page; its value."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            value = self.run(f"return {condition}", **values)
+            if value:
+                return value
+            time.sleep(0.05)
+        text = self.run("return document.body.innerText")
+        raise PageError(f"not within {seconds:g} s: {condition}\n--- the page:\n{text}\n--- problems: {self.problems}")
+
+    def shows(self, selector: str) -> None:
+        """Wait until such an element is visible."""
+        self.wait("document.querySelector(selector)?.checkVisibility() === true", selector=selector)
+
+    def open(self, url: str) -> None:
+        """Load `url`."""
+        self.call("Page.navigate", url=url)
+        shown = re.sub(r"//[^/@]*@", "//", url)  # credentials are not
+        self.wait("location.href.startsWith(shown) && document.readyState === 'complete'", shown=shown)
+
+    def text(self, selector: str) -> str:
+        """What the first such element shows, without empty lines."""
+        shown = str(self.run("return document.querySelector(selector)?.innerText ?? ''", selector=selector))
+        return re.sub(r"\n{2,}", "\n", shown)
+
+    def click(self, selector: str) -> None:
+        """Click in the middle of the first such element, as a mouse does."""
+        place = self.wait(
+            "(() => { const e = document.querySelector(selector); e?.scrollIntoView({block: 'nearest'}); "
+            "const r = e?.getBoundingClientRect(); return r?.width ? {x: r.x + r.width / 2, y: r.y + r.height / 2} : null })()",
+            selector=selector,
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+    def write(self, selector: str, text: str) -> None:
+        """Put `text` in place of what a field holds."""
+        self.run("const e = document.querySelector(selector); e.focus(); e.select?.()", selector=selector)
+        self.call("Input.insertText", text=text) if text else self.press("Delete")
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """One key, wherever the focus is."""
+        codes = {"Enter": 13, "Escape": 27, "Tab": 9, "Delete": 46}
+        text = {"text": "\r"} if key == "Enter" else {}
+        common = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": 8 if shift else 0}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **common, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **common)
+
+    def look(self, *, width: int, height: int, scheme: str = "light") -> None:
+        """The size of the window and the colour scheme that the person prefers."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def screenshot(self, path: Path) -> None:
+        """What the window shows, as PNG."""
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+
+
+def chromium() -> str:
+    """The browser's program; skips the test where there is none."""
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no Chromium here: none of {', '.join(NAMES)} is on the PATH")
+    return found
+
+
+@contextlib.contextmanager
+def browsing(folder: Path) -> Iterator[Browser]:
+    """A fresh browser with its profile in `folder`, until the block ends."""
+    command = [
+        chromium(), "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={folder}", "--no-first-run", "--disable-gpu",
+        "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars",
+        *(["--no-sandbox"] if os.geteuid() == 0 else []),
+    ]  # fmt: skip
+    child_in, our_out = os.pipe()
+    our_in, child_out = os.pipe()
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        close_fds=False,  # Python's are closed on exec by themselves; the two that are moved are not
+        preexec_fn=_as_three_and_four(child_in, child_out),
+    )
+    os.close(child_in)
+    os.close(child_out)
+    try:
+        yield Browser(our_in, our_out)
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _as_three_and_four(read_fd: int, write_fd: int) -> Callable[[], None]:
+    """Chromium reads commands from descriptor 3 and answers on 4."""
+
+    def move() -> None:
+        high_read, high_write = os.dup(read_fd), os.dup(write_fd)  # neither may be 3 or 4 when the other is put there
+        while high_read in (3, 4):
+            high_read = os.dup(high_read)
+        while high_write in (3, 4):
+            high_write = os.dup(high_write)
+        os.dup2(high_read, 3)
+        os.dup2(high_write, 4)
+
+    return move

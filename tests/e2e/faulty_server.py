@@ -1,0 +1,91 @@
+"""A small server that answers wrongly on purpose, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+Fault = Callable[[asyncio.StreamWriter, int], Awaitable[None]]  # with the number of the request
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclass
+class FaultyServer:
+    """Where it listens, and what it was asked. Single writer: its thread."""
+
+    port: int = 0
+    connections: int = 0
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
+    """A server whose POST requests are answered by `fault`; it lists one model, 'faulty'."""
+    state = FaultyServer()
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        state.connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while not writer.is_closing():
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                match = re.search(r"(?i)content-length: (\d+)", head)
+                body = await reader.readexactly(int(match[1]) if match else 0)
+                if head.startswith("GET"):
+                    writer.write(whole(200, {"data": [{"id": "faulty", "max_model_len": 4096}]}))
+                    continue
+                state.headers.append(head)
+                state.bodies.append(json.loads(body))
+                await fault(writer, len(state.bodies) - 1)
+                await writer.drain()
+        writer.close()
+
+    async def serve() -> None:
+        server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        state.port = server.sockets[0].getsockname()[1]
+        ready.set()
+
+    def run() -> None:
+        loop.create_task(serve())
+        loop.run_forever()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield state
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+
+def whole(status: int, answer: object, *, headers: str = "") -> bytes:
+    """A response that is not streamed."""
+    body = json.dumps(answer).encode()
+    return f"HTTP/1.1 {status} Word\r\n{headers}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def chunk(payload: object) -> bytes:
+    """One event, as an HTTP chunk."""
+    text = payload if isinstance(payload, str) else json.dumps(payload)
+    data = f"data: {text}\n\n".encode()
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def text_chunk(text: str, finish_reason: str | None = None) -> bytes:
+    """One chunk of a plain completion."""
+    return chunk({"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]})
+
+
+def good_stream(tokens: int = 3, *, usage: bool = True) -> bytes:
+    """A whole answer of `tokens` chunks."""
+    last = chunk({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 2 * tokens}}) if usage else b""
+    return STREAM + text_chunk("x") * tokens + text_chunk("", "length") + last + chunk("[DONE]") + b"0\r\n\r\n"

@@ -1,0 +1,113 @@
+"""A server that shows the real chat page, with a model whose every word a test decides: hostile text, errors, pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from starlette.responses import StreamingResponse
+
+from negamax.api.playground import playground_router
+
+NAME = "scripted"
+USAGE = {
+    "prompt_tokens": 1200,
+    "completion_tokens": 40,
+    "total_tokens": 1240,
+    "prompt_tokens_details": {"cached_tokens": 1152},
+    "completion_tokens_details": {"reasoning_tokens": 12},
+}
+
+
+@dataclass
+class Script:
+    """What the server will do. Single writer: the test."""
+
+    steps: list[Any] = field(default_factory=list)  # deltas, error events, and seconds to wait
+    refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None  # status, error, headers: instead of a stream
+    key: str | None = None
+    finish_reason: str = "stop"
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # of the requests so far
+    hang_ups: int = 0  # streams that the client left
+
+
+def call(name: str, *arguments: str, index: int = 0) -> list[dict[str, Any]]:
+    """The deltas of one tool call whose arguments come in pieces."""
+    first = {"index": index, "id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": ""}}
+    pieces = [{"index": index, "function": {"arguments": piece}} for piece in arguments]
+    return [{"tool_calls": [piece]} for piece in (first, *pieces)]
+
+
+def _app(script: Script) -> FastAPI:
+    app = FastAPI()
+    app.include_router(playground_router())
+
+    def refused(request: Request) -> Response | None:
+        if script.key and request.headers.get("authorization") != f"Bearer {script.key}":
+            return _error(401, {"message": "the API key is missing", "code": "missing_api_key"}, {})
+        return None
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        body = {"object": "list", "data": [{"id": NAME, "max_model_len": 196_608}]}
+        return refused(request) or Response(msgspec.json.encode(body), media_type="application/json")
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        script.bodies.append(await request.json())
+        if script.refusal is not None:
+            return _error(*script.refusal)
+        headers = {"x-request-id": f"request-{len(script.bodies)}"}
+        return refused(request) or StreamingResponse(_events(script), media_type="text/event-stream", headers=headers)
+
+    return app
+
+
+def _error(status: int, error: dict[str, Any], headers: dict[str, str]) -> Response:
+    headers = {"x-request-id": "request-refused", **headers}
+    return Response(msgspec.json.encode({"error": error}), status_code=status, headers=headers, media_type="application/json")
+
+
+async def _events(script: Script) -> AsyncIterator[bytes]:
+    try:
+        for step in script.steps:
+            if isinstance(step, float | int):
+                await asyncio.sleep(step)
+            elif "error" in step:
+                yield _event(step)
+                return
+            else:
+                yield _event({"choices": [{"index": 0, "delta": step}], "usage": USAGE | {"completion_tokens": 1}})
+        yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": script.finish_reason}], "usage": None})
+        yield _event({"choices": [], "usage": USAGE})
+        yield b"data: [DONE]\n\n"
+    except asyncio.CancelledError:
+        script.hang_ups += 1
+        raise
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+@contextlib.contextmanager
+def scripted() -> Iterator[tuple[str, Script]]:
+    """The address of a running server, and its script."""
+    script = Script()
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(_app(script), log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", script
+    finally:
+        server.should_exit = True
+        thread.join(20)

@@ -1,0 +1,463 @@
+"""MiniMax's acceptance suite for text, by the ids of its checks, as far as a small model can show them.
+
+What needs a good model (language following, quality) is not here; what a server must do is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import negamax
+from negamax.text.tokenizer import Tokenizer
+from tests.e2e.conftest import MODEL
+from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION, joined, joined_calls, stream
+from tests.e2e.test_api_errors import error_of
+
+NANO = Path(negamax.__file__).parent / "assets" / "nano"
+CHAT = "/v1/chat/completions"
+SHORT: dict[str, Any] = {"model": MODEL, "max_tokens": 4, "temperature": 0}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+SECOND = {"id": "call_2", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": '{"temperature": 19, "condition": "cloudy"}'}
+ASKED = [*WEATHER_QUESTION, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+
+
+def answered(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    """The answer to a request, which must be a good one."""
+    response = http.post(CHAT, json={**SHORT, "messages": QUESTION, **fields})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    assert answer["usage"]["prompt_tokens"] > 0
+    return answer
+
+
+def refused(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    """The error of a request, which must be a 400, streamed or not."""
+    body = {**SHORT, "messages": QUESTION, **fields}
+    assert error_of(http.post(CHAT, json={**body, "stream": True}), 400)
+    return error_of(http.post(CHAT, json=body), 400)
+
+
+def data_chunks(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream as they went over the wire."""
+    response = http.post(CHAT, json={**SHORT, "messages": QUESTION, "stream": True, **fields})
+    assert response.status_code == 200, response.text
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+def test_02_06_usage_is_in_the_last_chunk_only_with_three_positive_numbers(http: httpx.Client) -> None:
+    chunks = data_chunks(http, stream_options={"include_usage": True})
+    assert all(chunk.get("usage") is None for chunk in chunks[:-1])
+    usage = chunks[-1]["usage"]
+    assert chunks[-1]["choices"] == []
+    assert usage["prompt_tokens"] > 0 and usage["completion_tokens"] > 0
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_stream_02_07_first_delta_has_the_role_and_no_other_has_one(http: httpx.Client) -> None:
+    deltas = [chunk["choices"][0]["delta"] for chunk in data_chunks(http, max_tokens=200)]
+    assert deltas[0]["role"] == "assistant"
+    assert not any("role" in delta for delta in deltas[1:])
+    for delta in deltas:
+        assert not (delta.get("content") and delta.get("reasoning_content"))
+        assert delta.get("reasoning") == delta.get("reasoning_content")
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"thinking": {"type": "disabled"}},
+        {"thinking_mode": "disabled"},
+        {"enable_thinking": False},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"thinking_mode": "disabled"}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ],
+    ids=str,
+)
+def test_04_disabled_thinking_gives_no_reasoning(http: httpx.Client, off: dict[str, Any]) -> None:
+    answer = answered(http, max_tokens=30, **off)
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] is message["reasoning_content"] is None
+    assert message["content"]
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+@pytest.mark.parametrize("mode", ["enabled", "adaptive"])
+def test_04_other_modes_think(http: httpx.Client, mode: str) -> None:
+    answer = answered(http, thinking={"type": mode}, reasoning_effort="high")
+    assert answer["choices"][0]["message"]["reasoning"]
+
+
+def exactly(text: str, **more: Any) -> dict[str, Any]:
+    """A request whose content can be nothing but `text`."""
+    return {"structured_outputs": {"choice": [text]}, "max_tokens": 200, **more}
+
+
+@pytest.mark.parametrize("text", ["[SILENCE]", "Two lines\nand an end\n", "👩‍🚀 🙂 naïve 日本語 العربية"])
+@pytest.mark.parametrize("thinking", ["enabled", "disabled"])
+def test_02_07_12_07_16_15_content_arrives_whole(http: httpx.Client, text: str, thinking: str) -> None:
+    """Emoji, brackets that begin a marker, line breaks at the end: whole and in a stream, with thinking and without."""
+    request = exactly(text, thinking={"type": thinking})
+    assert answered(http, **request)["choices"][0]["message"]["content"] == text
+    deltas = [chunk["choices"][0]["delta"] for chunk in data_chunks(http, **request)]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text
+    assert any(delta.get("reasoning") for delta in deltas) == (thinking == "enabled")
+
+
+def test_04_disabled_thinking_keeps_think_tags_out_of_the_content(http: httpx.Client) -> None:
+    for text in ("</think> is a tag", "Say <think>"):
+        request = exactly(text, thinking={"type": "disabled"})
+        assert text.split()[-1] in answered(http, **request)["choices"][0]["message"]["content"]
+
+
+def test_04_budget_of_thinking_is_kept(http: httpx.Client) -> None:
+    for budget in (
+        {"thinking_token_budget": 4},
+        {"thinking": {"type": "enabled", "budget_tokens": 4}},
+        {"max_thinking_tokens": 4},
+    ):
+        usage = answered(http, max_tokens=100, **budget)["usage"]
+        assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] <= 6
+
+
+def test_04_prompt_of_disabled_thinking_keeps_the_prefix(http: httpx.Client) -> None:
+    body = {"messages": QUESTION}
+    prompts = [
+        http.post(f"{CHAT}/render", json={**body, **fields}).json()["prompt"]
+        for fields in ({}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}})
+    ]
+    assert prompts[0] == prompts[2]
+    assert prompts[1] == prompts[0] + "</think>\n\n"
+
+
+def test_04_invalid_thinking_type_is_refused(http: httpx.Client) -> None:
+    assert refused(http, thinking={"type": "banana"})["param"] == "thinking.type"
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5, 1, 2])
+def test_05_01_usual_temperatures_are_accepted(http: httpx.Client, temperature: float) -> None:
+    answered(http, temperature=temperature)
+
+
+def test_06_token_limits(http: httpx.Client) -> None:
+    assert refused(http, max_tokens=-1)["param"] == "max_tokens"
+    for limit in (512_000, 524_288):
+        assert answered(http, max_tokens=limit)["choices"][0]["finish_reason"] == "stop"
+    answer = answered(http, max_tokens=100, max_completion_tokens=3)
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_06_zero_tokens_only_read_the_prompt(http: httpx.Client) -> None:
+    answer = answered(http, max_tokens=0)
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+    assert answer["usage"]["completion_tokens"] == 0
+    chunks = data_chunks(http, max_tokens=0, logprobs=True)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "length"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [*QUESTION, {"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}, *QUESTION],
+        [*ASKED, RESULT],
+        [*WEATHER_QUESTION, {"role": "assistant", "tool_calls": [CALL]}, RESULT],
+        [*WEATHER_QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT],
+        [{"role": "system", "content": "A"}, {"role": "system", "content": "B"}, *QUESTION, {"role": "system", "content": "C"}],
+        [
+            *WEATHER_QUESTION,
+            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "now", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+        ],
+        [
+            *WEATHER_QUESTION,
+            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "now", "arguments": {"zone": "CET"}}}]},
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "12:00"}]},
+        ],
+        [*WEATHER_QUESTION, {"role": "assistant", "content": None, "reasoning_details": [{"text": "Hm."}]}, *QUESTION],
+    ],
+    ids=["two assistants", "null content", "no content", "empty content", "system", "no arguments", "object", "details"],
+)
+def test_07_shapes_of_history_are_accepted(http: httpx.Client, messages: list[Any]) -> None:
+    answered(http, messages=messages)
+
+
+def test_07_04_empty_list_of_messages_is_refused(http: httpx.Client) -> None:
+    assert refused(http, messages=[])["param"] == "messages"
+
+
+def test_10_06_length_means_the_limit_and_10_07_prompts_count_the_same_in_streams(http: httpx.Client) -> None:
+    answer = answered(http, max_tokens=7, ignore_eos=True)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 7
+    streamed = data_chunks(http, max_tokens=7, ignore_eos=True, stream_options={"include_usage": True})[-1]["usage"]
+    assert (streamed["prompt_tokens"], streamed["completion_tokens"]) == (answer["usage"]["prompt_tokens"], 7)
+
+
+def test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache(http: httpx.Client) -> None:
+    """Notes in the middle stay in place: what was read before them is not read again."""
+    messages: list[Any] = [
+        {"role": "system", "content": "You know about the weather, and you answer in one short sentence, always in English."},
+        {"role": "user", "content": "Which months are cold in the north of the country, and which ones are warm there?"},
+    ]
+    first = answered(http, messages=messages, thinking={"type": "disabled"})
+    messages += [
+        {"role": "assistant", "content": first["choices"][0]["message"]["content"]},
+        {"role": "system", "content": "From now on, answer in capital letters."},
+        {"role": "user", "content": "And in the south?"},
+    ]
+    second = answered(http, messages=messages)
+    first_tokens = first["usage"]["prompt_tokens"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first_tokens - 48
+    prompt = http.post(f"{CHAT}/render", json={"messages": messages}).json()["prompt"]
+    assert prompt.index("in one short sentence") < prompt.index("And in the south?")
+    assert prompt.index("Which months") < prompt.index("in capital letters") < prompt.index("And in the south?")
+
+
+@pytest.mark.parametrize(
+    ("instructions", "order"),
+    [
+        ([{"role": "root", "content": "ROOT"}], ["ROOT"]),
+        ([{"role": "system", "content": "SYS"}], ["SYS"]),
+        ([{"role": "root", "content": "ROOT"}, {"role": "system", "content": "SYS"}], ["ROOT", "SYS"]),
+        ([{"role": "system", "content": "SYS"}, {"role": "root", "content": "ROOT"}], ["ROOT", "SYS"]),
+        ([{"role": "root", "content": "ROOT"}, {"role": "developer", "content": "DEV"}], ["ROOT", "DEV"]),
+    ],
+    ids=str,
+)
+def test_11_root_stands_before_system(http: httpx.Client, instructions: list[Any], order: list[str]) -> None:
+    messages = [*instructions, *QUESTION]
+    answered(http, messages=messages)
+    prompt = http.post(f"{CHAT}/render", json={"messages": messages}).json()["prompt"]
+    places = [prompt.index(word) for word in order]
+    assert places == sorted(places) and places[-1] < prompt.index("Tom has 47")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": "get_weather", "description": "Get the current weather for a city."},
+        {"name": "get_weather", "parameters": WEATHER["function"]["parameters"]},  # type: ignore[index]
+        {"name": "get_weather"},
+        {"name": "my-tool.v2", "parameters": {"type": "object", "properties": {}}},
+    ],
+    ids=["no parameters", "no description", "name only", "16_11"],
+)
+def test_13_05_13_06_16_11_sparse_tools_are_accepted(http: httpx.Client, function: dict[str, Any]) -> None:
+    answered(http, messages=WEATHER_QUESTION, tools=[{"type": "function", "function": function}])
+
+
+def test_13_12_history_may_show_tools_that_are_not_declared(http: httpx.Client) -> None:
+    answered(http, messages=[*ASKED, RESULT])
+    answered(http, messages=[*ASKED, RESULT], tools=[{"type": "function", "function": {"name": "other"}}])
+
+
+def test_13_tools_keep_the_key_order_of_the_client(http: httpx.Client) -> None:
+    function = {
+        "parameters": {"required": ["z"], "properties": {"z": {}, "a": {}}, "type": "object"},
+        "name": "f",
+        "b": 1,
+        "a": 2,
+    }
+    body = {"messages": QUESTION, "tools": [{"function": function, "type": "function"}]}
+    assert json.dumps(function) in http.post(f"{CHAT}/render", json=body).json()["prompt"]
+
+
+def test_13_13_a_call_is_reported_although_no_tool_is_declared(http: httpx.Client) -> None:
+    tags = Tokenizer.from_folder(NANO)
+    opener, closer = ({"type": "token", "token": tags.token_id(tag)} for tag in ("<minimax:tool_call>", "</minimax:tool_call>"))
+    call = '\n<invoke name="look_up">\n<parameter name="id">007</parameter>\n</invoke>\n'
+    form = {"type": "sequence", "elements": [opener, {"type": "const_string", "value": call}, closer]}
+    request = {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": form}}, "max_tokens": 200}
+    (choice,) = answered(http, **request)["choices"]
+    (made,) = choice["message"]["tool_calls"]
+    assert (made["function"]["name"], made["function"]["arguments"]) == ("look_up", '{"id": "007"}')
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+
+
+def test_15_thinking_and_tools_over_several_turns(client: openai.OpenAI) -> None:
+    messages: list[Any] = [*WEATHER_QUESTION]
+    first = stream(client, messages=messages, tools=[WEATHER], temperature=0)
+    assert joined(first, "reasoning_content")
+    ((name, arguments),) = joined_calls(first)
+    (call_id,) = [p.id for c in first for choice in c.choices for p in choice.delta.tool_calls or () if p.id]
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    reply = {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": joined(first, "reasoning_content"),
+        "tool_calls": [call],
+    }
+    messages += [reply, {**RESULT, "tool_call_id": call_id}]
+    second = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], temperature=0)
+    assert "19" in (second.choices[0].message.content or "")
+    messages += [second.choices[0].message.model_dump(exclude_none=True), *WEATHER_QUESTION]
+    third = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], temperature=0)
+    assert third.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([*ASKED, {**RESULT, "content": {"temperature": 19}}], "messages[2].content"),
+        ([{"role": "user", "content": {"text": "x"}}], "messages[0].content"),
+        ([*ASKED, {**RESULT, "tool_call_id": "call_9"}], "messages[2].tool_call_id"),
+        ([*WEATHER_QUESTION, {"role": "assistant", "tool_calls": [CALL, SECOND]}, RESULT], "messages[1].tool_calls"),
+        ([*ASKED, *QUESTION], "messages[1].tool_calls"),
+        (
+            [*ASKED[:1], {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]}, RESULT],
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        ([*QUESTION, RESULT], "messages[1]"),
+        ([{"role": "wizard", "content": "x"}], "messages[0]"),
+    ],
+    ids=["16_01", "16_07", "16_08", "16_09", "16_09 none", "16_12", "no call", "20 role"],
+)
+def test_16_broken_history_is_refused(http: httpx.Client, messages: list[Any], param: str) -> None:
+    assert refused(http, messages=messages)["param"] == param
+
+
+def test_16_results_in_any_order_are_put_in_the_order_of_the_calls(http: httpx.Client) -> None:
+    calls = {"role": "assistant", "content": None, "tool_calls": [CALL, SECOND]}
+    results = [{"role": "tool", "tool_call_id": "call_2", "content": "ROMAN"}, {**RESULT, "content": "PARISIAN"}]
+    messages = [*WEATHER_QUESTION, calls, *results]
+    answered(http, messages=messages)
+    prompt = http.post(f"{CHAT}/render", json={"messages": messages}).json()["prompt"]
+    assert 0 < prompt.index("PARISIAN") < prompt.index("ROMAN")
+
+
+TWO_CITIES = [{"role": "user", "content": "Get the weather for Berlin, Tokyo and Lima."}]
+
+
+def test_16_required_call_is_made_after_thinking(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"messages": QUESTION, "tools": [WEATHER], "tool_choice": "required", "temperature": 0}
+    answer = client.chat.completions.create(model=MODEL, max_tokens=300, **options)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls and (choice.message.model_extra or {})["reasoning"]
+    for call in choice.message.tool_calls:
+        assert isinstance(json.loads(call.function.arguments)["city"], str)
+    chunks = stream(client, max_tokens=300, **options)
+    assert joined_calls(chunks) == [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+
+
+def test_16_named_call_is_the_answer_and_ends_with_stop(client: openai.OpenAI) -> None:
+    now = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    for thinking in ("enabled", "disabled"):
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=WEATHER_QUESTION,  # type: ignore[arg-type]
+            tools=[WEATHER, now],  # type: ignore[list-item]
+            tool_choice={"type": "function", "function": {"name": "now"}},
+            extra_body={"thinking": {"type": thinking}},
+            max_tokens=200,
+        )
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert (call.function.name, call.function.arguments) == ("now", "{}")
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_16_14_forced_tool_that_is_not_declared_is_refused(http: httpx.Client) -> None:
+    named = {"type": "function", "function": {"name": "other"}}
+    for tools in ({}, {"tools": []}, {"tools": [WEATHER]}):
+        assert refused(http, **tools, tool_choice=named)["param"] == "tool_choice"
+    assert refused(http, tool_choice="required")["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+def test_16_without_parallel_calls_there_is_one(client: openai.OpenAI, tool_choice: str) -> None:
+    options: dict[str, Any] = {"messages": TWO_CITIES, "tools": [WEATHER], "temperature": 0, "tool_choice": tool_choice}
+    assert len(joined_calls(stream(client, parallel_tool_calls=False, max_tokens=400, **options))) == 1
+    several = client.chat.completions.create(model=MODEL, max_tokens=400, **options)
+    assert len(several.choices[0].message.tool_calls or ()) > 1
+
+
+def test_forms_of_the_answer_hold_in_streams_too(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"apples": {"type": "integer", "minimum": 0, "maximum": 99}, "sure": {"type": "boolean"}},
+        "required": ["apples", "sure"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "count", "schema": schema, "strict": True}}
+    chunks = stream(client, messages=QUESTION, response_format=form, max_tokens=300, temperature=0)
+    value = json.loads(joined(chunks, "content"))
+    assert set(value) == {"apples", "sure"} and 0 <= value["apples"] <= 99
+    assert joined(chunks, "reasoning")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_form_that_cannot_be_compiled_is_refused_before_the_stream_begins(http: httpx.Client, streamed: bool) -> None:
+    for path, body in ((CHAT, {"messages": QUESTION}), ("/v1/completions", {"prompt": "x"})):
+        response = http.post(path, json={**SHORT, **body, "guided_regex": "([", "stream": streamed})
+        assert error_of(response, 400)["code"] == "invalid_grammar"
+
+
+def test_plain_completions_follow_a_form(http: httpx.Client) -> None:
+    body = {"prompt": "Tom has", "guided_choice": ["no apples", "some apples"], "max_tokens": 50}
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] in ("no apples", "some apples")
+
+
+def test_reasoning_goes_where_it_was_asked_for(http: httpx.Client) -> None:
+    plain = answered(http, max_tokens=200)["choices"][0]["message"]
+    split = answered(http, max_tokens=200, reasoning_split=True)["choices"][0]["message"]
+    assert split["reasoning_details"][0]["text"] == split["reasoning_content"] == plain["reasoning_content"]
+    assert "reasoning_details" not in plain
+    for inline in ({"reasoning_split": False}, {"separate_reasoning": False}):
+        message = answered(http, max_tokens=200, **inline)["choices"][0]["message"]
+        assert message["content"].startswith(f"<think>{plain['reasoning']}\n</think>")
+        assert message["content"].endswith(plain["content"]) and message["reasoning"] is None
+    details = [chunk["choices"][0]["delta"] for chunk in data_chunks(http, max_tokens=200, reasoning_split=True)]
+    texts = [detail["text"] for delta in details for detail in delta.get("reasoning_details", ())]
+    assert "".join(texts) == plain["reasoning"] and len(texts) > 1
+    held = [chunk["choices"][0]["delta"] for chunk in data_chunks(http, max_tokens=200, stream_reasoning=False)]
+    assert [d["reasoning"] for d in held if d.get("reasoning")] == [plain["reasoning"]]
+
+
+def test_packets_of_a_long_string_argument_grow_and_are_never_huge(client: openai.OpenAI) -> None:
+    """How few tiny ones there are depends on how quickly this machine is, and is tested with a clock of its own."""
+    properties = {"path": {"type": "string", "maxLength": 9}, "content": {"type": "string", "minLength": 300, "maxLength": 350}}
+    parameters = {"type": "object", "properties": properties, "required": ["path", "content"], "additionalProperties": False}
+    write = {"type": "function", "function": {"name": "write", "parameters": parameters}}
+    chunks = stream(client, messages=QUESTION, tools=[write], tool_choice="required", parallel_tool_calls=False, max_tokens=900)
+    pieces = [piece for c in chunks for choice in c.choices for piece in choice.delta.tool_calls or ()]
+    sizes = [len(piece.function.arguments) for piece in pieces if piece.function.arguments]
+    assert len(sizes) > 5 and max(sizes) <= 200
+    ((_, arguments),) = joined_calls(chunks)
+    assert len(json.loads(arguments)["content"]) >= 300
+
+
+def test_echo_repeats_the_message_that_is_continued(http: httpx.Client) -> None:
+    body = {"messages": [*QUESTION, {"role": "assistant", "content": "He has"}], "max_tokens": 8}
+    body |= {"continue_final_message": True, "add_generation_prompt": False, "temperature": 0}
+    plain = answered(http, **body)["choices"][0]["message"]["content"]
+    assert answered(http, **body, echo=True)["choices"][0]["message"]["content"] == f"He has{plain}"
+    deltas = [chunk["choices"][0]["delta"] for chunk in data_chunks(http, **body, echo=True)]
+    assert "".join(delta.get("content") or "" for delta in deltas) == f"He has{plain}"
+
+
+def test_fields_of_sglang_and_vllm_reach_the_answer(http: httpx.Client) -> None:
+    answer = answered(
+        http, rid="my-id.1", logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True
+    )
+    assert answer["id"] == "chatcmpl-my-id.1"
+    (choice,) = answer["choices"]
+    assert [token["token"] for token in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
+    stopped = answered(http, max_tokens=200, stop=["apples"], no_stop_trim=True)["choices"][0]["message"]
+    assert (stopped["reasoning"] + stopped["content"]).endswith("apples")
+
+
+def test_20_wrong_sampling_and_model_are_refused_with_a_trace_id(http: httpx.Client) -> None:
+    assert refused(http, temperature=5)["param"] == "temperature"
+    assert refused(http, top_p=1.5)["param"] == "top_p"
+    assert refused(http, top_p=0)["param"] == "top_p"
+    error_of(http.post(CHAT, json={"model": "none such", "messages": QUESTION}), 404)

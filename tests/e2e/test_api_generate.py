@@ -1,0 +1,189 @@
+"""SGLang's /generate and its helpers: one prompt or many, streams that repeat what was said, aborts, the cache."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import MODEL, Server, eventually
+from tests.e2e.test_api_errors import error_of
+
+PROMPT = "Tom has 47 apples and buys 38 more. How many apples"
+GREEDY = {"temperature": 0, "max_new_tokens": 12}
+
+
+def generated(http: httpx.Client, **fields: Any) -> Any:
+    response = http.post("/generate", json={"text": PROMPT, "sampling_params": GREEDY, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    response = http.post("/generate", json={"text": PROMPT, "sampling_params": GREEDY, "stream": True, **fields})
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+def test_text_and_its_token_ids_are_continued_alike(http: httpx.Client) -> None:
+    by_text = generated(http, rid="mine")
+    ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    by_ids = generated(http, text=None, input_ids=ids)
+    assert by_text["text"] == by_ids["text"] and by_text["output_ids"] == by_ids["output_ids"]
+    meta = by_text["meta_info"]
+    assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "length", "length": 12}
+    assert meta["prompt_tokens"] == len(ids) and meta["completion_tokens"] == len(by_text["output_ids"]) == 12
+    assert meta["e2e_latency"] > 0 and "output_token_logprobs" not in meta
+    completion = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    assert http.post("/v1/completions", json=completion).json()["choices"][0]["text"] == by_text["text"]
+
+
+def test_stream_repeats_what_was_said_and_ends_in_the_whole_answer(http: httpx.Client) -> None:
+    whole = generated(http)
+    events = events_of(http)
+    texts = [event["text"] for event in events]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    assert texts[-1] == whole["text"] and events[-1]["output_ids"] == whole["output_ids"]
+    reasons = [event["meta_info"]["finish_reason"] for event in events]
+    assert reasons[-1] == whole["meta_info"]["finish_reason"] and not any(reasons[:-1])
+    assert "index" not in events[0]
+
+
+def test_batch_and_choices_give_lists(http: httpx.Client) -> None:
+    second = {"temperature": 0, "max_new_tokens": 3, "n": 2}
+    batch = generated(http, text=[PROMPT, "One two"], sampling_params=[GREEDY, second], rid=["a", "b"])
+    assert [answer["meta_info"]["id"] for answer in batch] == ["a", "b", "b"]
+    assert [answer["meta_info"]["completion_tokens"] for answer in batch] == [12, 3, 3]
+    assert batch[0]["text"] == generated(http)["text"]
+    events = events_of(http, text=[PROMPT, "One two"], sampling_params=[GREEDY, second])
+    last = {event["index"]: event["text"] for event in events}
+    assert [last[index] for index in range(3)] == [answer["text"] for answer in batch]
+
+
+def test_stop_reasons_tell_what_matched(http: httpx.Client) -> None:
+    text = generated(http)["text"]
+    word = text[len(text) // 2 :][:4]
+    cut = generated(http, sampling_params={**GREEDY, "stop": word})
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": word} and word not in cut["text"]
+    kept = generated(http, sampling_params={**GREEDY, "stop": [word], "no_stop_trim": True})
+    assert kept["text"].endswith(word)
+    token_id = generated(http)["output_ids"][3]
+    by_id = generated(http, sampling_params={**GREEDY, "stop_token_ids": [token_id]})
+    assert by_id["meta_info"]["finish_reason"] == {"type": "stop", "matched": token_id}
+    only_read = generated(http, sampling_params={"max_new_tokens": 0})
+    assert only_read["text"] == "" and only_read["output_ids"] == []
+
+
+def test_logprobs_of_prompt_and_answer(http: httpx.Client) -> None:
+    options = {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+    answer = generated(http, **options, logprob_start_len=0)
+    meta = answer["meta_info"]
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert len(meta["input_token_logprobs"]) == len(meta["input_top_logprobs"]) == meta["prompt_tokens"]
+    assert meta["input_token_logprobs"][0][0] is None and meta["input_top_logprobs"][0] is None
+    assert "".join(entry[2] for entry in meta["input_token_logprobs"]) == PROMPT
+    assert all(entry[0] <= 0 for entry in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]))
+    assert all(top[0] == entry for top, entry in zip(meta["output_top_logprobs"], meta["output_token_logprobs"], strict=True))
+    later = generated(http, **options, logprob_start_len=4)["meta_info"]["input_token_logprobs"]
+    assert later == meta["input_token_logprobs"][4:]
+    assert generated(http, return_logprob=True)["meta_info"]["input_token_logprobs"] == []
+
+
+def test_forms_are_followed(http: httpx.Client) -> None:
+    answer = generated(http, sampling_params={**GREEDY, "regex": "(yes|no)"})
+    assert answer["text"] in ("yes", "no") and answer["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -> None:
+    endless = {"max_new_tokens": 3900, "ignore_eos": True}
+    answers: dict[str, Any] = {}
+
+    def ask(rid: str) -> None:
+        with server.http() as other:
+            answers[rid] = generated(other, rid=rid, sampling_params=endless)
+
+    threads = [threading.Thread(target=ask, args=(rid,)) for rid in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 2)
+    assert http.post("/abort_request", json={"rid": "on"}).json() == {"num_aborted": 0}  # a whole id, not its beginning
+    assert http.post("/abort_request", json={"rid": "one"}).json() == {"num_aborted": 1}
+    threads[0].join(5)
+    assert answers["one"]["meta_info"]["finish_reason"]["type"] == "abort" and "two" not in answers
+    error_of(http.post("/flush_cache"), 400)  # one still runs
+    assert http.post("/abort_request", json={"abort_all": True}).json() == {"num_aborted": 1}
+    threads[1].join(5)
+    assert answers["two"]["meta_info"]["finish_reason"]["type"] == "abort"
+    error_of(http.post("/abort_request", json={}), 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 3900}),
+        ("/v1/responses", {"input": "Go", "max_output_tokens": 3900}),
+    ],
+    ids=["messages", "responses"],
+)
+def test_aborted_answers_of_other_routes_end_in_an_error(http: httpx.Client, path: str, fields: dict[str, Any]) -> None:
+    """They have no word for it; a client must not take the beginning for the whole."""
+    events: list[dict[str, Any]] = []
+    body = {"model": MODEL, "ignore_eos": True, "stream": True, **fields}
+    with http.stream("POST", path, json=body) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            events.append(json.loads(line.removeprefix("data: ")))
+            if len(events) == 4:
+                started = events[0].get("message") or events[0]["response"]
+                with httpx.Client(base_url=http.base_url) as other:
+                    aborted = other.post("/abort_request", json={"rid": started["id"]}).json()
+                assert aborted == {"num_aborted": 1}
+    assert events[-1]["type"] in ("error", "response.failed")
+    assert "aborted" in json.dumps(events[-1])
+
+
+def test_flushed_cache_holds_no_prefix(http: httpx.Client, server: Server) -> None:
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
+    prompt = "A prompt of its own, long enough to fill a block or two of the cache, so that it can be found again later."
+    again = [generated(http, text=prompt)["meta_info"]["cached_tokens"] for _ in range(2)]
+    assert again[1] > 0
+    assert eventually(lambda: http.post("/flush_cache").status_code == 200)
+    assert generated(http, text=prompt)["meta_info"]["cached_tokens"] == 0
+
+
+def test_model_and_server_describe_themselves(http: httpx.Client) -> None:
+    for prefix in ("", "get_"):
+        assert http.get(f"/{prefix}model_info").json()["model_path"] == MODEL
+        info = http.get(f"/{prefix}server_info").json()
+        assert info["context_length"] == 4096 and info["max_total_num_tokens"] > 0
+        assert not any("key" in name for name in info)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "text"),
+        ({"text": "x", "input_ids": [1]}, "text"),
+        ({"text": []}, "text"),
+        ({"text": 3}, "text"),
+        ({"input_ids": [10**9]}, "prompt"),
+        ({"text": "x", "sampling_params": {"temperature": 5}}, "temperature"),
+        ({"text": "x", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+        ({"text": "x", "sampling_params": {"stop_regex": "x"}}, "stop_regex"),
+        ({"text": "x", "sampling_params": {"regex": "x", "ebnf": "y"}}, "sampling_params.ebnf"),
+        ({"text": ["x", "y"], "sampling_params": [{}]}, "sampling_params"),
+        ({"text": ["x", "y"], "rid": ["a"]}, "rid"),
+        ({"text": "x", "image_data": "y"}, "image_data"),
+        ({"text": "x", "return_logprob": True, "top_logprobs_num": 50}, "logprobs"),
+    ],
+    ids=str,
+)
+def test_bad_request_names_its_field(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    error = error_of(http.post("/generate", json=fields), 400)
+    assert error["param"] is not None and error["param"].split(".")[0].startswith(param.split(".")[0])

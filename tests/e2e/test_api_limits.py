@@ -1,0 +1,270 @@
+"""What one client may cost the others: queue, deadlines, hang-ups, slow readers, sizes of heads and bodies."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Server, eventually, serving
+from tests.e2e.test_api_errors import CHAT, HELLO, error_of
+
+LONG: dict[str, Any] = {"messages": HELLO, "ignore_eos": True, "max_tokens": 100_000}
+RUNNING = "vllm:num_requests_running"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with low limits: two sequences run, two wait, with 400 prompt tokens in all."""
+    limits = ("--max-num-seqs", "2", "--max-queued-requests", "2", "--max-queued-tokens", "400")
+    times = ("--slow-client-timeout", "1", "--request-timeout", "30", "--max-body-bytes", "100KiB")
+    with serving(*limits, *times, log_file=tmp_path_factory.mktemp("small") / "log") as server:
+        yield server
+        assert "Traceback" not in server.log
+
+
+@pytest.fixture(autouse=True)
+def all_is_over_afterwards(small: Server) -> Iterator[None]:
+    """No test leaves a sequence, a block or an open request behind."""
+    yield
+    assert eventually(lambda: small.gauge(RUNNING) == 0 and small.gauge("vllm:num_requests_waiting") == 0)
+    assert eventually(lambda: small.gauge("vllm:kv_cache_usage_perc") == 0)
+    assert eventually(lambda: small.gauge("negamax:open_requests") == 0)
+    assert small.gauge("negamax:waiting_tokens") == 0
+
+
+def address(server: Server) -> tuple[str, int]:
+    url = httpx.URL(server.url)
+    return url.host, url.port or 80
+
+
+def post_bytes(body: dict[str, Any], path: str = CHAT) -> bytes:
+    content = json.dumps(body).encode()
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    ).encode() + content
+
+
+def open_stream(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A stream whose client has read its first bytes."""
+    connection = socket.create_connection(address(server))
+    connection.sendall(post_bytes(body | {"stream": True}))
+    assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    return connection
+
+
+def test_queue_takes_so_many_requests_and_so_many_tokens(small: Server) -> None:
+    running = [open_stream(small, LONG) for _ in range(2)]
+    waiting = []
+    try:
+        for _ in range(1):
+            connection = socket.create_connection(address(small))
+            connection.sendall(post_bytes(LONG | {"messages": [{"role": "user", "content": "word " * 300}]}))
+            waiting.append(connection)
+        assert eventually(lambda: small.gauge("negamax:waiting_tokens") > 250)
+        with small.http() as http:
+            long = http.post(CHAT, json=LONG | {"messages": [{"role": "user", "content": "other " * 300}]})
+            assert error_of(long, 429)["code"] == "queue_tokens_full"
+            assert 1 <= int(long.headers["retry-after"]) <= 120
+            connection = socket.create_connection(address(small))
+            connection.sendall(post_bytes(LONG))
+            waiting.append(connection)
+            assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 2)
+            short = http.post(CHAT, json=LONG)
+            assert error_of(short, 429)["code"] == "queue_full"
+            assert int(short.headers["retry-after"]) >= 1
+            error_of(http.post(CHAT, json=LONG | {"n": 5}), 429)  # the queue is asked before the body is read
+    finally:
+        for connection in (*running, *waiting):
+            connection.close()
+
+
+def test_request_is_refused_before_its_body_has_come_while_the_queue_is_full(small: Server) -> None:
+    running = [open_stream(small, LONG) for _ in range(2)]
+    try:
+        for _ in range(2):
+            waiting = socket.create_connection(address(small))
+            waiting.sendall(post_bytes(LONG))
+            running.append(waiting)
+        assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 2)
+        with socket.create_connection(address(small)) as connection:
+            connection.settimeout(5)
+            connection.sendall(post_bytes(LONG)[:150])  # the body never comes
+            assert connection.recv(1000).startswith(b"HTTP/1.1 429")
+    finally:
+        for connection in running:
+            connection.close()
+
+
+def test_deadline_of_a_whole_answer_is_a_408(small: Server) -> None:
+    with small.http() as http:
+        started = time.monotonic()
+        error = error_of(http.post(CHAT, json=LONG | {"timeout": 0.5}), 408)
+        assert 0.4 < time.monotonic() - started < 3
+        assert error["code"] == "request_timeout" and error["type"] == "timeout_error"
+
+
+def test_deadline_that_passes_in_the_queue_is_a_408_of_a_stream_too(small: Server) -> None:
+    running = [open_stream(small, LONG) for _ in range(2)]
+    try:
+        with small.http() as http:
+            error_of(http.post(CHAT, json=LONG | {"timeout": 0.5, "stream": True}), 408)
+    finally:
+        for connection in running:
+            connection.close()
+
+
+def test_deadline_of_a_begun_stream_is_an_error_event(small: Server) -> None:
+    with small.http() as http, http.stream("POST", CHAT, json=LONG | {"timeout": 0.7, "stream": True}) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert len(lines) > 3
+    assert "request_timeout" in lines[-2] and lines[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_hang_up_ends_the_request_at_once(small: Server, stream: bool) -> None:
+    connection = socket.create_connection(address(small))
+    connection.sendall(post_bytes(LONG | {"stream": stream}))
+    assert eventually(lambda: small.gauge(RUNNING) == 1)
+    aborted = small.gauge("sglang:num_aborted_requests_total")
+    connection.close()
+    assert eventually(lambda: small.gauge(RUNNING) == 0, seconds=1)
+    assert small.gauge("sglang:num_aborted_requests_total") == aborted + 1
+
+
+def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> None:
+    running = [open_stream(small, LONG) for _ in range(2)]
+    try:
+        with socket.create_connection(address(small)) as connection:
+            connection.sendall(post_bytes(LONG))
+            assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 1)
+        assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 0, seconds=2)
+    finally:
+        for connection in running:
+            connection.close()
+
+
+def test_client_that_does_not_read_is_cut_off(small: Server) -> None:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(address(small))
+    fat = {"logprobs": True, "top_logprobs": 20, "n": 2}  # some kilobytes per token
+    connection.sendall(post_bytes(LONG | fat | {"stream": True}))
+    assert eventually(lambda: small.gauge(RUNNING) == 2)
+    assert eventually(lambda: small.gauge(RUNNING) == 0, seconds=30)
+    assert "cut off" in small.log
+    with small.http() as http:
+        assert http.post(CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200
+    connection.close()
+
+
+def exchange(server: Server, sent: bytes) -> bytes:
+    """Everything the server says to `sent`, until it hangs up or has answered."""
+    with socket.create_connection(address(server)) as connection:
+        connection.settimeout(5)
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        parts = []
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (b"GET /v1/models?" + b"x" * 9000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 414, b"url_too_long"),
+        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 150 + b"\r\n", 431, b"too_many_headers"),
+        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 40_000 + b"\r\n\r\n", 431, b"headers_too_large"),
+        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 4_000_000, 431, b"invalid_http"),
+        (b"GET /" + b"x" * 4_000_000, 431, b"invalid_http"),
+        (b"\x16\x03\x01\x02\x00\x01\x00", 400, b"invalid_http"),
+        (b"not http at all\r\n\r\n", 400, b"invalid_http"),
+    ],
+    ids=["url", "headers", "header bytes", "endless header", "endless url", "tls", "noise"],
+)
+def test_head_beyond_the_limits_is_refused(small: Server, head: bytes, status: int, code: bytes) -> None:
+    try:
+        answer = exchange(small, head)
+    except (ConnectionResetError, BrokenPipeError):
+        assert len(head) > 1_000_000  # hung up while we were still sending
+        return
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert code in answer
+    assert b"x-request-id: " in answer
+    assert b"application/json" in answer
+
+
+def test_body_and_message_count_have_limits(small: Server) -> None:
+    with small.http() as http:
+        assert error_of(http.post(CHAT, json={"messages": HELLO, "user": "x" * 102_400}), 413)["code"] == "body_too_large"
+        many = json.dumps({"messages": [{}] * 16_385})
+        assert "16384" in error_of(http.post(CHAT, content=many, headers={"content-type": "application/json"}), 400)["message"]
+
+
+def test_bodies_that_never_end_do_not_fill_the_memory(small: Server) -> None:
+    """Eight bodies of the largest size may be open at a time; the ninth client is sent away, and then nobody."""
+    head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 102400\r\n\r\n"
+    connections = []
+    for _ in range(9):
+        connection = socket.create_connection(address(small))
+        connection.sendall(head % CHAT.encode() + b" " * 102_000)
+        connections.append(connection)
+    connections[-1].settimeout(5)
+    assert connections[-1].recv(1000).startswith(b"HTTP/1.1 429")
+    for connection in connections:
+        connection.close()
+    with small.http() as http:
+        assert eventually(lambda: http.post(CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200)
+
+
+def test_many_hanging_clients_leave_the_others_alone(small: Server) -> None:
+    """Half of a head, half of a body, an idle connection: hundreds of them cost nothing."""
+    halves = (b"POST /v1/chat", post_bytes(LONG)[:170], b"")
+    connections = []
+    for number in range(300):
+        connection = socket.create_connection(address(small))
+        connection.sendall(halves[number % 3])
+        connections.append(connection)
+    with small.http() as http:
+        started = time.monotonic()
+        assert http.post(CHAT, json={"messages": HELLO, "max_tokens": 4}).status_code == 200
+        assert time.monotonic() - started < 5
+    for connection in connections:
+        connection.close()
+
+
+def test_flood_of_refused_requests_leaves_running_ones_alone(small: Server) -> None:
+    with small.http() as http:
+        body = {"messages": HELLO, "temperature": 0, "max_tokens": 30, "ignore_eos": True}
+        alone = http.post(CHAT, json=body).json()["choices"]
+        stop = threading.Event()
+        statuses: set[int] = set()
+
+        def flood() -> None:
+            with small.http() as other:
+                while not stop.is_set():
+                    statuses.add(other.post(CHAT, json=body | {"n": 4, "max_tokens": 200}).status_code)
+
+        threads = [threading.Thread(target=flood) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            answers: list[Any] = []
+            deadline = time.monotonic() + 20
+            while len(answers) < 2 and time.monotonic() < deadline:
+                answer = http.post(CHAT, json=body)
+                if answer.status_code == 200:
+                    answers.append(answer.json()["choices"])
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert statuses == {200, 429}
+        assert [answer == alone for answer in answers] == [True, True]

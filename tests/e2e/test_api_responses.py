@@ -1,0 +1,316 @@
+"""/v1/responses through the openai client, and a coding agent's session as Codex sends it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import MODEL, Server, eventually
+from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION
+from tests.e2e.test_api_errors import error_of
+
+TOOL: dict[str, Any] = {"type": "function", "strict": False, **WEATHER["function"]}  # type: ignore[dict-item]
+ASK = str(QUESTION[0]["content"])
+ASK_WEATHER = str(WEATHER_QUESTION[0]["content"])
+PATH = "/v1/responses"
+
+
+def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    """A whole response, as it went over the wire."""
+    answer = http.post(PATH, json={"model": MODEL, "input": ASK, "temperature": 0, "max_output_tokens": 300, **fields})
+    assert answer.status_code == 200, answer.text
+    response: dict[str, Any] = answer.json()
+    return response
+
+
+def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream, numbered without gaps, each under the name that its data has."""
+    body = {"model": MODEL, "input": ASK, "temperature": 0, "max_output_tokens": 300, **fields, "stream": True}
+    answer = http.post(PATH, json=body)
+    assert answer.status_code == 200, answer.text
+    events: list[dict[str, Any]] = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    return events
+
+
+def check_told(events: list[dict[str, Any]], items: list[dict[str, Any]]) -> None:
+    """The events tell `items`: deltas add up to what is said at the end, item by item."""
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["item"] for event in done] == items
+    for index, item in enumerate(items):
+        about = [event for event in events if event.get("output_index") == index]
+        kinds = [event["type"].removeprefix("response.") for event in about]
+        assert kinds[0] == "output_item.added" and kinds[-1] == "output_item.done"
+        assert about[0]["item"]["status"] == "in_progress" and about[0]["item"]["id"] == item["id"]
+        assert all(event.get("item_id", item["id"]) == item["id"] for event in about)
+        said, delta = {
+            "reasoning": (item.get("content"), "reasoning_text.delta"),
+            "message": (item.get("content"), "output_text.delta"),
+            "function_call": (item.get("arguments"), "function_call_arguments.delta"),
+            "custom_tool_call": (item.get("input"), "custom_tool_call_input.delta"),
+        }[item["type"]]
+        whole = said if isinstance(said, str) else said[0]["text"]
+        told = "".join(event["delta"] for event, kind in zip(about, kinds, strict=True) if kind == delta)
+        assert told == whole and told
+
+
+def kinds_of(response: dict[str, Any]) -> list[str]:
+    return [item["type"] for item in response["output"]]
+
+
+def test_response_has_items_counts_and_echoes(client: openai.OpenAI) -> None:
+    response = client.responses.create(
+        model=MODEL, input=ASK, temperature=0, instructions="Be brief.", metadata={"run": "7"}, reasoning={"effort": "high"}
+    )
+    reasoning, message = response.output
+    assert reasoning.type == "reasoning" and reasoning.content and reasoning.content[0].text and reasoning.summary == []
+    assert message.type == "message" and "85" in response.output_text
+    assert (response.status, response.metadata, response.instructions) == ("completed", {"run": "7"}, "Be brief.")
+    usage = response.usage
+    assert usage and usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+    again = client.responses.create(model=MODEL, input=ASK, temperature=0, instructions="Be brief.")
+    assert again.usage and again.usage.input_tokens_details.cached_tokens > 0
+    assert again.temperature == 0 and again.top_p == 0.95  # the checkpoint's
+
+
+def test_sdk_stream_ends_in_the_whole_response(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "input": ASK_WEATHER, "tools": [TOOL], "temperature": 0}
+    with client.responses.stream(**options) as stream:
+        kinds = [event.type for event in stream]
+        response = stream.get_final_response()
+    assert "response.reasoning_text.delta" in kinds and "response.function_call_arguments.done" in kinds
+    call = response.output[-1]
+    assert call.type == "function_call" and call.call_id.startswith("call_")
+    assert json.loads(call.arguments) == {"city": "Paris"}
+    whole = client.responses.create(**options)
+    assert [item.type for item in whole.output] == [item.type for item in response.output]
+    assert whole.output[-1].arguments == call.arguments  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({}, "completed"),
+        ({"input": ASK_WEATHER, "tools": [TOOL]}, "completed"),
+        ({"max_output_tokens": 20}, "incomplete"),
+        ({"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}, "completed"),
+    ],
+    ids=["text", "call", "length", "summary"],
+)
+def test_events_tell_the_response(http: httpx.Client, fields: dict[str, Any], status: str) -> None:
+    events = events_of(http, **fields)
+    response = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{status}" and response["status"] == status
+    check_told(events, response["output"])
+    whole = asked(http, **fields)
+    assert whole["usage"]["output_tokens"] == response["usage"]["output_tokens"]
+    for told, said in zip(response["output"], whole["output"], strict=True):
+        assert {**told, "id": "", "call_id": ""} == {**said, "id": "", "call_id": ""}
+    if status == "incomplete":
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert response["output"][-1]["status"] == "incomplete"
+    if "reasoning" in fields:
+        reasoning = response["output"][0]
+        assert reasoning["summary"][0]["text"] == reasoning["content"][0]["text"]
+
+
+def test_kept_response_is_fetched_gone_on_from_and_deleted(client: openai.OpenAI, http: httpx.Client) -> None:
+    first = client.responses.create(model=MODEL, input=ASK_WEATHER, tools=[TOOL], temperature=0)  # type: ignore[list-item]
+    assert client.responses.retrieve(first.id).output == first.output
+    call = first.output[-1]
+    assert call.type == "function_call"
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": '{"temperature": 19}'}
+    second = client.responses.create(
+        model=MODEL,
+        input=[result],
+        previous_response_id=first.id,
+        tools=[TOOL],
+        temperature=0,  # type: ignore[list-item]
+    )
+    assert "19" in second.output_text and second.previous_response_id == first.id
+    assert second.usage and first.usage
+    assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens - 16
+    items = client.responses.input_items.list(second.id).data
+    assert [item.type for item in items] == ["function_call_output"]
+    by_reference = asked(
+        http,
+        input=[
+            {"role": "user", "content": ASK_WEATHER},
+            *({"type": "item_reference", "id": item.id} for item in first.output),
+            result,
+        ],
+        tools=[TOOL],
+    )
+    assert by_reference["usage"]["input_tokens"] == second.usage.input_tokens
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    third = client.responses.create(
+        model=MODEL, input="Thanks", previous_response_id=second.id, max_output_tokens=4, tools=[TOOL]
+    )
+    assert third.usage and third.usage.input_tokens > second.usage.input_tokens - 60  # what is deleted is still gone on from
+    with pytest.raises(openai.NotFoundError) as error:
+        client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
+    assert error.value.code == "previous_response_not_found"
+
+
+def test_response_that_is_not_to_be_kept_is_not(http: httpx.Client) -> None:
+    response = asked(http, store=False, max_output_tokens=4)
+    assert response["store"] is False
+    error_of(http.get(f"{PATH}/{response['id']}"), 404)
+
+
+def test_background_response_runs_by_itself_and_can_be_cancelled(http: httpx.Client, server: Server) -> None:
+    begun = asked(http, background=True)
+    assert begun["status"] == "in_progress" and begun["output"] == []
+
+    def status(response: dict[str, Any]) -> str:
+        state: str = http.get(f"{PATH}/{response['id']}").json()["status"]
+        return state
+
+    assert eventually(lambda: status(begun) == "completed")
+    endless = asked(http, background=True, ignore_eos=True, max_output_tokens=4000)
+    error_of(http.post(PATH, json={"model": MODEL, "input": "x", "previous_response_id": endless["id"]}), 400)
+    cancelled = http.post(f"{PATH}/{endless['id']}/cancel").json()
+    assert cancelled["status"] == "cancelled" == status(endless)
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=3)
+    error_of(http.post(f"{PATH}/{asked(http, max_output_tokens=1)['id']}/cancel"), 400)
+    error_of(http.post(f"{PATH}/resp_unknown/cancel"), 404)
+
+
+def test_forms_and_forced_calls(client: openai.OpenAI, http: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
+    form: Any = {"format": {"type": "json_schema", "name": "sum", "schema": schema, "strict": True}}
+    response = client.responses.create(model=MODEL, input=ASK, temperature=0, text=form)
+    assert isinstance(json.loads(response.output_text)["total"], int)
+    assert response.text and response.text.format and response.text.format.type == "json_schema"
+    weather = {"input": ASK_WEATHER, "tools": [TOOL, {"type": "web_search"}], "parallel_tool_calls": False}
+    assert kinds_of(asked(http, **weather, tool_choice="required")).count("function_call") == 1
+    named = asked(http, **weather, tool_choice={"type": "function", "name": "get_weather"})
+    assert named["output"][-1]["name"] == "get_weather" and named["tools"] == weather["tools"]
+    only = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
+    assert kinds_of(asked(http, **weather, tool_choice=only))[-1] == "function_call"
+    assert "function_call" not in kinds_of(asked(http, **weather, tool_choice="none", max_output_tokens=60))
+
+
+def test_custom_tool_takes_plain_text(http: httpx.Client) -> None:
+    tool = {"type": "custom", "name": "apply_patch", "description": "Apply a patch.", "format": {"type": "text"}}
+    fields = {"tools": [tool], "tool_choice": {"type": "custom", "name": "apply_patch"}, "max_output_tokens": 120}
+    events = events_of(http, **fields)
+    items = events[-1]["response"]["output"]
+    assert items[-1]["type"] == "custom_tool_call" and items[-1]["name"] == "apply_patch"
+    check_told(events, items)
+    replay = [
+        {"role": "user", "content": ASK},
+        *items,
+        {"type": "custom_tool_call_output", "call_id": items[-1]["call_id"], "output": "Done"},
+    ]
+    assert asked(http, input=replay, tools=[tool], max_output_tokens=4)["usage"]["input_tokens"] > 60
+
+
+def test_tools_of_a_namespace_are_called_with_it(http: httpx.Client) -> None:
+    tools = [{"type": "namespace", "name": "mcp__home", "description": "At home.", "tools": [TOOL]}]
+    events = events_of(http, input=ASK_WEATHER, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    items = events[-1]["response"]["output"]
+    check_told(events, items)
+    assert (items[-1]["namespace"], items[-1]["name"]) == ("mcp__home", "get_weather")
+    result = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "19"}
+    replayed = asked(http, input=[{"role": "user", "content": ASK_WEATHER}, *items, result], tools=tools, max_output_tokens=1)
+    before = events[-1]["response"]["usage"]["input_tokens"]
+    assert replayed["usage"]["input_tokens_details"]["cached_tokens"] > before - 16
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"input": []}, 400, "input"),
+        ({"input": [{"type": "magic"}]}, 400, "input[0].type"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, 400, "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "instructions": "Hi"},
+            400,
+            "input[0].content[0]",
+        ),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, 400, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, 404, "input[0].id"),
+        ({"input": "x", "max_output_tokens": 0}, 400, "max_output_tokens"),
+        ({"input": "x", "max_tokens": 5}, 400, "max_tokens"),
+        ({"input": "x", "temperature": 5}, 400, "temperature"),
+        ({"input": "x", "model": "other"}, 404, "model"),
+        ({"input": "x", "tools": [{"type": "function"}]}, 400, "tools[0].name"),
+        ({"input": "x", "tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]}, 400, "tool_choice"),
+        ({"input": "x", "tool_choice": "function", "tools": [TOOL]}, 400, "tool_choice"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, 400, "text.format"),
+        ({"input": "x", "background": True, "stream": True}, 400, "background"),
+        ({"input": "x", "conversation": "c"}, 400, "conversation"),
+        ({"input": "x", "metadata": {"a": 1}}, 400, "metadata.a"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_request_names_its_field(http: httpx.Client, fields: dict[str, Any], status: int, param: str) -> None:
+    assert error_of(http.post(PATH, json=fields), status)["param"] == param
+
+
+def test_session_of_codex_replays_its_items(http: httpx.Client) -> None:
+    """Instructions and a developer message, nothing kept by the server, every item sent again, with the reasoning only in its
+    encrypted form: the loop's prompts begin with the ones before."""
+    shell = {
+        "type": "function",
+        "name": "shell",
+        "description": "Runs a shell command.",
+        "strict": False,
+        "parameters": {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}},
+    }
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>all</permissions>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ASK_WEATHER}]},
+    ]
+    num_before = 0
+    for number in range(4):
+        events = events_of(
+            http,
+            instructions="You are a coding agent in a terminal.",
+            input=items,
+            tools=[shell, TOOL, {"type": "web_search", "external_web_access": False}],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            reasoning={"effort": "medium", "summary": "auto"},
+            store=False,
+            include=["reasoning.encrypted_content"],
+            prompt_cache_key="session",
+            text={"verbosity": "low"},
+            client_metadata={"x-codex-installation-id": "0"},
+            max_output_tokens=150,
+        )
+        response = events[-1]["response"]
+        check_told(events, response["output"])
+        usage = response["usage"]
+        assert usage["input_tokens"] > num_before
+        assert not number or usage["input_tokens_details"]["cached_tokens"] > num_before - 16
+        num_before = usage["input_tokens"]
+        for item in response["output"]:
+            replayed = {key: value for key, value in item.items() if key not in ("id", "status")}
+            items.append(replayed | ({"content": None} if item["type"] == "reasoning" else {}))
+            if item["type"] == "function_call":
+                items.append({"type": "function_call_output", "call_id": item["call_id"], "output": f"19 degrees {number}"})
+        assert items[-1]["type"] == "function_call_output"
+
+
+def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Client) -> None:
+    body = {"model": MODEL, "max_output_tokens": 4000, "input": ASK, "ignore_eos": True, "stream": True}
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
+    with http.stream("POST", PATH, json=body) as response:
+        lines = response.iter_lines()  # to forget it would close the connection
+        assert next(lines)
+        assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1, seconds=3)
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=3)

@@ -1,0 +1,75 @@
+"""/tokenize and /detokenize: what they say is what a request costs, and text survives the way there and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import MODEL
+from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION
+from tests.e2e.test_api_errors import error_of
+
+TEXT = "Tom's naïve 👩‍🚀 日本語\n[e~[ <think>"
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_text_survives_the_way_there_and_back(http: httpx.Client, prefix: str) -> None:
+    tokens = http.post(f"{prefix}/tokenize", json={"model": MODEL, "prompt": TEXT, "return_token_strs": True}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    assert tokens["max_model_len"] == 4096
+    assert "<think>" in tokens["token_strs"] and "[e~[" in tokens["token_strs"]
+    back = http.post(f"{prefix}/detokenize", json={"model": MODEL, "tokens": tokens["tokens"]}).json()
+    assert back == {"prompt": TEXT, "text": TEXT}
+    shorter = http.post(f"{prefix}/detokenize", json={"tokens": tokens["tokens"], "skip_special_tokens": True}).json()
+    assert shorter["text"] == TEXT.replace("[e~[", "")
+
+
+def test_lists_give_lists(http: httpx.Client) -> None:
+    tokens = http.post("/tokenize", json={"prompt": ["one", "two words", ""]}).json()
+    assert tokens["count"] == [len(ids) for ids in tokens["tokens"]] and len(tokens["count"]) == 3
+    assert "token_strs" not in tokens
+    assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["text"] == ["one", "two words", ""]
+    assert http.post("/detokenize", json={"tokens": []}).json()["text"] == ""
+
+
+@pytest.mark.parametrize(
+    "chat", [{"messages": QUESTION}, {"messages": WEATHER_QUESTION, "tools": [WEATHER]}], ids=["plain", "tools"]
+)
+def test_conversation_has_the_tokens_that_answering_it_counts(http: httpx.Client, chat: dict[str, Any]) -> None:
+    tokens = http.post("/tokenize", json=chat).json()
+    answer = http.post("/v1/chat/completions", json={**chat, "max_tokens": 1, "return_token_ids": True}).json()
+    assert tokens["tokens"] == answer["prompt_token_ids"]
+    closed = http.post("/tokenize", json={**chat, "add_generation_prompt": False}).json()
+    assert closed["count"] < tokens["count"]
+    off = http.post("/tokenize", json={**chat, "chat_template_kwargs": {"thinking_mode": "disabled"}}).json()
+    assert off["count"] > tokens["count"]  # the closed think block
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": QUESTION}, 400, "prompt"),
+        ("/tokenize", {"prompt": [1]}, 400, "prompt"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": "x"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1, "x"]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [[1], 2]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [10**9]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+    ],
+    ids=str,
+)
+def test_bad_request_names_its_field(http: httpx.Client, path: str, fields: dict[str, Any], status: int, param: str) -> None:
+    assert error_of(http.post(path, json=fields), status)["param"] == param
+
+
+def test_models_and_version_are_told(http: httpx.Client) -> None:
+    card = http.get(f"/v1/models/{MODEL}").json()
+    assert card["id"] == MODEL and card["max_model_len"] == 4096
+    error_of(http.get("/v1/models/other"), 404)
+    assert http.get("/version").json()["version"]

@@ -1,0 +1,144 @@
+"""An engine that dies or hangs: noticed, told to everyone, started again, and given up in the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.conftest import MODEL, Server, eventually, serving
+from tests.e2e.test_api_errors import error_of
+
+CHAT = "/v1/chat/completions"
+LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True, "max_tokens": 3000, "n": 4}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is more than an unread exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ranks_of(engine: int) -> list[int]:
+    children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+    return [int(pid) for pid in children if "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def wait_until_ready(server: Server) -> None:
+    with server.http() as http:
+        assert eventually(lambda: http.get("/readyz").status_code == 200, seconds=40)
+
+
+def last_lines_after(server: Server, harm: Any) -> list[str]:
+    """The end of a stream during which `harm` was done to the engine."""
+    with server.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+        lines = running.iter_lines()
+        next(lines)
+        harm()
+        return [line for line in lines if line][-2:]
+
+
+def test_dead_engine_is_told_to_all_and_started_again_until_it_dies_too_often(tmp_path: Path) -> None:
+    with serving("--max-engine-restarts", "1", log_file=tmp_path / "log") as server, server.http() as http:
+        dead = server.engine_pid()
+        started = time.monotonic()
+        end = last_lines_after(server, lambda: os.kill(dead, signal.SIGKILL))
+        assert time.monotonic() - started < 5
+        assert '"error"' in end[0] and "service_unavailable_error" in end[0]
+        assert end[1] == "data: [DONE]"
+        for path in ("/health", "/readyz"):
+            assert error_of(http.get(path), 503)["code"] == "engine_restarting"
+        refused = http.post(CHAT, json=LONG)
+        assert error_of(refused, 503)["type"] == "service_unavailable_error"
+        assert int(refused.headers["retry-after"]) >= 1
+        with pytest.raises(openai.InternalServerError):
+            server.openai().completions.create(model=MODEL, prompt="x")
+        assert http.get("/livez").status_code == 200
+
+        wait_until_ready(server)
+        answer = server.openai().completions.create(model=MODEL, prompt="x", max_tokens=3)
+        assert answer.usage and answer.usage.completion_tokens
+        assert server.gauge("negamax:engine_restarts_total") == 1
+        assert server.gauge("vllm:generation_tokens_total") > 3  # what the dead engine had counted is not forgotten
+        assert not is_alive(dead)
+
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert server.process.wait(15) == 1
+        assert "too often" in server.log
+        assert "Traceback" not in server.log
+
+
+def test_whole_answer_of_a_dead_engine_is_a_503(tmp_path: Path) -> None:
+    with serving("--max-engine-restarts", "0", log_file=tmp_path / "log") as server:
+
+        def kill_soon() -> None:
+            assert eventually(lambda: server.gauge("vllm:num_requests_running") > 0)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_soon)
+        killer.start()
+        with server.http() as http:
+            assert error_of(http.post(CHAT, json=LONG), 503)["code"] == "engine_dead"
+        killer.join()
+        assert server.process.wait(15) == 1
+
+
+def test_engine_without_a_sign_of_life_is_replaced(tmp_path: Path) -> None:
+    with serving("--engine-hang-timeout", "2", log_file=tmp_path / "log") as server:
+        stopped = server.engine_pid()
+        started = time.monotonic()
+        end = last_lines_after(server, lambda: os.kill(stopped, signal.SIGSTOP))
+        assert time.monotonic() - started < 10
+        assert "service_unavailable_error" in end[0]
+        wait_until_ready(server)
+        assert server.engine_pid() != stopped
+        assert eventually(lambda: not is_alive(stopped))
+        assert "hangs" in server.log
+
+
+def test_engine_that_waits_for_a_stuck_rank_is_replaced_with_all_its_ranks(tmp_path: Path) -> None:
+    options = ("--tensor-parallel-size", "2", "--engine-hang-timeout", "3")
+    with serving(*options, log_file=tmp_path / "log") as server:
+        engine = server.engine_pid()
+        ranks = ranks_of(engine)
+        assert len(ranks) == 2
+        end = last_lines_after(server, lambda: os.kill(ranks[1], signal.SIGSTOP))
+        assert "service_unavailable_error" in end[0]
+        assert "no step ended" in server.log
+        assert eventually(lambda: not any(map(is_alive, (engine, *ranks))))
+        wait_until_ready(server)
+        assert ranks_of(server.engine_pid())
+
+
+def test_engine_and_ranks_outlive_neither_the_server_nor_each_other(tmp_path: Path) -> None:
+    with serving("--tensor-parallel-size", "2", log_file=tmp_path / "log") as server:
+        engine = server.engine_pid()
+        family = [engine, *ranks_of(engine)]
+        assert len(family) == 3
+        for pid in family:  # a service manager's SIGTERM reaches every process: who leaves when is the server's decision
+            os.kill(pid, signal.SIGTERM)
+        with server.http() as http:
+            assert http.post(CHAT, json=LONG | {"max_tokens": 5}).status_code == 200
+        os.kill(server.process.pid, signal.SIGKILL)
+        assert eventually(lambda: not any(map(is_alive, family)))
+        server.process.wait()
+
+
+def test_health_of_a_silent_idle_engine(tmp_path: Path) -> None:
+    with serving(log_file=tmp_path / "log") as server, server.http() as http:
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            assert eventually(lambda: http.get("/readyz").status_code == 503, seconds=10)
+            assert http.get("/livez").status_code == 200
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert eventually(lambda: http.get("/readyz").status_code == 200, seconds=5)

@@ -1,0 +1,49 @@
+"""The load test's scenarios at the size of seconds: what they find here they would find in hours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def report(scenario: str, folder: Path) -> dict[str, Any]:
+    """What the tool says about one scenario, which must have held."""
+    file = folder / "report.json"
+    command = [sys.executable, str(ROOT / "tools" / "load_test.py"), "--small", "--scenario", scenario, "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(file.read_text())[scenario]
+    assert found["problems"] == []
+    return found
+
+
+def test_mixed_load_leaves_no_error_and_nothing_held(tmp_path: Path) -> None:
+    found = report("soak", tmp_path)
+    assert found["errors"] == 0
+    assert found["answers"]["chat stream"] > 5 and found["answers"]["hung up"] > 0
+
+
+def test_overload_is_refused_and_the_accepted_are_served(tmp_path: Path) -> None:
+    statuses = report("overload", tmp_path)["overload"]["statuses"]
+    assert statuses["429"] > statuses["200"] > 0
+
+
+def test_aborts_free_everything_and_change_nobody_elses_text(tmp_path: Path) -> None:
+    found = report("aborts", tmp_path)
+    assert found["sequences aborted"] > 50
+    assert found["greedy answers compared"] >= 8
+
+
+def test_wrong_bodies_are_refused_and_the_server_lives_on(tmp_path: Path) -> None:
+    found = report("fuzz", tmp_path)
+    assert found["statuses"]["400"] > 300 and found["statuses"]["200"] > 100
+
+
+def test_server_alone_streams_every_tool_call_at_a_small_cost(tmp_path: Path) -> None:
+    found = report("frontend", tmp_path)
+    assert found["64 streams, at once"]["streams without their tool call"] == 0

@@ -1,0 +1,557 @@
+"""The chat page in a headless Chromium: against the real server on nano, and against scripted answers that no model gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.browser import Browser, browsing
+from tests.e2e.conftest import MODEL, Server, eventually, serving
+from tests.e2e.scripted_server import NAME, Script, call, scripted
+
+POLICY = {
+    "default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "img-src data: 'self'",
+    "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'", "require-trusted-types-for 'script'",
+    "trusted-types 'none'",
+}  # fmt: skip
+IDLE = "document.querySelector('#send').textContent.startsWith('Send')"
+ANSWERS = "document.querySelectorAll('.assistant .foot .actions:not([hidden])').length"
+HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 2"><iframe srcdoc="<script>parent.hit=3</script>">
+</iframe><svg onload=window.hit=4><style>body{display:none}</style><a href="javascript:window.hit=5">x</a>
+
+[a](javascript:window.hit=6) [b]( JaVaScRiPt:window.hit=7) [c](data:text/html,<script>hit=8</script>) [d](//evil.example/)
+[e](https://evil.example/"onmouseover="window.hit=9) ![f](https://evil.example/beacon.png) <javascript:alert(1)>
+[g](vbscript:x) [h](java\tscript:x) [i](&#106;avascript:x) [[j](javascript:x)](javascript:y) <https://ok.example/"><img src=x>
+
+```"><img src=x onerror=window.hit=10>
+</code></pre><script>window.hit = 11</script>
+```
+
+| <b>t</b> | <img src=x onerror=hit=12> |
+|---|---|
+| [k](javascript:x) | </td><script>hit=13</script> |
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("profile")) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Browser) -> Browser:
+    """The browser with a window of common size, and nothing noted yet."""
+    browser.open("about:blank")
+    browser.look(width=1360, height=860)
+    browser.problems.clear()
+    browser.requests.clear()
+    return browser
+
+
+@pytest.fixture
+def script(page: Browser) -> Iterator[Script]:
+    """A scripted server whose page is open."""
+    with scripted() as (url, script):
+        page.open(f"{url}/")
+        page.wait("document.querySelector('#model').value === name", name=NAME)
+        yield script
+        page.open("about:blank")
+
+
+@pytest.fixture
+def nano(page: Browser, server: Server) -> Browser:
+    """The page of the real server."""
+    page.open(f"{server.url}/")
+    page.wait("document.querySelector('#model').value === name", name=MODEL)
+    page.write("[name=temperature]", "0")
+    return page
+
+
+def ask(page: Browser, text: str) -> None:
+    """Send a message and wait for the end of its answer."""
+    before = page.run(f"return {ANSWERS}")
+    page.write("#prompt", text)
+    page.press("Enter")
+    page.wait(f"{ANSWERS} > before && {IDLE}", before=before)
+
+
+def figures(page: Browser) -> dict[str, str]:
+    """The figures of the last answer."""
+    pairs = page.run(
+        "return [...[...document.querySelectorAll('.figures')].at(-1).children].map((e) => e.innerText.split('\\n'))"
+    )
+    return dict(pairs)
+
+
+def sent(page: Browser) -> dict[str, Any]:
+    """The body of the last chat request."""
+    bodies = [request["postData"] for request in page.requests if request["url"].endswith("/v1/chat/completions")]
+    body: dict[str, Any] = json.loads(bodies[-1])
+    return body
+
+
+def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: Server) -> None:
+    assert nano.text("#window-text") == "4,096 tokens"
+    ask(nano, "Tom has 47 apples and buys 38 more. How many apples does he have now?")
+    assert "85" in nano.text(".assistant .text")
+    assert nano.text(".thinking .label").startswith("Thought for ")
+    assert nano.run("return document.querySelector('.thinking').open") is False
+    nano.click(".thinking summary")
+    assert "47" in nano.text(".thoughts")
+    first = figures(nano)
+    assert set(first) == {"First token", "Speed", "Total", "Prompt", "Cached", "Output", "Thinking", "Finish"}
+    assert 0 < int(first["Thinking"]) < int(first["Output"])
+    assert float(first["Speed"].removesuffix(" tok/s")) > 1
+    used = int(first["Prompt"]) + int(first["Output"])
+    assert nano.text("#window-text") == f"{used} of 4,096 tokens"
+
+    nano.click(".assistant .actions button:nth-child(2)")  # regenerate: now the prompt is in the cache
+    nano.wait(f"{ANSWERS} === 1 && {IDLE}")
+    assert "85" in nano.text(".assistant .text")
+    assert int(figures(nano)["Cached"]) > 0
+    assert nano.problems == []
+    assert {request["url"].startswith(server.url) or request["url"] == "about:blank" for request in nano.requests} == {True}
+
+
+def test_a_tool_call_takes_its_result_and_goes_on(nano: Browser) -> None:
+    nano.click("#tools-example")
+    ask(nano, "What is the weather in Paris?")
+    assert nano.text(".call .name") == "get_weather"
+    assert nano.text(".call pre") == '{\n  "city": "Paris"\n}'
+    assert nano.run("return document.activeElement.getAttribute('aria-label')") == "Result of get_weather"
+    assert nano.text("#send") == "Send results"
+    nano.write(".call textarea", '{"temperature": 21}')
+    nano.click("#send")
+    nano.wait(f"{ANSWERS} === 2 && {IDLE}")
+    question, asked, result = sent(nano)["messages"]
+    assert question == {"role": "user", "content": "What is the weather in Paris?"}
+    assert asked["reasoning_content"] and asked["tool_calls"][0]["function"] == {
+        "name": "get_weather",
+        "arguments": '{"city": "Paris"}',
+    }
+    assert result == {"role": "tool", "tool_call_id": asked["tool_calls"][0]["id"], "content": '{"temperature": 21}'}
+    assert nano.text(".assistant:last-child .text")
+    assert nano.problems == []
+
+
+def test_settings_are_fields_of_the_request_and_the_server_takes_them(nano: Browser) -> None:
+    fields = {"top_p": 0.9, "top_k": 20, "seed": 7, "max_tokens": 12, "budget": 6}
+    for name, value in fields.items():
+        nano.write(f"[name={name}]", str(value))
+    nano.write("[name=system]", "Be brief.")
+    nano.run(
+        """
+        const { thinking, effort, tool_choice, parallel } = document.querySelector('#settings-form').elements;
+        [thinking.value, effort.value, tool_choice.value, parallel.checked] = ['enabled', 'low', 'none', false];
+        """
+    )
+    nano.click("#tools-example")
+    ask(nano, "Hello!")
+    body = sent(nano)
+    assert body.pop("messages") == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
+    assert [tool["function"]["name"] for tool in body.pop("tools")] == ["get_weather"]
+    assert body == {
+        "model": MODEL, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "temperature": 0, "top_p": 0.9, "top_k": 20, "max_tokens": 12, "seed": 7, "thinking": {"type": "enabled"},
+        "reasoning_effort": "low", "thinking_token_budget": 6, "tool_choice": "none", "parallel_tool_calls": False,
+    }  # fmt: skip
+    assert int(figures(nano)["Output"]) <= 12
+    assert nano.text(".problem") in ("", "Cut off: token limit reached.")
+    nano.write("[name=temperature]", "3")  # the form refuses it by itself
+    nano.write("#prompt", "Hello again!")
+    nano.press("Enter")
+    assert nano.run("return document.querySelectorAll('.user').length") == 1
+    assert nano.run("return document.querySelector('#prompt').value") == "Hello again!"
+
+
+def test_an_error_of_the_server_is_shown_with_its_request_id(nano: Browser) -> None:
+    nano.write("[name=tools]", '[{"type": "function", "function": {"name": "a<b"}}]')
+    ask(nano, "Hello!")
+    assert "tools[0].function.name" in nano.text(".problem")
+    details = nano.text(".problem .details")
+    assert details.startswith("HTTP 400 · ")
+    assert len(details.partition("request id ")[2]) == 24
+    nano.click("#tools-clear")
+    nano.click(".assistant .actions button:nth-child(2)")
+    nano.wait(f"{IDLE} && document.querySelector('.assistant .text').textContent")
+    assert sent(nano)["messages"] == [{"role": "user", "content": "Hello!"}]
+
+
+def test_refusals_and_errors_within_a_stream_keep_what_had_come(page: Browser, script: Script) -> None:
+    script.refusal = (429, {"message": "the queue is full", "code": "queue_full"}, {"retry-after": "2"})
+    ask(page, "One")
+    assert page.text(".problem") == "the queue is full\nHTTP 429 · queue_full · try again in 2 s · request id request-refused"
+    script.refusal = None
+    script.steps = [{"content": "Half an ans"}, {"error": {"message": "the engine is gone", "code": "engine_dead"}}]
+    page.click(".assistant .actions button:nth-child(2)")
+    page.wait(f"{IDLE} && document.querySelector('.assistant .text').textContent === 'Half an ans'")
+    assert page.text(".problem") == "the engine is gone\nengine_dead · request id request-2"
+    script.steps = [{"content": "Whole"}]
+    ask(page, "Two")
+    assert [message["content"] for message in script.bodies[-1]["messages"]] == ["One", "Half an ans", "Two"]
+
+
+def test_thinking_and_arguments_are_seen_while_they_are_written(page: Browser, script: Script) -> None:
+    pieces = call("write_file", '{"path": "a.py", "size": 12345678901234567890, "no', 'ne": [], "text": "x\\"\\n"}')
+    script.steps = [
+        {"reasoning_content": "First I "},
+        1.5,
+        {"reasoning_content": "look."},
+        {"content": "Now"},
+        *pieces[:2],
+        1.5,
+    ]
+    script.steps.append(pieces[2])
+    script.finish_reason = "tool_calls"
+    page.write("#prompt", "Write")
+    page.press("Enter")
+    page.wait("document.querySelector('.thinking .preview')?.textContent === 'First I '")
+    assert page.text(".thinking .label").startswith("Thinking")
+    page.wait("/^Thinking \\d{3} ms|^Thinking 1/.test(document.querySelector('.thinking .label').textContent)")  # it counts
+    page.wait("document.querySelector('.call .state')?.textContent === 'writing …'")
+    page.wait("document.querySelector('.call pre').textContent.endsWith('\"no')")
+    page.wait(IDLE)
+    whole = '{\n  "path": "a.py",\n  "size": 12345678901234567890,\n  "none": [],\n  "text": "x\\"\\n"\n}'
+    assert page.text(".call pre") == whole
+    assert page.text(".thinking .label").startswith("Thought for 1.")
+
+
+def test_stopping_ends_the_request_and_keeps_the_text(page: Browser, script: Script) -> None:
+    script.steps = [{"content": "As far as"}, *call("whole", "{}"), *call("late", '{"a": ', index=1), 60]
+    page.write("#prompt", "One")
+    page.press("Enter")
+    page.wait("document.querySelector('.call:nth-child(2) .state')?.textContent === 'writing …'")
+    page.press("Escape")
+    page.wait(IDLE)
+    assert page.text(".problem").startswith("Stopped.")
+    assert eventually(lambda: script.hang_ups == 1)
+    script.steps = [{"content": "More"}]
+    ask(page, "Two")
+    assert script.bodies[-1]["messages"][1] == {"role": "assistant", "content": "As far as"}  # nobody answers its calls
+
+
+def test_a_call_that_the_token_limit_cut_off_is_left_out(page: Browser, script: Script) -> None:
+    script.steps, script.finish_reason = [{"content": "Well"}, *call("cut", '{"a": "')], "length"
+    ask(page, "One")
+    assert page.text(".call .state") == "incomplete"
+    assert page.text(".problem").startswith("Cut off: token limit reached.\nA tool call is incomplete")
+    assert page.run("return document.querySelector('.call textarea')") is None
+    script.steps, script.finish_reason = [{"content": "More"}], "stop"
+    ask(page, "Two")
+    assert script.bodies[-1]["messages"][1] == {"role": "assistant", "content": "Well"}
+
+
+def test_editing_asks_again_from_there(page: Browser, script: Script) -> None:
+    script.steps = [{"content": "Answer"}]
+    for text in ("One", "Two", "Three"):
+        ask(page, text)
+    page.click(".user:nth-child(3) .actions button")
+    page.write(".editor textarea", "Two, changed")
+    page.press("Enter")
+    page.wait(f"{ANSWERS} === 2 && {IDLE}")
+    assert [message["content"] for message in script.bodies[-1]["messages"]] == ["One", "Answer", "Two, changed"]
+    assert page.run("return document.querySelectorAll('.message').length") == 4
+    page.click("#new")
+    assert page.run("return document.querySelectorAll('.message').length") == 0
+
+
+def test_hostile_text_does_nothing(page: Browser, script: Script) -> None:
+    pieces = call('x"><img src=x onerror=hit=20>', json.dumps({"a": HOSTILE}))
+    script.steps = [
+        {"reasoning_content": HOSTILE},
+        {"content": HOSTILE},
+        *pieces,
+        {"error": {"message": HOSTILE, "code": "<b>"}},
+    ]
+    ask(page, HOSTILE)
+    time.sleep(0.3)  # for what would load or run
+    assert page.run("return [window.hit, document.title, getComputedStyle(document.body).display]") == [
+        None,
+        "scripted · Negamax",
+        "grid",
+    ]
+    tags = page.run("return [...new Set([...document.querySelectorAll('#messages *')].map((e) => e.tagName.toLowerCase()))]")
+    assert not {"script", "img", "iframe", "svg", "style", "object", "embed", "link", "form", "base"} & set(tags)
+    names = page.run("return [...document.querySelectorAll('#messages *')].flatMap((e) => e.getAttributeNames())")
+    assert not [name for name in names if name.startswith("on") or name in ("style", "src", "srcdoc", "srcset", "action")]
+    links = page.run("return [...document.querySelectorAll('#messages a')].map((a) => [a.protocol, a.rel, a.host])")
+    assert {(protocol, rel) for protocol, rel, _ in links} == {("https:", "noopener noreferrer nofollow")}
+    assert {host for *_, host in links} == {"evil.example", "ok.example"}
+    origin = page.run("return location.origin")
+    assert [request["url"] for request in page.requests if not request["url"].startswith((origin, "about:"))] == []
+    assert page.problems == []
+
+
+def test_the_policy_stops_what_would_slip_through(page: Browser, script: Script) -> None:
+    with pytest.raises(AssertionError, match="TrustedHTML"):
+        page.run("document.querySelector('#messages').innerHTML = '<b>x</b>'")
+    with pytest.raises(AssertionError, match="TrustedScript"):
+        page.run("document.querySelector('#messages').setAttribute('onclick', 'window.hit = 1')")
+    page.run("const i = document.createElement('img'); i.src = 'https://evil.example/'; document.body.append(i)")
+    assert page.run("return fetch('https://evil.example/').then(() => 'sent', () => 'blocked')") == "blocked"
+    assert any("Content Security Policy" in problem for problem in page.problems)
+
+
+MARKDOWN = {
+    "**b** *i* ***bi*** ~~d~~": "<p><strong>b</strong> <em>i</em> <strong><em>bi</em></strong> <del>d</del></p>",
+    "`a*b*` snake_case_name": "<p><code>a*b*</code> snake_case_name</p>",
+    "2 * 3 * 4 and **open": "<p>2 * 3 * 4 and **open</p>",
+    "``a`b`` \\*x\\*": "<p><code>a`b</code> *x*</p>",
+    "# One #\ntext\n- a\n  - b\n    c\n- d": "<h2>One</h2><p>text</p><ul><li>a<ul><li>b<br>c</li></ul></li><li>d</li></ul>",
+    "3. x\n4. y\n\nin\n1999. z": '<ol start="3"><li>x</li><li>y</li></ol><p>in<br>1999. z</p>',
+    "> q\n> **r**\n\n---": "<blockquote><p>q<br><strong>r</strong></p></blockquote><hr>",
+    "<b>&amp;</b>": "<p>&lt;b&gt;&amp;amp;&lt;/b&gt;</p>",
+    "a|b\n-|-:\n1|2\\|3": '<table><thead><tr><th class="left">a</th><th class="right">b</th></tr></thead><tbody><tr>'
+    '<td class="left">1</td><td class="right">2|3</td></tr></tbody></table>',
+    "```py\na = `1`\n\n# no\n": "<pre>py:a = `1`\n\n# no\n</pre>",
+    "- a\n\n  ```\n  x\n  ```\n- b": "<ul><li>a<pre>text:x</pre></li><li>b</li></ul>",
+    "[t](https://e.example/a_(b)) https://e.example/c.": '<p><a href="https://e.example/a_(b)">t</a> '
+    '<a href="https://e.example/c">https://e.example/c</a>.</p>',
+}
+PLAIN = """
+  const { renderMarkdown } = await import('/playground/markdown.js');
+  const box = document.createElement('div');
+  box.append(renderMarkdown(text));
+  for (const code of box.querySelectorAll('.code')) {
+    const pre = document.createElement('pre');
+    pre.textContent = `${code.querySelector('span').textContent}:${code.querySelector('code').textContent}`;
+    code.replaceWith(pre);
+  }
+  for (const table of box.querySelectorAll('.table')) table.replaceWith(table.firstChild);
+  for (const link of box.querySelectorAll('a')) for (const name of ['title', 'target', 'rel']) link.removeAttribute(name);
+  return box.innerHTML;
+"""
+
+
+def test_markdown_becomes_the_elements_it_means(page: Browser, script: Script) -> None:
+    assert {text: page.run(PLAIN, text=text) for text in MARKDOWN} == MARKDOWN
+
+
+def test_a_growing_text_ends_as_the_whole_one_would(page: Browser, script: Script) -> None:
+    for text in (*MARKDOWN, "\n\n".join(MARKDOWN)):
+        same = page.run(
+            """
+            const { MarkdownView, renderMarkdown } = await import('/playground/markdown.js');
+            const [grown, whole] = [document.createElement('div'), document.createElement('div')];
+            const view = new MarkdownView(grown);
+            for (let end = 1; end <= text.length; end += 1) view.show(text.slice(0, end));
+            whole.append(renderMarkdown(text));
+            return grown.innerHTML === whole.innerHTML;
+            """,
+            text=text,
+        )
+        assert same, text
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["[", "![", "](", "[a](", "*a ", "**a ", "_a", "*", "`", "` `` ", "~~", "<https://", "https://", "> ", "  - ", "- a\n",
+     "1. a\n", "|", "a|b\n", "```a", "```\n", "#", "\\", "-", "- ", "([", "a_", "\n", "# a\n", ">\n", "\t", "h"],
+)  # fmt: skip
+def test_no_text_freezes_the_page(page: Browser, piece: str) -> None:
+    with scripted() as (url, _):
+        page.open(f"{url}/")
+        spent = page.run(
+            """
+            const { renderMarkdown } = await import('/playground/markdown.js');
+            const text = piece.repeat(100000 / piece.length);
+            const start = performance.now();
+            renderMarkdown(text);
+            renderMarkdown(`a ${text} b`);
+            return performance.now() - start;
+            """,
+            piece=piece,
+        )
+    assert spent < 5000  # ms; a quadratic scan of 100 kB takes minutes
+
+
+def test_events_may_be_cut_anywhere(page: Browser, script: Script) -> None:
+    text = (
+        'data: {"a": "\u00e9\U0001f600"}\r\n\r\n: note\n\ndata: 1\ndata: 2\n\nevent: x\ndata:3\n\ndata: [DONE]\n\ndata: 4\n\n'
+    )
+    wrong = page.run(
+        """
+        const { serverEvents } = await import('/playground/stream.js');
+        const bytes = new TextEncoder().encode(text);
+        const wrong = [];
+        for (let cut = 0; cut <= bytes.length; cut += 1) {
+          const parts = [bytes.slice(0, cut), bytes.slice(cut)];
+          const body = new ReadableStream({ start(c) { parts.forEach((p) => p.length && c.enqueue(p)); c.close() } });
+          const events = [];
+          for await (const event of serverEvents(body)) events.push(event);
+          if (JSON.stringify(events) !== JSON.stringify(['{"a": "\u00e9\U0001f600"}', '1\\n2', '3'])) wrong.push([cut, events]);
+        }
+        return wrong;
+        """,
+        text=text,
+    )
+    assert wrong == []
+
+
+def test_the_key_is_asked_for_and_kept_in_the_tab_only(page: Browser) -> None:
+    with scripted() as (url, script):
+        script.key = "secret"
+        script.steps = [{"content": "Open"}]
+        page.open(f"{url}/")
+        page.shows("#key-dialog")
+        assert page.text("#key-reason") == "the API key is missing"
+        page.write("#key", "wrong")
+        page.press("Enter")
+        page.wait("document.querySelector('#key-dialog').open && !document.querySelector('#key').value")
+        page.write("#key", "secret")
+        page.press("Enter")
+        page.wait("document.querySelector('#model').value === name", name=NAME)
+        ask(page, "Hello")
+        assert page.text(".assistant .text") == "Open"
+        kept = "return [Object.values(sessionStorage), Object.keys(localStorage), document.cookie]"
+        assert page.run(kept) == [["secret"], [], ""]
+        assert "secret" not in page.run("return document.documentElement.outerHTML")
+        page.click("#key-change")
+        page.click("#key-forget")
+        assert page.run(kept) == [[], [], ""]
+        page.open("about:blank")
+
+
+def test_the_browser_asks_for_the_key_of_a_guarded_server_once(page: Browser, tmp_path: Path) -> None:
+    with serving("--api-key", "secret", log_file=tmp_path / "log") as server:
+        refused = httpx.get(f"{server.url}/")
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"].startswith("Basic realm=")
+        assert httpx.get(f"{server.url}/v1/models", auth=("", "secret")).headers["www-authenticate"] == "Bearer"
+        page.open(server.url.replace("http://", "http://anyone:secret@") + "/")  # as typed into the browser's own prompt
+        page.wait("document.querySelector('#model').value === name", name=MODEL)
+        ask(page, "What is 47 + 38?")
+        assert page.text(".problem") == ""
+        assert "85" in page.text(".assistant .text")
+        assert page.run("return sessionStorage.length") == 0
+        assert page.problems == []
+        page.open("about:blank")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="runs the command that it copies")
+def test_the_copied_command_repeats_the_request(page: Browser, script: Script) -> None:
+    script.steps = [{"content": "Again"}]
+    request = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": 'it\'s "quoted" $HOME `id` \\ !\n\u00e9'}],
+        "stream": True,
+    }
+    command = page.run("return (await import('/playground/stream.js')).curlCommand(request, true)", request=request)
+    told = subprocess.run(["sh", "-c", command], capture_output=True, check=True, env={"NEGAMAX_API_KEY": "k", **os.environ})
+    assert b'"Again"' in told.stdout
+    assert script.bodies == [request]
+
+
+def test_a_conversation_survives_export_and_import(page: Browser, script: Script, tmp_path: Path) -> None:
+    script.steps = [{"reasoning_content": "Hm."}, {"content": "Calling"}, *call("f", '{"n": 1}')]
+    script.finish_reason = "tool_calls"
+    page.write("[name=system]", "Be kind.")
+    ask(page, "One")
+    page.write(".call textarea", "done")
+    script.steps, script.finish_reason = [{"content": "Fine"}], "stop"
+    ask(page, "and then?")
+    page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    page.click("#export")
+    file = tmp_path / "conversation.json"
+    assert eventually(file.exists)
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    assert [message["role"] for message in kept["messages"]] == ["user", "assistant", "tool", "user", "assistant"]
+    assert kept["settings"]["system"] == "Be kind."
+
+    page.click("#new")
+    page.write("[name=system]", "")
+    document = page.call("DOM.getDocument")["root"]["nodeId"]
+    field = page.call("DOM.querySelector", nodeId=document, selector="#import-file")["nodeId"]
+    page.call("DOM.setFileInputFiles", nodeId=field, files=[str(file)])
+    page.wait("document.querySelectorAll('.message').length === 4")
+    ask(page, "Two")
+    body = script.bodies[-1]["messages"]
+    assert body[0] == {"role": "system", "content": "Be kind."}
+    assert body[1:-1] == kept["messages"]
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"messages": [{"role": "wizard"}]}')
+    page.call("DOM.setFileInputFiles", nodeId=field, files=[str(broken)])
+    page.wait("document.querySelector('#notice').textContent === 'Message 1 has the role \"wizard\".'")
+    assert page.run("return document.querySelectorAll('.message').length") == 6  # what was there is still there
+
+
+def test_every_control_has_a_name_and_the_keyboard_reaches_it(page: Browser, script: Script) -> None:
+    script.steps = [{"reasoning_content": "Hm."}, {"content": "`x`\n\n```\ny\n```"}, *call("f", "{}")]
+    ask(page, "One")
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    roles = {"button", "textbox", "combobox", "spinbutton", "checkbox", "link", "progressbar", "dialog"}
+    controls = [node for node in nodes if not node["ignored"] and node["role"]["value"] in roles]
+    assert len(controls) > 25
+    assert [node["role"]["value"] for node in controls if not node.get("name", {}).get("value")] == []
+    page.run("document.activeElement.blur()")
+    reached = set()
+    for _ in range(60):
+        page.press("Tab")
+        reached.add(
+            page.run("const e = document.activeElement; return e.id || e.name || e.getAttribute('aria-label') || e.textContent")
+        )
+    assert {
+        "prompt",
+        "send",
+        "model",
+        "new",
+        "theme",
+        "settings-toggle",
+        "temperature",
+        "tools",
+        "thinking",
+        "Result of f",
+    } <= reached
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_narrow_windows_show_everything_and_colours_follow_the_person(page: Browser, script: Script, scheme: str) -> None:
+    word = "x" * 300
+    script.steps = [{"reasoning_content": word}, {"content": f"{word}\n\n```\n{word}\n```\n\n|{word}|b|\n|-|-|\n|c|d|"}]
+    script.steps += call(word, json.dumps({"a": word}))
+    page.look(width=360, height=640, scheme=scheme)
+    page.run("if (document.body.classList.contains('with-settings')) document.querySelector('#settings-close').click()")
+    ask(page, word)
+    assert page.run("return [document.documentElement.scrollWidth, document.querySelector('main').scrollWidth]") == [360, 360]
+    for selector in ("#model", "#new", "#settings-toggle", "#prompt", "#send"):
+        left, right = page.run(
+            "const r = document.querySelector(s).getBoundingClientRect(); return [r.left, r.right]", s=selector
+        )
+        assert 0 <= left < right <= 360, selector
+    dark = page.run("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
+    assert dark == (scheme == "dark")
+    page.click("#theme")
+    assert (page.run("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)") != dark
+    page.click("#settings-toggle")
+    page.shows("[name=temperature]")
+    page.press("Escape")
+    page.wait("!document.querySelector('#settings').checkVisibility()")
+
+
+def test_the_files_come_with_their_policy_and_are_asked_for_anew(http: httpx.Client) -> None:
+    answer = http.get("/")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert set(answer.headers["content-security-policy"].split("; ")) >= POLICY
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    assert http.head("/").headers["etag"] == answer.headers["etag"]
+    again = http.get("/", headers={"if-none-match": answer.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    for name in ("app.js", "markdown.js", "style.css", "icon.svg"):
+        file = http.get(f"/playground/{name}")
+        assert file.status_code == 200 and file.content, name
+        assert f"playground/{name}" in answer.text or name == "markdown.js"
+    for path in ("/playground/__init__.py", "/playground/", "/playground/../server.py", "/playground/%2e%2e/server.py"):
+        assert http.get(path).status_code == 404, path
+    assert http.post("/").status_code == 405

@@ -1,0 +1,44 @@
+"""Grammars on a GPU: rows with masks beside rows without, in replayed decode steps and in eager ones."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("msgspec")
+pytest.importorskip("xgrammar")
+
+from negamax import LLM, SamplingParams
+from negamax.config.grammar import Grammar
+
+NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
+POINT = Grammar(
+    kind="json_schema",
+    text=json.dumps(
+        {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["x"]}
+    ),
+)
+WAYS: tuple[dict[str, object], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},  # the checkpoint's top_k and top_p: drawn from the leading tokens
+    {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
+    {"temperature": 1.0, "top_k": 0, "top_p": 0.9},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 1.0, "frequency_penalty": 1.0, "logit_bias": {5: 3.0}},
+)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_every_way_of_sampling_follows_the_grammar_and_leaves_other_rows_alone(enforce_eager: bool) -> None:
+    held = [SamplingParams(seed=i, max_tokens=60, grammar=NAME, **way) for i, way in enumerate(WAYS)]
+    free = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True, **way) for i, way in enumerate(WAYS)]
+    with LLM("nano", device="cuda", enforce_eager=enforce_eager, max_num_seqs=32, max_num_batched_tokens=512) as llm:
+        done = [generation.outputs[0] for generation in llm.generate(["Name and age:"] * 12, [*held, *free])]
+        spaces = {i: -8.0 for i in range(4096) if llm.tokenizer.token_text(i).isspace()}
+        (point,) = llm.generate("A point:", SamplingParams(seed=1, max_tokens=200, grammar=POINT, logit_bias=spaces))
+    for completion in done[:6]:
+        assert completion.finish_reason == "stop" and re.fullmatch(NAME.text, completion.text)
+    assert [len(completion.token_ids) for completion in done[6:]] == [30] * 6
+    assert 0 <= json.loads(point.outputs[0].text)["x"] <= 99

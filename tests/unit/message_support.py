@@ -1,0 +1,31 @@
+"""Builders for messages in the shape of OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def system(content: Any, **more: Any) -> Message:
+    return {"role": "system", "content": content, **more}
+
+
+def user(content: Any) -> Message:
+    return {"role": "user", "content": content}
+
+
+def ai(content: Any = "", *calls: Message, **more: Any) -> Message:
+    return {"role": "assistant", "content": content, **more, **({"tool_calls": list(calls)} if calls else {})}
+
+
+def call(name: str = "f", *, id: str = "c1", **arguments: Any) -> Message:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(content: Any, *, id: str = "c1") -> Message:
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+def text(value: str) -> Message:
+    return {"type": "text", "text": value}

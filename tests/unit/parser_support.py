@@ -1,0 +1,36 @@
+"""Shared by the tests of the output parser: the full-size proof's own generators and checks, and short ways to parse."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from negamax.text.detokenizer import TextPiece
+from negamax.text.minimax_m2_format import MINIMAX_M2
+from negamax.text.minimax_m3_format import MARKER, MINIMAX_M3
+from negamax.text.output_parser import OutputFormat, OutputParser, ParsedOutput, ParserEvent, parse
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+
+import parser_outputs as outputs
+import prove_parser as proof
+
+__all__ = ["MARKER", "MINIMAX_M2", "MINIMAX_M3", "feed_text", "new_parser", "one_shot", "outputs", "proof"]
+
+
+def new_parser(
+    format: OutputFormat = MINIMAX_M2, *, tools: Sequence[dict[str, Any]] | None = None, in_reasoning: bool | None = None
+) -> OutputParser:
+    """A parser that knows tags by their text; M2 begins in reasoning unless told otherwise."""
+    begins = format is MINIMAX_M2 if in_reasoning is None else in_reasoning
+    return OutputParser(format, tools=tools, in_reasoning=begins, tag_ids=None)
+
+
+def feed_text(parser: OutputParser, text: str) -> list[ParserEvent]:
+    return parser.feed([TextPiece(text, None)])
+
+
+def one_shot(text: str, tools: Sequence[dict[str, Any]] | None = None, *, format: OutputFormat = MINIMAX_M2) -> ParsedOutput:
+    return parse(format, text, tools=tools, in_reasoning=format is MINIMAX_M2)

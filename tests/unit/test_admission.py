@@ -1,0 +1,106 @@
+"""What may wait for the engine, and when the others should come back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from negamax.base.errors import InvalidRequestError, OverloadedError
+from negamax.engine.admission import Admission
+
+
+def admission(*, running: int = 2, waiting: int = 3, tokens: int | None = 1000) -> Admission:
+    return Admission(max_running=running, max_waiting=waiting, max_waiting_tokens=tokens, pool_tokens=100)
+
+
+def fill(queue: Admission, count: int, *, tokens: int = 10) -> None:
+    for index in range(count):
+        queue.check(1, tokens, now=0.0)
+        queue.enter(f"s{index}", tokens)
+
+
+def test_batch_and_queue_fill_up_and_the_next_is_sent_away() -> None:
+    queue = admission()
+    fill(queue, 5)
+    with pytest.raises(OverloadedError) as refused:
+        queue.check(1, 10, now=0.0)
+    assert refused.value.code == "queue_full"
+    queue.leave("s3", now=1.0)
+    queue.check(1, 10, now=1.0)
+
+
+def test_request_that_never_fits_is_invalid_not_overload() -> None:
+    with pytest.raises(InvalidRequestError):
+        admission().check(6, 10, now=0.0)
+
+
+def test_tokens_count_only_while_they_wait() -> None:
+    queue = admission(tokens=100)
+    fill(queue, 2, tokens=50)
+    with pytest.raises(OverloadedError) as refused:
+        queue.check(1, 1, now=0.0)
+    assert refused.value.code == "queue_tokens_full"
+    queue.start("s0")
+    queue.check(1, 50, now=0.0)
+    assert queue.waiting_tokens == 50
+
+
+def test_prompt_longer_than_the_limit_is_taken_when_nothing_waits() -> None:
+    queue = admission(tokens=100)
+    queue.check(1, 5000, now=0.0)
+    queue.enter("long", 5000)
+    with pytest.raises(OverloadedError):
+        queue.check(1, 1, now=0.0)
+    queue.start("long")
+    queue.check(1, 5000, now=0.0)
+
+
+def test_token_limit_follows_the_cache_where_none_is_given() -> None:
+    queue = admission(tokens=None)
+    fill(queue, 2, tokens=200)
+    with pytest.raises(OverloadedError):
+        queue.check(1, 1, now=0.0)
+
+
+def test_retry_after_is_the_time_the_queue_takes() -> None:
+    queue = admission(running=2, waiting=1000, tokens=10**6)
+    assert queue.retry_after(0.0) == 1.0  # nothing is known yet
+    for second in range(100):  # two end per second
+        for part in "ab":
+            queue.enter(f"{second}{part}", 1)
+            queue.start(f"{second}{part}")
+            queue.leave(f"{second}{part}", now=float(second))
+    for index in range(60):
+        queue.enter(f"w{index}", 1)
+    assert 25 < queue.retry_after(99.0) < 35
+    assert queue.retry_after(99.0 + 3600) == 120.0  # nothing has ended for an hour: not more than two minutes
+
+
+def test_sequence_that_left_the_queue_unserved_says_nothing_about_the_rate() -> None:
+    queue = admission(waiting=100)
+    for index in range(50):
+        queue.enter(f"s{index}", 1)
+        queue.leave(f"s{index}", now=1.0)
+    queue.enter("waits", 1)
+    assert queue.retry_after(1.0) == 1.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(("enter", "start", "leave")), st.integers(0, 8), st.integers(1, 50)), max_size=80))
+def test_accounts_are_empty_when_all_have_left(steps: list[tuple[str, int, int]]) -> None:
+    queue = admission()
+    open_ids: set[str] = set()
+    for action, number, tokens in steps:
+        name = f"s{number}"
+        if action == "enter" and name not in open_ids:
+            queue.enter(name, tokens)
+            open_ids.add(name)
+        elif action == "start":
+            queue.start(name)
+        elif action == "leave":
+            queue.leave(name, now=0.0)
+            open_ids.discard(name)
+        assert queue.num_open == len(open_ids)
+    for name in open_ids:
+        queue.leave(name, now=0.0)
+    assert (queue.num_open, queue.num_waiting, queue.waiting_tokens) == (0, 0, 0)

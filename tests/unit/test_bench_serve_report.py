@@ -1,0 +1,192 @@
+"""The figures of `negamax bench serve`: statistics against numpy, metrics of known requests, the printed block."""
+
+from __future__ import annotations
+
+import json
+from array import array
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from negamax.bench.serve import Measurement
+from negamax.bench.serve_client import Record
+from negamax.bench.serve_options import BenchOptions
+from negamax.bench.serve_report import (
+    block,
+    concurrency_steps,
+    details,
+    distribution,
+    document,
+    inter_token,
+    output_per_second,
+    peak_concurrency,
+    percentile,
+    summarize,
+    tpot,
+    ttft,
+)
+
+OPTIONS = BenchOptions()
+TIMES = st.lists(st.floats(min_value=0, max_value=1e6, allow_nan=False), min_size=1, max_size=50)
+
+
+def record(*arrivals: float, started: float = 10.0, output: int | None = None, running: tuple[int, ...] = ()) -> Record:
+    """A good request; `arrivals` count from its start, the last one ends it."""
+    return Record(
+        0,
+        started=started,
+        ended=started + arrivals[-1],
+        arrivals=array("d", [started + at for at in arrivals]),
+        running_tokens=array("q", running or [0] * len(arrivals)),
+        prompt_tokens=100,
+        output_tokens=output,
+        cached_tokens=25,
+        finish_reason="length",
+    )
+
+
+def failed(reason: str, detail: str = "") -> Record:
+    return Record(0, started=10.0, ended=10.5, error=reason, detail=detail)
+
+
+def measured(*records: Record, seconds: float = 2.0) -> Measurement:
+    return Measurement("nano", records, seconds, notes=())
+
+
+@given(TIMES, st.floats(min_value=0.1, max_value=100))
+def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
+    assert percentile(sorted(values), percent) == pytest.approx(numpy.percentile(values, percent), rel=1e-9, abs=1e-9)
+
+
+@given(TIMES)
+def test_distribution_is_numpys(values: list[float]) -> None:
+    found = distribution(values, (95, 99.9))
+    expected = {
+        "mean": numpy.mean(values),
+        "median": numpy.median(values),
+        "std": numpy.std(values),
+        "p95": numpy.percentile(values, 95),
+        "p99.9": numpy.percentile(values, 99.9),
+        "max": numpy.max(values),
+    }
+    assert list(found) == list(expected)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_metrics_of_one_request() -> None:
+    request = record(0.5, 0.6, 0.9, 1.3, output=9)
+    assert ttft(request) == pytest.approx(0.5)
+    assert tpot(request) == pytest.approx(0.8 / 8)  # by the server's nine tokens, not by four chunks
+    assert inter_token(request, rule="gap") == pytest.approx([0.1, 0.3, 0.4])
+
+
+def test_token_rule_shares_a_gap_among_the_tokens_of_its_chunk() -> None:
+    request = record(0.5, 0.6, 0.9, 1.3, output=9, running=(2, 3, 6, 9))
+    assert inter_token(request, rule="token") == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.4 / 3, 0.4 / 3, 0.4 / 3])
+
+
+def test_one_token_has_no_time_per_output_token() -> None:
+    assert tpot(record(0.5, output=1)) is None
+    assert "mean_tpot_ms" not in summarize(measured(record(0.5, output=1)), OPTIONS)
+
+
+def test_answer_without_visible_text_has_its_first_token_at_its_end() -> None:
+    request = Record(0, started=1.0, ended=3.0, output_tokens=5)
+    assert ttft(request) == 2.0
+
+
+def test_totals_count_good_requests_only() -> None:
+    summary = summarize(measured(record(0.5, 1.0, output=4), record(0.5, 1.0, output=6), failed("HTTP 500")), OPTIONS)
+    assert (summary["completed"], summary["failed"], summary["failures"]) == (2, 1, {"HTTP 500": 1})
+    assert (summary["total_input_tokens"], summary["total_output_tokens"]) == (200, 10)
+    assert summary["total_cached_tokens"] == 50
+    assert summary["request_throughput"] == 1.0
+    assert summary["output_throughput"] == 5.0
+    assert summary["total_token_throughput"] == 105.0
+
+
+def test_goodput_counts_requests_within_every_limit() -> None:
+    fast, slow_start, slow_tokens = record(0.1, 0.2, output=11), record(0.9, 1.0, output=11), record(0.1, 2.1, output=11)
+    options = BenchOptions(goodput={"ttft": 500.0, "tpot": 50.0})
+    assert summarize(measured(fast, slow_start, slow_tokens), options)["request_goodput"] == 0.5
+
+
+def test_concurrency_does_not_count_a_request_that_ends_when_another_begins() -> None:
+    back_to_back = [record(1.0, started=10.0), record(1.0, started=11.0)]
+    assert peak_concurrency(back_to_back) == 1
+    assert peak_concurrency([*back_to_back, record(1.0, started=10.5)]) == 2
+    assert [count for _, count in concurrency_steps(back_to_back)] == [1, 0, 1, 0]
+    assert peak_concurrency([Record(0, ended=12.0, error="not sent")]) == 0
+
+
+def test_output_per_second_spreads_tokens_over_the_chunks() -> None:
+    assert output_per_second([record(0.5, 1.5, 2.5, 2.6, output=8)]) == [2.0, 2.0, 4.0]
+
+
+def test_block_has_the_lines_that_scripts_look_for() -> None:
+    options = BenchOptions(max_concurrency=8, request_rate=2.5, goodput={"ttft": 500.0})
+    runs = measured(record(0.5, 0.7, output=3), failed("HTTP 429", "Retry-After 1: full"), failed("HTTP 429"))
+    lines = block(summarize(runs, options), options).splitlines()
+    assert lines[0] == "============ Serving Benchmark Result ============"
+    assert lines[1] == "Successful requests:                     1"
+    for start in (
+        "Failed requests:                         2",
+        "Maximum request concurrency:             8",
+        "Request rate configured (RPS):           2.50",
+        "Benchmark duration (s):                  2.00",
+        "Total input tokens:                      100",
+        "Total generated tokens:                  3",
+        "Request throughput (req/s):              0.50",
+        "Request goodput (req/s):                 0.50",
+        "Output token throughput (tok/s):         1.50",
+        "Peak output token throughput (tok/s):    3.00",
+        "Peak concurrent requests:                3",
+        "Total token throughput (tok/s):          51.50",
+        "Cached input tokens:                     25 (25.0%)",
+        "---------------Time to First Token----------------",
+        "-----Time per Output Token (excl. 1st token)------",
+        "---------------Inter-token Latency----------------",
+        "----------------End-to-end Latency----------------",
+        "Mean TTFT (ms):                          500.00",
+        "Median TPOT (ms):                        100.00",
+        "P95 ITL (ms):                            200.00",
+        "P99 E2EL (ms):                           700.00",
+        "Max E2EL (ms):                           700.00",
+        "HTTP 429:                                2",
+        "    Retry-After 1: full",
+        "==================================================",
+    ):
+        assert start in lines
+
+
+def test_block_says_how_tokens_were_counted() -> None:
+    reported = block(summarize(measured(record(0.5, 0.7, output=3)), OPTIONS), OPTIONS)
+    assert "Output tokens: as the server's usage reports them." in reported
+    assert "each gap once (1.50 tokens per chunk on average)" in reported
+    counted = summarize(measured(record(0.5, 0.7)), OPTIONS)
+    assert counted["total_output_tokens"] == 2
+    assert "Output tokens: counted as chunks for 1 requests" in block(counted, OPTIONS)
+
+
+def test_block_of_a_run_in_which_nothing_worked() -> None:
+    text = block(summarize(measured(failed("connection refused")), OPTIONS), OPTIONS)
+    assert "Successful requests:                     0" in text
+    assert "TTFT (ms):                               none" in text
+
+
+def test_document_is_json_and_keeps_requests_on_demand_only() -> None:
+    options = BenchOptions(metadata={"gpu": "none"}, label="x")
+    runs = measured(record(0.5, 0.7, started=12.0, output=3), record(0.5, 0.7, started=11.0, output=2), failed("HTTP 500"))
+    summary = summarize(runs, options)
+    short = json.loads(json.dumps(document(runs, options, summary, detailed=False)))
+    assert short["model_id"] == "nano" and short["gpu"] == "none" and short["request_rate"] == "inf"
+    assert short["p99_ttft_ms"] == pytest.approx(500.0)
+    assert "ttfts" not in short
+    lists = details(runs, options)
+    assert lists["start_times"] == pytest.approx([0.0, 1.0, 2.0])
+    assert lists["output_lens"] == [0, 2, 3]
+    assert lists["errors"] == ["HTTP 500", "", ""]
+    assert lists["itls"][1] == pytest.approx([0.2])
+    json.dumps(document(runs, options, summary, detailed=True))

@@ -1,0 +1,212 @@
+"""The core that all dialects share: where prompts end, and how the outputs of a choice are read."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from message_support import ai, user
+from text_support import make_tokenizer
+
+from negamax.api.conversation import (
+    ChatPrompt,
+    ChoiceReader,
+    Conversation,
+    PromptBuilder,
+    ReadingRules,
+    Voice,
+    new_call_id,
+    without_tokens,
+)
+from negamax.api.thinking import ReasoningPlace, ThinkingChoice
+from negamax.base.errors import EngineError, InvalidRequestError
+from negamax.engine.output import RequestOutput
+from negamax.text.chat_template import ChatTemplate
+from negamax.text.detokenizer import TextPiece
+from negamax.text.formats import output_style
+from negamax.text.output_parser import ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart, collect
+
+TURNS = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
+ALWAYS_THINKS = TURNS + "{% if add_generation_prompt %}ai:<think>\n{% endif %}"
+HAS_MODES = TURNS + "ai:{% if thinking_mode == 'enabled' %}<think>{% elif thinking_mode == 'disabled' %}</think>{% endif %}"
+
+STYLE = output_style("minimax_m2")
+VOICE = Voice(STYLE, {}, ())
+CALLS = "".join(f'<invoke name="f">\n<parameter name="x">{n}</parameter>\n</invoke>\n' for n in (1, 2))
+ANSWER = f"I think.\nHard.\n</think>\n\nSome text.\n<minimax:tool_call>\n{CALLS}</minimax:tool_call>"
+
+
+def prompt(template: str, conversation: Conversation, **options: Any) -> ChatPrompt:
+    builder = PromptBuilder(make_tokenizer(), ChatTemplate(template), voice=VOICE, max_model_len=1000, **options)
+    return asyncio.run(builder.chat(conversation, num_bytes=0))
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "ending", "state"),
+    [
+        (ALWAYS_THINKS, ThinkingChoice(), "<think>\n", "open"),
+        (ALWAYS_THINKS, ThinkingChoice("adaptive"), "<think>\n", "open"),
+        (ALWAYS_THINKS, ThinkingChoice("disabled"), "<think>\n</think>\n\n", "none"),
+        (ALWAYS_THINKS, ThinkingChoice(effort="none"), "<think>\n</think>\n\n", "none"),
+        (HAS_MODES, ThinkingChoice(), "ai:", "optional"),
+        (HAS_MODES, ThinkingChoice("enabled"), "ai:<think>", "open"),
+        (HAS_MODES, ThinkingChoice("disabled"), "ai:</think>", "none"),
+    ],
+)
+def test_thinking_choice_decides_how_the_prompt_ends(template: str, thinking: ThinkingChoice, ending: str, state: str) -> None:
+    made = prompt(template, Conversation(messages=[user("Hi")], thinking=thinking))
+    assert made.text.endswith(ending)
+    assert made.reasoning == state
+    assert make_tokenizer().decode(made.token_ids, skip_special_tokens=False) == made.text
+
+
+def test_defaults_of_the_server_lose_to_the_request() -> None:
+    defaults = {"default_template_kwargs": {"thinking_mode": "enabled"}}
+    assert prompt(HAS_MODES, Conversation(messages=[user("Hi")]), **defaults).reasoning == "open"
+    for choice in (ThinkingChoice("disabled"), ThinkingChoice(effort="none")):
+        disabled = Conversation(messages=[user("Hi")], thinking=choice)
+        assert prompt(HAS_MODES, disabled, **defaults).text.endswith("</think>")
+
+
+def test_default_of_the_server_can_switch_thinking_off_for_every_model() -> None:
+    defaults = {"default_template_kwargs": {"enable_thinking": False}}
+    assert prompt(ALWAYS_THINKS, Conversation(messages=[user("Hi")]), **defaults).reasoning == "none"
+    assert prompt(HAS_MODES, Conversation(messages=[user("Hi")]), **defaults).reasoning == "none"
+    enabled = Conversation(messages=[user("Hi")], thinking=ThinkingChoice("enabled"))
+    assert prompt(ALWAYS_THINKS, enabled, **defaults).reasoning == "open"
+
+
+@pytest.mark.parametrize(
+    ("last", "ending", "state", "continued"),
+    [
+        (ai("So far"), "So far", "none", "So far"),
+        (ai([{"type": "text", "text": "So "}, "far"]), "So far", "none", "So far"),
+        (ai("So far", reasoning="why"), "why|So far", "none", "So far"),
+        (ai("", reasoning="I thi"), "I thi", "open", ""),
+    ],
+)
+def test_continued_message_ends_the_prompt(last: dict[str, Any], ending: str, state: str, continued: str) -> None:
+    conversation = Conversation(messages=[user("Hi"), last], add_generation_prompt=False, continue_final_message=True)
+    made = prompt(ALWAYS_THINKS, conversation)
+    assert made.text.endswith(ending)
+    assert (made.reasoning, made.continued) == (state, continued)
+
+
+@pytest.mark.parametrize("last", [user("x"), ai(""), ai("", {"id": "1", "function": {"name": "f"}})])
+def test_nothing_else_can_be_continued(last: dict[str, Any]) -> None:
+    conversation = Conversation(messages=[user("Hi"), last], add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(InvalidRequestError):
+        prompt(ALWAYS_THINKS, conversation)
+
+
+def output(text: str, *, finish: str | None = None, num_tokens: int = 0, **fields: Any) -> RequestOutput:
+    values: dict[str, Any] = {
+        "request_id": "r",
+        "index": 0,
+        "token_ids": [],
+        "pieces": [TextPiece(text, None)] if text else [],
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "finish_reason": finish,
+        "stop_reason": None,
+        "num_prompt_tokens": 7,
+        "num_output_tokens": num_tokens,
+        "num_cached_tokens": 0,
+        "error": None,
+    }
+    return RequestOutput(**values | fields)
+
+
+def read(text: str, *, finish: str = "stop", step: int = 3, **rules: Any) -> tuple[ChoiceReader, list[ParserEvent]]:
+    """The reader of an answer that came in pieces, and its events."""
+    reader = ChoiceReader(VOICE, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules(**rules))
+    pieces = [text[start : start + step] for start in range(0, len(text), step)]
+    events = [event for piece in pieces for event in reader.push(output(piece))]
+    return reader, [*events, *reader.push(output("", finish=finish))]
+
+
+def test_reader_knows_all_that_its_events_say() -> None:
+    reader, events = read(ANSWER)
+    parsed = collect(events)
+    assert (reader.reasoning, reader.content) == (parsed.reasoning, parsed.content) == ("I think.\nHard.", "Some text.")
+    assert [(call.name, call.arguments) for call in reader.calls] == [(c.name, c.arguments) for c in parsed.tool_calls]
+    assert [call.arguments for call in reader.calls] == ['{"x": "1"}', '{"x": "2"}']
+    assert len({call.id for call in reader.calls}) == 2
+    assert reader.finish_reason == "tool_calls"
+
+
+def test_only_the_first_call_counts_without_parallel_calls() -> None:
+    reader, events = read(ANSWER, parallel_calls=False)
+    assert [event.index for event in events if isinstance(event, ToolCallStart)] == [0]
+    assert [call.arguments for call in reader.calls] == ['{"x": "1"}']
+    assert reader.finish_reason == "tool_calls"
+
+
+def test_without_calls_their_markup_is_content() -> None:
+    reader, _ = read(ANSWER, may_call=False)
+    assert reader.calls == []
+    assert reader.content.startswith("Some text.") and "<invoke" in reader.content
+    assert (reader.reasoning, reader.finish_reason) == ("I think.\nHard.", "stop")
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "rules", "expected"),
+    [
+        (ANSWER, "stop", {}, "tool_calls"),
+        (ANSWER, "length", {}, "length"),
+        (ANSWER, "abort", {}, "abort"),
+        (ANSWER, "stop", {"is_call_forced_by_name": True}, "stop"),
+        ("So.</think>\n\nYes.", "stop", {}, "stop"),
+    ],
+)
+def test_finish_reasons(text: str, finish: str, rules: dict[str, Any], expected: str) -> None:
+    assert read(text, finish=finish, **rules)[0].finish_reason == expected
+
+
+def test_reasoning_in_the_content_stands_between_tags() -> None:
+    reader, events = read(ANSWER, reasoning=ReasoningPlace.CONTENT)
+    assert reader.content == "<think>I think.\nHard.\n</think>\n\nSome text."
+    assert reader.reasoning == ""
+    assert collect(events).content == reader.content
+    cut, _ = read("I thi", finish="length", reasoning=ReasoningPlace.CONTENT)
+    assert cut.content == "<think>I thi"
+    of_server = ChoiceReader(
+        Voice(output_style("minimax_m2", reasoning_parser="minimax_m2_append_think"), {}, ()),
+        prompt=ChatPrompt("", [1], "open"),
+        rules=ReadingRules(),
+    )
+    of_server.push(output("I thi", finish="length"))
+    assert of_server.content == "<think>I thi"
+
+
+def test_reasoning_left_out_leaves_the_rest_as_it_is() -> None:
+    reader, events = read(ANSWER, reasoning=ReasoningPlace.NOWHERE)
+    assert not any(isinstance(event, ReasoningDelta) for event in events)
+    assert (reader.reasoning, reader.content, len(reader.calls)) == ("", "Some text.", 2)
+
+
+@pytest.mark.parametrize("text", [ANSWER, "I think.\nHard.\n</think>", "I think.\nHard."])
+def test_reasoning_that_is_not_streamed_comes_at_once_before_the_rest(text: str) -> None:
+    reader, events = read(text, stream_reasoning=False)
+    assert [event for event in events if isinstance(event, ReasoningDelta)] == [ReasoningDelta("I think.\nHard.")]
+    assert isinstance(events[0], ReasoningDelta)
+    assert reader.content == "".join(event.text for event in events if isinstance(event, ContentDelta))
+
+
+def test_failed_request_is_an_error() -> None:
+    reader = ChoiceReader(VOICE, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules())
+    with pytest.raises(EngineError, match="no memory"):
+        reader.push(output("", finish="error", error="no memory"))
+
+
+def test_call_ids_have_the_form_that_clients_know() -> None:
+    call_id = new_call_id()
+    assert call_id.startswith("call_") and len(call_id) == 29
+    int(call_id.removeprefix("call_"), 16)
+
+
+def test_request_that_only_reads_its_prompt_says_nothing() -> None:
+    silent = without_tokens(output("x", finish="stop", num_tokens=1, token_ids=[5], stop_reason="x"))
+    assert (silent.text, silent.token_ids, silent.num_output_tokens) == ("", [], 0)
+    assert (silent.finish_reason, silent.stop_reason) == ("length", None)

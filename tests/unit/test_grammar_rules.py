@@ -1,0 +1,193 @@
+"""What is refused before the engine sees it: grammars that are too large or not even written correctly, tools that cannot be
+called; and what schemas look like once they are prepared."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from negamax.base.errors import InvalidRequestError
+from negamax.config.grammar import MAX_NESTING, MAX_TEXT_BYTES, Grammar, Marker, Reasoning
+from negamax.scheduler.request import SamplingParams
+from negamax.text.grammar import content_format, structural_tag
+from negamax.text.json_schema import prepared, resolve
+from negamax.text.tool_grammar import MAX_VALUES, M2Calls, M3Calls, tool_grammar
+
+TAG_IDS = {"<think>": 1, "</think>": 2, "<minimax:tool_call>": 3, "</minimax:tool_call>": 4}
+
+
+def nested(levels: int) -> str:
+    return '{"items":' * levels + "{}" + "}" * levels
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar(kind="json_schema", text="{"), "no valid JSON"),
+        (Grammar(kind="json_schema", text="[1]"), "a list; an object or a boolean"),
+        (Grammar(kind="json_schema", text=nested(MAX_NESTING)), f"{MAX_NESTING + 1} levels"),
+        (Grammar(kind="json_schema", text=nested(50_000)), "nested too deeply"),
+        (Grammar(kind="choice", text="[]"), "one or more"),
+        (Grammar(kind="choice", text='["a", 1]'), "strings"),
+        (Grammar(kind="choice", text=json.dumps(["x"] * 2001)), "2001 strings"),
+        (Grammar(kind="regex"), "empty"),
+        (Grammar(kind="ebnf", text="x" * (MAX_TEXT_BYTES + 1)), str(MAX_TEXT_BYTES)),
+        (Grammar(kind="regex", text="é" * (MAX_TEXT_BYTES // 2 + 1)), str(MAX_TEXT_BYTES)),
+        (Grammar(kind="regex", text="\ud800"), "surrogate"),
+        (Grammar(kind="structural_tag", text="[]"), "an object"),
+    ],
+)
+def test_a_grammar_that_cannot_be_meant_is_refused_at_the_border(grammar: Grammar, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        SamplingParams(grammar=grammar).check(max_logprobs=20, vocab_size=100)
+    assert caught.value.http_status == 400
+
+
+def test_good_ones_pass_and_a_budget_alone_is_a_constraint_only_with_a_reasoning() -> None:
+    for grammar in (Grammar(kind="json_object"), Grammar(kind="json_schema", text=nested(MAX_NESTING - 1))):
+        SamplingParams(grammar=grammar).check(max_logprobs=20, vocab_size=100)
+    reasoning = rules()
+    assert SamplingParams(reasoning=reasoning, thinking_token_budget=0).is_constrained
+    assert not SamplingParams(thinking_token_budget=5).is_constrained
+    assert not SamplingParams(reasoning=reasoning).is_constrained
+
+
+def test_budgets_and_reasonings_out_of_range_are_refused() -> None:
+    for params in (
+        SamplingParams(thinking_token_budget=-1),
+        SamplingParams(reasoning=rules(closing_ids=(100,))),
+        SamplingParams(reasoning=rules(closing_ids=())),
+    ):
+        with pytest.raises(InvalidRequestError):
+            params.check(max_logprobs=20, vocab_size=100)
+
+
+def rules(closing_ids: tuple[int, ...] = (5,)) -> Reasoning:
+    return Reasoning(
+        state="open",
+        opener=Marker("<think>", 1),
+        closer=Marker("</think>", 2),
+        call_opener=Marker("<minimax:tool_call>", 3),
+        closing_ids=closing_ids,
+        max_newlines=3,
+    )
+
+
+def test_references_are_followed_and_loops_lead_nowhere() -> None:
+    root = {
+        "$defs": {"a": {"$ref": "#/$defs/b/c"}, "b": {"c": {"type": "null"}}, "loop": {"$ref": "#/$defs/loop"}, "l": [1, 2]}
+    }
+    assert resolve({"$ref": "#/$defs/a"}, root=root) == {"type": "null"}
+    assert resolve({"$ref": "#/$defs/loop"}, root=root) is None
+    assert resolve({"$ref": "#/$defs/l/1"}, root=root) == 2
+    assert resolve({"$ref": "other.json"}, root=root) is None
+    assert resolve({"$ref": "#"}, root=root) == root
+
+
+@pytest.mark.parametrize(
+    ("schema", "made"),
+    [
+        ({"type": "string", "nullable": True}, {"type": ["string", "null"]}),
+        ({"type": ["string"], "nullable": True, "enum": ["a"]}, {"type": ["string", "null"], "enum": ["a", None]}),
+        ({"nullable": False}, {}),
+        ({"required": ["a"]}, {"required": ["a"], "properties": {"a": True}}),
+        (
+            {"properties": {"b": {"type": "array"}}, "required": ["a", "b"], "additionalProperties": {"type": "null"}},
+            {
+                "properties": {"b": {"type": "array", "items": {}}, "a": {"type": "null"}},
+                "required": ["a", "b"],
+                "additionalProperties": {"type": "null"},
+            },
+        ),
+        (
+            {"enum": [{"nullable": True}], "default": {"type": "array"}},
+            {"enum": [{"nullable": True}], "default": {"type": "array"}},
+        ),
+        (True, True),
+    ],
+)
+def test_schemas_are_put_into_the_compilers_words_and_values_are_left_alone(schema: Any, made: Any) -> None:
+    assert prepared(schema, strict=False) == made
+
+
+def test_property_names_that_look_like_keywords_are_no_keywords() -> None:
+    schema = {"properties": {"not": {"type": "string"}, "if": {}, "uniqueItems": True}}
+    assert prepared(schema, strict=True) == schema
+
+
+def test_the_order_of_properties_is_the_clients() -> None:
+    schema = {"properties": {"z": {}, "a": {}, "m": {}}, "required": ["m"]}
+    made = content_format(Grammar(kind="json_schema", text=json.dumps(schema)))
+    assert list(made["json_schema"]["properties"]) == ["z", "a", "m"]
+
+
+def test_reasoning_in_front_is_a_part_of_the_grammar_only_where_it_may_be_missing() -> None:
+    content = Grammar(kind="json_object")
+    alone = json.loads(structural_tag(content, None))["format"]
+    after = json.loads(structural_tag(content, rules()))["format"]
+    assert after["elements"][1:] == [alone]
+    assert "think" not in json.dumps(after)
+
+
+@pytest.mark.parametrize(
+    ("tools", "options", "words"),
+    [
+        ([], {"choice": "required"}, "no tools"),
+        ([{"name": "f"}], {"choice": "function", "name": "g"}, "'g'"),
+        ([{"name": 'f"'}], {"choice": "required"}, "quotes"),
+        ([{"parameters": {}}], {"choice": "required"}, "no name"),
+        ([{"name": "f", "strict": True, "parameters": {"properties": {"a": {"not": {}}}}}], {}, "'not'"),
+        ([{"name": "f", "strict": True, "parameters": {"properties": {'a"': {}}}}], {}, "parameter name"),
+        (
+            [
+                {
+                    "name": "f",
+                    "strict": True,
+                    "parameters": {"properties": {"a": {"items": {"$ref": "#/properties/b"}}, "b": {}}},
+                }
+            ],
+            {},
+            r"\$defs",
+        ),
+    ],
+)
+def test_tools_that_cannot_be_called_as_asked_are_refused(tools: list[Any], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        tool_grammar(tools, M2Calls(TAG_IDS), **options)
+
+
+def test_a_schema_that_cannot_be_followed_leaves_the_arguments_of_a_tool_that_is_not_strict_free() -> None:
+    tool = {"name": "f", "parameters": {"properties": {'a"': {}}}}
+    grammar = tool_grammar([tool], M2Calls(TAG_IDS), choice="required")
+    free = tool_grammar([{"name": "f"}], M2Calls(TAG_IDS), choice="required")
+    assert grammar is not None and grammar == free
+
+
+def test_schemas_that_grow_without_end_are_refused_and_recursive_ones_are_cut() -> None:
+    tree = {"type": "object", "properties": {key: {"$ref": "#/$defs/tree"} for key in "ab"}}
+    tool = {"name": "f", "strict": True, "parameters": {"$ref": "#/$defs/tree", "$defs": {"tree": tree}}}
+    grammar = tool_grammar([tool], M3Calls(), choice="required")
+    assert grammar is not None
+    grammar.check()
+    wide = {"type": "object", "properties": {str(i): {"$ref": "#/$defs/tree"} for i in range(12)}}
+    tool = {"name": "f", "strict": True, "parameters": {"$ref": "#/$defs/tree", "$defs": {"tree": wide}}}
+    with pytest.raises(InvalidRequestError, match=str(MAX_VALUES)):
+        tool_grammar([tool], M3Calls(), choice="required")
+
+
+def test_nothing_is_enforced_where_nothing_was_asked() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert tool_grammar(tools, M2Calls(TAG_IDS)) is None
+    assert tool_grammar([], M2Calls(TAG_IDS)) is None
+    content = Grammar(kind="json_object")
+    assert tool_grammar([], M2Calls(TAG_IDS), content=content) is content
+    assert tool_grammar(tools, M2Calls(TAG_IDS), parallel=False) is not None
+
+
+def test_without_tokens_of_their_own_tags_are_text() -> None:
+    tools = [{"name": "f"}]
+    for options in ({"choice": "required"}, {"parallel": False}):
+        grammar = tool_grammar(tools, M2Calls({}), **options)
+        assert grammar is not None and '"token"' not in grammar.text and "<minimax:tool_call>" in grammar.text

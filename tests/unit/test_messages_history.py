@@ -1,0 +1,188 @@
+"""Anthropic's conversations as those of chat completions: nothing lost, nothing misplaced, a stable prefix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from negamax.api.messages_history import History, history_of
+from negamax.api.schemas.answers import error_answer
+from negamax.api.schemas.messages import message_error
+from negamax.api.thought_signature import MAX_THOUGHT_BYTES, ThoughtSigner
+from negamax.base.errors import InvalidRequestError
+from negamax.text.messages import normalize_messages
+
+SIGNER = ThoughtSigner("nano")
+
+
+def history(*messages: dict[str, Any], system: Any = None) -> History:
+    return history_of(messages, system=system, signer=SIGNER)
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def assistant(*blocks: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def call(number: int, **arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{number}", "name": "Read", "input": arguments}
+
+
+def result(number: int, content: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": f"toolu_{number}", "content": content, **more}
+
+
+def test_billing_line_of_claude_code_does_not_change_the_prompt() -> None:
+    def prompt(cch: str, *, as_blocks: bool) -> list[dict[str, Any]]:
+        line = f"x-anthropic-billing-header: cc_version=2.1.7; cc_entrypoint=cli; cch={cch};"
+        rest = "You are Claude Code."
+        system = [text(line), text(rest)] if as_blocks else f"{line}\n{rest}"
+        return history({"role": "user", "content": "Hi"}, system=system).messages
+
+    assert prompt("1", as_blocks=True) == prompt("2", as_blocks=True) == prompt("3", as_blocks=False)
+    assert prompt("1", as_blocks=True)[0] == {"role": "system", "content": "You are Claude Code."}
+
+
+def test_thinking_text_and_calls_become_one_assistant_message_with_its_results_behind_it() -> None:
+    signed = {"type": "thinking", "thinking": "First a look.", "signature": "from somewhere else"}
+    made = history(
+        user(text("Read both")),
+        assistant(signed, text("I read them."), call(1, path="a")),
+        assistant(call(2, path="b")),  # neighbours are one turn
+        user(result(2, "B")),
+        user(result(1, [text("A"), text("more")])),
+    )
+    message = made.messages[1]
+    assert message["reasoning_content"] == "First a look."
+    assert message["content"] == "I read them."
+    assert [entry["function"]["arguments"] for entry in message["tool_calls"]] == [{"path": "a"}, {"path": "b"}]
+    contents = [entry["content"] for entry in normalize_messages(made.messages) if entry["role"] == "tool"]
+    assert contents == ["A\nmore", "B"]
+    assert made.places == ["messages[0]", "messages[1]", "messages[3]", "messages[4]"]
+
+
+def test_reminders_beside_results_stay_with_them_and_other_text_is_the_users() -> None:
+    reminder = text("<system-reminder>\nThe list is empty.\n</system-reminder>")
+    made = history(user(text("Go")), assistant(call(1)), user(reminder, result(1, "done"), text("Now stop.")))
+    normal = normalize_messages(made.messages)
+    assert [message["role"] for message in normal] == ["user", "assistant", "tool", "user"]
+    assert normal[2]["content"] == "done\n\n<system-reminder>\nThe list is empty.\n</system-reminder>"
+    assert normal[3]["content"] == "Now stop."
+    without_results = history(user(reminder, text("Go")))
+    assert [message["role"] for message in without_results.messages] == ["user"]
+
+
+def test_inline_system_messages_stay_in_their_place() -> None:
+    made = history(
+        {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go"}
+    )
+    assert [message["role"] for message in made.messages] == ["user", "system", "user"]
+
+
+def test_failed_results_say_so_and_images_in_results_end_no_session() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+    made = history(
+        user(text("Go")),
+        assistant(call(1), call(2), call(3), call(4)),
+        user(
+            result(1, "no such file", is_error=True),
+            result(2, "<tool_use_error>cancelled</tool_use_error>", is_error=True),
+            result(3, [text("a picture:"), image]),
+            result(4, None, is_error=True),
+        ),
+    )
+    contents = [message["content"] for message in made.messages if message["role"] == "tool"]
+    assert contents[:2] == ["Error: no such file", "<tool_use_error>cancelled</tool_use_error>"]
+    assert contents[2].startswith("a picture:\n[an image")
+    assert contents[3] == "Error"
+
+
+def test_blocks_of_other_servers_are_passed_over() -> None:
+    made = history(
+        user(text("Go")),
+        assistant(
+            {"type": "redacted_thinking", "data": "opaque"},
+            {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {}},
+            {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": []},
+            text("Found"),
+            text(" it."),
+        ),
+    )
+    assert made.messages[1] == {"role": "assistant", "content": "Found it."}
+
+
+def test_documents_with_text_are_text() -> None:
+    document = {"type": "document", "title": "Notes", "source": {"type": "text", "media_type": "text/plain", "data": "abc"}}
+    assert history(user(document)).messages == [{"role": "user", "content": "Notes\nabc"}]
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ({"role": "wizard", "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": 3}, "messages[0].content"),
+        (user("x"), "messages[0].content[0]"),
+        (user({"type": "image", "source": {}}), "messages[0].content[0]"),
+        (user({"type": "text"}), "messages[0].content[0].text"),
+        (assistant({"type": "magic"}), "messages[0].content[0]"),
+        (user(text("x"), result(1, [{"type": "magic"}])), "messages[0].content[1].content[0]"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_shown_is_named_by_its_place(message: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        history(message)
+    assert error.value.param == place
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (405, "invalid_request_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+        (529, "overloaded_error"),
+    ],
+)
+def test_errors_have_anthropics_types(status: int, kind: str) -> None:
+    told = message_error(status, error_answer("too much", error_type="whatever"), request_id="r")
+    body = {"type": "error", "error": {"type": kind, "message": "too much"}, "request_id": "r"}
+    assert msgspec.json.decode(msgspec.json.encode(told)) == body
+
+
+def test_hidden_thought_comes_back_from_its_signature() -> None:
+    thought = "One \U0001f642 thought.\n" * 50
+    hidden = SIGNER.signature(thought, is_hidden=True)
+    made = history(user(text("Go")), assistant({"type": "thinking", "thinking": "", "signature": hidden}, text("Ok")))
+    assert made.messages[1]["reasoning_content"] == thought
+
+
+def test_signature_is_the_same_on_every_server_of_the_model_and_no_other() -> None:
+    assert SIGNER.signature("x") == ThoughtSigner("nano").signature("x") != ThoughtSigner("micro").signature("x")
+    assert SIGNER.signature("x") != SIGNER.signature("y")
+
+
+def test_foreign_broken_and_huge_signatures_hold_no_thought() -> None:
+    assert ThoughtSigner("micro").hidden_thought(SIGNER.signature("x", is_hidden=True)) is None
+    assert SIGNER.hidden_thought(SIGNER.signature("x")) is None
+    hidden = SIGNER.signature("x" * 100, is_hidden=True)
+    for broken in ("", "nm1h.", "nm1h.%%%", hidden[:-4], hidden[:10] + "AAAA" + hidden[14:]):
+        assert SIGNER.hidden_thought(broken) is None
+    bomb = SIGNER.signature("x" * (MAX_THOUGHT_BYTES + 1), is_hidden=True)
+    assert len(bomb) < 20_000
+    assert SIGNER.hidden_thought(bomb) is None

@@ -1,0 +1,107 @@
+"""`negamax parse`: what it prints for a text, and one clear line with exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parser_support import proof
+
+from negamax.cli.main import main
+
+CASES = proof.read_cases(proof.CASE_FILES)[::25]
+NAMES = {format.name: name for name, format in proof.FORMATS.items()}
+
+
+class Run:
+    """Runs the command with a text on standard input."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+        self._monkeypatch = monkeypatch
+        self._captured = capfdbinary
+
+    def __call__(self, text: str | bytes, *arguments: str) -> tuple[int, str, str]:
+        raw = text if isinstance(text, bytes) else text.encode()
+        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+        code = main(["parse", *arguments])
+        sys.stdout.flush()
+        out, err = self._captured.readouterr()
+        return code, out.decode(), err.decode()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
+    return Run(monkeypatch, capfdbinary)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+def test_cases_come_out_whole_and_streamed(case: proof.Case, run: Run, tmp_path: Path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps(case.tools), encoding="utf-8")
+    mode = "enabled" if case.in_reasoning else "adaptive"
+    options = ["--format", NAMES[case.format.name], "--tools", str(tools), "--thinking-mode", mode]
+    code, whole, _ = run(case.text, *options)
+    assert code == 0
+    answer: dict[str, Any] = json.loads(whole)
+    calls = [(call["name"], call["arguments"]) for call in answer["tool_calls"]]
+    expected = case.expected
+    wanted = [(call["name"], call["arguments"]) for call in expected["tool_calls"]]
+    assert list(answer) == ["reasoning", "content", "tool_calls"]
+    assert proof.comparable(answer["reasoning"], answer["content"], calls) == proof.comparable(
+        expected["reasoning"], expected["content"], wanted
+    )
+    for size in ("1", "100000"):
+        assert run(case.text, *options, "--stream", size)[:2] == (0, whole)
+
+
+def test_m2_begins_inside_thinking_and_m3_by_its_mode(run: Run) -> None:
+    assert json.loads(run("a</think>b\n", "--format", "m2")[1]) == {"reasoning": "a", "content": "b\n", "tool_calls": []}
+    assert json.loads(run("a", "--format", "m3", "--thinking-mode", "enabled")[1])["reasoning"] == "a"
+    assert json.loads(run("a", "--format", "m3", "--thinking-mode", "disabled")[1])["content"] == "a"
+    assert json.loads(run("", "--format", "m3")[1]) == {"reasoning": None, "content": None, "tool_calls": []}
+
+
+def test_what_utf8_cannot_say_is_escaped(run: Run, tmp_path: Path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}]', encoding="utf-8")
+    text = '</think><minimax:tool_call><invoke name="f"><parameter name="x">["\\ud800"]</parameter></invoke>'
+    code, out, _ = run(text, "--format", "m2", "--tools", str(tools))
+    assert code == 0
+    assert json.loads(out)["tool_calls"] == [{"name": "f", "arguments": {"x": ["\ud800"]}}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--format", "m4"], "--format is 'm4'; allowed: m2, m3"),
+        ([], "Missing option '--format'"),
+        (["--format", "m3", "--stream", "0"], "--stream is '0'"),
+        (["--format", "m3", "--stream", "x"], "--stream is 'x'"),
+        (["--format", "m3", "--thinking-mode", "on"], "--thinking-mode is 'on'; allowed: enabled, disabled, adaptive"),
+        (["--format", "m3", "--tools", "missing.json"], "--tools missing.json cannot be read: No such file"),
+        (["--format", "m3", "--tools", "text.json"], "--tools text.json is no JSON"),
+        (
+            ["--format", "m3", "--tools", "object.json"],
+            "--tools object.json holds a JSON dict; a list",
+        ),
+        (["--format", "m3", "--tools", "list.json"], "holds a list with other values in it"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    arguments: list[str], says: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("text.json", "tools"), ("object.json", "{}"), ("list.json", "[1]")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    code, out, err = run("x", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+
+
+def test_bytes_that_are_no_text_are_refused(run: Run) -> None:
+    code, _, err = run(b"ab\xff", "--format", "m2")
+    assert (code, err) == (2, "negamax: error: standard input is no UTF-8: byte 2 is 0xff\n")

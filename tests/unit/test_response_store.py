@@ -1,0 +1,62 @@
+"""The store of responses: it never grows beyond its limits, and a conversation survives the loss of its earlier responses."""
+
+from __future__ import annotations
+
+import json
+
+from negamax.api.response_store import KeptResponse, KeptTurn, ResponseStore
+
+
+def kept(parent: KeptTurn | None, number: int, *, size: int = 10) -> KeptResponse:
+    given, said = [{"id": f"in{number}", "text": "x" * size}], [{"id": f"out{number}", "text": "y" * size}]
+    turn = KeptTurn(parent, input_items=json.dumps(given).encode(), output_items=json.dumps(said).encode())
+    return KeptResponse(b'{"body": 1}', turn, [f"out{number}"])
+
+
+def test_least_used_responses_make_room() -> None:
+    store = ResponseStore(max_responses=3)
+    for number in range(3):
+        store.put(f"r{number}", kept(None, number))
+    assert store.get("r0")  # used again
+    store.put("r3", kept(None, 3))
+    assert [name for name in ("r0", "r1", "r2", "r3") if store.get(name)] == ["r0", "r2", "r3"]
+    assert store.item("out1") is None and store.item("out0") == {"id": "out0", "text": "y" * 10}
+    assert store.item("in0") is None  # ids that clients made up are not looked up
+
+
+def test_bytes_are_bounded_and_come_back_to_zero() -> None:
+    store = ResponseStore(max_bytes=5000)
+    for number in range(20):
+        store.put(f"r{number}", kept(None, number, size=500))
+        assert store.num_bytes <= 5000
+    assert 0 < len(store) < 5
+    store.put("huge", kept(None, 99, size=10_000))
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_turns_below_are_shared_and_outlive_their_responses() -> None:
+    store = ResponseStore()
+    parent: KeptTurn | None = None
+    for number in range(3000):  # deeper than Python's stack
+        response = kept(parent, number)
+        store.put(f"r{number}", response)
+        parent = response.turn
+    whole = store.num_bytes
+    for number in range(2999):
+        assert store.remove(f"r{number}")
+    last = store.get("r2999")
+    assert last and whole - store.num_bytes == 2999 * len(last.body)
+    items = last.turn.conversation()
+    assert [item["id"] for item in items[:4]] == ["in0", "out0", "in1", "out1"] and len(items) == 6000
+    assert store.remove("r2999") and not store.remove("r2999")
+    assert store.num_bytes == 0
+
+
+def test_later_state_of_a_response_takes_its_place() -> None:
+    store = ResponseStore()
+    first = kept(None, 1)
+    store.put("r", first)
+    store.put("r", KeptResponse(b"{}", first.turn, ()))
+    again = store.get("r")
+    assert again and again.body == b"{}" and len(store) == 1
+    assert store.num_bytes == 2 + first.turn.num_bytes

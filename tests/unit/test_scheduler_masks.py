@@ -1,0 +1,181 @@
+"""Rows that wait for masks: who they are, what becomes of those whose mask is late, and that nobody else notices."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from negamax.config.grammar import Grammar
+from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.step import StepPlan, StepResult
+from tests.unit.test_scheduler_traces import EOS_IDS, ModelWorker, Trace, any_limits
+
+GRAMMAR = Grammar(kind="json_object")
+
+
+def limits(**changes: int) -> SchedulerLimits:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 4, "num_blocks": 64}
+    return SchedulerLimits(**(sizes | changes), enable_prefix_caching=True, max_queued_requests=9, eos_token_ids=EOS_IDS)
+
+
+def request(name: str, *, grammar: Grammar | None = GRAMMAR, length: int = 6, max_tokens: int = 8) -> GenerateRequest:
+    sampling = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True, grammar=grammar)
+    return GenerateRequest(request_id=name, prompt_token_ids=tuple(range(10, 10 + length)), sampling=sampling)
+
+
+def result(plan: StepPlan, token: int = 7) -> StepResult:
+    return StepResult(plan.step_id, [token] * sum(plan.samples), {}, {}, {})
+
+
+def next_plan(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    return plan
+
+
+def test_a_plan_names_the_rows_that_wait_for_masks_and_only_sampled_ones() -> None:
+    scheduler = Scheduler(limits(max_num_batched_tokens=8))
+    scheduler.add(request("free", grammar=None, length=3))
+    scheduler.add(request("long", length=9))
+    first = next_plan(scheduler)
+    assert (first.samples, first.masked) == ([True, False], [])
+    scheduler.commit(first, result(first))
+    second = next_plan(scheduler)
+    (row,) = scheduler.masked_rows(second)
+    assert (second.masked, row.row, row.request_id, row.num_outputs) == ([1], 1, "long", 0)
+    scheduler.commit(second, result(second))
+    (row,) = scheduler.masked_rows(next_plan(scheduler))
+    assert row.num_outputs == 1
+
+
+def test_without_constrained_requests_no_row_is_masked() -> None:
+    scheduler = Scheduler(limits())
+    for name in ("a", "b"):
+        scheduler.add(request(name, grammar=None))
+    scheduler.add(request("c"))
+    scheduler.abort("c")
+    assert next_plan(scheduler).masked == []
+
+
+def test_the_worker_is_not_sent_what_only_the_engine_reads() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(request("a"))
+    (row,) = next_plan(scheduler).new_rows
+    assert row.sampling.grammar is None and row.sampling.max_tokens == 8
+
+
+def test_a_late_row_is_sampled_again_when_its_mask_is_there_and_others_go_on() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(request("late"))
+    scheduler.add(request("other", grammar=None, length=5))
+    first = next_plan(scheduler)
+    scheduler.defer(first, [0])
+    updates = scheduler.commit(first, result(first))
+    assert [(update.request_id, update.token_ids) for update in updates] == [("other", [7])]
+    second = next_plan(scheduler)
+    assert (second.slots, second.starts) == ([first.slots[1]], [5])
+    scheduler.resume("late")
+    scheduler.commit(second, result(second))
+    third = next_plan(scheduler)
+    assert (third.starts[0], third.counts[0], third.masked) == (5, 1, [0])  # the last token of the prompt, once more
+    updates = scheduler.commit(third, result(third, token=8))
+    assert [(update.request_id, update.token_ids) for update in updates] == [("late", [8]), ("other", [8])]
+
+
+def test_the_block_of_a_deferred_row_enters_the_cache_only_when_its_last_token_ran_for_good() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(request("late", length=8))  # two whole blocks
+    first = next_plan(scheduler)
+    scheduler.defer(first, [0])
+    scheduler.commit(first, result(first))
+    blocks = scheduler._running[0].block_ids
+    assert [scheduler._pool.is_indexed(block) for block in blocks] == [True, False]
+    scheduler.resume("late")
+    again = next_plan(scheduler)
+    scheduler.commit(again, result(again))
+    assert all(scheduler._pool.is_indexed(block) for block in blocks)
+
+
+def test_requests_can_be_ended_and_released_from_outside() -> None:
+    scheduler = Scheduler(limits(max_num_batched_tokens=32))
+    for name in ("ends", "fails", "is free"):
+        scheduler.add(request(name))
+    plan = next_plan(scheduler)
+    ended, failed = scheduler.end("ends", "stop"), scheduler.end("fails", "error", error="no way")
+    assert ended is not None and ended.finish_reason == "stop" and not ended.token_ids
+    assert failed is not None and failed.error == "no way"
+    scheduler.release("is free")
+    assert [row.request_id for row in scheduler.masked_rows(plan)] == ["is free"]  # of a plan that was made before
+    assert [update.request_id for update in scheduler.commit(plan, result(plan))] == ["is free"]
+    assert next_plan(scheduler).masked == []
+    assert scheduler.end("ends", "stop") is None
+
+
+def test_held_sequences_keep_their_place_in_the_budget() -> None:
+    """Four rows of one token each are all that fits: nobody may be admitted into the place of one that sits out."""
+    scheduler = Scheduler(limits(max_num_batched_tokens=4, max_num_seqs=5))
+    for name in "abcd":
+        scheduler.add(request(name, length=1, max_tokens=20))
+    plan = next_plan(scheduler)
+    scheduler.defer(plan, [0, 1, 2, 3])
+    scheduler.commit(plan, result(plan))
+    scheduler.add(request("e", length=1, grammar=None))
+    assert scheduler.plan() is None
+    for name in "abcd":
+        scheduler.resume(name)
+    assert len(next_plan(scheduler).slots) == 4
+
+
+class ForgettingWorker(ModelWorker):
+    """The worker of the traces, whose samples may turn out to mean nothing."""
+
+    def forget_sample(self, slot: int) -> None:
+        row = self.rows[slot]
+        row.tokens.pop()
+        if not row.lost:
+            assert row.sampling.seed is not None
+            del self.sampled[row.sampling.seed, len(row.tokens)]
+
+
+class LateTrace(Trace):
+    """A random run in which masks of some requests come late, for a while."""
+
+    worker: ForgettingWorker
+
+    def __init__(self, limits: SchedulerLimits, *, seed: int, depth: int, trouble: bool) -> None:
+        super().__init__(limits, seed=seed, depth=depth, trouble=trouble)
+        self.worker = ForgettingWorker(limits.block_size)
+
+    def add(self, request: GenerateRequest) -> None:
+        if random.Random(request.request_id).random() < 0.6:
+            sampling = msgspec.structs.replace(request.sampling, grammar=GRAMMAR)
+            request = msgspec.structs.replace(request, sampling=sampling)
+        super().add(request)
+
+    def launch(self, plan: StepPlan) -> None:
+        super().launch(plan)
+        rows = [row.row for row in self.scheduler.masked_rows(plan)]
+        late = [row for row in rows if self.rng.random() < 0.3]
+        self.scheduler.defer(plan, late)
+        for row in late:
+            self.worker.forget_sample(plan.slots[row])
+
+    def check_counters(self) -> None:
+        super().check_counters()
+        for sequence in [*self.scheduler._running, *self.scheduler._waiting]:
+            if sequence.is_held and (not self.in_flight or self.rng.random() < 0.5):
+                self.scheduler.resume(sequence.request_id)
+        live = self.scheduler._sequences.values()
+        assert self.scheduler._num_constrained == sum(sequence.is_constrained for sequence in live)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(limits=any_limits(), seed=st.integers(0, 2**32), depth=st.integers(0, 1), trouble=st.booleans())
+def test_random_traces_with_late_masks_give_every_request_its_own_tokens(
+    limits: SchedulerLimits, seed: int, depth: int, trouble: bool
+) -> None:
+    LateTrace(limits, seed=seed, depth=depth, trouble=trouble).run(14).check_outputs()

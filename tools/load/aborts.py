@@ -1,0 +1,111 @@
+"""Thousands of clients that hang up at random moments: everything they held is free at the end, and the greedy text of those
+who stay does not change."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from typing import Any
+
+from tools.load.http import Connection, request_bytes
+from tools.load.server import Server, serving
+
+PROMPTS = ("Tell me about the sea.", "What is 12 times 7?", "Name three colours.", "Write a short poem about rain.")
+STAYING_CLIENTS = 4
+
+
+def _greedy(prompt: str) -> dict[str, Any]:
+    """Ahead of those who leave: what they take is to be felt, not to be waited for."""
+    return {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 40, "priority": -1}
+
+
+async def _text(connection: Connection, prompt: str) -> str:
+    answer = await connection.post("/v1/chat/completions", _greedy(prompt))
+    if answer.status != 200:
+        raise ValueError(f"status {answer.status}: {answer.body[:200]!r}")
+    message = answer.json()["choices"][0]["message"]
+    return f"{message['reasoning_content']}|{message['content']}"
+
+
+async def _stay(server: Server, texts: dict[str, str], stop: asyncio.Event, problems: list[str], counts: list[int]) -> None:
+    """Ask for greedy texts until `stop` and compare them."""
+    connection = server.connection()
+    while not stop.is_set():
+        for prompt, text in texts.items():
+            try:
+                if await _text(connection, prompt) != text:
+                    problems.append(f"the text of {prompt!r} changed")
+                counts[0] += 1
+            except Exception as error:
+                problems.append(f"an answer to a staying client: {type(error).__name__}: {error}")
+                connection.hang_up()
+    connection.hang_up()
+
+
+def _doomed(rng: random.Random) -> bytes:
+    """A request nobody will wait for."""
+    words = " ".join(rng.choices(("stone", "river", "lamp", "cloud"), k=rng.choice((3, 30, 300))))
+    common = {"max_tokens": rng.choice((1, 20, 500)), "stream": rng.random() < 0.6, "n": rng.choice((1, 1, 1, 4))}
+    if rng.random() < 0.7:
+        body = json.dumps({"messages": [{"role": "user", "content": words}], **common})
+        return request_bytes("/v1/chat/completions", body.encode())
+    return request_bytes("/v1/completions", json.dumps({"prompt": [words, words[:7]], **common}).encode())
+
+
+async def _leave(server: Server, rng: random.Random) -> None:
+    """One request, broken off: in its head, in its body, while it waits, in its answer."""
+    connection = server.connection()
+    request = _doomed(rng)
+    if rng.random() < 0.1:
+        request = request[: rng.randrange(len(request))]
+
+    async def read() -> None:
+        _, headers = await connection.start(request)
+        await connection.body(headers)
+
+    reading = asyncio.ensure_future(read())
+    await asyncio.wait({reading}, timeout=rng.random() ** 3 * 0.4)
+    connection.hang_up(reset=rng.random() < 0.5)
+    reading.cancel()
+    with contextlib.suppress(asyncio.CancelledError, ConnectionError, asyncio.IncompleteReadError, ValueError, AttributeError):
+        await reading
+
+
+async def aborts(*, count: int, clients: int, seed: int) -> dict[str, Any]:
+    """The report on `count` broken requests from `clients` clients at a time."""
+    options = ("--num-kv-blocks", "2048", "--max-num-seqs", "32", "--max-queued-requests", "4096")
+    with serving(*options) as server:
+        first = server.connection()
+        texts = {prompt: await _text(first, prompt) for prompt in PROMPTS}
+        first.hang_up()
+        engine, problems, compared = server.engine_pid(), list[str](), [0]
+        stop = asyncio.Event()
+        staying = [asyncio.ensure_future(_stay(server, texts, stop, problems, compared)) for _ in range(STAYING_CLIENTS)]
+        left = iter(range(count))
+
+        async def leaver(rng: random.Random) -> None:
+            for _ in left:
+                await _leave(server, rng)
+
+        started = time.monotonic()
+        await asyncio.gather(*(leaver(random.Random(seed + index)) for index in range(clients)))
+        seconds = time.monotonic() - started
+        stop.set()
+        await asyncio.gather(*staying)
+        held = await server.leftovers()
+        if held:
+            problems.append(f"held at the end: {held}")
+        if server.engine_pid() != engine:
+            problems.append("the engine was started again")
+        problems += server.log_problems()[:10]
+        aborted = (await server.metrics())["sglang:num_aborted_requests_total"]
+        return {
+            "hung up": count,
+            "seconds": seconds,
+            "sequences aborted": aborted,
+            "greedy answers compared": compared[0],
+            "problems": problems[:20],
+        }

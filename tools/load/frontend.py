@@ -1,0 +1,122 @@
+"""What the server itself costs: CPU time per streamed token, and the time that a token spends in it, with an engine that has
+nothing to compute.
+
+The engine's stub sends a step of one token per stream every few milliseconds, as a real one does, and notes when. The client,
+in this process, notes when bytes come. A token's latency is the time from the step's sending to the bytes' arrival, once all
+streams have begun; the CPU time includes taking the requests in.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import select
+import socket
+import struct
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tools.load.http import request_bytes
+from tools.load.server import Server, percentile, serving
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "write_file",
+            "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "content": {"type": "string"}}},
+        },
+    }
+]
+_TAIL_BYTES = 2000  # of a stream that are kept to see how it ended
+
+
+class _Arrivals:
+    """What the streams of one round brought."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []  # monotonic seconds, one per read
+        self.all_begun = 0.0  # when the last stream had its first bytes
+        self.num_events = 0
+        self.num_failed = 0
+
+
+def _read_all(server: Server, *, streams: int, tokens: int) -> _Arrivals:
+    """`streams` streams of `tokens` tokens each, to their ends."""
+    body = {"messages": [{"role": "user", "content": "Hello"}], "tools": TOOLS, "stream": True, "max_tokens": tokens}
+    request = request_bytes("/v1/chat/completions", json.dumps(body).encode())
+    arrivals = _Arrivals()
+    connections: dict[int, socket.socket] = {}
+    tails: dict[int, bytes] = {}
+    poll = select.epoll()
+    for _ in range(streams):
+        connection = socket.create_connection((server.host, server.port))
+        connection.sendall(request)
+        connection.setblocking(False)
+        connections[connection.fileno()] = connection
+        poll.register(connection.fileno(), select.EPOLLIN)
+    open_streams = streams
+    while open_streams:
+        ready = poll.poll(30)
+        if not ready:
+            raise SystemExit("a stream stands still")
+        for number, _ in ready:
+            part = connections[number].recv(1 << 18)
+            arrivals.times.append(time.monotonic())
+            arrivals.num_events += part.count(b"data: {")
+            if number not in tails:
+                arrivals.all_begun = arrivals.times[-1]
+            tail = tails[number] = (tails.get(number, b"") + part)[-_TAIL_BYTES:]
+            if b"data: [DONE]" in tail or not part:
+                arrivals.num_failed += b'"finish_reason":"tool_calls"' not in tail  # how every prepared answer ends
+                open_streams -= 1
+                poll.unregister(number)
+    for connection in connections.values():
+        connection.close()
+    return arrivals
+
+
+def measure(*, streams: int, tokens: int, step_ms: float) -> dict[str, Any]:
+    """CPU time and latencies of one round, after one to warm up. `step_ms` 0: as fast as the stub can."""
+    with tempfile.NamedTemporaryFile(suffix=".steps") as log:
+        environment = {"STUB_STEP_MS": str(step_ms), "STUB_LOG": log.name}
+        with serving(module="tools.load.stub_server", environment=environment) as server:
+            _read_all(server, streams=streams, tokens=max(tokens // 3, 100))
+            cpu, started = server.cpu_seconds(), time.monotonic()
+            arrivals = _read_all(server, streams=streams, tokens=tokens)
+            cpu, seconds = server.cpu_seconds() - cpu, time.monotonic() - started
+            steps = [at for (at,) in struct.iter_unpack("d", Path(log.name).read_bytes())]
+    settled = arrivals.all_begun + 2 * step_ms / 1000
+    latencies = [1000 * (at - steps[bisect.bisect_right(steps, at) - 1]) for at in arrivals.times if at > settled]
+    result: dict[str, Any] = {
+        "streams": streams,
+        "tokens": streams * tokens,
+        "events": arrivals.num_events,
+        "streams without their tool call": arrivals.num_failed,
+        "tokens/s": streams * tokens / seconds,
+        "server CPU us per token": 1e6 * cpu / (streams * tokens),
+    }
+    if step_ms:
+        result["latency ms"] = {f"p{share:g}": percentile(latencies, share / 100) for share in (50, 90, 99)}
+    return result
+
+
+def frontend(*, tokens: int, step_ms: float, max_us: float, max_p99_ms: float | None) -> dict[str, Any]:
+    """The report: 64 streams in steps, one stream in steps, and 64 streams as fast as the stub can."""
+    rounds = {
+        f"64 streams, a step every {step_ms:g} ms": measure(streams=64, tokens=tokens, step_ms=step_ms),
+        f"1 stream, a step every {step_ms:g} ms": measure(streams=1, tokens=tokens, step_ms=step_ms),
+        "64 streams, at once": measure(streams=64, tokens=4 * tokens, step_ms=0),
+    }
+    problems: list[str] = []
+    for name, result in rounds.items():
+        if result["streams without their tool call"]:
+            problems.append(f"{name}: {result['streams without their tool call']} streams ended without their tool call")
+        if result["streams"] == 64 and result["server CPU us per token"] > max_us:
+            problems.append(f"{name}: {result['server CPU us per token']:.1f} us per token; allowed: {max_us}")
+    p99 = next(iter(rounds.values()))["latency ms"]["p99"]
+    if max_p99_ms is not None and p99 > max_p99_ms:
+        problems.append(f"the p99 of the latency is {p99:.2f} ms; allowed: {max_p99_ms}")
+    return {**rounds, "problems": problems}

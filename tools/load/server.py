@@ -1,0 +1,106 @@
+"""A server under load: started, watched through /proc and /metrics, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.load.http import Connection
+
+ROOT = Path(__file__).parents[2]
+IDLE_SECONDS = 20.0
+_READY = re.compile(r"ready: http://([\d.]+):(\d+)/v1")
+
+
+class Server:
+    """A running server process of this machine."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = _READY.search(line)
+        if match is None:
+            raise SystemExit(f"the server did not start: {line!r}\n{log.read_text()}")
+        self.process = process
+        self.log = log
+        self.host, self.port = match[1], int(match[2])
+
+    def connection(self) -> Connection:
+        return Connection(self.host, self.port)
+
+    def engine_pid(self) -> int:
+        """The engine process, the server's one child."""
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+
+    def rss(self, pid: int) -> float:
+        """MiB of main memory that a process has to itself or shares, 0 if it is gone."""
+        with contextlib.suppress(OSError):
+            match = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+            return int(match[1]) / 1024 if match else 0.0
+        return 0.0
+
+    def cpu_seconds(self) -> float:
+        """CPU time that all threads of the server process have used."""
+        return time.clock_gettime((~self.process.pid << 3) | 2)  # the process's CPU clock, see clock_getcpuclockid(3)
+
+    async def metrics(self) -> dict[str, float]:
+        """Metrics by name; those with more labels than the model's name are summed up."""
+        connection = self.connection()
+        text = (await connection.get("/metrics")).body.decode()
+        connection.hang_up()
+        values: dict[str, float] = {}
+        for line in text.splitlines():
+            if not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                name = name.partition("{")[0]
+                values[name] = values.get(name, 0.0) + float(value)
+        return values
+
+    async def leftovers(self) -> dict[str, float]:
+        """What is still held when all clients have gone, after some time to clean up: empty where nothing is."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "negamax:open_requests")
+        deadline = time.monotonic() + IDLE_SECONDS
+        while True:
+            values = await self.metrics()
+            held = {name: values[name] for name in (*names, "negamax:waiting_tokens") if values[name]}
+            if not held or time.monotonic() > deadline:
+                return held
+            await asyncio.sleep(0.1)
+
+    def log_problems(self) -> list[str]:
+        """Lines of the log that no load may cause."""
+        return [line for line in self.log.read_text().splitlines() if "Traceback" in line or " ERROR " in line]
+
+
+@contextlib.contextmanager
+def serving(*options: str, module: str = "negamax", environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """`negamax serve nano` with `options` (or `module`, without any), until the block ends."""
+    command = [sys.executable, "-m", module]
+    if module == "negamax":
+        command += ["serve", "nano", "--port", "0", "--num-threads", "1", "--log-level", "warning", *options]
+    with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
+        env = os.environ | (environment or {}) | {"PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env)
+        try:
+            yield Server(process, Path(log.name))
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that `share` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")

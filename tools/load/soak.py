@@ -1,0 +1,195 @@
+"""Mixed requests from many clients for a long time, some of which hang up: no error, nothing held at the end, memory flat."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.load.http import DONE
+from tools.load.server import Server, serving
+
+KV_BLOCKS = 2048  # small enough to be filled within the first minute: after that the cache's memory does not grow
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+WORDS = ("river", "stone", "lamp", "window", "garden", "letter", "winter", "silver", "bridge", "paper", "story", "cloud")
+
+
+@dataclass
+class _Tally:
+    """What the clients saw. Single writer: the event loop."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    tokens: int = 0
+    memory: list[tuple[float, float, float]] = field(default_factory=list)  # seconds, MiB of the server, MiB of the engine
+
+
+class _Client:
+    """One client: a request after the other. `abort_share` of them are broken off."""
+
+    def __init__(self, server: Server, tally: _Tally, rng: random.Random, *, abort_share: float) -> None:
+        self._connection = server.connection()
+        self._tally = tally
+        self._rng = rng
+        self._abort_share = abort_share
+
+    async def run(self, end: float) -> None:
+        """Until monotonic second `end`."""
+        while time.monotonic() < end:
+            kind = self._rng.choices(
+                ("chat stream", "chat", "text stream", "text", "refused", "look"), weights=(40, 20, 12, 12, 6, 10)
+            )[0]
+            if kind not in ("refused", "look") and self._rng.random() < self._abort_share:
+                await self._abort(kind)
+                continue
+            try:
+                await asyncio.wait_for(self._one(kind), 120)
+            except Exception as error:
+                self._tally.errors.append(f"{kind}: {type(error).__name__}: {error}")
+                self._connection.hang_up()
+            self._tally.answers[kind] += 1
+        self._connection.hang_up()
+
+    async def _one(self, kind: str) -> None:
+        if kind == "look":
+            for path in ("/v1/models", "/health", "/readyz", "/livez"):
+                _expect(await self._connection.get(path), 200)
+        elif kind == "refused":
+            _expect(await self._connection.post("/v1/chat/completions", self._chat() | {"temperature": 9}), 400)
+        else:
+            path, body = self._request(kind)
+            if "stream" in kind:
+                await self._stream(path, body)
+            else:
+                answer = await self._connection.post(path, body)
+                _expect(answer, 200)
+                self._check(answer.json()["choices"], answer.json()["usage"], body)
+
+    def _request(self, kind: str) -> tuple[str, dict[str, Any]]:
+        if kind.startswith("chat"):
+            path, body = "/v1/chat/completions", self._chat()
+        else:
+            path, body = "/v1/completions", self._text()
+        if "stream" in kind:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return path, body
+
+    def _chat(self) -> dict[str, Any]:
+        rng = self._rng
+        messages: list[dict[str, Any]] = [{"role": "system", "content": "You are a helpful assistant. " * rng.choice((1, 20))}]
+        for _ in range(rng.randint(0, 2)):
+            messages += [{"role": "user", "content": self._words(20)}, {"role": "assistant", "content": self._words(20)}]
+        messages.append({"role": "user", "content": self._words(rng.randint(1, 60))})
+        body = {"messages": messages, "max_tokens": rng.randint(1, 48), "n": rng.choice((1, 1, 1, 2))}
+        if rng.random() < 0.3:
+            body["tools"] = [TOOL]
+        if rng.random() < 0.2:
+            body |= {"logprobs": True, "top_logprobs": 3}
+        if rng.random() < 0.2:
+            body |= {"stop": ["e", "\n\n"]}
+        return body
+
+    def _text(self) -> dict[str, Any]:
+        prompts = [self._words(self._rng.randint(1, 100)) for _ in range(self._rng.choice((1, 1, 3)))]
+        return {"prompt": prompts, "max_tokens": self._rng.randint(1, 48), "temperature": self._rng.choice((0, 1))}
+
+    def _words(self, count: int) -> str:
+        return " ".join(self._rng.choices(WORDS, k=count))
+
+    async def _stream(self, path: str, body: dict[str, Any]) -> None:
+        payloads = [payload async for payload in self._connection.stream(path, body)]
+        if not payloads or payloads[-1] != DONE:
+            raise ValueError("the stream did not end with [DONE]")
+        chunks = [json.loads(payload) for payload in payloads[:-1]]
+        if any("error" in chunk for chunk in chunks):
+            raise ValueError(f"an error in the stream: {chunks[-1]}")
+        choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"] is not None]
+        self._check(choices, chunks[-1]["usage"], body)
+
+    def _check(self, choices: list[dict[str, Any]], usage: dict[str, int], body: dict[str, Any]) -> None:
+        prompts = body.get("prompt", [""])
+        expected = body.get("n", 1) * len(prompts)
+        if sorted(choice["index"] for choice in choices) != list(range(expected)):
+            raise ValueError(f"{len(choices)} choices ended; {expected} were asked for")
+        if any(choice["finish_reason"] not in ("stop", "length", "tool_calls") for choice in choices):
+            raise ValueError(f"finish reasons {[choice['finish_reason'] for choice in choices]}")
+        if not 0 < usage["completion_tokens"] <= expected * body["max_tokens"]:
+            raise ValueError(f"{usage['completion_tokens']} tokens; allowed: {expected} times {body['max_tokens']}")
+        self._tally.tokens += usage["completion_tokens"]
+
+    async def _abort(self, kind: str) -> None:
+        """Begin a request and hang up after a moment, at most when it would have ended."""
+        connection = self._connection
+        work = asyncio.ensure_future(self._one(kind))
+        await asyncio.wait({work}, timeout=self._rng.random() ** 2)
+        connection.hang_up(reset=self._rng.random() < 0.5)
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError, asyncio.IncompleteReadError, ValueError):
+            await work
+        self._tally.answers["hung up"] += 1
+
+
+def _expect(answer: Any, status: int) -> None:
+    if answer.status != status:
+        raise ValueError(f"status {answer.status} instead of {status}: {answer.body[:200]!r}")
+
+
+async def _watch_memory(server: Server, tally: _Tally) -> None:
+    started, engine = time.monotonic(), server.engine_pid()
+    while True:
+        tally.memory.append((time.monotonic() - started, server.rss(server.process.pid), server.rss(engine)))
+        await asyncio.sleep(1.0)
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """MiB per minute, the least-squares line through (seconds, MiB)."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return 60 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+
+
+async def soak(*, clients: int, seconds: float, abort_share: float, seed: int, max_slope: float | None) -> dict[str, Any]:
+    """The report; `problems` in it is empty where all went well. `max_slope` (MiB per minute, over the second half of the run)
+    is left out for runs that are too short to show one."""
+    with serving("--num-kv-blocks", str(KV_BLOCKS), "--max-queued-requests", str(4 * clients)) as server:
+        engine = server.engine_pid()
+        tally = _Tally()
+        watcher = asyncio.ensure_future(_watch_memory(server, tally))
+        end = time.monotonic() + seconds
+        workers = [_Client(server, tally, random.Random(seed + index), abort_share=abort_share) for index in range(clients)]
+        await asyncio.gather(*(worker.run(end) for worker in workers))
+        held = await server.leftovers()
+        watcher.cancel()
+        late = tally.memory[len(tally.memory) // 2 :]
+        slopes = {"server": slope([(at, rss) for at, rss, _ in late]), "engine": slope([(at, rss) for at, _, rss in late])}
+        problems = tally.errors[:10] + server.log_problems()[:10]
+        if held:
+            problems.append(f"held at the end: {held}")
+        if server.engine_pid() != engine:
+            problems.append("the engine was started again")
+        if max_slope is not None:
+            problems += [f"the {name} grows by {rise:.2f} MiB/min" for name, rise in slopes.items() if rise > max_slope]
+        return {
+            "clients": clients,
+            "seconds": seconds,
+            "answers": dict(tally.answers),
+            "errors": len(tally.errors),
+            "generated tokens": tally.tokens,
+            "server MiB, first and last": [tally.memory[0][1], late[-1][1]],
+            "engine MiB, first and last": [tally.memory[0][2], late[-1][2]],
+            "MiB per minute, second half": slopes,
+            "engine MiB over time": [round(rss) for _, _, rss in tally.memory[:: max(1, len(tally.memory) // 20)]],
+            "problems": problems,
+        }

@@ -1,0 +1,316 @@
+"""Proof that the output parser gives the same answer however its text arrives, and in linear time.
+
+    python tools/prove_parser.py [--outputs 5000] [--seed 0] [--jobs 1] [--cases FILE ...]
+
+Cases (recorded texts with expected answers) and generated outputs, half of each format, are read whole and then in pieces: cut
+in two at every place, one character at a time, at random, one token at a time with token ids, several tokens at once. Every
+reading must give the same answer, call events in order and arguments in valid JSON; so must its packets, which must also keep
+to their sizes. Then outputs of 1 MB are timed, whole and in pieces of 4 characters. Exit code 1: something differed, or took
+over a second of CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parser_outputs import TAG_IDS, TOOLS, GeneratedOutput, cut_at_random, generate, pieces
+
+from negamax.text.detokenizer import TextPiece
+from negamax.text.minimax_m2_format import MINIMAX_M2
+from negamax.text.minimax_m3_format import MARKER, MINIMAX_M3
+from negamax.text.output_parser import (
+    ContentDelta,
+    OutputFormat,
+    OutputParser,
+    ParsedOutput,
+    ParserEvent,
+    ReasoningDelta,
+    ToolArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    collect,
+    parse,
+)
+from negamax.text.packets import MAX_CHARS, Packets
+
+ROOT = Path(__file__).resolve().parents[1]
+CASE_FILES = (
+    ROOT.parent / "shared" / "cases" / "parser_cases.jsonl",
+    ROOT / "tests" / "golden" / "minimax_m2_outputs.jsonl",
+    ROOT / "tests" / "golden" / "minimax_m3_outputs.jsonl",
+)
+FORMATS = {"m2": MINIMAX_M2, "m3": MINIMAX_M3}
+MEGABYTE = 1_000_000
+
+# Policy cases in which we choose otherwise, and why; docs/parsing.md tells more.
+OTHER_CHOICE = {
+    "m3-045": "a string that is cut off keeps what was streamed of it",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recorded text and the answer it must give."""
+
+    id: str
+    tier: str
+    format: OutputFormat
+    tools: list[dict[str, Any]]
+    text: str
+    in_reasoning: bool
+    expected: dict[str, Any]
+
+
+def read_cases(paths: Iterable[Path]) -> list[Case]:
+    """The cases of those files that exist."""
+    lines = [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").split("\n") if line]
+    return [
+        Case(
+            id=case["id"],
+            tier=case["tier"],
+            format=FORMATS[case["format"]],
+            tools=case["tools"],
+            text=case["model_text"],
+            in_reasoning=case["format"] == "m2" or case.get("thinking_mode") == "enabled",
+            expected=case["expected"],
+        )
+        for case in map(json.loads, lines)
+    ]
+
+
+def comparable(reasoning: str | None, content: str | None, calls: Iterable[tuple[str, Any]]) -> str:
+    """The comparison of the cases: white space normalised in text, null equal to "", arguments as JSON."""
+    texts = [" ".join((text or "").split()) for text in (reasoning, content)]
+    return json.dumps([*texts, [[name, arguments] for name, arguments in calls]], sort_keys=True)
+
+
+def calls_of(output: ParsedOutput) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in output.tool_calls]
+
+
+def check_expected(case: Case, output: ParsedOutput) -> None:
+    expected = case.expected
+    wanted_calls = [(call["name"], call["arguments"]) for call in expected["tool_calls"]]
+    wanted = comparable(expected["reasoning"], expected["content"], wanted_calls)
+    assert comparable(output.reasoning, output.content, calls_of(output)) == wanted, case.id
+
+
+def check_well_formed(events: Sequence[ParserEvent]) -> None:
+    """Calls follow each other, have a name first, and arguments that are one JSON object when they end; no delta is empty."""
+    open_call: int | None = None
+    num_calls = 0
+    arguments = ""
+    for event in events:
+        match event:
+            case ReasoningDelta(text) | ContentDelta(text):
+                assert open_call is None and text
+            case ToolCallStart(index, name):
+                assert open_call is None and index == num_calls and name
+                open_call, num_calls, arguments = index, num_calls + 1, ""
+            case ToolArgumentsDelta(index, text):
+                assert open_call == index and text
+                arguments += text
+            case ToolCallEnd(index):
+                assert open_call == index and isinstance(json.loads(arguments), dict)
+                open_call = None
+    assert open_call is None
+
+
+def stream(
+    format: OutputFormat,
+    chunks: Iterable[Sequence[TextPiece]],
+    *,
+    tools: Sequence[dict[str, Any]] | None,
+    in_reasoning: bool,
+    tag_ids: dict[str, int] | None = None,
+) -> list[list[ParserEvent]]:
+    """The events of each chunk, and those of the end."""
+    parser = OutputParser(format, tools=tools, in_reasoning=in_reasoning, tag_ids=tag_ids)
+    return [*(parser.feed(chunk) for chunk in chunks), parser.finish()]
+
+
+def text_chunks(parts: Iterable[str]) -> list[list[TextPiece]]:
+    return [[TextPiece(part, None)] for part in parts]
+
+
+def two_piece_cuts(text: str, places: Iterable[int]) -> Iterator[list[list[TextPiece]]]:
+    return (text_chunks([text[:place], text[place:]]) for place in places)
+
+
+def check_readings(
+    source: Case | GeneratedOutput, rng: random.Random, *, tools: Sequence[dict[str, Any]], places: Iterable[int]
+) -> int:
+    """Read a text in pieces, in every way; returns the number of readings. `places`: where it is cut in two."""
+    text, format = source.text, source.format
+    whole = parse(format, text, tools=tools, in_reasoning=source.in_reasoning)
+    by_text = [*two_piece_cuts(text, places), text_chunks(text), text_chunks(text[i : i + 4] for i in range(0, len(text), 4))]
+    by_text += [text_chunks(cut_at_random(text, rng, num_cuts=rng.randint(2, 30))) for _ in range(8)]
+    tokens = pieces(text, rng)
+    by_token = [[tokens], [[token] for token in tokens]]
+    by_token += [cut_at_random(tokens, rng, num_cuts=max(1, len(tokens) // size)) for size in (2, 3, 5, 8)]
+    tag_ids = {tag: TAG_IDS[tag] for tag in format.literals}
+    for chunks, ids in [*((chunks, None) for chunks in by_text), *((chunks, tag_ids) for chunks in by_token)]:
+        steps = stream(format, chunks, tools=tools, in_reasoning=source.in_reasoning, tag_ids=ids)
+        events = [event for step in steps for event in step]
+        check_well_formed(events)
+        if chunks is by_token[0] and ends_in_tag(format, text):
+            whole = collect(events)  # what may be a cut tag to one reading is text to the other
+        assert collect(events) == whole, (text, [[piece.text for piece in chunk] for chunk in chunks])
+    check_packets(steps, whole)
+    return len(by_text) + len(by_token)
+
+
+def ends_in_tag(format: OutputFormat, text: str) -> bool:
+    """Whether `text` ends with the beginning of a tag that has a token."""
+    return any(text.endswith(tag[:length]) for tag in format.literals for length in range(1, len(tag)))
+
+
+def check_packets(steps: Iterable[Sequence[ParserEvent]], whole: ParsedOutput) -> None:
+    """The packets of a stream give the same answer, and none is longer than it may be."""
+    packets = Packets()
+    events = [event for step in steps for event in packets.push(step)] + packets.flush()
+    check_well_formed(events)
+    assert collect(events) == whole
+    assert all(len(event.text) <= MAX_CHARS for event in events if not isinstance(event, ToolCallStart | ToolCallEnd))
+
+
+def check_generated(format: OutputFormat, seed: str, *, all_places: bool) -> int:
+    """Generate one output, check what it must be read as if that is known, and read it in pieces."""
+    rng = random.Random(f"{format.name} {seed}")
+    output = generate(format, rng)
+    if output.expected is not None:
+        whole = parse(format, output.text, tools=TOOLS, in_reasoning=output.in_reasoning)
+        found = json.dumps([whole.reasoning, whole.content, calls_of(whole)], sort_keys=True)
+        assert found == json.dumps(output.expected, sort_keys=True), output.text
+    length = len(output.text)
+    places = range(1, length) if all_places else rng.sample(range(length), min(5, length))
+    return check_readings(output, rng, tools=TOOLS, places=places)
+
+
+def long_outputs(num_chars: int) -> dict[str, tuple[OutputFormat, str]]:
+    """Outputs of about `num_chars` characters that ask the most of a parser, by name."""
+    m2 = 'x\n</think>\n\n<minimax:tool_call>\n<invoke name="write_file">\n'
+    m2_content = f'{m2}<parameter name="content">'
+    m3 = f'<mm:think>x</mm:think>{MARKER}<tool_call>\n{MARKER}<invoke name="write_file">'
+    m3_event = m3.replace("write_file", "create_event")
+    m3_content = f"{m3}{MARKER}<content>"
+
+    def fill(head: str, part: str, tail: str = "") -> str:
+        return head + part * (num_chars // len(part)) + tail
+
+    numbered = range(num_chars // 45)
+    call = '\n<invoke name="write_file"><parameter name="mode">5</parameter></invoke>'
+    m2_texts = {
+        "reasoning": fill("", "a < b, ] and </thin or <minimax: "),
+        "content": fill("x</think>", "words < and <b> or [x] "),
+        "string": fill(m2_content, "if a < b: return '<tag>' \n", "</parameter>\n</invoke>\n</minimax:tool_call>"),
+        "angles": fill(m2_content, "<"),
+        "closers": fill(m2_content, "</parameter>"),
+        "closer and space": fill(f"{m2_content}</parameter>", " ", "x"),
+        "space": fill("", " ", "x"),
+        "quoted openers": fill("", "x<minimax:tool_call>"),
+        "unclosed tag": fill(f"{m2_content}<parameter ", "a"),
+        "long tags": fill(m2_content, "<parameter " + "a" * 500),
+        "JSON": fill(f'{m2}<parameter name="tags">', "[", "</parameter>\n</invoke>"),
+        "parameters": m2 + "".join(f'<parameter name="p{i}">{i}</parameter>\n' for i in numbered) + "</invoke>",
+        "calls": fill(m2, call),
+    }
+    m3_texts = {
+        "reasoning": fill("<mm:think>", "a < b ] and ]<] or <mm:thin "),
+        "content": fill("", "words ]< and [x] or <tool "),
+        "string": fill(m3_content, "if a[i] < b: return '<tag>' \n", f"{MARKER}</content>"),
+        "brackets": fill(m3_content, "]"),
+        "markers": fill(m3_content, MARKER),
+        "quoted elements": fill(f"{m3_content}x", f"{MARKER}<b>{MARKER}</b>"),
+        "quoted openers": fill(f"{m3_content}x", f"{MARKER}<b>", f"{MARKER}</c>" * 1000),
+        "unclosed tag": fill(f"{m3_content}{MARKER}<", "a"),
+        "spliced tags": fill(f"{m3_content}x", f"{MARKER}<invoke x{MARKER}<yy"),
+        "wrong closers": fill(m3, f"{MARKER}<path>a{MARKER}</q>"),
+        "arguments": m3 + "".join(f"{MARKER}<p{i}>v{i}{MARKER}</p{i}>" for i in numbered),
+        "items": fill(f"{m3}{MARKER}<tags>", f"{MARKER}<item>ab{MARKER}</item>", f"{MARKER}</tags>"),
+        "untyped items": fill(f"{m3_event}{MARKER}<any>", f"{MARKER}<item>ab{MARKER}</item>", f"{MARKER}</any>"),
+        "repeated members": fill(f"{m3_event}{MARKER}<meta>", f"{MARKER}<a>v{MARKER}</a>", f"{MARKER}</meta>"),
+        "deep nesting": fill(f"{m3_event}{MARKER}<any>", f"{MARKER}<a>"),
+        "space": fill(f"{m3_event}{MARKER}<any>", " "),
+        "calls": fill(f"{m3}{MARKER}</invoke>", f'{MARKER}<invoke name="ping">{MARKER}</invoke>\n'),
+    }
+    return {f"m2 {name}": (MINIMAX_M2, text) for name, text in m2_texts.items()} | {
+        f"m3 {name}": (MINIMAX_M3, text) for name, text in m3_texts.items()
+    }
+
+
+def seconds_to_read(format: OutputFormat, text: str, *, size: int) -> float:
+    """CPU time to read `text` in pieces of `size` characters."""
+    chunks = text_chunks(text[i : i + size] for i in range(0, len(text), size))
+    parser = OutputParser(format, tools=TOOLS, in_reasoning=format is MINIMAX_M2, tag_ids=None)
+    start = time.process_time()
+    for chunk in chunks:
+        parser.feed(chunk)
+    parser.finish()
+    return time.process_time() - start
+
+
+def _prove_case(case: Case) -> tuple[int, str]:
+    try:
+        if case.id not in OTHER_CHOICE:
+            check_expected(case, parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning))
+        return check_readings(case, random.Random(case.id), tools=case.tools, places=range(1, len(case.text))), ""
+    except AssertionError as error:
+        return 0, f"case {case.id}: {error}"
+
+
+def _prove_generated(job: tuple[str, str]) -> tuple[int, str]:
+    try:
+        return check_generated(FORMATS[job[0]], job[1], all_places=True), ""
+    except AssertionError as error:
+        return 0, f"generated {job[0]} {job[1]}: {error}"
+
+
+def _report(what: str, results: Iterable[tuple[int, str]]) -> bool:
+    num_read = num_texts = 0
+    faults = []
+    start = time.perf_counter()
+    for count, fault in results:
+        num_texts += 1
+        num_read += count
+        faults += [fault] if fault else []
+    print(f"{what}: {num_texts} texts, {num_read} readings, {len(faults)} differ, {time.perf_counter() - start:.0f} s")
+    for fault in faults[:10]:
+        print(f"  {fault[:2000]}")
+    return not faults
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description="Prove that streaming equals reading whole, in linear time.")
+    options.add_argument("--outputs", type=int, default=5000, help="generated outputs, half of each format")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--jobs", type=int, default=1, help="processes")
+    options.add_argument("--cases", type=Path, nargs="*", default=CASE_FILES, help="files with recorded cases")
+    given = options.parse_args()
+    cases = read_cases(given.cases)
+    jobs = [("m2" if number % 2 else "m3", f"{given.seed}/{number}") for number in range(given.outputs)]
+    chosen = [case.id for case in cases if case.id in OTHER_CHOICE]
+    print(f"{len(cases)} cases; in {len(chosen)} we choose otherwise: {', '.join(chosen) or '-'}")
+    with ProcessPoolExecutor(given.jobs) as pool:
+        is_proven = _report("cases", pool.map(_prove_case, cases, chunksize=4))
+        is_proven &= _report("generated", pool.map(_prove_generated, jobs, chunksize=20))
+    print(f"{'1 MB of':<22}{'whole':>9}{'by 4':>9}  CPU seconds")
+    for name, (format, text) in long_outputs(MEGABYTE).items():
+        whole, parts = (seconds_to_read(format, text, size=size) for size in (len(text), 4))
+        is_slow = max(whole, parts) > 1.0
+        is_proven &= not is_slow
+        print(f"{name:<22}{whole:>9.3f}{parts:>9.3f}{'  too slow' if is_slow else ''}")
+    return 0 if is_proven else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
