@@ -14,7 +14,9 @@ from negamax.base.errors import CheckpointError, InvalidRequestError
 
 # Tokens that carry the structure of an answer. They stay in the text even where a re-saved checkpoint flags them as control
 # tokens: without them nobody can tell reasoning from content.
-STRUCTURE_TOKENS = frozenset({"<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"})
+STRUCTURE_TOKENS = frozenset(
+    {"<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>", "<mm:think>", "</mm:think>", "]<]minimax[>["}
+)
 
 _REMEDY = "download the checkpoint again, or copy the file from the original repository"
 
