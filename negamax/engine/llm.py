@@ -21,9 +21,9 @@ from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
+from negamax.text.formats import output_style
 from negamax.text.messages import normalize_messages
-from negamax.text.minimax_m2_format import MINIMAX_M2, opens_reasoning, tag_ids
-from negamax.text.output_parser import OutputParser, ParsedOutput, collect
+from negamax.text.output_parser import ParsedOutput, collect
 from negamax.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -131,9 +131,9 @@ class LLM:
 
     def parse(self, prompt: str, completion: Completion, *, tools: Sequence[Mapping[str, Any]] | None = None) -> ParsedOutput:
         """The reasoning, content and tool calls of a completion of the rendered `prompt`."""
-        parser = OutputParser(
-            MINIMAX_M2, tools=tools, in_reasoning=opens_reasoning(prompt), tag_ids=tag_ids(self.tokenizer) or None
-        )
+        style = output_style(self.info.architecture)
+        in_reasoning, tag_ids = style.format.opens_reasoning(prompt), style.format.tag_ids(self.tokenizer)
+        parser = style.new_parser(tools=tools, in_reasoning=in_reasoning, tag_ids=tag_ids or None)
         return collect([*parser.feed(completion.pieces), *parser.finish()])
 
     def render(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any) -> str:

@@ -20,7 +20,6 @@ from negamax.text.output_parser import CallWriter, OutputFormat
 from negamax.text.schema_values import TEXT_TYPES, ToolSchemas, json_value
 from negamax.text.tag_lexer import MAX_ATTRIBUTE_CHARS, TEXT, Lexeme, TagBeginnings, TagKind, TagPattern
 from negamax.text.tag_names import quoted_name, tag_name, tool_name
-from negamax.text.tokenizer import Tokenizer
 
 _ATTRIBUTES = rf"\s[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
@@ -213,13 +212,3 @@ MINIMAX_M2 = OutputFormat(
     is_bare_call=_is_bare_call,
     may_think_again=False,
 )
-
-
-def tag_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """As `OutputFormat.tag_ids`, for this format."""
-    return MINIMAX_M2.tag_ids(tokenizer)
-
-
-def opens_reasoning(prompt: str) -> bool:
-    """As `OutputFormat.opens_reasoning`, for this format."""
-    return MINIMAX_M2.opens_reasoning(prompt)
