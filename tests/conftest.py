@@ -1,4 +1,4 @@
-"""Markers come from the folder a test lives in; whether Triton's kernels are compiled or interpreted is decided here."""
+"""Markers come from the folder a test lives in; how Triton's kernels and PyTorch's threads run is decided here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ TESTS = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has Triton interpret its kernels unless this run is for the GPU: Triton looks once, when a kernel is defined."""
+    """Has Triton interpret its kernels unless this run is for the GPU: Triton looks once, when a kernel is defined.
+
+    PyTorch looks once too: at the tests' sizes several threads mostly wait for each other. Tests of threads set their number.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     expression = config.option.markexpr
     may_run_on_gpu = not expression or ("gpu" in expression and "not gpu" not in expression)
     if not (may_run_on_gpu and _gpu_is_here()):

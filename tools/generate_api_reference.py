@@ -326,7 +326,7 @@ def _other_fields(model: type[RequestModel]) -> list[str]:
 
 def _request_rows(model: type[RequestModel]) -> Iterator[str]:
     properties = model.model_json_schema()["properties"]
-    remarks = field_comments(model)
+    remarks = _remarks(model, {name for name, field in model.model_fields.items() if not field.description})
     fields = sorted(model.model_fields.items(), key=lambda item: not item[1].is_required())  # the others keep their order
     for name, field in fields:
         schema = properties[name]
@@ -340,8 +340,8 @@ def _request_rows(model: type[RequestModel]) -> Iterator[str]:
 def _answer_rows(struct: type[msgspec.Struct]) -> Iterator[str]:
     config = struct.__struct_config__
     if config.tag_field is not None:
-        yield f"| `{config.tag_field}` | string | `{_json(config.tag)}` | |"
-    remarks = field_comments(struct)
+        yield f"| `{config.tag_field}` | string | `{_json(config.tag)}` | what it is |"
+    remarks = _remarks(struct, {field.name for field in msgspec.structs.fields(struct)})
     for field in msgspec.structs.fields(struct):
         parts = _union(field.type)
         absent = "absent where it does not apply" if msgspec.UnsetType in parts else ""
@@ -470,8 +470,17 @@ def _with_powers(text: str) -> str:
 # ---- Remarks
 
 
+def _remarks(schema: Schema, names: set[str]) -> dict[str, str]:
+    """`field_comments`; every field in `names` must have one, or else it is a `TableError`."""
+    remarks = field_comments(schema)
+    bare = sorted(names - remarks.keys())
+    if bare:
+        raise TableError(f"{schema.__module__}.{schema.__name__} says nothing about {', '.join(bare)}; put a comment behind it")
+    return remarks
+
+
 def field_comments(schema: Schema) -> dict[str, str]:
-    """The comments at the ends of the lines that declare fields, those of bases included."""
+    """The comments at the ends of the lines that declare fields, or in the line above, those of bases included."""
     found: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         if base.__module__.startswith(schemas.__name__):
@@ -488,13 +497,16 @@ def _module_comments(module: str) -> dict[str, dict[str, str]]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT and not token.string.startswith(("# fmt:", "# type:"))
     }
+    lines = source.splitlines()
+    above = {number + 1: text for number, text in comments.items() if lines[number - 1].lstrip().startswith("#")}
     found: dict[str, dict[str, str]] = {}
     for declared in ast.parse(source).body:
         if isinstance(declared, ast.ClassDef):
             fields = [each for each in declared.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
-            found[declared.name] = {
-                ast.unparse(field.target): comments[field.end_lineno or 0] for field in fields if field.end_lineno in comments
+            remarks = {
+                ast.unparse(field.target): comments.get(field.end_lineno or 0, above.get(field.lineno)) for field in fields
             }
+            found[declared.name] = {name: remark for name, remark in remarks.items() if remark}
     return found
 
 

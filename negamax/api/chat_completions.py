@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -43,8 +42,9 @@ from negamax.api.schemas.answers import (
 )
 from negamax.api.schemas.chat import ChatRequest
 from negamax.api.schemas.common import refuse
-from negamax.api.sse import DONE, FIRST_OUTPUT_SECONDS, after_first, event, while_connected
+from negamax.api.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
 from negamax.api.thinking import ThinkingChoice, other_variables
+from negamax.engine.generation import Generation
 from negamax.engine.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.text.output_parser import (
@@ -77,12 +77,13 @@ def chat_router(context: ApiContext) -> APIRouter:
         grammar = await off_loop(
             lambda: answer_grammar(context.voice, tools=tools, choice=calls, content=content), num_bytes=num_bytes
         )
-        prompt = await context.prompts.chat(_conversation(chat, tools, thinking), num_bytes=num_bytes)
+        conversation = _conversation(chat, tools, thinking)
+        prompt = await context.prompts.chat(conversation, num_bytes=num_bytes, cache_salt=chat.cache_salt)
         sampling = constrained(sampling, context.voice, reasoning=prompt.reasoning, grammar=grammar, budget=thinking.budget)
         rules = _reading_rules(chat, tools, calls)
         readers = [ChoiceReader(context.voice, prompt=prompt, rules=rules) for _ in range(chat.n)]
         answer = _ChatAnswering(context, chat, model=model, prompt=prompt, readers=readers)
-        outputs = context.generate(
+        generation = context.generate(
             prompt.token_ids,
             sampling,
             request_id=f"{answer.id}-{secrets.token_hex(4)}",
@@ -93,9 +94,9 @@ def chat_router(context: ApiContext) -> APIRouter:
         )
         if chat.stream:
             # a grammar is compiled first, and may be refused
-            outputs = await after_first(request.receive, outputs, seconds=FIRST_OUTPUT_SECONDS if grammar is None else None)
-            return context.event_stream(answer.stream(outputs))
-        return json_response(await while_connected(request.receive, answer.whole(outputs)))
+            await begun(request.receive, generation, seconds=FIRST_OUTPUT_SECONDS if grammar is None else None)
+            return context.event_stream(partial(answer.stream, generation), source=generation)
+        return json_response(await while_connected(request.receive, answer.whole(generation)))
 
     @router.post("/v1/chat/completions/render", openapi_extra={"requestBody": body_schema})
     async def render(request: Request) -> Response:
@@ -137,7 +138,7 @@ def _conversation(chat: ChatRequest, tools: list[dict[str, Any]] | None, thinkin
 
 def _reading_rules(chat: ChatRequest, tools: list[dict[str, Any]] | None, calls: CallChoice) -> ReadingRules:
     return ReadingRules(
-        tools=tools,
+        tools=calls.callable_tools(tools),
         may_call=calls.mode != "none",
         parallel_calls=calls.parallel,
         is_call_forced_by_name=calls.name is not None,
@@ -169,6 +170,7 @@ class _ChatAnswering:
         self._tokenizer = context.engine.tokenizer
         self._metrics = context.metrics
         self._chat = chat
+        self._reads_only = chat.token_limit == 0
         self._model = model
         self._prompt = prompt
         self._echo = prompt.continued if chat.echo else ""
@@ -176,11 +178,9 @@ class _ChatAnswering:
         self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
         self._choices = [_Choice(index, reader) for index, reader in enumerate(readers)]
 
-    async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> ChatAnswer:
+    async def whole(self, generation: Generation) -> ChatAnswer:
         """The answer in one piece."""
-        async with aclosing(outputs):
-            async for output in outputs:
-                self._take(self._choices[output.index], output)
+        await generation.run(self._take)
         return ChatAnswer(
             id=self.id,
             created=self._created,
@@ -192,40 +192,46 @@ class _ChatAnswering:
             prompt_token_ids=self._prompt.token_ids if self._chat.return_token_ids else UNSET,
         )
 
-    async def stream(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[bytes, None]:
+    async def stream(self, generation: Generation, say: Say) -> None:
         """The answer as events. An error after the start is an event too: the status line is already sent."""
-        try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    choice = self._choices[output.index]
-                    events = [event(self._chunk(choice, delta)) for delta in self._deltas(output)]
-                    if output.finish_reason is not None:
-                        events.append(event(self._chunk(choice, Delta(), last=True)))
-                    if events:
-                        yield b"".join(events)  # one write for all that one step brought
-            if self._chat.stream_options.include_usage:
-                yield event(self._envelope([], usage=self._usage.usage()))
-        except Exception as error:
-            yield failure_event(error, request_id=self.id)
-        yield DONE
 
-    def _deltas(self, output: RequestOutput) -> Iterator[Delta]:
+        def tell(output: RequestOutput) -> None:
+            choice = self._choices[output.index]
+            deltas = self._deltas(choice, output)
+            if not deltas and output.finish_reason is None:
+                return
+            events = [event(self._chunk(choice, delta)) for delta in deltas]
+            if output.finish_reason is not None:
+                events.append(event(self._chunk(choice, Delta(), last=True)))
+            say(b"".join(events))  # one write for all that one step brought
+
+        try:
+            await generation.run(tell)
+            if self._chat.stream_options.include_usage:
+                say(event(self._envelope([], usage=self._usage.usage())))
+        except Exception as error:
+            say(failure_event(error, request_id=self.id))
+        say(DONE)
+
+    def _deltas(self, choice: _Choice, output: RequestOutput) -> list[Delta]:
         """Take an output into its choice; what a stream says about it. Content and reasoning never share a delta."""
-        choice = self._choices[output.index]
         is_last = output.finish_reason is not None
-        events = choice.packets.push(self._take(choice, output), now=time.monotonic(), is_last=is_last)
+        events = choice.packets.push(self._take(output), now=time.monotonic(), is_last=is_last)
+        deltas: list[Delta] = []
         if not choice.role_sent:
             choice.role_sent = True
-            yield Delta(role="assistant", content="")
+            deltas.append(Delta(role="assistant", content=""))
             if self._echo:
-                yield Delta(content=self._echo)
+                deltas.append(Delta(content=self._echo))
         for parsed in events:
             delta = self._delta(choice, parsed)
             if delta is not None:
-                yield delta
+                deltas.append(delta)
+        return deltas
 
-    def _take(self, choice: _Choice, output: RequestOutput) -> list[ParserEvent]:
-        if self._chat.token_limit == 0:
+    def _take(self, output: RequestOutput) -> list[ParserEvent]:
+        choice = self._choices[output.index]
+        if self._reads_only:
             output = without_tokens(output)
         events = choice.reader.push(output)
         self._usage.update(output, prompt=0, choice=choice.index, reasoning_tokens=choice.reader.num_reasoning_tokens)

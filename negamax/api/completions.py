@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
@@ -20,18 +19,16 @@ from negamax.api.conversation import (
     UsageMeter,
     Voice,
     check_failed,
-    interleave,
     prompt_in_reasoning,
     without_tokens,
 )
 from negamax.api.logprobs import TextLogprobWriter, prompt_logprobs
 from negamax.api.schemas.answers import PromptLogprobs, TextAnswer, TextChoice, TextLogprobs, Usage
 from negamax.api.schemas.completions import CompletionRequest
-from negamax.api.sse import DONE, FIRST_OUTPUT_SECONDS, after_first, event, while_connected
+from negamax.api.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
+from negamax.engine.generation import Generations
 from negamax.engine.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
-
-Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # with the index of the prompt
 
 
 def completions_router(context: ApiContext) -> APIRouter:
@@ -48,12 +45,12 @@ def completions_router(context: ApiContext) -> APIRouter:
         model = context.model_name(wanted.model)
         sampling = _sampling(wanted)
         context.check_sampling(sampling)
-        prompts = await context.prompts.plain(wanted.prompt)
+        prompts = await context.prompts.plain(wanted.prompt, cache_salt=wanted.cache_salt)
         context.engine.check_room(len(prompts) * sampling.n, sum(map(len, prompts)))
         samplings = [_constrained(sampling, wanted, prompt, voice=context.voice) for prompt in prompts]
         answer = _TextAnswering(context, wanted, model=model, prompts=prompts)
         engine_id = f"{answer.id}-{secrets.token_hex(4)}"
-        streams = [
+        parts = [
             context.generate(
                 prompt,
                 limits,
@@ -65,13 +62,13 @@ def completions_router(context: ApiContext) -> APIRouter:
             )
             for number, (prompt, limits) in enumerate(zip(prompts, samplings, strict=True))
         ]
-        outputs = interleave(streams)
+        generations = Generations(parts)
         if wanted.stream:
             # a grammar is compiled first, and may be refused
             is_free = all(limits.grammar is None for limits in samplings)
-            outputs = await after_first(request.receive, outputs, seconds=FIRST_OUTPUT_SECONDS if is_free else None)
-            return context.event_stream(answer.stream(outputs))
-        return json_response(await while_connected(request.receive, answer.whole(outputs)))
+            await begun(request.receive, generations, seconds=FIRST_OUTPUT_SECONDS if is_free else None)
+            return context.event_stream(partial(answer.stream, generations), source=generations)
+        return json_response(await while_connected(request.receive, answer.whole(generations)))
 
     return router
 
@@ -127,34 +124,38 @@ class _TextAnswering:
             for _ in range(wanted.n)
         ]
 
-    async def whole(self, outputs: Outputs) -> TextAnswer:
+    async def whole(self, generations: Generations) -> TextAnswer:
         """The answer in one piece."""
-        async with aclosing(outputs):
-            async for number, output in outputs:
-                index, text = self._take(number, output)
-                self._choices[index].text.append(text)
+
+        def take(number: int, output: RequestOutput) -> None:
+            index, text = self._take(number, output)
+            self._choices[index].text.append(text)
+
+        await generations.run(take)
         choices = [self._choice(index, "".join(choice.text), last=True) for index, choice in enumerate(self._choices)]
         return self._envelope(choices, usage=self._usage.usage())
 
-    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+    async def stream(self, generations: Generations, say: Say) -> None:
         """The answer as events; an error after the start is an event too."""
         options = self._wanted.stream_options
+
+        def tell(number: int, output: RequestOutput) -> None:
+            index, text = self._take(number, output)
+            if not text and output.finish_reason is None:
+                return
+            usage: Usage | UnsetType | None = None if options.include_usage else UNSET
+            if options.include_usage and options.continuous_usage_stats:
+                usage = self._usage.usage()
+            choice = self._choice(index, text, last=output.finish_reason is not None)
+            say(event(self._envelope([choice], usage=usage)))
+
         try:
-            async with aclosing(outputs):
-                async for number, output in outputs:
-                    index, text = self._take(number, output)
-                    if not text and output.finish_reason is None:
-                        continue
-                    usage: Usage | UnsetType | None = None if options.include_usage else UNSET
-                    if options.include_usage and options.continuous_usage_stats:
-                        usage = self._usage.usage()
-                    choice = self._choice(index, text, last=output.finish_reason is not None)
-                    yield event(self._envelope([choice], usage=usage))
+            await generations.run(tell)
             if options.include_usage:
-                yield event(self._envelope([], usage=self._usage.usage()))
+                say(event(self._envelope([], usage=self._usage.usage())))
         except Exception as error:
-            yield failure_event(error, request_id=self.id)
-        yield DONE
+            say(failure_event(error, request_id=self.id))
+        say(DONE)
 
     def _take(self, number: int, output: RequestOutput) -> tuple[int, str]:
         """Take an output into its choice; the choice's index and the new text."""
@@ -170,6 +171,8 @@ class _TextAnswering:
         text += output.text
         choice.token_ids += output.token_ids
         choice.reasoning.push(output.token_ids)
+        if choice.reasoning.is_undecided:  # nobody reads the text: a call opener is taken for one
+            choice.reasoning.call_began()
         for entry in output.logprobs or ():
             choice.logprobs.push(entry)
         self._usage.update(output, prompt=number, choice=index, reasoning_tokens=choice.reasoning.count)

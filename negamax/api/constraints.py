@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from negamax.api.conversation import ReasoningState, Voice
-from negamax.api.schemas.common import refuse, shown
+from negamax.api.schemas.common import nearest, refuse, shown
 from negamax.config.grammar import Grammar, Reasoning
 from negamax.scheduler.request import SamplingParams
 from negamax.text.minimax_m3_format import MINIMAX_M3
@@ -20,27 +20,48 @@ _MAX_NEWLINES = 3  # between reasoning and content
 
 @dataclass(frozen=True, slots=True)
 class CallChoice:
-    """Which calls an answer may or must have: "auto", "none", "required", or "function" with the `name` of the one to make."""
+    """Which calls an answer may or must have: "auto", "none", "required", or "function" with the `name` of the one to make.
+    `allowed`: the names of the tools that may be called, where the model is shown more."""
 
     mode: str = "auto"
     name: str | None = None
     parallel: bool = True
+    allowed: tuple[str, ...] | None = None
 
     @property
     def is_forced(self) -> bool:
         """Whether the answer must be a call."""
         return self.mode in ("required", "function")
 
+    def callable_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Those of the declared `tools` that may be called."""
+        if tools is None or self.allowed is None:
+            return tools
+        return [tool for tool in tools if tool["function"]["name"] in self.allowed]
 
-def call_choice(mode: str, name: str | None, *, tools: Sequence[Mapping[str, Any]] | None, parallel: bool) -> CallChoice:
-    """The checked choice of calls: `mode` is auto, none, required, or function with a `name`."""
+
+def call_choice(
+    mode: str,
+    name: str | None,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    parallel: bool,
+    allowed: Mapping[str, str] | None = None,
+) -> CallChoice:
+    """The checked choice of calls: `mode` is auto, none, required, or function with a `name`. `allowed` has the names of the
+    tools that may be called, where not all may, with the places in the request that name them."""
+    names = [tool["function"]["name"] for tool in tools or ()]
+    for allowed_name, place in (allowed or {}).items():
+        if allowed_name not in names:
+            refuse(place, f"{shown(allowed_name)} is not a declared tool.{nearest(allowed_name, names)}")
+    may_call = None if allowed is None else tuple(allowed)
     if mode in ("auto", "none"):
-        return CallChoice(mode, parallel=parallel)
+        return CallChoice(mode, parallel=parallel, allowed=may_call)
     if not tools:
         refuse("tool_choice", "asks for a call, but there are no tools to call; send tools, or use 'auto'")
     if mode == "required":
-        return CallChoice("required", parallel=parallel)
-    if name not in [tool["function"]["name"] for tool in tools]:
+        return CallChoice("required", parallel=parallel, allowed=may_call)
+    if name not in names:
         refuse("tool_choice", f"names the tool {shown(name)}, which is not declared")
     return CallChoice("function", name, parallel=False)
 
@@ -57,7 +78,13 @@ def answer_grammar(
     if choice.is_forced and not voice.style.reads_calls:
         refuse("tool_choice", "this server reads no calls (--tool-call-parser none); allowed: 'auto', 'none'")
     return tool_grammar(
-        tools or (), _call_style(voice), choice=choice.mode, name=choice.name, parallel=choice.parallel, content=content
+        tools or (),
+        _call_style(voice),
+        choice=choice.mode,
+        name=choice.name,
+        allowed=choice.allowed,
+        parallel=choice.parallel,
+        content=content,
     )
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from negamax import __version__
 from negamax.api.conversation import PromptBuilder, Voice
-from negamax.api.keep_alive import PingedStream
 from negamax.api.lifecycle import Lifecycle
 from negamax.api.metrics import ServerMetrics
 from negamax.api.schemas.common import nearest, shown
-from negamax.api.sse import EventStream
+from negamax.api.sse import EventStream, Say, Source
 from negamax.base.errors import NotFoundError
 from negamax.config.options import ServerOptions
 from negamax.engine.client import AsyncEngine
-from negamax.engine.output import RequestOutput
+from negamax.engine.generation import Generation
 from negamax.scheduler.request import SamplingParams
 from negamax.text.formats import output_style
 
@@ -93,9 +92,9 @@ class ApiContext:
         cache_salt: str,
         arrival: float,
         timeout: float | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """The engine's outputs, measured. Errors at the call are the engine's; `arrival` is a `time.monotonic()`, and `timeout`
-        the seconds after it that the client gives its request; the server's own limit counts too."""
+    ) -> Generation:
+        """A request to the engine, measured. Errors at the call are the engine's; `arrival` is a `time.monotonic()`, and
+        `timeout` the seconds after it that the client gives its request; the server's own limit counts too."""
         limits = [limit for limit in (timeout, self.options.request_timeout) if limit is not None]
         return self.engine.generate(
             prompt_token_ids,
@@ -107,7 +106,9 @@ class ApiContext:
             observer=self.metrics.meter(sampling, arrival=arrival),
         )
 
-    def event_stream(self, events: AsyncGenerator[bytes, None]) -> EventStream:
-        """The response that sends `events`, with comments in its pauses where the server was told so."""
+    def event_stream(self, tell: Callable[[Say], Awaitable[None]], *, source: Source) -> EventStream:
+        """The response that sends what `tell` says, with comments in its pauses where the server was told so."""
         seconds = self.options.sse_keep_alive_interval
-        return EventStream(events) if seconds is None else PingedStream(events, ping=KEEP_ALIVE, seconds=seconds)
+        if seconds is None:
+            return EventStream(tell, source=source)
+        return EventStream(tell, source=source, ping=KEEP_ALIVE, ping_seconds=seconds)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +21,7 @@ from negamax.base.errors import ContextLengthError, EngineError, InvalidRequestE
 from negamax.config.grammar import Marker
 from negamax.engine.output import RequestOutput
 from negamax.text.chat_template import ChatTemplate
+from negamax.text.encoding_cache import EncodingCache
 from negamax.text.formats import OutputStyle
 from negamax.text.messages import normalize_messages, plain_text
 from negamax.text.minimax_m2_format import MINIMAX_M2
@@ -32,7 +32,6 @@ from negamax.text.output_parser import (
     ReasoningDelta,
     Thinking,
     ToolArgumentsDelta,
-    ToolCallEnd,
     ToolCallStart,
 )
 from negamax.text.tokenizer import Tokenizer
@@ -110,14 +109,14 @@ class PromptBuilder:
         default_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """`default_template_kwargs` are the template variables of requests that set none of that name."""
-        self._tokenizer = tokenizer
+        self._encodings = EncodingCache(tokenizer)
         self._chat_template = chat_template
         self._voice = voice
         self._max_model_len = max_model_len
         self._default_variables = other_variables(default_template_kwargs or {})
         self._default_mode = template_switch(default_template_kwargs or {})
 
-    async def chat(self, conversation: Conversation, *, num_bytes: int) -> ChatPrompt:
+    async def chat(self, conversation: Conversation, *, num_bytes: int, cache_salt: str = "") -> ChatPrompt:
         """The prompt for `conversation`, which has about `num_bytes`.
 
         Errors: `InvalidRequestError` for what the messages, the template or the combination refuses.
@@ -135,15 +134,15 @@ class PromptBuilder:
                 text, reasoning, continued = self._render(conversation)
             except RecursionError:
                 raise InvalidRequestError("the messages or tools are nested too deeply", param="messages") from None
-            return ChatPrompt(text, self._encode(text), reasoning, continued)
+            return ChatPrompt(text, self._encode(text, cache_salt), reasoning, continued)
 
         return await off_loop(build, num_bytes=num_bytes)
 
-    async def plain(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    async def plain(self, prompts: Sequence[str | list[int]], *, cache_salt: str = "") -> list[list[int]]:
         """The tokens of plain prompts; special tokens written as text count as such. Token ids stay as they are."""
 
         def build() -> list[list[int]]:
-            return [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            return [self._encode(prompt, cache_salt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
         return await off_loop(build, num_bytes=sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
 
@@ -174,11 +173,11 @@ class PromptBuilder:
             return text + closing_text(output_format).lstrip("\n"), "none", ""  # the same prompt up to its end
         return text, "none" if text.endswith(output_format.think_close) else "optional", ""
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, cache_salt: str) -> list[int]:
         """Tokens of `text`; text that is far longer than the window is refused without tokenising all of it."""
         probe_chars = _PROBE_CHARS_PER_TOKEN * self._max_model_len
         if len(text) > probe_chars:
-            probed = len(self._tokenizer.encode(text[:probe_chars]))
+            probed = len(self._encodings.encode(text[:probe_chars], salt=cache_salt))
             if probed > 2 * self._max_model_len:
                 raise ContextLengthError(
                     f"the prompt has more than {probed} tokens; the window is {self._max_model_len} tokens, output included",
@@ -186,7 +185,7 @@ class PromptBuilder:
                     param="messages",
                     code="context_length_exceeded",
                 )
-        return self._tokenizer.encode(text)
+        return self._encodings.encode(text, salt=cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,26 +225,55 @@ class _Mark:
 
 class ReasoningCounter:
     """Counts the tokens of a choice that lie inside its reasoning, by the tags' token ids. What was closed stays closed, as in
-    the parser: think tags in content are content."""
+    the parser: think tags in content are content. A call opener in reasoning may be a quoted one: whoever reads the text tells
+    by `call_began` when it was not.
+    """
 
     def __init__(self, voice: Voice, *, in_reasoning: bool) -> None:
         style = voice.style.format
-        opener, closer, call = style.think_open, style.think_close, style.call_open
-        self._opener = voice.tag_ids.get(opener)
-        self._closers = {voice.tag_ids.get(closer), voice.tag_ids.get(call)}
+        self._opener = voice.tag_ids.get(style.think_open)
+        self._closer = voice.tag_ids.get(style.think_close)
+        self._call = voice.tag_ids.get(style.call_open)
         self._in_reasoning = in_reasoning
-        self.knows_tags = opener in voice.tag_ids and closer in voice.tag_ids
-        self.count = 0
+        self._num_certain = 0
+        self._num_since_call = 0  # tokens from a call opener on; 0: there was none
+        self.knows_tags = self._opener is not None and self._closer is not None
+
+    @property
+    def count(self) -> int:
+        """Reasoning tokens so far."""
+        return self._num_certain + self._num_since_call
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a call opener has come that may be quoted."""
+        return self._num_since_call > 0
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens; the tags themselves are not reasoning."""
+        """Take the next tokens; the tags themselves are not reasoning, quoted ones are."""
         for token_id in token_ids:
-            if token_id in self._closers:
-                self._in_reasoning, self._opener = False, None
-            elif token_id == self._opener:
-                self._in_reasoning = True
-            else:
-                self.count += self._in_reasoning
+            if token_id == self._closer or (token_id == self._call and not self._in_reasoning):
+                self._end(self.count)
+            elif not self._in_reasoning:
+                self._in_reasoning = token_id == self._opener
+            elif token_id == self._call:
+                self._num_certain, self._num_since_call = self.count, 1
+            elif self._num_since_call:
+                self._num_since_call += 1
+            elif token_id != self._opener or self._num_certain:
+                self._num_certain += 1
+
+    def add(self, count: int) -> None:
+        """Count tokens that are known to be reasoning."""
+        self._num_certain += count
+
+    def call_began(self) -> None:
+        """The latest call opener was one, so the reasoning ended before it."""
+        self._end(self._num_certain)
+
+    def _end(self, count: int) -> None:
+        self._num_certain, self._num_since_call = count, 0
+        self._in_reasoning, self._opener, self._closer, self._call = False, None, None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +313,8 @@ class ChoiceReader:
 
     def __init__(self, voice: Voice, *, prompt: ChatPrompt, rules: ReadingRules) -> None:
         self._rules = rules
+        is_silent = rules.reasoning is ReasoningPlace.NOWHERE
+        self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls  # more than the parser knows
         in_reasoning = prompt.reasoning == "open"
         self._parser = _with_reasoning_in(rules.reasoning, voice.style).new_parser(
             tools=rules.tools, in_reasoning=in_reasoning, tag_ids=voice.tag_ids or None, may_call=rules.may_call
@@ -334,22 +364,19 @@ class ChoiceReader:
         counter = self._counter
         if counter.knows_tags:
             counter.push(output.token_ids)
-            return self._parser.feed(output.pieces)
-        events: list[ParserEvent] = []
+            events = self._parser.feed(output.pieces)
+            if counter.is_undecided and not self._parser.in_reasoning:
+                counter.call_began()
+            return events
+        events = []
         for piece in output.pieces:
             events += self._parser.feed([piece])
-            counter.count += self._parser.in_reasoning
+            counter.add(self._parser.in_reasoning)
         return events
 
     def _finish_reason(self, of_engine: str) -> str:
         ends_with_calls = of_engine == "stop" and self.calls and not self._rules.is_call_forced_by_name
         return "tool_calls" if ends_with_calls else of_engine
-
-    @property
-    def _holds_back(self) -> bool:
-        """Whether the parser may say more than the rules allow."""
-        rules = self._rules
-        return rules.reasoning is ReasoningPlace.NOWHERE or not rules.stream_reasoning or not rules.parallel_calls
 
     def _chosen(self, events: Iterable[ParserEvent], *, is_end: bool) -> Iterator[ParserEvent]:
         """The events that the rules let through, reasoning when they do."""
@@ -372,17 +399,14 @@ class ChoiceReader:
         return ReasoningDelta(held)
 
     def _keep(self, event: ParserEvent) -> None:
-        match event:
-            case ReasoningDelta(text):
-                self._reasoning.append(text)
-            case ContentDelta(text):
-                self._content.append(text)
-            case ToolCallStart(_, name):
-                self.calls.append(CallSoFar(new_call_id(), name, []))
-            case ToolArgumentsDelta(index, text):
-                self.calls[index].parts.append(text)
-            case ToolCallEnd():
-                pass
+        if isinstance(event, ContentDelta):
+            self._content.append(event.text)
+        elif isinstance(event, ReasoningDelta):
+            self._reasoning.append(event.text)
+        elif isinstance(event, ToolArgumentsDelta):
+            self.calls[event.index].parts.append(event.text)
+        elif isinstance(event, ToolCallStart):
+            self.calls.append(CallSoFar(new_call_id(), event.name, []))
 
 
 def _with_reasoning_in(place: ReasoningPlace | None, style: OutputStyle) -> OutputStyle:
@@ -420,59 +444,27 @@ class UsageMeter:
     """Adds up the token counts of a request. Single writer: the request's handler."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, tuple[int, int]] = {}  # by prompt: tokens, cached tokens
-        self._outputs: dict[int, tuple[int, int]] = {}  # by choice: tokens, reasoning tokens
+        self._latest: dict[int, tuple[int, RequestOutput, int]] = {}  # by choice: prompt, output, reasoning tokens
 
     def update(self, output: RequestOutput, *, prompt: int, choice: int, reasoning_tokens: int) -> None:
-        """Take the counts of an output of `choice`, which belongs to `prompt`. The choices of a prompt share it; what the
-        least lucky one found in the cache is what the cache gave."""
-        _, cached = self._prompts.get(prompt, (0, output.num_cached_tokens))
-        self._prompts[prompt] = (output.num_prompt_tokens, min(cached, output.num_cached_tokens))
-        self._outputs[choice] = (output.num_output_tokens, reasoning_tokens)
+        """Take the counts of the latest output of `choice`, which belongs to `prompt`."""
+        self._latest[choice] = prompt, output, reasoning_tokens
 
     def usage(self) -> Usage:
-        """The counts so far."""
-        prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
-        completion_tokens = sum(tokens for tokens, _ in self._outputs.values())
+        """The counts so far. The choices of a prompt share it; what the least lucky one found in the cache is what the cache
+        gave."""
+        prompts: dict[int, tuple[int, int]] = {}  # tokens, cached tokens
+        completion_tokens = all_reasoning_tokens = 0
+        for prompt, output, reasoning_tokens in self._latest.values():
+            _, cached = prompts.get(prompt, (0, output.num_cached_tokens))
+            prompts[prompt] = output.num_prompt_tokens, min(cached, output.num_cached_tokens)
+            completion_tokens += output.num_output_tokens
+            all_reasoning_tokens += reasoning_tokens
+        prompt_tokens = sum(tokens for tokens, _ in prompts.values())
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(sum(cached for _, cached in self._prompts.values())),
-            completion_tokens_details=CompletionTokensDetails(sum(tokens for _, tokens in self._outputs.values())),
+            prompt_tokens_details=PromptTokensDetails(sum(cached for _, cached in prompts.values())),
+            completion_tokens_details=CompletionTokensDetails(all_reasoning_tokens),
         )
-
-
-async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of several generators as they come, with the generator's index. The first error ends all; so does closing."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=4 * len(streams))
-
-    async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for item in stream:
-                    await queue.put((index, item))
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
-    try:
-        running = len(tasks)
-        while running:
-            entry = await queue.get()
-            if isinstance(entry, Exception):
-                raise entry
-            if entry is None:
-                running -= 1
-            else:
-                yield entry
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

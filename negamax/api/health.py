@@ -36,10 +36,12 @@ def health_router(context: ApiContext) -> APIRouter:
         return json_response(HealthAnswer("ok"))
 
     router.add_api_route("/health", health, methods=["GET"])
-    router.add_api_route("/ping", health, methods=["GET", "POST"])
+    for method in ("GET", "POST"):  # two routes: an operation of the OpenAPI document has one method
+        router.add_api_route("/ping", health, methods=[method])
 
     @router.get("/version")
     async def version() -> Response:
+        """The version of this server."""
         return json_response(VersionAnswer(__version__))
 
     @router.get("/metrics")

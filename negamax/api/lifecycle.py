@@ -7,7 +7,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any
 
 from negamax.base.errors import UnavailableError
 from negamax.base.log import get_logger
@@ -23,7 +24,7 @@ class Lifecycle:
 
     def __init__(self, *, drain_timeout: float) -> None:
         self.is_draining = False
-        self.num_open = 0  # requests that are being answered; probes do not count
+        self.num_open = 0  # requests that are being answered, also in the background; probes do not count
         self.loop_lag = 0.0  # seconds that the event loop was late at the last pulse
         self._drain_timeout = drain_timeout
         self._drain_end = 0.0  # monotonic
@@ -33,6 +34,13 @@ class Lifecycle:
         if self.is_draining:
             wait = max(1.0, self._drain_end - time.monotonic())
             raise UnavailableError("the server is stopping", hint="ask another one", code="draining", retry_after=wait)
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start `work`, which counts as an open request from now until it ends."""
+        self.num_open += 1
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._background_ended)
+        return task
 
     def begin_drain(self) -> None:
         """From now on requests are refused."""
@@ -54,6 +62,9 @@ class Lifecycle:
             due = time.monotonic() + _PULSE_SECONDS
             await asyncio.sleep(_PULSE_SECONDS)
             self.loop_lag = max(0.0, time.monotonic() - due)
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        self.num_open -= 1
 
 
 class Signals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -14,7 +14,6 @@ from negamax.api.blocks import Block, BlockClosed, BlockEvent, BlockGrew, BlockK
 from negamax.api.border import json_response, logged_failure, read_json
 from negamax.api.context import ApiContext
 from negamax.api.conversation import off_loop
-from negamax.api.keep_alive import PingedStream
 from negamax.api.messages_history import history_of
 from negamax.api.schemas.messages import (
     NO_INPUT,
@@ -42,11 +41,12 @@ from negamax.api.schemas.messages import (
     ToolUseBlock,
     message_error,
 )
-from negamax.api.sse import named_event, while_connected
+from negamax.api.sse import EventStream, Say, named_event, while_connected
 from negamax.api.thought_signature import ThoughtSigner
 from negamax.api.turns import Turn, TurnAnswer, begin_answer, turn_prompt
 
 _PING = named_event("ping", Ping())
+PING_SECONDS = 10.0  # of silence, so that nobody on the way hangs up while the model reads a long prompt
 
 
 def messages_router(context: ApiContext) -> APIRouter:
@@ -71,7 +71,7 @@ def messages_router(context: ApiContext) -> APIRouter:
         answering = _Answering(answer, wanted, signer, message_id=message_id, model=model, request_id=request.state.request_id)
         headers = {"request-id": request.state.request_id}
         if wanted.stream:
-            stream = PingedStream(answering.stream(), ping=_PING)
+            stream = EventStream(answering.stream, source=answer.generation, ping=_PING, ping_seconds=PING_SECONDS)
             stream.headers.update(headers)
             return stream
         return json_response(await while_connected(request.receive, answering.whole()), headers=headers)
@@ -132,21 +132,25 @@ class _Answering:
         await self._answer.whole()
         return self._message([self._block(block) for block in self._answer.blocks])
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
+    async def stream(self, say: Say) -> None:
         """The answer as events; an error after the start is an event too."""
         has_started = False
+
+        def tell(events: list[BlockEvent]) -> None:
+            nonlocal has_started
+            told = b"" if has_started else named_event("message_start", MessageStart(self._message([]))) + _PING
+            has_started = True
+            told += b"".join(named_event(name, data) for event in events for name, data in self._told(event))
+            if told:
+                say(told)
+
         try:
-            async for events in self._answer.steps(is_paced=True):
-                told = b"" if has_started else named_event("message_start", MessageStart(self._message([]))) + _PING
-                has_started = True
-                told += b"".join(named_event(name, data) for event in events for name, data in self._told(event))
-                if told:
-                    yield told
+            await self._answer.run(tell, is_paced=True)
             stop = StopDelta(self._stop_reason, self._stop_sequence)
-            yield named_event("message_delta", MessageDelta(stop, self._usage())) + named_event("message_stop", MessageStop())
+            say(named_event("message_delta", MessageDelta(stop, self._usage())) + named_event("message_stop", MessageStop()))
         except Exception as error:
             status, answer = logged_failure(error, request_id=self._request_id)
-            yield named_event("error", message_error(status, answer, request_id=self._request_id))
+            say(named_event("error", message_error(status, answer, request_id=self._request_id)))
 
     def _told(self, event: BlockEvent) -> Iterator[tuple[str, Struct]]:
         """The events of a stream, by name."""

@@ -61,8 +61,7 @@ class AssistantParts:
     def message(self) -> dict[str, Any]:
         """As a message of chat completions."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = "\n\n".join(self.reasoning)
+        message["reasoning_content"] = "\n\n".join(self.reasoning)  # also "": then none is looked for in the content
         if self.calls:
             message["tool_calls"] = self.calls
         return message

@@ -186,7 +186,7 @@ class ServerMetrics(Collector):
             ("sglang:spec_accept_length", "Tokens per draft that were right, and one.", accepted / drafts + 1 if drafts else 0),
             ("sglang:spec_accept_rate", "Share of draft tokens that were right.", accepted / drafted if drafted else 0),
             ("negamax:waiting_tokens", "Prompt tokens of waiting sequences.", engine.admission.waiting_tokens),
-            ("negamax:open_requests", "HTTP requests that are being answered.", self._lifecycle.num_open),
+            ("negamax:open_requests", "Requests that are being answered, also in the background.", self._lifecycle.num_open),
             ("negamax:draining", "1 while the server stops.", float(self._lifecycle.is_draining)),
             ("negamax:engine_up", "1 while the engine can serve.", float(engine.alive)),
             ("negamax:event_loop_lag_seconds", "How late the event loop was.", self._lifecycle.loop_lag),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -16,7 +15,7 @@ from negamax import __version__
 from negamax.api.border import failure_event, json_response, read_json
 from negamax.api.constraints import constrained
 from negamax.api.context import ApiContext
-from negamax.api.conversation import ReasoningState, check_failed, interleave, prompt_in_reasoning, without_tokens
+from negamax.api.conversation import ReasoningState, check_failed, prompt_in_reasoning, without_tokens
 from negamax.api.schemas.common import refuse
 from negamax.api.schemas.native_generate import (
     AbortRequest,
@@ -29,15 +28,14 @@ from negamax.api.schemas.native_generate import (
     NativeServerInfo,
     NumAborted,
 )
-from negamax.api.sse import DONE, FIRST_OUTPUT_SECONDS, after_first, event, while_connected
+from negamax.api.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
 from negamax.base.errors import InvalidRequestError
+from negamax.engine.generation import Generations
 from negamax.engine.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 
 _LEAST = -9999.0  # JSON has no infinity
-
-Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # with the index of the prompt
 
 
 def native_router(context: ApiContext) -> APIRouter:
@@ -57,9 +55,9 @@ def native_router(context: ApiContext) -> APIRouter:
         limits = [_engine_sampling(wanted, sampling) for sampling in samplings]
         for limit in limits:
             context.check_sampling(limit)
-        prompts = await context.prompts.plain(sent)
+        prompts = await context.prompts.plain(sent, cache_salt=wanted.cache_salt)
         context.engine.check_room(sum(limit.n for limit in limits), sum(len(prompt) for prompt in prompts))
-        streams = [
+        parts = [
             context.generate(
                 prompt,
                 _constrained(context, wanted, sampling, limit, prompt),
@@ -72,12 +70,12 @@ def native_router(context: ApiContext) -> APIRouter:
             for prompt, sampling, limit, rid in zip(prompts, samplings, limits, ids, strict=True)
         ]
         answer = _NativeAnswering(context, wanted, samplings, ids=ids, prompts=prompts, arrival=arrival)
-        outputs = interleave(streams)
+        generations = Generations(parts)
         if wanted.stream:
             seconds = FIRST_OUTPUT_SECONDS if all(sampling.grammar is None for sampling in samplings) else None
-            outputs = await after_first(request.receive, outputs, seconds=seconds)
-            return context.event_stream(answer.stream(outputs))
-        return await while_connected(request.receive, answer.whole(outputs))
+            await begun(request.receive, generations, seconds=seconds)
+            return context.event_stream(partial(answer.stream, generations), source=generations)
+        return await while_connected(request.receive, answer.whole(generations))
 
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
@@ -176,24 +174,20 @@ class _NativeAnswering:
             self._choices += [_Choice(index, rid) for _ in range(sampling.n)]
         self._is_list = wanted.is_batch or len(self._choices) > 1
 
-    async def whole(self, outputs: Outputs) -> Response:
+    async def whole(self, generations: Generations) -> Response:
         """The answer in one piece: one object, or a list of them."""
-        async with aclosing(outputs):
-            async for number, output in outputs:
-                self._take(number, output)
+        await generations.run(self._take)
         answers = [self._answer(index) for index in range(len(self._choices))]
         encoded = msgspec.json.encode(answers if self._is_list else answers[0])
         return Response(encoded, media_type="application/json")
 
-    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+    async def stream(self, generations: Generations, say: Say) -> None:
         """The answer as events, each with all that was said so far; an error after the start is an event too."""
         try:
-            async with aclosing(outputs):
-                async for number, output in outputs:
-                    yield event(self._answer(self._take(number, output)))
+            await generations.run(lambda number, output: say(event(self._answer(self._take(number, output)))))
         except Exception as error:
-            yield failure_event(error, request_id=self._choices[0].rid)
-        yield DONE
+            say(failure_event(error, request_id=self._choices[0].rid))
+        say(DONE)
 
     def _take(self, number: int, output: RequestOutput) -> int:
         """Take an output into its choice; the choice's index."""

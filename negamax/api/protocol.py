@@ -1,11 +1,11 @@
 """A connection with limits: how large and how slow a request's head may be, how slowly a client may read, and JSON for what is
-no HTTP at all. What happens inside a request is the business of the app."""
+no HTTP at all. What happens inside a request is the business of the app, which can write a response's body without awaiting."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Any
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -18,6 +18,7 @@ MAX_HEAD_BYTES = 64 * 1024  # request line and headers while they arrive; `borde
 HEAD_SECONDS = 30.0  # for a request's head to arrive, from the connection or its first byte on
 _MAX_CONNECTIONS = 65_536
 _SPARE_FILES = 128  # file descriptors that are not connections
+BODY_CHANNEL = "negamax.body_channel"  # the extension of a request's scope that is its `BodyChannel`
 
 
 def protocol_class(*, slow_client_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
@@ -36,6 +37,44 @@ def max_connections(max_files: int) -> int:
     return max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
 
 
+class Pausable(Protocol):
+    """Where a body comes from."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class BodyChannel:
+    """Writes pieces of a response's body in the moment they are there: no task has to wake up for each, as with ASGI's `send`,
+    which begins and ends the response. Single user: the response's handler.
+    """
+
+    __slots__ = ("_protocol", "_response")
+
+    def __init__(self, protocol: LimitedProtocol, response: Any) -> None:
+        """`response`: uvicorn's cycle of request and response."""
+        self._protocol = protocol
+        self._response = response
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client has fallen behind: what is written now waits in memory."""
+        return self._protocol.flow.write_paused
+
+    def write(self, part: bytes) -> None:
+        """Send `part`, which is not empty; nothing happens when the client has gone."""
+        response = self._response
+        if not response.disconnected:
+            response.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if response.chunked_encoding else part)
+
+    def feed(self, source: Pausable | None) -> None:
+        """Where the next parts come from: it is told to pause while the client is behind. None: they have come."""
+        self._protocol.source = source
+        if source is not None and self.is_full:
+            source.pause()
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. Single writer: the event loop."""
 
@@ -48,6 +87,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._in_head = True
         self._head_bytes = 0
+        self.source: Pausable | None = None  # of the body that is being sent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -83,6 +123,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._head_arrived()
         super().on_headers_complete()
+        channel: Any = BodyChannel(self, self.cycle)
+        self.scope["extensions"] = {BODY_CHANNEL: channel}  # before the app's task begins
 
     def send_400_response(self, msg: str) -> None:
         """What could not be parsed is answered in the shape of every other error."""
@@ -92,10 +134,14 @@ class LimitedProtocol(HttpToolsProtocol):
         super().pause_writing()
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(self.SLOW_CLIENT_SECONDS, self._cut_off)
+        if self.source is not None:
+            self.source.pause()
 
     def resume_writing(self) -> None:
         self._written()
         super().resume_writing()
+        if self.source is not None:
+            self.source.resume()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from negamax.api.blocks import Block, BlockClosed, BlockEvent, BlockGrew, BlockKind, BlockOpened
 from negamax.api.border import logged_failure
+from negamax.api.content_logprobs import ContentLogprobs
+from negamax.api.schemas.answers import ChatLogprob
 from negamax.api.schemas.response_items import (
     CustomCallItem,
     FunctionCallItem,
@@ -35,7 +37,7 @@ from negamax.api.schemas.response_items import (
     TextEvent,
 )
 from negamax.api.schemas.responses import CUSTOM_INPUT, ENCRYPTED_REASONING, ResponsesRequest
-from negamax.api.sse import named_event
+from negamax.api.sse import Say, named_event
 from negamax.api.thought_signature import ThoughtSigner
 from negamax.api.turns import TurnAnswer
 
@@ -46,12 +48,20 @@ class ResponseTeller:
     """Tells one answer. Single writer: whoever runs the request."""
 
     def __init__(
-        self, answer: TurnAnswer, wanted: ResponsesRequest, blank: ResponseAnswer, *, signer: ThoughtSigner, request_id: str
+        self,
+        answer: TurnAnswer,
+        wanted: ResponsesRequest,
+        blank: ResponseAnswer,
+        *,
+        signer: ThoughtSigner,
+        logprobs: ContentLogprobs | None,
+        request_id: str,
     ) -> None:
-        """`blank` is the response before anything is answered."""
+        """`blank` is the response before anything is answered; `logprobs` finds those that were asked for."""
         self._answer = answer
         self._blank = blank
         self._signer = signer
+        self._logprobs = logprobs
         self._request_id = request_id
         self._tools = {tool.shown_name: tool for tool in wanted.declared_tools}
         self._has_summary = wanted.wants_summary
@@ -64,20 +74,24 @@ class ResponseTeller:
         await self._answer.whole()
         return self._response()
 
-    async def stream(self, done: list[ResponseAnswer]) -> AsyncGenerator[bytes, None]:
-        """The events; the last state of the response goes to `done`. An error after the start is an event too."""
-        yield self._state("response.created", self._blank) + self._state("response.in_progress", self._blank)
+    async def stream(self, keep: Callable[[ResponseAnswer], None], say: Say) -> None:
+        """The events; the last state of the response is kept before it is said, so that it can be gone on from at once. An
+        error after the start is an event too."""
+
+        def tell(events: list[BlockEvent]) -> None:
+            told = b"".join(named_event(data.type, data) for event in events for data in self._told(event))
+            if told:
+                say(told)
+
+        say(self._state("response.created", self._blank) + self._state("response.in_progress", self._blank))
         try:
-            async for events in self._answer.steps(is_paced=True):
-                told = b"".join(named_event(data.type, data) for event in events for data in self._told(event))
-                if told:
-                    yield told
+            await self._answer.run(tell, is_paced=True)
             response = self._response()
         except Exception as error:
             _, answer = logged_failure(error, request_id=self._request_id)
             response = self.failed(answer.error.message)
-        done.append(response)
-        yield self._state(f"response.{response.status}", response)
+        keep(response)
+        say(self._state(f"response.{response.status}", response))
 
     def failed(self, message: str) -> ResponseAnswer:
         """The response of an answer that ended in an error."""
@@ -107,7 +121,17 @@ class ResponseTeller:
         )
 
     def _items(self) -> list[OutputItem]:
+        self._read_logprobs()
+        for block in self._answer.blocks:
+            self._of_block(block)  # in their order, also where they have none
         return [self._item(block, "completed" if block.is_whole else "incomplete") for block in self._answer.blocks]
+
+    def _read_logprobs(self) -> None:
+        if self._logprobs is not None:
+            self._logprobs.add(self._answer.take_logprobs())
+
+    def _of_block(self, block: Block) -> list[ChatLogprob]:
+        return [] if self._logprobs is None else self._logprobs.of(block)
 
     def _state(self, kind: str, response: ResponseAnswer) -> bytes:
         return named_event(kind, ResponseEvent(type=kind, sequence_number=self._next(), response=response))
@@ -134,7 +158,7 @@ class ResponseTeller:
                 summary = [SummaryText(text)] if self._has_summary and not is_empty else []
                 return ReasoningItem(item_id, status, summary, [] if is_empty else [ReasoningText(text)], encrypted)
             case BlockKind.CONTENT:
-                return MessageItem(item_id, status, [] if is_empty else [OutputText(text)])
+                return MessageItem(item_id, status, [] if is_empty else [OutputText(text, logprobs=self._of_block(block))])
             case BlockKind.CALL:
                 assert block.call is not None
                 tool, call_id = self._tools.get(block.call.name), block.call.id
@@ -147,6 +171,7 @@ class ResponseTeller:
     def _told(self, event: BlockEvent) -> Iterator[Any]:
         """The events that tell an event of a block."""
         block = event.block
+        self._read_logprobs()
         match event:
             case BlockOpened():
                 item = self._item(block, "in_progress", is_empty=True)
@@ -168,13 +193,14 @@ class ResponseTeller:
             yield self._summary_part(block, "added", "")
 
     def _grew(self, block: Block, text: str) -> Iterator[Struct]:
+        logprobs = [] if self._logprobs is None else self._logprobs.take(block, text)
         match block.kind:
             case BlockKind.REASONING:
                 yield self._text(block, "response.reasoning_text.delta", content_index=0, delta=text)
                 if self._has_summary:
                     yield self._text(block, "response.reasoning_summary_text.delta", summary_index=0, delta=text)
             case BlockKind.CONTENT:
-                yield self._text(block, "response.output_text.delta", content_index=0, delta=text, logprobs=())
+                yield self._text(block, "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
             case BlockKind.CALL if not self._is_custom(block):  # the input of others is text within JSON, known at the end
                 yield self._text(block, "response.function_call_arguments.delta", delta=text)
 
@@ -188,7 +214,8 @@ class ResponseTeller:
                     yield self._text(block, "response.reasoning_summary_text.done", summary_index=0, text=text)
                     yield self._summary_part(block, "done", text)
             case BlockKind.CONTENT:
-                yield self._text(block, "response.output_text.done", content_index=0, text=text, logprobs=())
+                logprobs = self._of_block(block)
+                yield self._text(block, "response.output_text.done", content_index=0, text=text, logprobs=logprobs)
                 yield self._part(block, "done", text)
             case BlockKind.CALL if self._is_custom(block):
                 given = _custom_input(text)
@@ -209,12 +236,16 @@ class ResponseTeller:
         return TextEvent(type=kind, sequence_number=number, item_id=self._id(block), output_index=block.index, **fields)
 
     def _part(self, block: Block, moment: str, text: str) -> PartEvent:
+        if block.kind is BlockKind.REASONING:
+            part: OutputText | ReasoningText = ReasoningText(text)
+        else:
+            part = OutputText(text, logprobs=self._of_block(block) if moment == "done" else [])
         return PartEvent(
             type=f"response.content_part.{moment}",
             sequence_number=self._next(),
             item_id=self._id(block),
             output_index=block.index,
-            part=ReasoningText(text) if block.kind is BlockKind.REASONING else OutputText(text),
+            part=part,
         )
 
     def _summary_part(self, block: Block, moment: str, text: str) -> SummaryPartEvent:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import suppress
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from negamax.api.border import error_of, json_response, read_json
+from negamax.api.content_logprobs import ContentLogprobs
 from negamax.api.context import ApiContext
 from negamax.api.conversation import off_loop
 from negamax.api.response_store import Item, KeptResponse, KeptTurn, ResponseStore, decoded
@@ -28,6 +29,8 @@ from negamax.base.errors import InvalidRequestError, NotFoundError
 from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
+
+_FETCH_SECONDS = 5.0  # that a stopping server waits for the client of a response that ended in the background
 
 
 def responses_router(context: ApiContext) -> APIRouter:
@@ -48,7 +51,7 @@ def responses_router(context: ApiContext) -> APIRouter:
         """A kept response."""
         if request.query_params.get("stream", "false").lower() == "true":
             refuse("stream", "a kept response is not streamed again; leave it out")
-        return Response(responses.kept(response_id).body, media_type="application/json")
+        return Response(responses.fetched(response_id), media_type="application/json")
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def input_items(response_id: str) -> Response:
@@ -79,6 +82,7 @@ class _Responses:
         self._signer = ThoughtSigner(context.engine.info.served_model_name)
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._awaited: dict[str, asyncio.Event] = {}  # set when the response is fetched
 
     def kept(self, response_id: str) -> KeptResponse:
         """A kept response. Errors: `NotFoundError`."""
@@ -87,12 +91,21 @@ class _Responses:
             raise _unknown(response_id, param="response_id", code="response_not_found")
         return kept
 
+    def fetched(self, response_id: str) -> bytes:
+        """A kept response as JSON, for its client. Errors: `NotFoundError`."""
+        body = self.kept(response_id).body
+        if response_id in self._awaited:
+            self._awaited[response_id].set()
+        return body
+
     async def create(self, request: Request, wanted: ResponsesRequest, *, num_bytes: int, arrival: float) -> Response:
         """Answer a request."""
         context = self._context
         model = context.model_name(wanted.model)
         if wanted.background and (wanted.stream or not wanted.store):
             refuse("background", "a response in the background is fetched later; it needs store=true and stream=false")
+        if wanted.top_logprobs > context.engine.info.max_logprobs:
+            refuse("top_logprobs", f"{wanted.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}")
         parent = self._parent(wanted.previous_response_id)
         given = self._given(wanted)
         kept_bytes = 0 if parent is None else parent.total_bytes
@@ -101,17 +114,22 @@ class _Responses:
         answer = await begin_answer(
             context, request, turn, wanted, request_id=blank.id, num_bytes=num_bytes + kept_bytes, arrival=arrival
         )
-        teller = ResponseTeller(answer, wanted, blank, signer=self._signer, request_id=request.state.request_id)
+        logprobs = None if wanted.wanted_logprobs is None else ContentLogprobs(context.engine.tokenizer, context.voice)
+        teller = ResponseTeller(
+            answer, wanted, blank, signer=self._signer, logprobs=logprobs, request_id=request.state.request_id
+        )
         input_items = msgspec.json.encode(given)
         if wanted.background:
-            self._keep(blank, parent, input_items)
-            self._running[blank.id] = asyncio.create_task(self._run(teller, blank, parent, input_items))
+            self._keep(blank, parent=parent, input_items=input_items)
+            work = self._run(teller, blank, parent, input_items)
+            self._running[blank.id] = context.lifecycle.run_in_background(work)
             return json_response(blank)
         if wanted.stream:
-            return context.event_stream(self._stream(teller, parent, input_items, store=wanted.store))
+            keep = partial(self._keep, parent=parent, input_items=input_items) if wanted.store else _forget
+            return context.event_stream(partial(teller.stream, keep), source=answer.generation)
         response = await while_connected(request.receive, teller.whole())
         if wanted.store:
-            self._keep(response, parent, input_items)
+            self._keep(response, parent=parent, input_items=input_items)
         return json_response(response)
 
     def delete(self, response_id: str) -> None:
@@ -147,20 +165,19 @@ class _Responses:
             logger.warning("response %s failed in the background: %s", blank.id, error)
             response = teller.failed(error_of(error)[1].error.message)
         if self._running.pop(blank.id, None) is not None:
-            self._keep(response, parent, input_items)
+            self._keep(response, parent=parent, input_items=input_items)
+            if self._context.lifecycle.is_draining and response.status in ("completed", "incomplete"):
+                await self._until_fetched(blank.id)
 
-    async def _stream(
-        self, teller: ResponseTeller, parent: KeptTurn | None, input_items: bytes, *, store: bool
-    ) -> AsyncGenerator[bytes, None]:
-        """The events; the response is kept before its last one, so that it can be gone on from at once."""
-        done: list[ResponseAnswer] = []
-        async with aclosing(teller.stream(done)) as events:
-            async for told in events:
-                if done and store:
-                    self._keep(done[0], parent, input_items)
-                yield told
+    async def _until_fetched(self, response_id: str) -> None:
+        """Give its client the time to ask for it once more, because with the server the response goes."""
+        fetched = self._awaited[response_id] = asyncio.Event()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FETCH_SECONDS):
+                await fetched.wait()
+        del self._awaited[response_id]
 
-    def _keep(self, response: ResponseAnswer, parent: KeptTurn | None, input_items: bytes) -> None:
+    def _keep(self, response: ResponseAnswer, *, parent: KeptTurn | None, input_items: bytes) -> None:
         turn = KeptTurn(parent, input_items=input_items, output_items=msgspec.json.encode(response.output))
         self._store.put(response.id, KeptResponse(encode(response), turn, [item.id for item in response.output]))
 
@@ -204,7 +221,9 @@ class _Responses:
             calls=calls,
             thinking=wanted.thinking_choice,
             form=wanted.grammar,
-            sampling=wanted.sampling_params(max_tokens=wanted.max_output_tokens, stop=wanted.stop),
+            sampling=wanted.sampling_params(
+                max_tokens=wanted.max_output_tokens, stop=wanted.stop, logprobs=wanted.wanted_logprobs
+            ),
         )
 
     def _blank(self, wanted: ResponsesRequest, *, model: str, turn: Turn) -> ResponseAnswer:
@@ -230,8 +249,13 @@ class _Responses:
             text=TextEcho(wanted.text.format or {"type": "text"}, wanted.text.verbosity or "medium"),
             tool_choice=wanted.tool_choice,
             tools=wanted.tools or [],
+            top_logprobs=wanted.top_logprobs,
             top_p=resolved.top_p,
         )
+
+
+def _forget(response: ResponseAnswer) -> None:
+    """The client asked for it not to be kept."""
 
 
 def _unknown(name: object, *, param: str, code: str) -> NotFoundError:

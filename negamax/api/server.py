@@ -32,6 +32,7 @@ from negamax.api.playground import playground_router
 from negamax.api.protocol import max_connections, protocol_class
 from negamax.api.responses import responses_router
 from negamax.api.tokens import tokens_router
+from negamax.base import env
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
 from negamax.config.options import EngineOptions, ServerOptions
@@ -143,6 +144,7 @@ def run(
         from uvloop import Loop as loop_factory
     except ImportError:
         loop_factory = None
+    env.set_default("TOKENIZERS_PARALLELISM", "false")  # its pool of threads is for many texts at once
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(serve(engine_options, server_options, listener=listener, announce=announce, engine_module=engine_module))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +25,14 @@ from negamax.api.conversation import (
 from negamax.api.pacing import PacedPackets
 from negamax.api.schemas.answers import Usage
 from negamax.api.schemas.turns import TurnRequest
-from negamax.api.sse import FIRST_OUTPUT_SECONDS, after_first
+from negamax.api.sse import FIRST_OUTPUT_SECONDS, begun
 from negamax.api.thinking import ThinkingChoice, other_variables
 from negamax.base.errors import AbortedError, InvalidRequestError
 from negamax.config.grammar import Grammar
+from negamax.engine.generation import Generation
 from negamax.engine.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.step import TokenLogprobs
 
 _MESSAGE_PLACE = re.compile(r"messages\[(\d+)\]")
 
@@ -65,7 +66,7 @@ class Turn:
 async def turn_prompt(context: ApiContext, turn: Turn, wanted: TurnRequest, *, num_bytes: int) -> ChatPrompt:
     """The prompt of `turn`; what is refused is named by its place in the client's request."""
     try:
-        return await context.prompts.chat(turn.conversation(wanted), num_bytes=num_bytes)
+        return await context.prompts.chat(turn.conversation(wanted), num_bytes=num_bytes, cache_salt=wanted.cache_salt)
     except InvalidRequestError as error:
         raise _placed(error, turn.places) from None
 
@@ -83,12 +84,13 @@ def _placed(error: InvalidRequestError, places: Sequence[str]) -> InvalidRequest
 class TurnAnswer:
     """An answer while it is generated. Single writer: the request's handler."""
 
-    def __init__(self, outputs: AsyncGenerator[RequestOutput, None], reader: ChoiceReader, *, reads_only: bool) -> None:
-        self._outputs = outputs
+    def __init__(self, generation: Generation, reader: ChoiceReader, *, reads_only: bool) -> None:
+        self.generation = generation
         self._reader = reader
         self._reads_only = reads_only
         self._meter = UsageMeter()
         self._writer = BlockWriter(reader.calls)
+        self._logprobs: list[TokenLogprobs] = []
 
     @property
     def blocks(self) -> list[Block]:
@@ -99,6 +101,11 @@ class TurnAnswer:
     def usage(self) -> Usage:
         """The counts so far."""
         return self._meter.usage()
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """One entry per token since the last call, if the request asks for them."""
+        taken, self._logprobs = self._logprobs, []
+        return taken
 
     @property
     def finish_reason(self) -> str | None:
@@ -111,32 +118,34 @@ class TurnAnswer:
         reason = self._reader.stop_reason
         return reason if isinstance(reason, str) else None
 
-    async def steps(self, *, is_paced: bool) -> AsyncGenerator[list[BlockEvent], None]:
-        """What each output of the engine brought, the first with the counts of the prompt; paced for a stream.
+    async def run(self, tell: Callable[[list[BlockEvent]], None], *, is_paced: bool) -> None:
+        """Tell what each output of the engine brought, the first with the counts of the prompt; paced for a stream.
 
-        Errors: those of the engine.
+        Errors: those of `Generation.run`, `AbortedError`.
         """
         packets = PacedPackets() if is_paced else None
-        async with aclosing(self._outputs) as outputs:
-            async for output in outputs:
-                if self._reads_only:
-                    output = without_tokens(output)
-                if output.finish_reason == "abort":
-                    raise AbortedError(f"the request {output.request_id} was aborted", code="aborted")
-                is_last = output.finish_reason is not None
-                parsed = self._reader.push(output)
-                self._meter.update(output, prompt=0, choice=0, reasoning_tokens=self._reader.num_reasoning_tokens)
-                if packets is not None:
-                    parsed = packets.push(parsed, now=time.monotonic(), is_last=is_last)
-                events = list(self._writer.push(parsed))
-                if is_last:
-                    events += self._writer.finish(is_cut=self._reader.finish_reason == "length")
-                yield events
+
+        def take(output: RequestOutput) -> None:
+            if self._reads_only:
+                output = without_tokens(output)
+            if output.finish_reason == "abort":
+                raise AbortedError(f"the request {output.request_id} was aborted", code="aborted")
+            is_last = output.finish_reason is not None
+            parsed = self._reader.push(output)
+            self._meter.update(output, prompt=0, choice=0, reasoning_tokens=self._reader.num_reasoning_tokens)
+            if packets is not None:
+                parsed = packets.push(parsed, now=time.monotonic(), is_last=is_last)
+            self._logprobs += output.logprobs or ()
+            events = list(self._writer.push(parsed))
+            if is_last:
+                events += self._writer.finish(is_cut=self._reader.finish_reason == "length")
+            tell(events)
+
+        await self.generation.run(take)
 
     async def whole(self) -> None:
         """Wait for its end."""
-        async for _ in self.steps(is_paced=False):
-            pass
+        await self.run(lambda events: None, is_paced=False)
 
 
 async def begin_answer(
@@ -158,8 +167,9 @@ async def begin_answer(
     sampling = constrained(
         turn.sampling, context.voice, reasoning=prompt.reasoning, grammar=grammar, budget=turn.thinking.budget
     )
-    rules = ReadingRules(tools=turn.tools, may_call=turn.calls.mode != "none", parallel_calls=turn.calls.parallel)
-    outputs = context.generate(
+    callable_tools = turn.calls.callable_tools(turn.tools)
+    rules = ReadingRules(tools=callable_tools, may_call=turn.calls.mode != "none", parallel_calls=turn.calls.parallel)
+    generation = context.generate(
         prompt.token_ids,
         sampling,
         request_id=request_id,
@@ -170,5 +180,5 @@ async def begin_answer(
     )
     if wanted.stream:  # a grammar is compiled first, and may be refused
         seconds = FIRST_OUTPUT_SECONDS if grammar is None else None
-        outputs = await after_first(request.receive, outputs, seconds=seconds)
-    return TurnAnswer(outputs, ChoiceReader(context.voice, prompt=prompt, rules=rules), reads_only=turn.reads_only)
+        await begun(request.receive, generation, seconds=seconds)
+    return TurnAnswer(generation, ChoiceReader(context.voice, prompt=prompt, rules=rules), reads_only=turn.reads_only)

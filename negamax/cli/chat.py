@@ -7,7 +7,6 @@ import json
 import secrets
 import signal
 import sys
-from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +20,7 @@ from negamax.scheduler.request import SamplingParams
 
 if TYPE_CHECKING:
     from negamax.engine.client import AsyncEngine
+    from negamax.engine.output import RequestOutput
 
 HELP = "Chat with MODEL in the terminal. Each line of piped standard input is one message."
 
@@ -169,11 +169,13 @@ class _Session:
         prompt = await self._prompts.chat(Conversation(messages=self._messages, tools=self._tools), num_bytes=0)
         reader = ChoiceReader(self._voice, prompt=prompt, rules=ReadingRules(tools=self._tools))
         printer = _Printer(self._console, self._thinking if self._show_thinking else None)
-        outputs = self._engine.generate(prompt.token_ids, self._sampling, request_id=f"chat-{secrets.token_hex(8)}")
-        async with aclosing(outputs) as stream:
-            async for output in stream:
-                for event in reader.push(output):
-                    printer.show(event)
+        generation = self._engine.generate(prompt.token_ids, self._sampling, request_id=f"chat-{secrets.token_hex(8)}")
+
+        def show(output: RequestOutput) -> None:
+            for event in reader.push(output):
+                printer.show(event)
+
+        await generation.run(show)
         message = printer.finish()
         self._messages.append(message)
         self._open_calls = list(message.get("tool_calls", ()))

@@ -30,6 +30,7 @@ app.add_typer(bench.app, name="bench")
 
 _BAD_VALUE = re.compile(r"Invalid value for ((?:'[^']+'(?: / )?)+): (.*)")
 _UNKNOWN_OPTION = re.compile(r"No such option: (\S+)")
+_UNKNOWN_COMMAND = re.compile(r"No such command '(.*?)'\.")
 
 
 def _show_version(wanted: bool) -> None:
@@ -68,18 +69,27 @@ def _fail(message: str, code: int) -> int:
 
 
 def _one_line(message: str, given: list[str]) -> str:
-    """`message` on one line; a bad value is shown, an unknown option gets the nearest known one."""
+    """`message` on one line; a bad value is shown, an unknown option or command gets the nearest known one."""
     text = " ".join(message.split())
     bad = _BAD_VALUE.match(text)
     if bad is not None:
         flags = re.findall(r"'([^']+)'", bad[1])
         return f"{flags[0]} is {_given_value(flags, given)}: {bad[2][0].lower()}{bad[2][1:]}"
+    command = _command(given)
+    unknown = _UNKNOWN_COMMAND.search(text)
+    if unknown is not None:
+        names = list(command.commands) if isinstance(command, typer.core.TyperGroup) else []
+        known = f"known: {', '.join(names)}"
+        return f"no such command: {unknown[1]} ({_nearest(unknown[1], names) or known})"
     unknown = _UNKNOWN_OPTION.search(text)
     if unknown is None:
         return text
-    matches = difflib.get_close_matches(unknown[1].split("=")[0], _known_options(given), n=1, cutoff=0.5)
-    hint = f"did you mean {matches[0]}?" if matches else "see --help"
-    return f"no such option: {unknown[1]} ({hint})"
+    return f"no such option: {unknown[1]} ({_nearest(unknown[1].split('=')[0], _options(command)) or 'see --help'})"
+
+
+def _nearest(word: str, known: list[str]) -> str | None:
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {matches[0]}?" if matches else None
 
 
 def _given_value(flags: list[str], given: list[str]) -> str:
@@ -91,15 +101,22 @@ def _given_value(flags: list[str], given: list[str]) -> str:
     return "wrong"
 
 
-def _known_options(given: list[str]) -> list[str]:
-    """All flags of the sub-command in `given`."""
-    group = typer.main.get_command(app)
-    commands: dict[str, typer.core.TyperCommand] = group.commands  # type: ignore[attr-defined]
+def _command(given: list[str]) -> typer.core.TyperCommand | typer.core.TyperGroup:
+    """The innermost command that `given` names, a group of commands where none of them follows."""
+    command: typer.core.TyperCommand | typer.core.TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
     for word in given:
-        if word in commands:
-            group = commands[word]
+        if not isinstance(command, typer.core.TyperGroup):
             break
-    return [flag for option in group.params for flag in (*option.opts, *option.secondary_opts) if flag.startswith("-")]
+        if word in command.commands:
+            command = command.commands[word]  # type: ignore[assignment]
+        elif not word.startswith("-"):
+            break
+    return command
+
+
+def _options(command: typer.core.TyperCommand | typer.core.TyperGroup) -> list[str]:
+    """All flags of a command."""
+    return [flag for option in command.params for flag in (*option.opts, *option.secondary_opts) if flag.startswith("-")]
 
 
 if __name__ == "__main__":

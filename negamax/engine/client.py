@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from negamax.base.errors import EngineDeadError, EngineError, InvalidRequestError, RequestTimeoutError, UnavailableError
+from negamax.base.errors import EngineDeadError, UnavailableError
 from negamax.base.log import get_logger
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.admission import Admission
 from negamax.engine.connection import BEAT_SECONDS, ENGINE_MODULE, EngineConnection
-from negamax.engine.mailbox import Mailbox
-from negamax.engine.output import ChoiceStream, RequestOutput, admit
+from negamax.engine.generation import Generation, Observer
+from negamax.engine.output import ChoiceStream, admit
 from negamax.engine.restarts import RestartPolicy, Supervision
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.text.chat_template import ChatTemplate
@@ -29,19 +28,6 @@ logger = get_logger(__name__)
 
 _NO_STATS = wire.EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 _RESPONSIVE_SECONDS = 10 * BEAT_SECONDS
-
-
-class Observer(Protocol):
-    """Is told what happens to one request; it must not raise."""
-
-    def started(self, at: float) -> None:
-        """The first of its sequences began to run at monotonic second `at`."""
-
-    def gained(self, output: RequestOutput) -> None:
-        """One of its choices gained tokens or ended."""
-
-    def ended(self, error: BaseException | None) -> None:
-        """It is over; `error`: what ended it before its time."""
 
 
 class AsyncEngine:
@@ -69,7 +55,7 @@ class AsyncEngine:
         self._supervision = supervision
         self._module = module
         self._connection: EngineConnection | None = None
-        self._open: dict[str, tuple[Mailbox, Observer | None]] = {}  # by sequence id
+        self._open: dict[str, Generation] = {}  # by sequence id
         self._seeds = random.Random(options.seed)
         self._death = "the engine is not running"
         self._start_seconds = 0.0  # that the last start took
@@ -154,12 +140,11 @@ class AsyncEngine:
         cache_salt: str = "",
         deadline: float | None = None,
         observer: Observer | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt; the outputs of the `n` choices come interleaved as they are generated.
+    ) -> Generation:
+        """Continue a prompt; the outputs of the `n` choices come interleaved as they are generated. Run it, or close it.
 
-        Closing the iterator before its end aborts what still runs. `deadline` is a `time.monotonic()`. Errors, at the call:
-        `InvalidRequestError`, `ContextLengthError`, `OverloadedError`, `UnavailableError`; while iterating: `EngineError`,
-        `EngineDeadError`, `RequestTimeoutError`.
+        `deadline` is a `time.monotonic()`. Errors: `InvalidRequestError`, `ContextLengthError`, `OverloadedError`,
+        `UnavailableError`; of what it raises later `Generation` tells.
         """
         self.check_alive()
         sampling = admit(prompt_token_ids, sampling, info=self.info)
@@ -177,7 +162,43 @@ class AsyncEngine:
             )
             for index, choice in enumerate(choices)
         ]
-        return self._stream(requests, request_id=request_id, deadline=deadline, observer=observer)
+        streams = {
+            request.request_id: ChoiceStream(
+                self.tokenizer,
+                request.sampling,
+                info=self.info,
+                request_id=request_id,
+                index=index,
+                num_prompt_tokens=len(prompt),
+            )
+            for index, request in enumerate(requests)
+        }
+        return Generation(self, requests, streams, deadline=deadline, observer=observer)
+
+    def enter(self, generation: Generation, requests: Sequence[GenerateRequest]) -> None:
+        """Take the sequences of a request in, which share a prompt. Errors: `UnavailableError`, `OverloadedError`; the engine
+        may have died, and other requests may have come, since `generate`."""
+        self.check_alive()
+        num_tokens = len(requests[0].prompt_token_ids)
+        self.check_room(len(requests), num_tokens)
+        for index, request in enumerate(requests):
+            self._open[request.request_id] = generation
+            self.admission.enter(request.request_id, 1 if index else num_tokens)  # the others find the prompt in the cache
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Send sequences that were taken in to the engine."""
+        for request in requests:
+            assert self._connection is not None
+            self._connection.send(wire.AddRequest(request))
+
+    def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
+        """Sequences that are over here; `abort`: the engine must be told."""
+        now = time.monotonic()
+        known = [sequence_id for sequence_id in sequence_ids if self._open.pop(sequence_id, None) is not None]
+        for sequence_id in known:
+            self.admission.leave(sequence_id, now=now)
+        if abort and known and self._connection is not None:
+            self._connection.send(wire.AbortRequests(known))
 
     def abort(self, is_meant: Callable[[str], bool]) -> int:
         """End the open sequences that are meant, by their ids, with finish_reason "abort"; how many there are."""
@@ -254,107 +275,30 @@ class AsyncEngine:
             self.restart_count += 1
             logger.warning("the engine runs again after %.1f s", self._start_seconds)
 
-    async def _stream(
-        self, requests: list[GenerateRequest], *, request_id: str, deadline: float | None, observer: Observer | None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        mailbox = Mailbox()
-        num_prompt_tokens = len(requests[0].prompt_token_ids)
-        streams = {
-            request.request_id: ChoiceStream(
-                self.tokenizer,
-                request.sampling,
-                info=self.info,
-                request_id=request_id,
-                index=index,
-                num_prompt_tokens=num_prompt_tokens,
-            )
-            for index, request in enumerate(requests)
-        }
-        timer = None if deadline is None else self._expire(mailbox, deadline)
-        error: BaseException | None = None
-        try:
-            self.check_alive()  # it may have died, and others may have come, since `generate`
-            self.check_room(len(requests), num_prompt_tokens)
-            for request in requests:
-                # The first choice computes the prompt, the others find it in the prefix cache.
-                self._enter(request, mailbox, observer, num_tokens=num_prompt_tokens if request is requests[0] else 1)
-            self._submit(requests[:1])
-            unsent = requests[1:]
-            while streams:
-                for update in await mailbox.take():
-                    if update.is_refusal:
-                        raise InvalidRequestError(update.error or "refused", param="grammar", code="invalid_grammar")
-                    self._submit(unsent)
-                    unsent = []
-                    stream = streams.get(update.request_id)
-                    if stream is None:
-                        continue  # an update that crossed with our abort
-                    try:
-                        output = stream.push(update)
-                    except Exception as wrong:
-                        logger.exception("request %s: its output cannot be turned into text", update.request_id)
-                        raise EngineError("the output could not be turned into text") from wrong
-                    if stream.finished:
-                        del streams[update.request_id]
-                        # a stop string: the engine does not know it yet
-                        self._leave([update.request_id], abort=update.finish_reason is None)
-                    if observer is not None:
-                        observer.gained(output)
-                    yield output
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self._leave(list(streams), abort=True)
-            if observer is not None:
-                observer.ended(error)
-
-    def _expire(self, mailbox: Mailbox, deadline: float) -> asyncio.TimerHandle:
-        """End the request behind `mailbox` at monotonic second `deadline`."""
-        error = RequestTimeoutError(
-            "the request was not answered in time", hint="allow more time, or ask for fewer tokens", code="request_timeout"
-        )
-        return asyncio.get_running_loop().call_later(max(0.0, deadline - time.monotonic()), mailbox.fail, error)
-
-    def _enter(self, request: GenerateRequest, mailbox: Mailbox, observer: Observer | None, *, num_tokens: int) -> None:
-        self._open[request.request_id] = mailbox, observer
-        self.admission.enter(request.request_id, num_tokens)
-
-    def _leave(self, sequence_ids: list[str], *, abort: bool) -> None:
-        """Sequences that are over here; `abort`: the engine must be told."""
-        now = time.monotonic()
-        known = [sequence_id for sequence_id in sequence_ids if self._open.pop(sequence_id, None) is not None]
-        for sequence_id in known:
-            self.admission.leave(sequence_id, now=now)
-        if abort and known and self._connection is not None:
-            self._connection.send(wire.AbortRequests(known))
-
-    def _submit(self, requests: list[GenerateRequest]) -> None:
-        for request in requests:
-            assert self._connection is not None
-            self._connection.send(wire.AddRequest(request))
-
-    def _receive(self, message: wire.FromEngine) -> None:
-        assert isinstance(message, wire.StepOutputs)
-        for sequence_id, at in message.admitted:
-            entry = self._open.get(sequence_id)
-            if entry is not None:
-                self.admission.start(sequence_id)
-                if entry[1] is not None:
-                    entry[1].started(at)
-        if self.on_steps is not None:
-            self.on_steps(message.step_tokens)
-        for update in message.updates:
-            entry = self._open.get(update.request_id)
-            if entry is not None:
-                entry[0].put(update)
+    def _receive(self, steps: Sequence[wire.StepOutputs]) -> None:
+        """Take the steps that have arrived together; each request gets what they brought it in one go."""
+        arrived: dict[Generation, None] = {}
+        for step in steps:
+            for sequence_id, at in step.admitted:
+                generation = self._open.get(sequence_id)
+                if generation is not None:
+                    self.admission.start(sequence_id)
+                    generation.started(at)
+            if self.on_steps is not None:
+                self.on_steps(step.step_tokens)
+            for update in step.updates:
+                generation = self._open.get(update.request_id)
+                if generation is not None:
+                    generation.put(update)
+                    arrived[generation] = None
+        for generation in arrived:
+            generation.hand_on()
 
     def _fail_open(self) -> None:
         """End every open request: the engine is gone."""
         open_requests, self._open = self._open, {}
         now = time.monotonic()
-        for sequence_id, (mailbox, _) in open_requests.items():
+        for sequence_id in open_requests:
             self.admission.leave(sequence_id, now=now)
-            mailbox.fail(EngineDeadError(self._death, code="engine_dead"))
+        for generation in dict.fromkeys(open_requests.values()):
+            generation.fail(EngineDeadError(self._death, code="engine_dead"))

@@ -52,12 +52,13 @@ class EngineAddress:
 class EngineConnection:
     """An engine process from its start to its end. Single writer: the event loop.
 
-    `receive` gets every message but heartbeats. `ended` is done, with the reason, once the process is of no more use: it died,
-    it said that it failed, or it hangs. `hang_seconds` is how long its loop may stand still while there is work.
+    `receive` gets the steps of the engine, those that arrived together in one call. `ended` is done, with the reason, once the
+    process is of no more use: it died, it said that it failed, or it hangs. `hang_seconds` is how long its loop may stand still
+    while there is work.
     """
 
     def __init__(
-        self, options: EngineOptions, *, receive: Callable[[wire.FromEngine], None], hang_seconds: float, module: str
+        self, options: EngineOptions, *, receive: Callable[[list[wire.StepOutputs]], None], hang_seconds: float, module: str
     ) -> None:
         """Starts the process; `handshake` waits for it."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -145,26 +146,34 @@ class EngineConnection:
 
     def _drain(self) -> None:
         """Hand on what has arrived. The socket announces news once, so it must be read until it is empty."""
+        steps: list[wire.StepOutputs] = []
         for _ in range(_FRAMES_PER_TURN):
-            if not self._reading or not int(self._from_engine.EVENTS) & zmq.POLLIN:
-                return
+            if not self._reading or not int(self._from_engine.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                break
             try:
-                self._take(wire.from_engine_decoder.decode(self._from_engine.recv()))
+                message = wire.from_engine_decoder.decode(self._from_engine.recv())
             except msgspec.DecodeError as error:
                 self._end(f"the engine sent what is no message: {error}")
-        asyncio.get_running_loop().call_soon(self._drain)
+                continue
+            self._last_beat = time.monotonic()
+            if isinstance(message, wire.StepOutputs):
+                self.stats = message.stats
+                self._last_progress = self._last_beat
+                steps.append(message)
+            else:
+                self._take(message)
+        else:
+            asyncio.get_running_loop().call_soon(self._drain)
+        if steps:
+            self._receive(steps)
 
-    def _take(self, message: wire.FromEngine) -> None:
-        self._last_beat = time.monotonic()
+    def _take(self, message: wire.Heartbeat | wire.EngineReady | wire.EngineFailed) -> None:
+        """A message that is no step."""
         if isinstance(message, wire.Heartbeat):
             self.stats = message.stats
             if message.is_idle or message.num_rounds != self._num_rounds:
                 self._num_rounds = message.num_rounds
                 self._last_progress = self._last_beat
-        elif isinstance(message, wire.StepOutputs):
-            self.stats = message.stats
-            self._last_progress = self._last_beat
-            self._receive(message)
         elif isinstance(message, wire.EngineFailed):
             self._end(message.message)
         else:

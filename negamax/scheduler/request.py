@@ -33,6 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is sampled; not together with a constraint
     seed: int | None = None
     max_tokens: int | None = None  # None: up to the end of the window
     min_tokens: int = 0
@@ -83,11 +84,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token_id, value in bias.items():
             _in_range("logit_bias", token_id, 0, vocab_size - 1)
             _in_range("logit_bias", value, -100.0, 100.0)
+        if self.allowed_token_ids is not None:
+            self._check_allowed_tokens(self.allowed_token_ids, vocab_size=vocab_size)
         _in_range("thinking_token_budget", self.thinking_token_budget, 0, 2**31 - 1)
         if self.grammar is not None:
             self.grammar.check()
         if self.reasoning is not None:
             self.reasoning.check(vocab_size=vocab_size)
+
+    def _check_allowed_tokens(self, token_ids: tuple[int, ...], *, vocab_size: int) -> None:
+        if not 0 < len(token_ids) <= vocab_size:
+            _refuse("allowed_token_ids", f"{len(token_ids)} ids", f"1 to {vocab_size} ids")
+        _in_range("allowed_token_ids", min(token_ids), 0, vocab_size - 1)
+        _in_range("allowed_token_ids", max(token_ids), 0, vocab_size - 1)
+        if self.is_constrained:
+            raise InvalidRequestError(
+                "allowed_token_ids may forbid what a form, a choice of calls or a thinking budget demands",
+                hint="send only one of them",
+                param="allowed_token_ids",
+                code="invalid_value",
+            )
 
     def resolved(self, defaults: SamplingDefaults, *, room: int) -> SamplingParams:
         """A copy with every None replaced: model defaults, and `max_tokens` = `room` (tokens left in the window)."""

@@ -5,18 +5,23 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import msgspec
 
 from negamax.base.errors import InvalidRequestError
 from negamax.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(msgspec.Struct, frozen=True, gc=False):
     """A stretch of generated text. `token_id` is set when the piece is the whole text of exactly that one token."""
 
     text: str
     token_id: int | None
+
+
+# The pieces of tokens that are whole characters wherever they stand, by token id: most tokens are, and need decoding once.
+_whole_pieces: WeakKeyDictionary[Tokenizer, dict[int, TextPiece]] = WeakKeyDictionary()
 
 
 class Detokenizer:
@@ -40,6 +45,7 @@ class Detokenizer:
         if "" in stop:
             raise InvalidRequestError("stop has an empty string; give each stop string at least 1 character", param="stop")
         self._tokenizer = tokenizer
+        self._whole = _whole_pieces.setdefault(tokenizer, {})
         self._skip_special = skip_special_tokens
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
@@ -64,10 +70,12 @@ class Detokenizer:
             if self._matched_stop is not None:
                 break
             self._num_tokens += 1
-            if self._skip_special and self._tokenizer.is_special(token_id):
-                continue
-            for piece in self._decode(token_id):
-                self._advance(piece, ready)
+            whole = None if self._mid_character else self._whole.get(token_id)
+            if whole is not None:
+                self._advance(whole, ready)
+            elif not (self._skip_special and self._tokenizer.is_special(token_id)):
+                for piece in self._decode(token_id):
+                    self._advance(piece, ready)
         return ready
 
     def finish(self) -> list[TextPiece]:
@@ -89,7 +97,10 @@ class Detokenizer:
         text = self._decoder.decode(raw)
         self._mid_character = bool(self._decoder.getstate()[0])
         if text:
-            pieces.append(TextPiece(text, token_id if is_whole and not self._mid_character else None))
+            is_whole = is_whole and not self._mid_character
+            pieces.append(TextPiece(text, token_id if is_whole else None))
+            if is_whole and not self._tokenizer.is_special(token_id):
+                self._whole[token_id] = pieces[-1]
         return pieces
 
     def _unfinished_character(self) -> TextPiece:
@@ -99,10 +110,10 @@ class Detokenizer:
 
     def _advance(self, piece: TextPiece, ready: list[TextPiece]) -> None:
         """Append `piece`, look for a stop string in it, and move what is certain to `ready`."""
-        if self._matched_stop is not None:
-            return
         if self._stops is None:
             ready.append(piece)
+            return
+        if self._matched_stop is not None:
             return
         matched, end, self._stop_state = self._stops.scan(
             piece.text, state=self._stop_state, may_match=self._num_tokens >= self._min_tokens

@@ -12,6 +12,8 @@ INSTRUCTION_ROLES = ("root", "system", "developer")
 ROLES = (*INSTRUCTION_ROLES, "user", "assistant", "tool")
 THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))  # of M2 and M3
 
+_QUOTES = tuple("`'\"“‘«")
+
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # by type of the part
 
 
@@ -46,18 +48,21 @@ def system_note(text: str) -> str:
 def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     """Reasoning and content of an answer that carries its thinking in the content.
 
-    A think block that begins the content is its reasoning. A block further on is quoted: reasoning is "" then, which keeps
-    templates from cutting the content there. None: nothing is known of the reasoning, the template decides.
+    A think block that begins the content is its reasoning. A block further on is quoted, and so is a closer without an opener
+    behind a quotation mark: reasoning is "" then, which keeps templates from cutting the content there. None: nothing is known
+    of the reasoning, the template decides.
     """
+    is_quoted = False
     for opener, closer in THINK_TAGS:
         end = content.find(closer)
         start = content.find(opener, 0, end) if end >= 0 else -1
         if start < 0:
+            is_quoted = is_quoted or (end > 0 and content[:end].endswith(_QUOTES))
             continue
         if content[:start].strip():
             return "", content
         return content[start + len(opener) : end].strip("\n"), content[end + len(closer) :].strip("\n")
-    return None, content
+    return "" if is_quoted else None, content
 
 
 def _checked(message: Any, i: int) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Packets:
         """Take the next events; return those that may go out."""
         out: list[ParserEvent] = []
         for event in events:
-            if isinstance(event, ToolCallStart | ToolCallEnd):
+            if isinstance(event, (ToolCallStart, ToolCallEnd)):  # a union costs several times as much
                 self._release(out)
                 out.append(event)
                 continue
@@ -70,7 +70,7 @@ class Packets:
 
     def _emit(self, text: str, out: list[ParserEvent]) -> None:
         like = self._like
-        if like is None:
+        if like is None or not text:
             return
         num_parts = -(-len(text) // self._max_chars)
         for part in range(num_parts):  # of about the same length, so that none is tiny

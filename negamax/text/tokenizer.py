@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ from negamax.base.errors import CheckpointError, InvalidRequestError
 STRUCTURE_TOKENS = frozenset(
     {"<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>", "<mm:think>", "</mm:think>", "]<]minimax[>["}
 )
+
+# Parts of a tokenizer that work on each piece of a text between added tokens alone.
+_LOCAL_NORMALIZERS = frozenset({"Sequence", "NFC", "NFD", "NFKC", "NFKD"})
+_LOCAL_PRE_TOKENIZERS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
+_POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # on ids
 
 _REMEDY = "download the checkpoint again, or copy the file from the original repository"
 
@@ -66,14 +72,10 @@ class Tokenizer:
         Texts of added tokens (`[e~[`, `<think>`, …) become those tokens; with `allow_special=False` they are ordinary text.
         Errors: `InvalidRequestError` for text that is no valid Unicode (a lone surrogate).
         """
+        check_unicode(text)
         backend = self._backend if allow_special else self._plain_backend
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"the text has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; send valid Unicode"
-            ) from error
-        return backend.encode(text, add_special_tokens=False).ids
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)  # fast: no offsets
+        return encoding.ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens are left out unless told otherwise."""
@@ -105,6 +107,20 @@ class Tokenizer:
         return token_id in self._added
 
     @functools.cached_property
+    def cuts(self) -> re.Pattern[str] | None:
+        """Finds the added tokens at whose ends a text may be cut: the tokens of the parts, joined, are those of the whole.
+
+        None if there are none, or if this tokenizer looks beyond them.
+        """
+        # Tokens that are found after normalisation are looked for between those found before it, so they are no ends.
+        found_first = [token for token in self._backend.get_added_tokens_decoder().values() if not token.normalized]
+        looks_beyond = any(token.lstrip or token.rstrip or token.single_word for token in found_first)
+        texts = sorted({token.content for token in found_first} - {""}, key=len, reverse=True)  # the longest one counts
+        if not texts or looks_beyond or not _works_locally(self._definition):
+            return None
+        return re.compile("|".join(map(re.escape, texts)))
+
+    @functools.cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
         """The same BPE without any added token."""
         return tokenizers.Tokenizer.from_str(json.dumps({**self._definition, "added_tokens": [], "post_processor": None}))
@@ -118,6 +134,16 @@ class Tokenizer:
         if token_id is None:
             raise CheckpointError(f"tokenizer_config.json names {field} {text!r}, which {source} does not have", hint=_REMEDY)
         return token_id
+
+
+def check_unicode(text: str) -> None:
+    """Errors: `InvalidRequestError` for text that is no valid Unicode (a lone surrogate)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; send valid Unicode"
+        ) from error
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -145,6 +171,29 @@ def _check_byte_level(definition: Mapping[str, Any], *, source: str) -> None:
     if not isinstance(model, Mapping) or model.get("type") != "BPE" or kinds != ["ByteLevel"]:
         found = f"{model.get('type') if isinstance(model, Mapping) else None} with decoder {kinds}"
         raise CheckpointError(f"{source} holds {found}; only byte-level BPE is supported", hint="use a MiniMax checkpoint")
+
+
+def _works_locally(definition: Mapping[str, Any]) -> bool:
+    """Whether what stands on one side of an added token has no influence on the tokens of the other, nor chance on any."""
+    if definition.get("truncation") or definition.get("padding") or definition["model"].get("dropout"):
+        return False
+    return (
+        _kinds(definition.get("normalizer")) <= _LOCAL_NORMALIZERS
+        and _kinds(definition.get("pre_tokenizer")) <= _LOCAL_PRE_TOKENIZERS
+        and _kinds(definition.get("post_processor")) <= _POST_PROCESSORS_WITHOUT_EFFECT
+    )
+
+
+def _kinds(part: Mapping[str, Any] | None) -> set[str]:
+    """The types of a part of the definition and of the parts in it."""
+
+    def walk(part: Mapping[str, Any]) -> Iterator[str]:
+        yield str(part.get("type"))
+        for field in ("normalizers", "pretokenizers", "processors"):
+            for inner in part.get(field, ()):
+                yield from walk(inner)
+
+    return set(walk(part)) if part else set()
 
 
 def _config_special_flags(config: Mapping[str, Any]) -> dict[str, bool]:

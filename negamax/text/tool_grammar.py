@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from negamax.base.errors import InvalidRequestError
@@ -42,16 +42,17 @@ def tool_grammar(
     *,
     choice: str = "auto",
     name: str | None = None,
+    allowed: Collection[str] | None = None,
     parallel: bool = True,
     content: Grammar | None = None,
 ) -> Grammar | None:
     """The grammar of an answer that may or must call `tools` (OpenAI form, or the bare functions).
 
-    `choice` is "auto", "required" or "function", the last with the `name` of the one tool to call, once. Without `parallel`
-    there is one call at most. `content` is the form of an answer without a call. None where nothing needs to be enforced: auto
-    with parallel calls, without content and without a strict tool. Arguments follow their schema where the call is forced or
-    the tool is strict; a schema that cannot be followed is an error for a strict tool and makes others' arguments free.
-    Errors: `InvalidRequestError`.
+    `choice` is "auto", "required" or "function", the last with the `name` of the one tool to call, once. `allowed` names those
+    that may be called, where not all may. Without `parallel` there is one call at most. `content` is the form of an answer
+    without a call. None where nothing needs to be enforced: auto with parallel calls of any tool, without content and without a
+    strict tool. Arguments follow their schema where the call is forced or the tool is strict; a schema that cannot be followed
+    is an error for a strict tool and makes others' arguments free. Errors: `InvalidRequestError`.
     """
     functions = [_function(tool) for tool in tools]
     forced = choice != "auto"
@@ -59,11 +60,14 @@ def tool_grammar(
         functions = [function for function in functions if function["name"] == name]
         if not functions:
             raise InvalidRequestError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+    if allowed is not None:
+        functions = [function for function in functions if function["name"] in allowed]
     if not functions:
         if forced:
             raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
         return content
-    if not forced and parallel and content is None and not any(function.get("strict") for function in functions):
+    is_free = parallel and allowed is None and content is None
+    if not forced and is_free and not any(function.get("strict") for function in functions):
         return None
     once = not parallel or name is not None
     calls = any_of([_call(function, style, follow_schema=forced or bool(function.get("strict"))) for function in functions])
@@ -74,7 +78,7 @@ def tool_grammar(
     elif content is not None:
         made = any_of([alone, content_format(content)])
     else:
-        made = style.among_text(block, once=once)
+        made = style.among_text(block, once=once, no_other_calls=allowed is not None)
     return Grammar(kind="tool_calls", text=json.dumps(made, ensure_ascii=False))
 
 
@@ -115,8 +119,9 @@ class CallStyle(ABC):
         """A whole block around `calls`."""
 
     @abstractmethod
-    def among_text(self, block: Format, *, once: bool) -> Format:
-        """Free text in which `block` may begin at any place; `once`: and ends the output."""
+    def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
+        """Free text in which `block` may begin at any place; `once`: and ends the output. `no_other_calls`: the text has none
+        that a reader who knows the callable tools would read as a call."""
 
     @abstractmethod
     def invoke(self, name: str, arguments: Format) -> Format:
@@ -231,7 +236,7 @@ class M2Calls(CallStyle):
         begin, end = (marker(tag) if self._has_ids else tag.text for tag in (self._open, self._close))
         return {"type": "tag", "begin": begin, "content": sequence([const("\n"), calls]), "end": end}
 
-    def among_text(self, block: Format, *, once: bool) -> Format:
+    def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
         shared = {"tags": [block], "stop_after_first": once}
         if not self._has_ids:
             return {"type": "triggered_tags", "triggers": [self._open.text], **shared}
@@ -263,8 +268,12 @@ class M3Calls(CallStyle):
     def block(self, calls: Format) -> Format:
         return {"type": "tag", "begin": f"{self.mark}<tool_call>\n", "content": calls, "end": f"{self.mark}</tool_call>"}
 
-    def among_text(self, block: Format, *, once: bool) -> Format:
-        return {"type": "triggered_tags", "triggers": [f"{self.mark}<tool_call>"], "tags": [block], "stop_after_first": once}
+    def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
+        excludes = ["<invoke"] if no_other_calls else []  # readers also know blocks whose opener lost its mark
+        triggers = [f"{self.mark}<tool_call>"]
+        return {
+            "type": "triggered_tags", "triggers": triggers, "tags": [block], "stop_after_first": once, "excludes": excludes
+        }  # fmt: skip
 
     def invoke(self, name: str, arguments: Format) -> Format:
         return sequence([const(f'{self.mark}<invoke name="{name}">'), arguments, const(f"{self.mark}</invoke>\n")])

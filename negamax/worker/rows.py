@@ -28,6 +28,7 @@ class RowState:
     blocked_ids: Tensor  # [n] int64, ids that may not be sampled before min_tokens outputs
     bias_ids: Tensor  # [b] int64
     bias_values: Tensor  # [b] fp32
+    allowed_ids: Tensor | None  # [a] int64, where no other id may be sampled
 
 
 class Rows:
@@ -55,7 +56,7 @@ class Rows:
         self.sampling = torch.zeros(num_rows, 4, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._states: list[RowState | None] = [None] * num_rows
-        self.special_slots: set[int] = set()  # rows with penalties, bias or blocked ids: their logits are edited
+        self.special_slots: set[int] = set()  # rows with penalties, bias, blocked or allowed ids: their logits are edited
         self.filtered_slots: set[int] = set()  # rows with top-k, top-p or min-p
         self.wide_slots: set[int] = set()  # of those, rows that `sampling.draw_leading` is not for
         self.logprob_slots: set[int] = set()
@@ -100,17 +101,20 @@ class Rows:
         self._num_blocks[slot] = len(row.block_ids)
         self.sampling[slot] = upload_floats((params.temperature, params.top_k, params.top_p, params.min_p), self._device)
         bias = params.logit_bias or {}
+        allowed = params.allowed_token_ids
         blocked = sorted({*self._eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
+        if allowed is not None and set(allowed).issubset(blocked):
+            blocked = []  # something must be sampled
         self._states[slot] = RowState(
             prompt_len=row.prompt_len,
             sampling=params,
             blocked_ids=torch.tensor(blocked, dtype=torch.int64, device=self._device),
             bias_ids=torch.tensor(list(bias), dtype=torch.int64, device=self._device),
             bias_values=torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device),
+            allowed_ids=None if allowed is None else torch.tensor(allowed, dtype=torch.int64, device=self._device),
         )
-        edited = bool(
-            bias or blocked or params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-        )
+        is_penalised = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+        edited = bool(bias or blocked or allowed or is_penalised)
         filtered = params.temperature > 0.0 and (params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0)
         _toggle(self.special_slots, slot, edited)
         _toggle(self.filtered_slots, slot, filtered)

@@ -230,7 +230,8 @@ def _edit_rows(logits: Tensor, inputs: SampleInputs, *, rows: Rows, masks: RowMa
 
 
 def _edit(logits: Tensor, slot: int, *, position: int, rows: Rows, may_hold_back: bool) -> None:
-    """Penalties, bias and the min_tokens block of one row; `logits` [V] is changed in place, `position` is the new token's."""
+    """Penalties, bias, the allowed tokens and the min_tokens block of one row; `logits` [V] is changed in place, `position` is
+    the new token's."""
     state = rows.state(slot)
     params = state.sampling
     assert params.repetition_penalty is not None
@@ -244,5 +245,9 @@ def _edit(logits: Tensor, slot: int, *, position: int, rows: Rows, may_hold_back
     )
     if state.bias_ids.numel():
         logits[state.bias_ids] += state.bias_values
+    if state.allowed_ids is not None:
+        kept = logits[state.allowed_ids]
+        logits.fill_(float("-inf"))
+        logits[state.allowed_ids] = kept
     if may_hold_back and position - state.prompt_len < params.min_tokens and state.blocked_ids.numel():
         logits[state.blocked_ids] = float("-inf")

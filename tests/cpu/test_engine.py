@@ -161,6 +161,8 @@ def test_penalties_and_bias_change_what_is_chosen(llm: LLM) -> None:
     assert tokens(llm, [prompt(44)], banned)[0][0] != free[0]
     forced = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logit_bias={9: 100.0})
     assert tokens(llm, [prompt(44)], forced)[0] == [9] * 5
+    allowed = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True, allowed_token_ids=(9, 11, 12))
+    assert set(tokens(llm, [prompt(44)], allowed)[0]) <= {9, 11, 12} and free[0] not in (9, 11, 12)
     both = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0, presence_penalty=2.0)
     repeats = [len(ids) - len(set(ids)) for ids in (tokens(llm, [prompt(44)], both)[0], tokens(llm, [prompt(44)], forced)[0])]
     assert repeats[0] < 40 - 15

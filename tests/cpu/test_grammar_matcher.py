@@ -18,7 +18,7 @@ from negamax.text.grammar import structural_tag
 from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher, Mask, MaskWriter
 from negamax.text.minimax_m2_format import MINIMAX_M2
 from negamax.text.minimax_m3_format import MINIMAX_M3
-from negamax.text.output_parser import ParsedOutput, parse
+from negamax.text.output_parser import OutputFormat, ParsedOutput, parse
 from negamax.text.tokenizer import Tokenizer
 from negamax.text.tool_grammar import CallStyle, M2Calls, M3Calls, tool_grammar
 
@@ -250,6 +250,48 @@ def test_a_strict_tool_in_free_text_is_held_to_its_schema_once_a_call_begins() -
     good, bad = m2_block(m2_call(ROME)), m2_block(m2_call(m2_arguments(city="Rome", days="three")))
     assert [takes(grammar, text) for text in ("Hi", f"Hi {good} and {good}", bad, "a </think> b")] == [True, True, False, False]
     assert tool_grammar([WEATHER, PING], M2Calls(TAG_IDS)) is None
+
+
+def test_of_all_tools_only_the_allowed_ones_can_be_called() -> None:
+    tools = [WEATHER, PING]
+    auto = tool_grammar(tools, M2Calls(TAG_IDS), allowed=["ping"])
+    required = tool_grammar(tools, M2Calls(TAG_IDS), choice="required", allowed=["ping"])
+    once = tool_grammar(tools, M2Calls(TAG_IDS), allowed=["ping"], parallel=False)
+    form = tool_grammar(tools, M2Calls(TAG_IDS), allowed=["ping"], content=Grammar(kind="json_object"))
+    assert auto and required and once and form
+    ping, weather = m2_block(m2_call("", name="ping")), m2_block(m2_call(ROME))
+    texts = ("Hi", ping, f"So:\n{ping} and {ping}", weather, f"So: {weather}", m2_block(m2_call("", name="pi")), "{}")
+    assert [takes(auto, text) for text in texts] == [True, True, True, False, False, False, True]
+    assert [takes(required, text) for text in texts] == [False, True, False, False, False, False, False]
+    assert [takes(once, text) for text in texts] == [True, True, False, False, False, False, True]
+    assert [takes(form, text) for text in texts] == [False, True, False, False, False, False, True]
+
+
+def test_m3_allows_no_other_call_by_any_shape_that_a_reader_knows() -> None:
+    grammar = tool_grammar([WEATHER, PING], M3Calls(), allowed=["ping"])
+    assert grammar is not None
+    good = ["Hi", 'a @ b <tool_call> "invoke"', '@<tool_call>\n@<invoke name="ping">@</invoke>\n@</tool_call>']
+    bad = [
+        '@<tool_call>\n@<invoke name="get_weather">@</invoke>\n@</tool_call>',
+        '@<invoke name="get_weather">@</invoke>\n',
+        '<tool_call>\n@<invoke name="get_weather">@</invoke>\n@</tool_call>',
+        '@ <tool_call >@<invoke name="get_weather">@</invoke>@</tool_call>',
+        '@<invoke @name="get_weather">@</invoke>',
+    ]
+    assert [takes(grammar, m3(text)) for text in good] == [True] * len(good)
+    for text in bad:
+        assert not takes(grammar, m3(text))
+        read = parse(MINIMAX_M3, m3(text), tools=[WEATHER, PING], in_reasoning=False).tool_calls
+        assert [call.name for call in read] == ["get_weather"]  # else there was nothing to forbid
+
+
+@pytest.mark.parametrize("output_format", [MINIMAX_M2, MINIMAX_M3])
+def test_a_call_without_its_block_is_text_where_its_tool_is_not_among_the_callable_ones(output_format: OutputFormat) -> None:
+    mark = "" if output_format is MINIMAX_M2 else m3("@")
+    text = f'{mark}<invoke name="get_weather">{mark}</invoke>\n'
+    for tools, names in (([WEATHER, PING], ["get_weather"]), ([PING], [])):
+        parsed = parse(output_format, text, tools=tools, in_reasoning=False)
+        assert [call.name for call in parsed.tool_calls] == names
 
 
 def test_an_answer_in_a_form_may_be_a_call_instead() -> None:

@@ -112,6 +112,32 @@ def test_one_allowed_token_is_sampled_however_unlikely_it_is() -> None:
         assert draw(logits, rows, masks_for(list(range(len(KINDS))), 41)).token_ids.tolist() == [41] * len(KINDS)
 
 
+@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_kind_of_row_samples_its_allowed_tokens_only(draw: Callable[..., Sampled], seed: int) -> None:
+    rows = rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in KINDS))
+    drawn = draw(some_logits(len(KINDS), seed), rows, None)
+    assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
+    assert drawn.token_ids[8] != 300  # nor the one that may not come before min_tokens
+
+
+@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
+def test_allowed_tokens_are_drawn_as_from_logits_without_the_others(draw: Callable[..., Sampled]) -> None:
+    plain = tuple(kind for kind in KINDS if "logit_bias" not in kind and "min_tokens" not in kind)
+    logits = some_logits(len(plain), 13)
+    alone = torch.full_like(logits, -100.0)
+    alone[:, list(ALLOWED)] = logits[:, list(ALLOWED)]
+    expected = draw(alone, rows_of(plain), None)
+    drawn = draw(logits, rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in plain)), None)
+    assert drawn.token_ids.tolist() == expected.token_ids.tolist()
+
+
+@pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
+def test_an_end_token_that_alone_is_allowed_comes_before_min_tokens_too(draw: Callable[..., Sampled]) -> None:
+    rows = rows_of(({"min_tokens": 4, "stop_token_ids": (300,), "allowed_token_ids": (300, 1)},))
+    assert draw(some_logits(1, 14), rows, None).token_ids.tolist()[0] in (1, 300)
+
+
 def test_numbers_that_break_are_reported_under_a_mask_too() -> None:
     rows, logits = rows_of(KINDS[:2]), some_logits(2, 11)
     logits[:, list(ALLOWED)] = float("nan")

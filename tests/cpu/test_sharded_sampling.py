@@ -25,6 +25,8 @@ KINDS = (
     {"top_k": 5, "logprobs": 2},
     {"temperature": 0.0, "logit_bias": {3: 100.0}},
     {"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(100, 200))},
+    {"top_k": 5, "logprobs": 2, "allowed_token_ids": (3, 250, 499)},
 )
 
 

@@ -68,8 +68,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("cache_dtype", "block_size"), [(torch.bfloat16, 16), (FP8, 64)])
 @pytest.mark.parametrize("lengths", [[0, 900, 3, 0, 64, 65, 130], [65, 1], [0, 129, 2]], ids=["runs", "pieces", "whole"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_decode_shares_sequences_out_and_leaves_padding_zero(

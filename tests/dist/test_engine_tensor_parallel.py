@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,24 +23,33 @@ QUESTIONS = [
 ]
 
 
-def greedy_nano(tensor_parallel_size: int) -> list[str]:
-    with LLM("nano", tensor_parallel_size=tensor_parallel_size, num_threads=1, max_model_len=1024) as llm:
-        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-        generations = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=300))
-        return [generation.outputs[0].text for generation in generations]
+def nano(tensor_parallel_size: int) -> LLM:
+    return LLM("nano", device="cpu", tensor_parallel_size=tensor_parallel_size, num_threads=1, max_model_len=1024)
 
 
-def test_the_embedded_model_says_the_same_on_1_2_and_4_ranks() -> None:
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[LLM]:
+    with nano(2) as llm:
+        yield llm
+
+
+def greedy(llm: LLM) -> list[str]:
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    generations = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=100))
+    return [generation.outputs[0].text for generation in generations]
+
+
+def test_the_embedded_model_says_the_same_on_1_2_and_4_ranks(two_ranks: LLM) -> None:
     """nano has 2 KV heads: on 4 ranks each is held by two of them, with its slice of the K-norm weight."""
-    single = greedy_nano(1)
-    assert greedy_nano(2) == single
-    assert greedy_nano(4) == single
+    with nano(1) as one, nano(4) as four:
+        assert greedy(two_ranks) == greedy(four) == greedy(one)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "ranks"), [(4, 4, 2), (6, 3, 3), (8, 2, 4), (4, 1, 4)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "ranks"), [(6, 3, 3), (4, 1, 4)])
 def test_random_models_give_the_same_logprobs_on_several_ranks(
     num_heads: int, num_kv_heads: int, ranks: int, tmp_path: Path
 ) -> None:
+    """Each rank has a KV head of its own, or all share one; nano is between."""
     model = tiny.make_model(
         ranks,
         vocab_size=96,
@@ -80,10 +90,10 @@ def test_a_rank_that_cannot_start_is_reported_and_nothing_is_left_running(tmp_pa
         LLM(str(folder), tensor_parallel_size=2, num_threads=1)
 
 
-def test_a_first_rank_that_fails_in_a_step_ends_and_is_noticed() -> None:
-    """The rank that reports results has a thread for it, which must not keep a failed process alive."""
-    with LLM("nano", device="cpu", tensor_parallel_size=2, num_threads=1) as llm:
-        executor = llm._loop._executor
-        executor._sockets[0].send(PLAN + b"\xc1")  # no MessagePack: decoding raises in the rank
-        with pytest.raises(EngineDeadError, match="rank 0 ended with exit code 1"):
-            executor.receive()
+def test_a_first_rank_that_fails_in_a_step_ends_and_is_noticed(two_ranks: LLM) -> None:
+    """The rank that reports results has a thread for it, which must not keep a failed process alive. The last test of these
+    two ranks."""
+    executor = two_ranks._loop._executor
+    executor._sockets[0].send(PLAN + b"\xc1")  # no MessagePack: decoding raises in the rank
+    with pytest.raises(EngineDeadError, match="rank 0 ended with exit code 1"):
+        executor.receive()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,34 +23,45 @@ POINT = Grammar(
 )
 
 
-def texts(tensor_parallel_size: int) -> list[str]:
+def nano(tensor_parallel_size: int) -> LLM:
+    return LLM("nano", tensor_parallel_size=tensor_parallel_size, dtype="float32", num_threads=1, max_model_len=512)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[LLM]:
+    with nano(2) as llm:
+        yield llm
+
+
+def texts(llm: LLM) -> list[str]:
     params = [
         SamplingParams(temperature=0.0, max_tokens=40, grammar=NAME),
         SamplingParams(temperature=1.0, seed=1, max_tokens=40, grammar=NAME, logprobs=2),
         SamplingParams(temperature=0.0, max_tokens=100, grammar=POINT, logit_bias={198: -20.0, 220: -20.0, 257: -20.0}),
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
     ]
-    with LLM("nano", tensor_parallel_size=tensor_parallel_size, dtype="float32", num_threads=1, max_model_len=512) as llm:
-        return [generation.outputs[0].text for generation in llm.generate(["Name and age:"] * 4, params)]
+    return [generation.outputs[0].text for generation in llm.generate(["Name and age:"] * 4, params)]
 
 
-def test_two_ranks_follow_a_grammar_as_one_does() -> None:
-    single = texts(1)
-    assert texts(2) == single
+def test_two_ranks_follow_a_grammar_as_one_does(two_ranks: LLM) -> None:
+    with nano(1) as one:
+        single = texts(one)
+    assert texts(two_ranks) == single
     assert all(re.fullmatch(NAME.text, text) for text in single[:2])
     assert 0 <= json.loads(single[2])["x"] <= 99
 
 
-def test_ranks_that_wait_for_masks_can_be_stopped() -> None:
-    with LLM("nano", tensor_parallel_size=2, num_threads=1, max_model_len=512) as llm:
-        params = SamplingParams(max_tokens=40, grammar=NAME, seed=1, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-        prompt = llm.tokenizer.encode("Name:")
-        (request,) = next(llm._sequences([prompt], llm._admit([prompt], params)))[0][1:2]
-        llm._loop._scheduler.add(request)
-        plan = llm._loop._scheduler.plan()
-        assert plan is not None and plan.masked == [0]
-        executor = llm._loop._executor
-        executor.launch(plan)  # and never any masks
-        time.sleep(1.0)
-        llm.shutdown()
-        assert all(child.poll() in (0, 1) for child in executor._processes)  # type: ignore[attr-defined]  # nobody was killed
+def test_ranks_that_wait_for_masks_can_be_stopped(two_ranks: LLM) -> None:
+    """The last test of these two ranks."""
+    llm = two_ranks
+    params = SamplingParams(max_tokens=40, grammar=NAME, seed=1, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    prompt = llm.tokenizer.encode("Name:")
+    (request,) = next(llm._sequences([prompt], llm._admit([prompt], params)))[0][1:2]
+    llm._loop._scheduler.add(request)
+    plan = llm._loop._scheduler.plan()
+    assert plan is not None and plan.masked == [0]
+    executor = llm._loop._executor
+    executor.launch(plan)  # and never any masks
+    time.sleep(1.0)
+    llm.shutdown()
+    assert all(child.poll() in (0, 1) for child in executor._processes)  # type: ignore[attr-defined]  # nobody was killed

@@ -58,8 +58,8 @@ class Server:
         return self.process.wait(seconds)
 
 
-def eventually(check: Callable[[], bool], *, seconds: float = 10.0) -> bool:
-    """Whether `check` becomes true in time."""
+def eventually(check: Callable[[], bool], *, seconds: float = 30.0) -> bool:
+    """Whether `check` becomes true in time, which is long enough for a machine with much else to do."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if check():

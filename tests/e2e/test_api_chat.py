@@ -145,6 +145,67 @@ def test_tool_choice_none_gives_no_calls(client: openai.OpenAI) -> None:
     assert hidden.usage.prompt_tokens == without.usage.prompt_tokens
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_the_model_is_shown_all_tools_and_calls_only_allowed_ones(client: openai.OpenAI, mode: str) -> None:
+    """The prompt stays the same, and with it what the cache holds."""
+    clock = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+    options: dict[str, Any] = {"messages": WEATHER_QUESTION, "tools": [WEATHER, clock], "temperature": 0, "max_tokens": 400}
+    free = client.chat.completions.create(model=MODEL, **options)
+    assert [call.function.name for call in free.choices[0].message.tool_calls or ()] == ["get_weather"]
+    only = {"mode": mode, "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+    options |= {"tool_choice": {"type": "allowed_tools", "allowed_tools": only}}
+    answer = client.chat.completions.create(model=MODEL, **options)
+    names = {call.function.name for call in answer.choices[0].message.tool_calls or ()}
+    assert names <= {"get_time"} and (names or mode == "auto")
+    assert {name for name, _ in joined_calls(stream(client, **options))} == names
+    assert answer.usage and free.usage and answer.usage.prompt_tokens_details
+    assert answer.usage.prompt_tokens == free.usage.prompt_tokens
+    assert answer.usage.prompt_tokens_details.cached_tokens == free.usage.prompt_tokens // 16 * 16  # type: ignore[operator]
+
+
+def test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(http: httpx.Client) -> None:
+    """A form makes the model write one; elsewhere it may do so by itself."""
+    clock = {"type": "function", "function": {"name": "get_time"}}
+    opener = http.post("/tokenize", json={"prompt": "<minimax:tool_call>"}).json()["tokens"]
+    invoke = '<invoke name="get_weather">\n</invoke>'
+    body = {"messages": WEATHER_QUESTION, "tools": [WEATHER, clock], "temperature": 0, "thinking_token_budget": 0}
+    body |= {"regex": invoke, "logit_bias": {str(opener[0]): -100}}
+    free, held = (
+        http.post("/v1/chat/completions", json=body | choice).json()["choices"][0]["message"]
+        for choice in ({}, {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [clock]}})
+    )
+    assert free["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert held["content"] == invoke and "tool_calls" not in held
+
+
+def test_allowed_tools_must_be_declared(client: openai.OpenAI) -> None:
+    only = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_whether"}}]}
+    with pytest.raises(openai.BadRequestError, match="get_weather") as caught:
+        client.chat.completions.create(
+            model=MODEL,
+            messages=WEATHER_QUESTION,  # type: ignore[arg-type]
+            tools=[WEATHER],  # type: ignore[list-item]
+            tool_choice={"type": "allowed_tools", "allowed_tools": only},  # type: ignore[arg-type,typeddict-item]
+        )
+    assert caught.value.param == "tool_choice.allowed_tools.tools[0].function.name"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_only_allowed_tokens_are_sampled(client: openai.OpenAI, http: httpx.Client, temperature: float) -> None:
+    allowed = http.post("/tokenize", json={"prompt": "apples and 85"}).json()["tokens"]
+    fields: dict[str, Any] = {"messages": QUESTION, "max_tokens": 12, "temperature": temperature, "seed": 4}
+    extra = {"allowed_token_ids": allowed, "return_token_ids": True}
+    answer = client.chat.completions.create(model=MODEL, extra_body=extra, **fields)
+    token_ids = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    assert len(token_ids) == 12 and set(token_ids) <= set(allowed)
+    for wrong in ([], [-1], [10**6]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, extra_body={"allowed_token_ids": wrong}, **fields)
+        assert caught.value.param == "allowed_token_ids"
+    with pytest.raises(openai.BadRequestError, match="send only one of them"):
+        client.chat.completions.create(model=MODEL, extra_body={**extra, "regex": "a+"}, stream=True, **fields)
+
+
 def test_length_limit_is_exact_and_max_completion_tokens_wins(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, max_tokens=3, max_completion_tokens=9, extra_body={"ignore_eos": True}
@@ -257,8 +318,8 @@ def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Cli
     running = eventually(lambda: server.gauge("vllm:num_requests_running") == 8 or not asking.is_alive())
     asking.join()
     assert running
-    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=3)
-    assert server.gauge("vllm:kv_cache_usage_perc") == 0
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=5)
+    assert eventually(lambda: server.gauge("vllm:kv_cache_usage_perc") == 0)
 
 
 def test_parsers_and_template_defaults_are_the_servers_to_choose(tmp_path: Path) -> None:

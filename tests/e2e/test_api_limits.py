@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import socket
 import threading
@@ -63,10 +65,9 @@ def test_queue_takes_so_many_requests_and_so_many_tokens(small: Server) -> None:
     running = [open_stream(small, LONG) for _ in range(2)]
     waiting = []
     try:
-        for _ in range(1):
-            connection = socket.create_connection(address(small))
-            connection.sendall(post_bytes(LONG | {"messages": [{"role": "user", "content": "word " * 300}]}))
-            waiting.append(connection)
+        connection = socket.create_connection(address(small))
+        connection.sendall(post_bytes(LONG | {"messages": [{"role": "user", "content": "word " * 300}]}))
+        waiting.append(connection)
         assert eventually(lambda: small.gauge("negamax:waiting_tokens") > 250)
         with small.http() as http:
             long = http.post(CHAT, json=LONG | {"messages": [{"role": "user", "content": "other " * 300}]})
@@ -94,7 +95,7 @@ def test_request_is_refused_before_its_body_has_come_while_the_queue_is_full(sma
             running.append(waiting)
         assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 2)
         with socket.create_connection(address(small)) as connection:
-            connection.settimeout(5)
+            connection.settimeout(30)
             connection.sendall(post_bytes(LONG)[:150])  # the body never comes
             assert connection.recv(1000).startswith(b"HTTP/1.1 429")
     finally:
@@ -106,7 +107,7 @@ def test_deadline_of_a_whole_answer_is_a_408(small: Server) -> None:
     with small.http() as http:
         started = time.monotonic()
         error = error_of(http.post(CHAT, json=LONG | {"timeout": 0.5}), 408)
-        assert 0.4 < time.monotonic() - started < 3
+        assert 0.4 < time.monotonic() - started < 8
         assert error["code"] == "request_timeout" and error["type"] == "timeout_error"
 
 
@@ -121,7 +122,7 @@ def test_deadline_that_passes_in_the_queue_is_a_408_of_a_stream_too(small: Serve
 
 
 def test_deadline_of_a_begun_stream_is_an_error_event(small: Server) -> None:
-    with small.http() as http, http.stream("POST", CHAT, json=LONG | {"timeout": 0.7, "stream": True}) as answer:
+    with small.http() as http, http.stream("POST", CHAT, json=LONG | {"timeout": 1.5, "stream": True}) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert len(lines) > 3
     assert "request_timeout" in lines[-2] and lines[-1] == "data: [DONE]"
@@ -134,8 +135,8 @@ def test_hang_up_ends_the_request_at_once(small: Server, stream: bool) -> None:
     assert eventually(lambda: small.gauge(RUNNING) == 1)
     aborted = small.gauge("sglang:num_aborted_requests_total")
     connection.close()
-    assert eventually(lambda: small.gauge(RUNNING) == 0, seconds=1)
-    assert small.gauge("sglang:num_aborted_requests_total") == aborted + 1
+    assert eventually(lambda: small.gauge(RUNNING) == 0, seconds=5)
+    assert eventually(lambda: small.gauge("sglang:num_aborted_requests_total") == aborted + 1)
 
 
 def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> None:
@@ -144,7 +145,7 @@ def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> N
         with socket.create_connection(address(small)) as connection:
             connection.sendall(post_bytes(LONG))
             assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 1)
-        assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 0, seconds=2)
+        assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 0, seconds=5)
     finally:
         for connection in running:
             connection.close()
@@ -165,15 +166,27 @@ def test_client_that_does_not_read_is_cut_off(small: Server) -> None:
 
 
 def exchange(server: Server, sent: bytes) -> bytes:
-    """Everything the server says to `sent`, until it hangs up or has answered."""
+    """Everything the server says to `sent` until it hangs up, which it may do while it is still being sent to."""
+    parts = []
     with socket.create_connection(address(server)) as connection:
-        connection.settimeout(5)
-        connection.sendall(sent)
-        connection.shutdown(socket.SHUT_WR)
-        parts = []
-        while part := connection.recv(65536):
-            parts.append(part)
+        connection.settimeout(30)
+        with unless_it_has_hung_up():
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+        with unless_it_has_hung_up():
+            while part := connection.recv(65536):
+                parts.append(part)
     return b"".join(parts)
+
+
+@contextlib.contextmanager
+def unless_it_has_hung_up() -> Iterator[None]:
+    """Does without the rest of the block once the server has hung up."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
+            raise
 
 
 @pytest.mark.parametrize(
@@ -190,11 +203,9 @@ def exchange(server: Server, sent: bytes) -> bytes:
     ids=["url", "headers", "header bytes", "endless header", "endless url", "tls", "noise"],
 )
 def test_head_beyond_the_limits_is_refused(small: Server, head: bytes, status: int, code: bytes) -> None:
-    try:
-        answer = exchange(small, head)
-    except (ConnectionResetError, BrokenPipeError):
-        assert len(head) > 1_000_000  # hung up while we were still sending
-        return
+    answer = exchange(small, head)
+    if len(head) > 1_000_000 and not answer:
+        return  # hung up on us while we were still sending: then the answer is lost
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
     assert code in answer
     assert b"x-request-id: " in answer
@@ -216,7 +227,7 @@ def test_bodies_that_never_end_do_not_fill_the_memory(small: Server) -> None:
         connection = socket.create_connection(address(small))
         connection.sendall(head % CHAT.encode() + b" " * 102_000)
         connections.append(connection)
-    connections[-1].settimeout(5)
+    connections[-1].settimeout(30)
     assert connections[-1].recv(1000).startswith(b"HTTP/1.1 429")
     for connection in connections:
         connection.close()
@@ -235,7 +246,7 @@ def test_many_hanging_clients_leave_the_others_alone(small: Server) -> None:
     with small.http() as http:
         started = time.monotonic()
         assert http.post(CHAT, json={"messages": HELLO, "max_tokens": 4}).status_code == 200
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
     for connection in connections:
         connection.close()
 
@@ -257,7 +268,7 @@ def test_flood_of_refused_requests_leaves_running_ones_alone(small: Server) -> N
             thread.start()
         try:
             answers: list[Any] = []
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while len(answers) < 2 and time.monotonic() < deadline:
                 answer = http.post(CHAT, json=body)
                 if answer.status_code == 200:

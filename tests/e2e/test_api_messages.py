@@ -255,8 +255,8 @@ def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Cli
     with http.stream("POST", "/v1/messages", json=body) as response:
         lines = response.iter_lines()  # to forget it would close the connection
         assert next(lines)
-        assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1, seconds=3)
-    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=3)
+        assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1)
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=5)
 
 
 def agent_request(history: list[dict[str, Any]], *, number: int) -> dict[str, Any]:

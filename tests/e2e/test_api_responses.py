@@ -104,8 +104,9 @@ def test_sdk_stream_ends_in_the_whole_response(client: openai.OpenAI) -> None:
         ({"input": ASK_WEATHER, "tools": [TOOL]}, "completed"),
         ({"max_output_tokens": 20}, "incomplete"),
         ({"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}, "completed"),
+        ({"include": ["message.output_text.logprobs"]}, "completed"),
     ],
-    ids=["text", "call", "length", "summary"],
+    ids=["text", "call", "length", "summary", "logprobs"],
 )
 def test_events_tell_the_response(http: httpx.Client, fields: dict[str, Any], status: str) -> None:
     events = events_of(http, **fields)
@@ -183,7 +184,7 @@ def test_background_response_runs_by_itself_and_can_be_cancelled(http: httpx.Cli
     error_of(http.post(PATH, json={"model": MODEL, "input": "x", "previous_response_id": endless["id"]}), 400)
     cancelled = http.post(f"{PATH}/{endless['id']}/cancel").json()
     assert cancelled["status"] == "cancelled" == status(endless)
-    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=3)
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=5)
     error_of(http.post(f"{PATH}/{asked(http, max_output_tokens=1)['id']}/cancel"), 400)
     error_of(http.post(f"{PATH}/resp_unknown/cancel"), 404)
 
@@ -201,6 +202,55 @@ def test_forms_and_forced_calls(client: openai.OpenAI, http: httpx.Client) -> No
     only = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
     assert kinds_of(asked(http, **weather, tool_choice=only))[-1] == "function_call"
     assert "function_call" not in kinds_of(asked(http, **weather, tool_choice="none", max_output_tokens=60))
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_leave_the_prompt_as_it_is(client: openai.OpenAI, mode: Any) -> None:
+    clock: Any = {"type": "function", "name": "get_time", "strict": False, "parameters": {"type": "object", "properties": {}}}
+    options: dict[str, Any] = {"model": MODEL, "input": ASK_WEATHER, "tools": [TOOL, clock], "temperature": 0}
+    free = client.responses.create(**options)
+    only: Any = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "get_time"}]}
+    held = client.responses.create(**options, tool_choice=only, max_output_tokens=400)
+    names = {item.name for item in held.output if item.type == "function_call"}
+    assert names <= {"get_time"} and (names or mode == "auto")
+    assert free.usage and held.usage and held.usage.input_tokens == free.usage.input_tokens
+    assert held.usage.input_tokens_details.cached_tokens == free.usage.input_tokens // 16 * 16
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**options, tool_choice={**only, "tools": [{"type": "function", "name": "get_tim"}]})
+    assert caught.value.param == "tool_choice.tools[0].name" and "get_time" in str(caught.value)
+
+
+def test_logprobs_are_those_of_the_text(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "input": ASK, "temperature": 0, "top_logprobs": 2}
+    options |= {"include": ["message.output_text.logprobs"]}
+    with client.responses.stream(**options) as stream:
+        events = list(stream)
+        response = stream.get_final_response()
+    (part,) = response.output[-1].content  # type: ignore[union-attr]
+    assert response.top_logprobs == 2 and part.type == "output_text" and part.logprobs  # type: ignore[union-attr]
+    for entry in part.logprobs:
+        assert entry.logprob <= 0 and len(entry.top_logprobs) == 2
+        assert entry.top_logprobs[0].token == entry.token  # greedy takes the most likely one
+        assert bytes(entry.bytes).decode() == entry.token
+    told = "".join(entry.token for entry in part.logprobs)
+    assert told.strip() == part.text.strip() and len(told) - len(part.text) < 4  # a token may begin in the line breaks before
+    deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
+    assert [entry.token for logprobs in deltas for entry in logprobs] == [entry.token for entry in part.logprobs]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [entry.logprob for entry in done.logprobs] == [entry.logprob for entry in part.logprobs]
+    whole = client.responses.create(**options)
+    assert whole.output[-1].content[0].logprobs == part.logprobs  # type: ignore[union-attr]
+    fetched = client.responses.retrieve(whole.id)
+    assert fetched.output[-1].content[0].logprobs == part.logprobs  # type: ignore[union-attr]
+
+
+def test_logprobs_come_only_where_they_are_included(http: httpx.Client) -> None:
+    assert asked(http, top_logprobs=3)["output"][-1]["content"][0]["logprobs"] == []
+    (part,) = asked(http, include=["message.output_text.logprobs"])["output"][-1]["content"]
+    assert part["logprobs"] and all(entry["top_logprobs"] == [] for entry in part["logprobs"])
+    for wrong in (-1, 21, "2"):
+        body = {"model": MODEL, "input": "x", "top_logprobs": wrong}
+        assert error_of(http.post(PATH, json=body), 400)["param"] == "top_logprobs"
 
 
 def test_custom_tool_takes_plain_text(http: httpx.Client) -> None:
@@ -312,5 +362,5 @@ def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Cli
     with http.stream("POST", PATH, json=body) as response:
         lines = response.iter_lines()  # to forget it would close the connection
         assert next(lines)
-        assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1, seconds=3)
-    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=3)
+        assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1)
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=5)

@@ -126,13 +126,18 @@ def test_a_seed_gives_the_same_text_in_any_company(llm: LLM) -> None:
     assert all(entry.logprob <= 0.0 and len(entry.top_ids) == 2 for entry in entries)
 
 
-def test_prompt_logprobs_penalties_and_bias_reach_the_gpu(llm: LLM) -> None:
+def test_prompt_logprobs_penalties_bias_and_allowed_tokens_reach_the_gpu(llm: LLM) -> None:
     prompt = prompts(llm)[1]
     scored = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))[0].prompt_logprobs
     assert scored is not None and len(scored) == len(prompt) - 1
     banned = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids[0]
     biased = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=4, logit_bias={banned: -100.0}))[0]
     assert biased.outputs[0].token_ids[0] != banned
+    for fields in ({"temperature": 0.0}, {"temperature": 1.5, "top_k": 0, "top_p": 1.0}, {"temperature": 1.5, "logprobs": 2}):
+        params = SamplingParams(seed=5, max_tokens=12, ignore_eos=True, allowed_token_ids=(70, 71, 900, 4000), **fields)
+        held, free = llm.generate([prompt, prompt], [params, GREEDY])
+        assert len(held.outputs[0].token_ids) == 12 and set(held.outputs[0].token_ids) <= {70, 71, 900, 4000}
+        assert free.outputs[0].token_ids[0] == banned
     repeated = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, frequency_penalty=2.0, repetition_penalty=1.5)
     plain = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     with_penalties, without = (llm.generate(prompt, params)[0].outputs[0].token_ids for params in (repeated, plain))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fastapi.openapi.utils import get_openapi
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
@@ -30,7 +31,7 @@ def test_stale_page_is_noticed_and_left_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     page = tmp_path / "page.md"
-    stale = reference.PAGE.read_text(encoding="utf-8").replace("| `temperature` | number | none | 0 to 2 |", "| old |", 1)
+    stale = reference.PAGE.read_text(encoding="utf-8").replace("| `temperature` | number | none | 0 to 2; ", "| old | ", 1)
     page.write_text(stale, encoding="utf-8")
     assert run(monkeypatch, "--check", "--output", str(page)) == 1
     assert "+| `temperature`" in capsys.readouterr().err
@@ -53,3 +54,25 @@ def test_links_lead_to_headings() -> None:
     targets = {part.partition(")")[0] for part in text.split("](#")[1:]}
     assert targets <= set(headings)
     assert len(headings) == len(set(headings))
+
+
+def test_every_field_says_what_it_is() -> None:
+    rows = [line for line in reference.render().splitlines() if line.startswith("| `")]
+    assert len(rows) > 600
+    assert [row for row in rows if not row.removesuffix("|").rpartition("|")[2].strip()] == []
+
+
+def test_field_without_a_remark_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    everything = reference.field_comments
+    monkeypatch.setattr(
+        reference, "field_comments", lambda schema: {name: text for name, text in everything(schema).items() if name != "echo"}
+    )
+    assert run(monkeypatch, "--check") == 2
+    assert "ChatRequest says nothing about echo" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error")
+def test_operations_of_the_openapi_document_have_ids_of_their_own() -> None:
+    document = get_openapi(title="Negamax", version="1", routes=reference.app_routes())
+    ids = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
+    assert len(ids) == len(set(ids)) == sum(len(section.routes) for section in reference.SECTIONS)

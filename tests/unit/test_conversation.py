@@ -194,6 +194,36 @@ def test_reasoning_that_is_not_streamed_comes_at_once_before_the_rest(text: str)
     assert reader.content == "".join(event.text for event in events if isinstance(event, ContentDelta))
 
 
+TAGS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}
+REAL_CALL = ["\n", "<minimax:tool_call>", "\n", '<invoke name="f">\n', "</invoke>\n", "</minimax:tool_call>"]
+
+
+@pytest.mark.parametrize("begins", ["open", "optional"])
+@pytest.mark.parametrize("step", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("thought", "end"),
+    [
+        (["why", " not"], ["</think>", "\n\n", "text", "<think>", "no", "</think>"]),
+        (["the", " tag `", "<minimax:tool_call>", "` opens"], ["</think>", "text"]),
+        (["the", " tag `", "<minimax:tool_call>", "` opens", " it", "<think>", "<minimax:tool_call>", " so"], REAL_CALL[1:]),
+        (["never", " closed"], REAL_CALL[1:]),
+        ([], ["</think>", *REAL_CALL, "<think>"]),
+    ],
+)
+def test_tokens_of_the_reasoning_are_counted_with_the_tags_that_it_quotes(
+    begins: Any, step: int, thought: list[str], end: list[str]
+) -> None:
+    opener = ["<think>"] if thought and begins == "optional" else []
+    texts = [*opener, *thought, *end]
+    reader = ChoiceReader(Voice(STYLE, TAGS, ()), prompt=ChatPrompt("", [1], begins), rules=ReadingRules())
+    for start in range(0, len(texts), step):
+        part = texts[start : start + step]
+        ids = [TAGS.get(text, 1) for text in part]
+        reader.push(output("", token_ids=ids, pieces=[TextPiece(text, i) for text, i in zip(part, ids, strict=True)]))
+    reader.push(output("", finish="stop"))
+    assert reader.num_reasoning_tokens == len(thought)
+
+
 def test_failed_request_is_an_error() -> None:
     reader = ChoiceReader(VOICE, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules())
     with pytest.raises(EngineError, match="no memory"):

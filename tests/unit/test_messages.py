@@ -139,6 +139,9 @@ def test_every_name_of_reasoning(fields: Message, expected: str | None) -> None:
         ("<think>a</think>b</think>c", "a", "b</think>c"),
         ("Write <think>x</think> around it.", "", "Write <think>x</think> around it."),
         ("why</think>yes", None, "why</think>yes"),  # the template knows whether it closes with this tag
+        ("The tag `</think>` ends it.", "", "The tag `</think>` ends it."),
+        ('if "</mm:think>" in text:', "", 'if "</mm:think>" in text:'),
+        ("<mm:think>why `</think>`</mm:think>yes", "why `</think>`", "yes"),
         ("<think>still going", None, "<think>still going"),
         ("no tags", None, "no tags"),
     ],
@@ -289,5 +292,5 @@ def test_long_histories_take_linear_time(kind: str) -> None:
         normalize_messages(messages)
         return time.process_time() - started
 
-    small, large = history(1_000), history(16_000)
-    assert min(seconds(large) for _ in range(3)) < 40 * min(seconds(small) for _ in range(5)) + 0.01
+    small, large = history(1_000), history(8_000)
+    assert min(seconds(large) for _ in range(2)) < 20 * min(seconds(small) for _ in range(5)) + 0.01

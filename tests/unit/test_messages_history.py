@@ -70,6 +70,13 @@ def test_thinking_text_and_calls_become_one_assistant_message_with_its_results_b
     assert made.places == ["messages[0]", "messages[1]", "messages[3]", "messages[4]"]
 
 
+def test_text_is_never_thinking_where_a_message_has_blocks_for_that() -> None:
+    words = "A line with\n</think>\nalone ends it."
+    made = history(user(text("Which line?")), assistant(text(words)), user(text("Thanks")))
+    message = normalize_messages(made.messages)[1]
+    assert (message["content"], message["reasoning_content"]) == (words, "")  # without the latter, the template would cut it
+
+
 def test_reminders_beside_results_stay_with_them_and_other_text_is_the_users() -> None:
     reminder = text("<system-reminder>\nThe list is empty.\n</system-reminder>")
     made = history(user(text("Go")), assistant(call(1)), user(reminder, result(1, "done"), text("Now stop.")))
@@ -117,7 +124,7 @@ def test_blocks_of_other_servers_are_passed_over() -> None:
             text(" it."),
         ),
     )
-    assert made.messages[1] == {"role": "assistant", "content": "Found it."}
+    assert made.messages[1] == {"role": "assistant", "content": "Found it.", "reasoning_content": ""}
 
 
 def test_documents_with_text_are_text() -> None:

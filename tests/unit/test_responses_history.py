@@ -50,6 +50,12 @@ def test_items_of_one_answer_are_one_message() -> None:
     assert made.places == ["input[0]", "input[1]", "input[5]", "input[6]"]
 
 
+def test_text_is_never_thinking_where_a_response_has_items_for_that() -> None:
+    words = "A line with\n</think>\nalone ends it."
+    message = normalize_messages(history(USER, said(words), USER).messages)[1]
+    assert (message["content"], message["reasoning_content"]) == (words, "")  # without the latter, the template would cut it
+
+
 def test_loops_of_calls_keep_their_order() -> None:
     made = history(USER, call(1), result(1), call(2), result(2), said("Done."), said("Really."))
     assert [message["role"] for message in made.messages] == ["user", *["assistant", "tool"] * 2, "assistant"]

@@ -81,11 +81,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*options: str, module: str = "negamax", environment: dict[str, str] | None = None) -> Iterator[Server]:
-    """`negamax serve nano` with `options` (or `module`, without any), until the block ends."""
+def serving(
+    *options: str, module: str = "negamax", model: str = "nano", environment: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """`negamax serve MODEL` (or `module`) with `options`, until the block ends."""
     command = [sys.executable, "-m", module]
     if module == "negamax":
-        command += ["serve", "nano", "--port", "0", "--num-threads", "1", "--log-level", "warning", *options]
+        command += ["serve", model, "--port", "0", "--num-threads", "1", "--log-level", "warning"]
+    command += options
     with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
         env = os.environ | (environment or {}) | {"PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env)

@@ -15,6 +15,7 @@ from tools.load.http import DONE
 from tools.load.server import Server, serving
 
 KV_BLOCKS = 2048  # small enough to be filled within the first minute: after that the cache's memory does not grow
+FULL_BATCH = 64  # sequences that a CPU runs at once unless told otherwise
 TOOL = {
     "type": "function",
     "function": {
@@ -145,6 +146,17 @@ def _expect(answer: Any, status: int) -> None:
         raise ValueError(f"status {answer.status} instead of {status}: {answer.body[:200]!r}")
 
 
+async def _visit_batch_sizes(server: Server) -> None:
+    """Run every count of sequences once, from a full batch down to one. The engine keeps a kernel for each of 80 counts of rows
+    and compiles it when the count comes up first; a busy server may meet a small one after minutes, which is no leak."""
+    prompts = {index: {"prompt": "river", "max_tokens": 8 + index, "ignore_eos": True} for index in range(FULL_BATCH)}
+    connections = [server.connection() for _ in prompts]
+    answers = await asyncio.gather(*(connections[i].post("/v1/completions", body) for i, body in prompts.items()))
+    for connection, answer in zip(connections, answers, strict=True):
+        _expect(answer, 200)
+        connection.hang_up()
+
+
 async def _watch_memory(server: Server, tally: _Tally) -> None:
     started, engine = time.monotonic(), server.engine_pid()
     while True:
@@ -166,6 +178,8 @@ async def soak(*, clients: int, seconds: float, abort_share: float, seed: int, m
     with serving("--num-kv-blocks", str(KV_BLOCKS), "--max-queued-requests", str(4 * clients)) as server:
         engine = server.engine_pid()
         tally = _Tally()
+        if max_slope is not None:
+            await _visit_batch_sizes(server)
         watcher = asyncio.ensure_future(_watch_memory(server, tally))
         end = time.monotonic() + seconds
         workers = [_Client(server, tally, random.Random(seed + index), abort_share=abort_share) for index in range(clients)]

@@ -1,8 +1,9 @@
-"""An engine without a model: answers every request with a prepared text, one token per step, as fast as told.
+"""An engine without a model: answers every request with a prepared text, as fast as told.
 
-It speaks the engine's real wire protocol and stands in its place to measure the server alone:
-`python -m tools.load.stub_engine FOLDER`, started by `tools.load.stub_server`. STUB_STEP_MS (0: as fast as it can) is the time
-between two steps, STUB_LOG a file that gets the monotonic time of every step (float64) right before it is sent.
+It speaks the engine's real wire protocol and stands in its place to look at the server alone. What it answers is decided by an
+author; the one of this module writes as many tokens as are asked for, one per step: `python -m tools.load.stub_engine FOLDER`,
+started by `tools.load.stub_server`. STUB_STEP_MS (0: as fast as it can) is the time between two steps, STUB_LOG a file that
+gets the monotonic time of every step (float64) right before it is sent.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import os
 import struct
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -20,13 +23,16 @@ import zmq
 from negamax.base.process import exit_with_parent
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
-from negamax.engine.connection import EngineAddress
-from negamax.engine.source import locate
+from negamax.engine.connection import BEAT_SECONDS, EngineAddress
+from negamax.engine.source import ModelSource, locate
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 from negamax.text.tokenizer import Tokenizer
 
 MAX_NUM_SEQS = 1024
+MAX_MODEL_LEN = 4_000_000
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1_000_000
 PROSE = (
     "The lighthouse keeper counts the ships that pass at night, writes their names into a long grey book and wonders, now and "
     "then, where the small ones go when the wind turns north. Nobody asks him; nobody has asked for years.\n"
@@ -38,23 +44,60 @@ CALL = (
 CALL_END = "</parameter>\n</invoke>\n</minimax:tool_call>"
 
 
-class Script:
-    """The tokens of an answer: a third reasoning, a third content, a third the string argument of a tool call."""
+class Answer:
+    """A request on its way: which tokens come next."""
 
-    def __init__(self, tokenizer: Tokenizer, *, eos: int) -> None:
+    def __init__(
+        self, request: GenerateRequest, tokens: Sequence[int], *, steps: Iterator[int] | None = None, num_cached_tokens: int = 0
+    ) -> None:
+        """`steps` says how many tokens each step brings; one, if it is left out."""
+        self.request = request
+        self.tokens = tokens
+        self.position = 0
+        self._steps = steps or itertools.repeat(1)
+        self._num_cached_tokens = num_cached_tokens
+
+    def step(self, eos: int) -> SequenceUpdate:
+        """The next tokens."""
+        tokens = list(self.tokens[self.position : self.position + next(self._steps)])
+        self.position += len(tokens)
+        ended = None if self.position < len(self.tokens) else "stop" if tokens[-1] == eos else "length"
+        cached = self._num_cached_tokens
+        return SequenceUpdate(self.request.request_id, tokens, None, None, ended, None, cached, None)
+
+
+class Author(Protocol):
+    """Decides what is answered."""
+
+    def begin(self, request: GenerateRequest) -> Answer:
+        """The answer to a request."""
+
+    def end(self, answer: Answer) -> None:
+        """An answer was given to its end, or broken off."""
+
+
+class Novelist:
+    """Writes a third reasoning, a third content, a third the string argument of a tool call, as long as is asked for."""
+
+    def __init__(self, source: ModelSource) -> None:
+        tokenizer = Tokenizer.from_folder(source.tokenizer_folder)
         self._prose = tokenizer.encode(PROSE)
         self._think_end = tokenizer.encode("\n</think>\n\n")
         self._call = tokenizer.encode(CALL)
         self._call_end = tokenizer.encode(CALL_END)
-        self._eos = eos
+        self._eos = source.generation.eos_token_ids[0]
         self._made: dict[int, list[int]] = {}
 
-    def tokens(self, count: int) -> list[int]:
-        """`count` tokens, the last of them the end of the sequence where there is room for a whole call."""
+    def begin(self, request: GenerateRequest) -> Answer:
+        """An answer of `max_tokens` tokens, the last of them the end of the sequence where there is room for a whole call."""
+        count = request.sampling.max_tokens or 1
         made = self._made.get(count)
         if made is None:
             made = self._made[count] = self._make(count)
-        return made
+        return Answer(request, made)
+
+    def end(self, answer: Answer) -> None:
+        """Nothing is kept of it."""
 
     def _make(self, count: int) -> list[int]:
         fixed = [*self._think_end, *self._call, *self._call_end, self._eos]
@@ -65,28 +108,13 @@ class Script:
         return [*prose, *self._think_end, *prose[:share], *self._call, *prose[:share], *self._call_end, self._eos]
 
 
-class Answer:
-    """A request on its way: which token comes next."""
-
-    def __init__(self, request: GenerateRequest, script: Script) -> None:
-        self.request_id = request.request_id
-        self.tokens = script.tokens(request.sampling.max_tokens or 1)
-        self.position = 0
-
-    def step(self, eos: int) -> SequenceUpdate:
-        token = self.tokens[self.position]
-        self.position += 1
-        ended = "stop" if token == eos else "length" if self.position == len(self.tokens) else None
-        return SequenceUpdate(self.request_id, [token], None, None, ended, None, 0, None)
-
-
 class StubEngine:
-    """Requests in, one token per request and step out."""
+    """Requests in, the next tokens of each out."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, *, new_author: Callable[[ModelSource], Author]) -> None:
         source = locate(options)
+        self._author = new_author(source)
         self._eos = source.generation.eos_token_ids[0]
-        self._script = Script(Tokenizer.from_folder(source.tokenizer_folder), eos=self._eos)
         self._answers: dict[str, Answer] = {}
         self._steps = 0
         self._tokens = 0
@@ -94,15 +122,15 @@ class StubEngine:
             model=options.model,
             served_model_name=source.name,
             architecture=source.spec.architecture,
-            max_model_len=100_000,
+            max_model_len=MAX_MODEL_LEN,
             vocab_size=source.spec.vocab_size,
             eos_token_ids=source.generation.eos_token_ids,
             bos_token_id=source.spec.bos_token_id,
             sampling_defaults=source.generation.sampling,
             max_logprobs=options.max_logprobs,
             max_num_seqs=MAX_NUM_SEQS,
-            block_size=16,
-            num_kv_blocks=100_000,
+            block_size=BLOCK_SIZE,
+            num_kv_blocks=NUM_BLOCKS,
             device="stub",
             dtype="none",
         )
@@ -114,27 +142,37 @@ class StubEngine:
     def take(self, message: wire.ToEngine) -> bool:
         """Process a message; False: it said stop."""
         if isinstance(message, wire.AddRequest):
-            self._answers[message.request.request_id] = Answer(message.request, self._script)
+            self._answers[message.request.request_id] = self._author.begin(message.request)
         elif isinstance(message, wire.AbortRequests):
             for request_id in message.request_ids:
-                self._answers.pop(request_id, None)
+                answer = self._answers.pop(request_id, None)
+                if answer is not None:
+                    self._author.end(answer)
         elif isinstance(message, wire.Shutdown):
             return False
         return True
 
     def step(self) -> wire.StepOutputs:
-        """One token for everyone."""
+        """The next tokens for everyone."""
         updates = [answer.step(self._eos) for answer in self._answers.values()]
         for update in updates:
             if update.finish_reason is not None:
-                del self._answers[update.request_id]
+                self._author.end(self._answers.pop(update.request_id))
         self._steps += 1
-        self._tokens += len(updates)
-        stats = wire.EngineStats(len(self._answers), 0, 100_000, 100_000, self._steps, 0, 0, 0, self._tokens, 0.0)
-        return wire.StepOutputs(updates, stats)
+        self._tokens += sum(len(update.token_ids) for update in updates)
+        return wire.StepOutputs(updates, self._stats())
+
+    def beat(self) -> wire.Heartbeat:
+        """The word of an idle engine."""
+        return wire.Heartbeat(self._steps, True, self._stats())
+
+    def _stats(self) -> wire.EngineStats:
+        num_running = len(self._answers)
+        return wire.EngineStats(num_running, 0, NUM_BLOCKS, NUM_BLOCKS, self._steps, 0, 0, 0, self._tokens, 0.0)
 
 
-def main(folder: str) -> int:
+def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:
+    """Serve what the server asks for over the sockets in `folder`; the exit code."""
     exit_with_parent()
     pause = float(os.environ.get("STUB_STEP_MS", "0")) / 1000
     log = os.environ.get("STUB_LOG")
@@ -142,12 +180,15 @@ def main(folder: str) -> int:
     with zmq.Context() as context, context.socket(zmq.PULL) as requests, context.socket(zmq.PUSH) as outputs:
         requests.connect(address.requests)
         outputs.connect(address.outputs)
-        engine = StubEngine(msgspec.msgpack.decode(requests.recv(), type=EngineOptions))
+        engine = StubEngine(msgspec.msgpack.decode(requests.recv(), type=EngineOptions), new_author=new_author)
         outputs.send(wire.encoder.encode(wire.EngineReady(engine.info)))
         with Path(log or os.devnull).open("ab", buffering=0) as times:
             due = time.monotonic()
             while True:
                 while not engine.has_work or requests.poll(0):
+                    if not engine.has_work and not requests.poll(int(1000 * BEAT_SECONDS)):
+                        outputs.send(wire.encoder.encode(engine.beat()))
+                        continue
                     if not engine.take(wire.to_engine_decoder.decode(requests.recv())):
                         return 0
                     due = max(due, time.monotonic())
@@ -160,4 +201,4 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(run(sys.argv[1], new_author=Novelist))

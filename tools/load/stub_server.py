@@ -1,6 +1,8 @@
-"""The real server in front of the stub engine, on any free port: `python -m tools.load.stub_server`."""
+"""The real server in front of a stub engine, on any free port: `python -m tools.load.stub_server`."""
 
 from __future__ import annotations
+
+import argparse
 
 from negamax.api import server
 from negamax.base import log
@@ -8,16 +10,23 @@ from negamax.config.options import EngineOptions, ServerOptions
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="nano", help="whose tokenizer and template are used")
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--engine-module", default="tools.load.stub_engine")
+    parser.add_argument("--parser", default="auto", help="for tool calls and reasoning")
+    args = parser.parse_args()
     log.setup("warning")
-    options = ServerOptions(port=0)
+    names = () if args.served_model_name is None else (args.served_model_name,)
+    options = ServerOptions(port=0, served_model_name=names, tool_call_parser=args.parser, reasoning_parser=args.parser)
     listener = server.open_listener(options)
     with listener:
         server.run(
-            EngineOptions(model="nano", max_queued_requests=4096),
+            EngineOptions(model=args.model, max_queued_requests=4096),
             options,
             listener=listener,
             announce=lambda url, engine: print(f"Negamax is ready: {url}/v1", flush=True),
-            engine_module="tools.load.stub_engine",
+            engine_module=args.engine_module,
         )
 
 

@@ -10,80 +10,80 @@ from msgspec import UNSET, Struct, UnsetType
 
 
 class ErrorBody(Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
+    message: str  # what is wrong, the limit, and what to do
+    type: str  # the class of the error, such as invalid_request_error
+    param: str | None = None  # the field at fault, as a path into the request
+    code: str | None = None  # a word for programs, such as context_length_exceeded
 
 
 class ErrorAnswer(Struct, frozen=True):
     """The one error shape of every endpoint, and of an error inside a stream."""
 
-    error: ErrorBody
+    error: ErrorBody  # what went wrong
 
 
 class PromptTokensDetails(Struct, frozen=True):
-    cached_tokens: int
+    cached_tokens: int  # found in the prefix cache
 
 
 class CompletionTokensDetails(Struct, frozen=True):
-    reasoning_tokens: int
+    reasoning_tokens: int  # within the reasoning
 
 
 class Usage(Struct, frozen=True):
     """Token counts of one request, all its choices together; the prompt counts once."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
+    prompt_tokens: int  # of the prompt, cached ones included
+    completion_tokens: int  # generated, reasoning included
+    total_tokens: int  # the sum of both
+    prompt_tokens_details: PromptTokensDetails  # what the cache gave
+    completion_tokens_details: CompletionTokensDetails  # what was reasoning
 
 
 class FunctionCall(Struct, frozen=True):
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET  # of the tool; in a stream only in the first piece
+    arguments: str | UnsetType = UNSET  # JSON text of an object; in a stream the next piece of it
 
 
 class ToolCall(Struct, frozen=True):
     """A call in a message, or a piece of one in a delta (then only `index` is always there)."""
 
-    index: int | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    function: FunctionCall = FunctionCall()
+    index: int | UnsetType = UNSET  # of the call in the message; in a stream
+    id: str | UnsetType = UNSET  # what the tool message names in tool_call_id; in a stream only in the first piece
+    type: str | UnsetType = UNSET  # `function`; in a stream only in the first piece
+    function: FunctionCall = FunctionCall()  # what is called, and with what
 
 
 class TopLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+    token: str  # its text
+    logprob: float  # its log-probability
+    bytes: list[int]  # its text as UTF-8, which may be part of a character
 
 
 class ChatLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
+    token: str  # its text
+    logprob: float  # its log-probability before sampling parameters
+    bytes: list[int]  # its text as UTF-8, which may be part of a character
+    top_logprobs: list[TopLogprob]  # the likeliest tokens at its place, as many as were asked for
 
 
 class ChatLogprobs(Struct, frozen=True):
-    content: list[ChatLogprob]
+    content: list[ChatLogprob]  # one entry per generated token, reasoning and tags included
 
 
 class TextLogprobs(Struct, frozen=True):
     """Logprobs of /v1/completions: one entry per token; None where a prompt's first token has no probability."""
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
+    tokens: list[str]  # their texts
+    token_logprobs: list[float | None]  # of the tokens above
+    top_logprobs: list[dict[str, float] | None]  # the likeliest tokens at each place and the one above, by their texts
     text_offset: list[int]  # characters from the start of the choice's text
 
 
 class PromptLogprob(Struct, frozen=True):
-    logprob: float
-    rank: int | None
-    decoded_token: str
+    logprob: float  # its log-probability
+    rank: int | None  # 1 is the likeliest
+    decoded_token: str  # its text
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # one entry per prompt token, by token id; the first is null
@@ -92,134 +92,137 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]  # one entry per prompt t
 class ReasoningDetail(Struct, frozen=True):
     """A piece of reasoning in MiniMax's own shape; in a stream `text` is what is new."""
 
-    text: str
-    type: str = "reasoning.text"
-    id: str = "reasoning-text-1"
-    format: str = "MiniMax-response-v1"
-    index: int = 0
+    text: str  # the reasoning
+    type: str = "reasoning.text"  # what kind of detail it is
+    id: str = "reasoning-text-1"  # which reasoning of the message it is of
+    format: str = "MiniMax-response-v1"  # whose form the text has
+    index: int = 0  # which reasoning of the message it is of
 
 
 class Message(Struct, frozen=True):
-    role: str
-    content: str | None
-    reasoning_content: str | None
-    reasoning: str | None
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    role: str  # `assistant`
+    content: str | None  # the text without reasoning and calls; null where there are calls and nothing else
+    reasoning_content: str | None  # the reasoning, apart from the content
+    reasoning: str | None  # the same by vLLM's and OpenRouter's name
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # the same in MiniMax's form, with reasoning_split
+    tool_calls: list[ToolCall] | UnsetType = UNSET  # in the order in which the model wrote them
 
 
 class ChatChoice(Struct, frozen=True):
-    index: int
-    message: Message
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    index: int  # 0 to n - 1
+    message: Message  # the answer
+    logprobs: ChatLogprobs | None  # with logprobs
+    finish_reason: str | None  # stop, length, tool_calls or abort
+    stop_reason: int | str | None  # the stop string or the id of the stop token that ended it
+    token_ids: list[int] | UnsetType = UNSET  # generated tokens, with return_token_ids
 
 
 class ChatAnswer(Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str
+    id: str  # the request's own id, or a random one, after a prefix
+    object: str = "chat.completion"  # the kind of answer
+    created: int  # seconds since 1970
+    model: str  # the name that the request used
+    choices: list[ChatChoice]  # n of them, in their order
+    usage: Usage  # token counts
+    system_fingerprint: str  # the server's version
+    # an object by token id for each prompt token, null for the first; with prompt_logprobs
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
 
 
 class Delta(Struct, frozen=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    role: str | UnsetType = UNSET  # `assistant`, in the first delta
+    content: str | UnsetType = UNSET  # the next text without reasoning and calls
+    reasoning_content: str | UnsetType = UNSET  # the next reasoning, never beside content
+    reasoning: str | UnsetType = UNSET  # the same by vLLM's and OpenRouter's name
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # the same in MiniMax's form, with reasoning_split
+    tool_calls: list[ToolCall] | UnsetType = UNSET  # the next pieces of calls
 
 
 class ChatChunkChoice(Struct, frozen=True):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
+    index: int  # 0 to n - 1
+    delta: Delta  # what is new
+    logprobs: ChatLogprobs | None = None  # of the tokens since the last chunk, with logprobs
+    finish_reason: str | None = None  # stop, length, tool_calls or abort, in its last chunk
+    # the stop string or the id of the stop token that ended it, in its last chunk
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # generated since the last chunk, with return_token_ids
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    system_fingerprint: str
-    usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    id: str  # the request's own id, or a random one, after a prefix
+    object: str = "chat.completion.chunk"  # the kind of answer
+    created: int  # seconds since 1970
+    model: str  # the name that the request used
+    choices: list[ChatChunkChoice]  # one, or none in the chunk with the counts
+    system_fingerprint: str  # the server's version
+    usage: Usage | UnsetType | None = UNSET  # token counts, with include_usage; null where they are not due
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk, with return_token_ids
 
 
 class RenderedPrompt(Struct, frozen=True, kw_only=True):
     """What a conversation looks like to the model."""
 
-    request_id: str
-    model: str
-    prompt: str
-    token_ids: list[int]
+    request_id: str  # the id that an answer would have
+    model: str  # the name that the request used
+    prompt: str  # the text
+    token_ids: list[int]  # its tokens
 
 
 class TextChoice(Struct, frozen=True):
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    index: int  # the prompt's number times n, and the choice's
+    text: str  # the answer, or what is new of it
+    logprobs: TextLogprobs | None  # with logprobs
+    finish_reason: str | None  # stop, length or abort; null in a stream before the last chunk of the choice
+    stop_reason: int | str | UnsetType | None = UNSET  # the stop string or the id of the stop token that ended it
+    token_ids: list[int] | UnsetType = UNSET  # of the text, with return_token_ids
+    # an object by token id for each prompt token, null for the first; with prompt_logprobs
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
 
 
 class TextAnswer(Struct, frozen=True, kw_only=True):
     """Whole answer and stream chunk of /v1/completions."""
 
-    id: str
-    object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[TextChoice]
-    system_fingerprint: str
-    usage: Usage | UnsetType | None = UNSET
+    id: str  # the request's own id, or a random one, after a prefix
+    object: str = "text_completion"  # the kind of answer
+    created: int  # seconds since 1970
+    model: str  # the name that the request used
+    choices: list[TextChoice]  # n for each prompt, prompt by prompt; in a stream one, or none in the chunk with the counts
+    system_fingerprint: str  # the server's version
+    usage: Usage | UnsetType | None = UNSET  # token counts; in a stream with include_usage, null where they are not due
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     """A model as OpenAI's and as Anthropic's clients read it."""
 
-    id: str
-    object: str = "model"
-    type: str = "model"
-    display_name: str
+    id: str  # the name to ask for
+    object: str = "model"  # what it is, for OpenAI's clients
+    type: str = "model"  # what it is, for Anthropic's clients
+    display_name: str  # the same as id
     created_at: str  # RFC 3339, the same moment as `created`
-    lifecycle: str = "active"
-    created: int
-    root: str
-    max_model_len: int
-    owned_by: str = "negamax"
-    parent: str | None = None
+    lifecycle: str = "active"  # every model that is listed is served
+    created: int  # when the server started, in seconds since 1970
+    root: str  # what the model was loaded from
+    max_model_len: int  # tokens of the window, answer included
+    owned_by: str = "negamax"  # who serves it
+    parent: str | None = None  # of an adapter, which this server has none of
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
-    object: str = "list"
-    data: list[ModelCard]
-    first_id: str
-    last_id: str
-    has_more: bool = False
+    object: str = "list"  # what it is
+    data: list[ModelCard]  # one for each name that the server answers to
+    first_id: str  # the id of the first
+    last_id: str  # the id of the last
+    has_more: bool = False  # the list is always whole
 
 
 class HealthAnswer(Struct, frozen=True):
-    status: str
+    status: str  # `ok`
 
 
 class VersionAnswer(Struct, frozen=True):
-    version: str
+    version: str  # of this server
 
 
 _encoder = msgspec.json.Encoder()

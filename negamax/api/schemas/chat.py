@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeGuard
 
 from pydantic import AfterValidator, Field
 
-from negamax.api.constraints import CallChoice
+from negamax.api.constraints import CallChoice, call_choice
 from negamax.api.schemas.common import RequestModel, refuse, shown
 from negamax.api.schemas.structure import StructuredRequest
-from negamax.api.schemas.tools import check_function, check_tool_count
+from negamax.api.schemas.tools import allowed_tools, check_function, check_tool_count
 from negamax.api.thinking import EFFORTS, MODES, ReasoningPlace, ThinkingChoice, switch, template_switch
 from negamax.text.messages import INSTRUCTION_ROLES
 
@@ -42,12 +42,20 @@ def _check_tools(tools: list[dict[str, Any]], *, field: str = "tools") -> list[d
 
 
 def _check_tool_choice(choice: object) -> object:
-    """Checks the shape; whether the named tool is there is found out with the tools."""
+    """Checks the shape; whether the named tools are there is found out with the tools."""
+    if _allows_some(choice):
+        allowed_tools(choice)
+        return choice
     if choice in ("none", "auto", "required") or (isinstance(choice, dict) and _chosen_name(choice)):
         return choice
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    allowed = "'auto', 'none', 'required', {'type': 'function', 'function': {'name': ...}}"
+    allowed = "'auto', 'none', 'required', {'type': 'function', 'function': {'name': ...}}, {'type': 'allowed_tools', ...}"
     refuse("tool_choice", f"{shown(kind)}; allowed: {allowed}")
+
+
+def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
+    """Whether it is a choice of some of the tools."""
+    return isinstance(choice, dict) and choice.get("type") == "allowed_tools"
 
 
 def _chosen_name(choice: dict[str, Any]) -> str | None:
@@ -90,8 +98,8 @@ def _one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
 class Thinking(RequestModel):
     """`thinking`, as in MiniMax's and Anthropic's APIs."""
 
-    type: Annotated[str, _one_of("thinking.type", MODES)] = "enabled"
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    type: Annotated[str, _one_of("thinking.type", MODES)] = "enabled"  # adaptive: the model decides
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # tokens of reasoning after which it is closed; 0: none
 
 
 class ChatRequest(StructuredRequest):
@@ -108,24 +116,30 @@ class ChatRequest(StructuredRequest):
         "input_ids": "this endpoint takes messages; use /v1/completions",
     }
 
+    # the conversation, the latest message last; at most 16,384
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(check_messages)]
     max_tokens: int | None = Field(default=None, ge=0)  # 0: read the prompt into the cache, answer nothing
     max_completion_tokens: int | None = Field(default=None, ge=0)  # wins over max_tokens
-    logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0)
-    tools: Tools | None = None
+    logprobs: bool = False  # the answer has the log-probability of each of its tokens
+    top_logprobs: int | None = Field(default=None, ge=0)  # so many of the likeliest tokens at each place too; needs logprobs
+    tools: Tools | None = None  # functions that the model may call; at most 1,024
+    # whether calls are possible or due, and of which tools
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool = True  # false: at most one call
+    # what the answer is made of
     modalities: Annotated[list[str], Field(fail_fast=True), AfterValidator(_check_modalities)] | None = None
+    # variables of the chat template
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False  # needs add_generation_prompt=false and a last assistant message
+    add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
+    continue_final_message: bool = False  # the answer goes on with the last message; needs add_generation_prompt=false
     echo: bool = False  # with continue_final_message: the answer begins with the text of that message
-    thinking: Thinking | None = None
+    thinking: Thinking | None = None  # whether the model thinks, and how long
+    # whether the model thinks, as in M3's template
     thinking_mode: Annotated[str, _one_of("thinking_mode", MODES)] | None = None
-    enable_thinking: bool | None = None
+    enable_thinking: bool | None = None  # true and false are the modes enabled and disabled
+    # how much is thought, where the template knows efforts; "none" is the mode disabled
     reasoning_effort: Annotated[str, _one_of("reasoning_effort", EFFORTS)] | None = None
-    include_reasoning: bool = True
+    include_reasoning: bool = True  # false: the answer is without its reasoning
     separate_reasoning: bool | None = None  # SGLang's; false: reasoning stays in the content, between think tags
     reasoning_split: bool | None = None  # MiniMax's; false: the same; true: also in reasoning_details
     stream_reasoning: bool = True  # SGLang's; false: reasoning comes in one piece when it is complete
@@ -159,17 +173,14 @@ class ChatRequest(StructuredRequest):
         return tools or None
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
-        """Which of the offered tools must be called. Errors: `InvalidRequestError` for one that is not among them."""
-        if self.tool_choice in ("auto", "none"):
-            return CallChoice(self.tool_choice, parallel=self.parallel_tool_calls)
-        if not tools:
-            refuse("tool_choice", "asks for a call, but there are no tools; send tools, or use 'auto'")
-        if self.tool_choice == "required":
-            return CallChoice("required", parallel=self.parallel_tool_calls)
-        name = _chosen_name(self.tool_choice)
-        if name not in [tool["function"]["name"] for tool in tools]:
-            refuse("tool_choice", f"names the tool {shown(name)}, which is not declared")
-        return CallChoice("function", name, parallel=False)
+        """Which of the offered tools may and must be called. Errors: `InvalidRequestError` for one that is not among them."""
+        choice, parallel = self.tool_choice, self.parallel_tool_calls
+        if _allows_some(choice):
+            some = allowed_tools(choice)
+            return call_choice(some.mode, None, tools=tools, parallel=parallel, allowed=some.names)
+        if isinstance(choice, dict):
+            return call_choice("function", _chosen_name(choice), tools=tools, parallel=parallel)
+        return call_choice(choice, None, tools=tools, parallel=parallel)
 
     @property
     def thinking_choice(self) -> ThinkingChoice:

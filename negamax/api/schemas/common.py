@@ -168,8 +168,8 @@ LogitBias = Annotated[dict[int, float], BeforeValidator(_bounded_bias), WithJson
 class StreamOptions(RequestModel):
     """`stream_options`: what a stream carries besides its deltas."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool = False  # a last chunk without choices has the counts
+    continuous_usage_stats: bool = False  # with include_usage: every chunk has the counts so far
     include_obfuscation: bool = False  # accepted; streams are never padded
 
 
@@ -184,8 +184,9 @@ class GenerationRequest(RequestModel):
     )  # fmt: skip
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            ("bad_words", "allowed_token_ids", "stop_regex", "repetition_detection"), "it is not implemented yet"
+            ("stop_regex", "repetition_detection"), "it is not implemented yet"
         ),
+        "bad_words": "a word can be written in other tokens than those that would be forbidden; use logit_bias for tokens",
         "logits_processors": "the server runs no code of clients",
         "custom_logit_processor": "the server runs no code of clients",
         "truncate_prompt_tokens": "a prompt without its beginning is another prompt; shorten it where it is made",
@@ -198,36 +199,38 @@ class GenerationRequest(RequestModel):
 
     neutral_values: ClassVar[Mapping[str, object]] = {"best_of": 1}
 
-    model: str | None = None
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    n: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: LogitBias | None = None
-    seed: int | None = None
+    model: str | None = None  # a name from /v1/models; left out: the first of them
+    stream: bool = False  # answer with events instead of one body
+    stream_options: StreamOptions = StreamOptions()  # what a stream carries besides its deltas
+    n: int = 1  # answers to the same prompt
+    temperature: float | None = None  # 0 is greedy
+    top_p: float | None = None  # the likeliest tokens that have this probability together
+    top_k: int | None = None  # only so many of the likeliest tokens; 0 and -1: all
+    min_p: float | None = None  # tokens with less than this share of the likeliest one's probability are left out
+    repetition_penalty: float | None = None  # above 1: tokens of prompt and answer become less likely
+    frequency_penalty: float = 0.0  # taken from a token's logit for each time the answer has it
+    presence_penalty: float = 0.0  # taken from a token's logit once the answer has it
+    logit_bias: LogitBias | None = None  # added to logits, by token id
+    # no other token is sampled; not together with a form, enforced calls or a thinking budget
+    allowed_token_ids: list[int] | None = None
+    seed: int | None = None  # the same seed gives the same draws
     max_tokens: int | None = Field(default=None, ge=1)
-    min_tokens: int = 0
-    stop: StopStrings = []
-    stop_token_ids: StopTokenIds = []
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    no_stop_trim: bool = False  # SGLang's name for it
-    skip_special_tokens: bool = True
-    prompt_logprobs: int | None = None
+    min_tokens: int = 0  # before so many, no end token is sampled and no stop counts
+    stop: StopStrings = []  # texts that end the answer and are left out of it
+    stop_token_ids: StopTokenIds = []  # tokens that end the answer
+    ignore_eos: bool = False  # the end token does not end the answer
+    include_stop_str_in_output: bool = False  # the stop string or token stays in the answer
+    no_stop_trim: bool = False  # SGLang's name for include_stop_str_in_output
+    skip_special_tokens: bool = True  # special tokens have no text in the answer
+    prompt_logprobs: int | None = None  # of each prompt token after the first, with so many of the likeliest; not in streams
     thinking_token_budget: int | None = Field(default=None, ge=0)  # tokens of reasoning after which it is closed
-    max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's name for it
+    max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's name for thinking_token_budget
     return_tokens_as_token_ids: bool = False  # token texts in logprobs read "token_id:123"
-    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
-    cache_salt: str = Field(default="", max_length=256)
-    return_token_ids: bool = False
+    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)  # lower numbers run earlier
+    cache_salt: str = Field(default="", max_length=256)  # cached prefixes are shared only within one salt
+    return_token_ids: bool = False  # the answer has the token ids of prompt and answer
     request_id: RequestId | None = None  # becomes part of the answer's id
-    rid: RequestId | None = None  # SGLang's name for it
+    rid: RequestId | None = None  # SGLang's name for request_id
     timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
 
     @property
@@ -253,6 +256,7 @@ class GenerationRequest(RequestModel):
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
             logit_bias=self.logit_bias or None,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(dict.fromkeys(self.allowed_token_ids)),
             seed=self.seed,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,

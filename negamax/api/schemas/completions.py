@@ -62,10 +62,11 @@ class CompletionRequest(StructuredRequest):
         "messages": "this endpoint takes a prompt; use /v1/chat/completions",
     }
 
+    # a text, token ids, or up to 128 of either, each answered by itself
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: int | None = Field(default=16, ge=0)  # 0 only with echo: score the prompt
-    logprobs: int | None = Field(default=None, ge=0)
-    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0)  # of each token, with so many of the likeliest
+    echo: bool = False  # the prompt comes first in the text, and in the logprobs
 
     @property
     def scores_only(self) -> bool:

@@ -36,8 +36,8 @@ def _known(field: str, allowed: tuple[str, ...]) -> AfterValidator:
 class ThinkingConfig(RequestModel):
     """`thinking`: whether, how long, and whether it is shown."""
 
-    type: Annotated[str, _known("thinking.type", tuple(_THINKING))]
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    type: Annotated[str, _known("thinking.type", tuple(_THINKING))]  # adaptive and between_tools: the model decides
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # tokens of thinking after which it is closed; 0: none
     display: Annotated[str, _known("thinking.display", _DISPLAYS)] = "summarized"  # this server never summarises
 
 
@@ -46,16 +46,17 @@ class OutputConfig(RequestModel):
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
-    effort: Annotated[str, _known("output_config.effort", EFFORTS)] | None = None
-    format: dict[str, Any] | None = None
+    effort: Annotated[str, _known("output_config.effort", EFFORTS)] | None = None  # as reasoning_effort of chats
+    format: dict[str, Any] | None = None  # `type` json_schema and its `schema`, for the text
 
 
 class ToolChoice(RequestModel):
     """`tool_choice`."""
 
+    # any: some tool must be called; tool: the one that is named
     type: Annotated[str, _known("tool_choice.type", tuple(_CHOICES))]
-    name: str | None = None
-    disable_parallel_tool_use: bool = False
+    name: str | None = None  # the tool to call, with the type tool
+    disable_parallel_tool_use: bool = False  # at most one call
 
 
 class CountRequest(TurnRequest):
@@ -71,13 +72,14 @@ class CountRequest(TurnRequest):
         "mcp_servers": "the server calls no other servers; declare their tools in tools",
     }
 
-    model: str = Field()
+    model: str = Field()  # a name from /v1/models
+    # the conversation, the latest message last; at most 16,384
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(check_messages)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: ThinkingConfig | None = None
-    output_config: OutputConfig = OutputConfig()
+    system: str | list[dict[str, Any]] | None = None  # instructions
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None  # what the model may call; at most 1,024
+    tool_choice: ToolChoice | None = None  # whether calls are possible or due, and of which tool
+    thinking: ThinkingConfig | None = None  # whether the model thinks, and how long
+    output_config: OutputConfig = OutputConfig()  # effort, and the form of the text
     output_format: dict[str, Any] | None = None  # the earlier name of output_config.format
 
     @property
@@ -134,80 +136,80 @@ class MessagesRequest(CountRequest):
     """A conversation to answer."""
 
     max_tokens: int = Field(ge=0)  # 0: read the prompt into the cache, answer nothing
-    stop_sequences: StopStrings = Field(default_factory=list)
+    stop_sequences: StopStrings = Field(default_factory=list)  # texts that end the answer and are left out of it
 
 
 class ThinkingTokens(Struct, frozen=True):
-    thinking_tokens: int
+    thinking_tokens: int  # within thinking blocks
 
 
 class MessageUsage(Struct, frozen=True, kw_only=True):
     """Token counts; the prompt is the sum of the three kinds of input."""
 
-    input_tokens: int
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int
-    output_tokens: int
-    output_tokens_details: ThinkingTokens
-    service_tier: str | UnsetType = UNSET
+    input_tokens: int  # of the prompt, not found in the cache
+    cache_creation_input_tokens: int = 0  # writing to the cache is not told apart
+    cache_read_input_tokens: int  # of the prompt, found in the cache
+    output_tokens: int  # generated, thinking included
+    output_tokens_details: ThinkingTokens  # what was thinking
+    service_tier: str | UnsetType = UNSET  # `standard`
 
 
 class TextBlock(Struct, frozen=True, tag="text", tag_field="type"):
-    text: str
+    text: str  # the text; empty where the block starts
 
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking", tag_field="type"):
-    thinking: str
-    signature: str
+    thinking: str  # the reasoning; empty where the block starts, and with display omitted
+    signature: str  # proves that the reasoning is the server's own, and holds it with display omitted
 
 
 class ToolUseBlock(Struct, frozen=True, tag="tool_use", tag_field="type"):
-    id: str
-    name: str
-    input: msgspec.Raw
+    id: str  # what the tool_result names in tool_use_id
+    name: str  # of the tool
+    input: msgspec.Raw  # the arguments; empty where the block starts
 
 
 ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageAnswer(Struct, frozen=True, kw_only=True):
-    id: str
-    type: str = "message"
-    role: str = "assistant"
-    model: str
-    content: list[ContentBlock]
-    stop_reason: str | None
-    stop_sequence: str | None
-    usage: MessageUsage
+    id: str  # of the message
+    type: str = "message"  # what it is
+    role: str = "assistant"  # who says it
+    model: str  # the name that the request used
+    content: list[ContentBlock]  # in the order in which the model wrote it
+    stop_reason: str | None  # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
+    stop_sequence: str | None  # the one that ended it
+    usage: MessageUsage  # token counts
 
 
 class TokenCount(Struct, frozen=True):
-    input_tokens: int
+    input_tokens: int  # of the prompt that the model would read
 
 
 class TextDelta(Struct, frozen=True, tag="text_delta", tag_field="type"):
-    text: str
+    text: str  # the next text
 
 
 class ThinkingDelta(Struct, frozen=True, tag="thinking_delta", tag_field="type"):
-    thinking: str
+    thinking: str  # the next reasoning
 
 
 class SignatureDelta(Struct, frozen=True, tag="signature_delta", tag_field="type"):
-    signature: str
+    signature: str  # of the whole block, at its end
 
 
 class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="type"):
-    partial_json: str
+    partial_json: str  # the next piece of the JSON text of the input
 
 
 class StopDelta(Struct, frozen=True):
-    stop_reason: str | None
-    stop_sequence: str | None
+    stop_reason: str | None  # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
+    stop_sequence: str | None  # the one that ended it
 
 
 class MessageStart(Struct, frozen=True, tag="message_start", tag_field="type"):
-    message: MessageAnswer
+    message: MessageAnswer  # without content, and with the counts of the prompt
 
 
 class Ping(Struct, frozen=True, tag="ping", tag_field="type"):
@@ -215,22 +217,22 @@ class Ping(Struct, frozen=True, tag="ping", tag_field="type"):
 
 
 class BlockStart(Struct, frozen=True, tag="content_block_start", tag_field="type"):
-    index: int
-    content_block: ContentBlock
+    index: int  # of the block in the content
+    content_block: ContentBlock  # without its text
 
 
 class BlockDelta(Struct, frozen=True, tag="content_block_delta", tag_field="type"):
-    index: int
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+    index: int  # of the block in the content
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta  # what is new
 
 
 class BlockStop(Struct, frozen=True, tag="content_block_stop", tag_field="type"):
-    index: int
+    index: int  # of the block in the content
 
 
 class MessageDelta(Struct, frozen=True, tag="message_delta", tag_field="type"):
-    delta: StopDelta
-    usage: MessageUsage
+    delta: StopDelta  # why it ended
+    usage: MessageUsage  # all counts
 
 
 class MessageStop(Struct, frozen=True, tag="message_stop", tag_field="type"):
@@ -238,15 +240,15 @@ class MessageStop(Struct, frozen=True, tag="message_stop", tag_field="type"):
 
 
 class MessageErrorBody(Struct, frozen=True):
-    type: str
-    message: str
+    type: str  # the class of the error by Anthropic's names, such as overloaded_error
+    message: str  # what is wrong, the limit, and what to do
 
 
 class MessageError(Struct, frozen=True, tag="error", tag_field="type"):
     """Anthropic's error shape, also an event."""
 
-    error: MessageErrorBody
-    request_id: str
+    error: MessageErrorBody  # what went wrong
+    request_id: str  # the same as in the header x-request-id
 
 
 _ERROR_TYPES = {

@@ -25,26 +25,26 @@ class NativeSampling(RequestModel):
     unsupported_fields: ClassVar[Mapping[str, str]] = {"stop_regex": "it is not implemented yet; use stop"}
 
     max_new_tokens: int = Field(default=128, ge=0)  # 0: read the prompt, generate nothing
-    min_new_tokens: int = 0
-    n: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float | None = None
-    logit_bias: LogitBias | None = None
-    sampling_seed: int | None = None
-    stop: StopStrings = Field(default_factory=list)
-    stop_token_ids: StopTokenIds = Field(default_factory=list)
-    no_stop_trim: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    json_schema: dict[str, Any] | str | bool | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: dict[str, Any] | str | None = None
+    min_new_tokens: int = 0  # before so many, no end token is sampled and no stop counts
+    n: int = 1  # answers to the same prompt
+    temperature: float | None = None  # 0 is greedy
+    top_p: float | None = None  # the likeliest tokens that have this probability together
+    top_k: int | None = None  # only so many of the likeliest tokens; 0 and -1: all
+    min_p: float | None = None  # tokens with less than this share of the likeliest one's probability are left out
+    frequency_penalty: float = 0.0  # taken from a token's logit for each time the answer has it
+    presence_penalty: float = 0.0  # taken from a token's logit once the answer has it
+    repetition_penalty: float | None = None  # above 1: tokens of prompt and answer become less likely
+    logit_bias: LogitBias | None = None  # added to logits, by token id
+    sampling_seed: int | None = None  # the same seed gives the same draws
+    stop: StopStrings = Field(default_factory=list)  # texts that end the answer and are left out of it
+    stop_token_ids: StopTokenIds = Field(default_factory=list)  # tokens that end the answer
+    no_stop_trim: bool = False  # the stop string or token stays in the answer
+    ignore_eos: bool = False  # the end token does not end the answer
+    skip_special_tokens: bool = True  # special tokens have no text in the answer
+    json_schema: dict[str, Any] | str | bool | None = None  # a JSON schema for the text
+    regex: str | None = None  # an expression that the whole text matches
+    ebnf: str | None = None  # an EBNF grammar, whose start is `root`
+    structural_tag: dict[str, Any] | str | None = None  # forms of parts of the text, between tags
 
     def sampling_params(self, *, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """The engine's parameters."""
@@ -95,19 +95,20 @@ class NativeRequest(RequestModel):
         "custom_logit_processor": "the server runs no code of clients",
     }
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
+    text: str | list[str] | None = None  # a prompt or up to 128, instead of input_ids
+    input_ids: list[int] | list[list[int]] | None = None  # the token ids of a prompt or of up to 128, instead of text
+    # the same for every prompt, or one for each
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
-    stream: bool = False
-    rid: RequestId | list[RequestId] | None = None
-    return_logprob: bool = False
+    stream: bool = False  # answer with events instead of one body
+    rid: RequestId | list[RequestId] | None = None  # an id for /abort_request, or one for each prompt
+    return_logprob: bool = False  # meta_info has the log-probability of each token
     logprob_start_len: int = Field(default=-1, ge=-1)  # from which prompt token on; -1: of the answer only
-    top_logprobs_num: int = Field(default=0, ge=0)
-    return_text_in_logprobs: bool = False
-    max_thinking_tokens: int | None = Field(default=None, ge=0)
-    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
+    top_logprobs_num: int = Field(default=0, ge=0)  # so many of the likeliest tokens at each place too
+    return_text_in_logprobs: bool = False  # logprobs have the texts of their tokens
+    max_thinking_tokens: int | None = Field(default=None, ge=0)  # tokens of reasoning after which it is closed
+    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)  # lower numbers run earlier
     timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
-    cache_salt: Annotated[str, Field(max_length=256)] = ""
+    cache_salt: Annotated[str, Field(max_length=256)] = ""  # cached prefixes are shared only within one salt
 
     @property
     def is_batch(self) -> bool:
@@ -146,8 +147,8 @@ class NativeRequest(RequestModel):
 class AbortRequest(RequestModel):
     """Which requests are to end."""
 
-    rid: RequestId | None = None
-    abort_all: bool = False
+    rid: RequestId | None = None  # those whose id begins so
+    abort_all: bool = False  # all of them
 
 
 LogprobEntry = tuple[float | None, int, str | None]
@@ -156,55 +157,56 @@ LogprobEntry = tuple[float | None, int, str | None]
 class MetaInfo(Struct, frozen=True, kw_only=True):
     """What is known of an answer; the logprob fields are there where they were asked for."""
 
-    id: str
-    finish_reason: dict[str, Any] | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    weight_version: str = "default"
+    id: str  # the client's rid, or a random one
+    finish_reason: dict[str, Any] | None  # `type` (stop, length, abort) and what matched; null while it goes on
+    prompt_tokens: int  # of the prompt, cached ones included
+    completion_tokens: int  # generated
+    cached_tokens: int  # of the prompt, found in the cache
+    weight_version: str = "default"  # weights are never exchanged
     e2e_latency: float | UnsetType = UNSET  # seconds, of an answer that is complete
+    # of the prompt, from logprob_start_len on: log-probability, token id, text or null
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
-    output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
-    input_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
-    output_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
+    output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # of the answer, in the same form
+    input_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET  # the likeliest tokens at each place of the prompt
+    output_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET  # the likeliest tokens at each place of the answer
 
 
 class NativeAnswer(Struct, frozen=True, kw_only=True):
-    text: str
-    output_ids: list[int]
-    meta_info: MetaInfo
-    index: int | UnsetType = UNSET
+    text: str  # the answer so far
+    output_ids: list[int]  # its tokens so far
+    meta_info: MetaInfo  # counts, logprobs and how it ended
+    index: int | UnsetType = UNSET  # of the prompt, in the stream of several
 
 
 class NumAborted(Struct, frozen=True):
-    num_aborted: int
+    num_aborted: int  # sequences that were ended
 
 
 class NativeModelInfo(Struct, frozen=True, kw_only=True):
-    model_path: str
-    tokenizer_path: str
-    is_generation: bool = True
-    preferred_sampling_params: None = None
-    weight_version: str = "default"
-    has_image_understanding: bool = False
-    has_audio_understanding: bool = False
-    architectures: list[str]
+    model_path: str  # what the model was loaded from
+    tokenizer_path: str  # the same
+    is_generation: bool = True  # it writes text
+    preferred_sampling_params: None = None  # there are none beside those of /server_info
+    weight_version: str = "default"  # weights are never exchanged
+    has_image_understanding: bool = False  # it reads text only
+    has_audio_understanding: bool = False  # it reads text only
+    architectures: list[str]  # of config.json
 
 
 class NativeServerInfo(Struct, frozen=True, kw_only=True):
     """What the server was started with, by SGLang's names, and how busy it is."""
 
-    version: str
-    model_path: str
-    served_model_name: str
-    context_length: int
-    device: str
-    dtype: str
-    tp_size: int
-    page_size: int
-    max_running_requests: int
-    max_total_num_tokens: int
-    sampling_defaults: dict[str, Any]
-    num_running_reqs: int
-    num_queue_reqs: int
-    num_used_tokens: int
+    version: str  # of this server
+    model_path: str  # what the model was loaded from
+    served_model_name: str  # the first name of /v1/models
+    context_length: int  # tokens of the window, answer included
+    device: str  # where the model runs
+    dtype: str  # of activations
+    tp_size: int  # ranks that share the model
+    page_size: int  # tokens of a block of the KV cache
+    max_running_requests: int  # sequences in one step at most
+    max_total_num_tokens: int  # that the KV cache holds
+    sampling_defaults: dict[str, Any]  # the checkpoint's, for fields left out
+    num_running_reqs: int  # sequences that run
+    num_queue_reqs: int  # sequences that wait
+    num_used_tokens: int  # of the KV cache, in use

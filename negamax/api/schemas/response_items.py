@@ -6,195 +6,198 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
+from negamax.api.schemas.answers import ChatLogprob
+
 JsonObject = dict[str, Any]
 
 
 class ReasoningText(Struct, frozen=True, tag="reasoning_text", tag_field="type"):
-    text: str
+    text: str  # the reasoning
 
 
 class SummaryText(Struct, frozen=True, tag="summary_text", tag_field="type"):
-    text: str
+    text: str  # the same text as the reasoning
 
 
 class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
-    text: str
-    annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+    text: str  # the text
+    annotations: tuple[()] = ()  # there are none
+    logprobs: list[ChatLogprob] = []  # one entry per token of the text, with include message.output_text.logprobs
 
 
 class ReasoningItem(Struct, frozen=True, tag="reasoning", tag_field="type"):
-    id: str
-    status: str
-    summary: list[SummaryText]
-    content: list[ReasoningText]
-    encrypted_content: str | UnsetType | None = UNSET
+    id: str  # of the item
+    status: str  # in_progress, completed or incomplete
+    summary: list[SummaryText]  # one part, with reasoning.summary
+    content: list[ReasoningText]  # one part
+    encrypted_content: str | UnsetType | None = UNSET  # the reasoning in packed form, with include reasoning.encrypted_content
 
 
 class MessageItem(Struct, frozen=True, tag="message", tag_field="type"):
-    id: str
-    status: str
-    content: list[OutputText]
-    role: str = "assistant"
+    id: str  # of the item
+    status: str  # in_progress, completed or incomplete
+    content: list[OutputText]  # one part
+    role: str = "assistant"  # who says it
 
 
 class FunctionCallItem(Struct, frozen=True, tag="function_call", tag_field="type"):
-    id: str
-    status: str
-    call_id: str
-    name: str
-    arguments: str
-    namespace: str | UnsetType = UNSET
+    id: str  # of the item
+    status: str  # in_progress, completed or incomplete
+    call_id: str  # what the function_call_output names
+    name: str  # of the tool
+    arguments: str  # JSON text of an object
+    namespace: str | UnsetType = UNSET  # of the tool, where it has one
 
 
 class CustomCallItem(Struct, frozen=True, tag="custom_tool_call", tag_field="type"):
-    id: str
-    status: str
-    call_id: str
-    name: str
-    input: str
-    namespace: str | UnsetType = UNSET
+    id: str  # of the item
+    status: str  # in_progress, completed or incomplete
+    call_id: str  # what the custom_tool_call_output names
+    name: str  # of the tool
+    input: str  # the text that it is called with
+    namespace: str | UnsetType = UNSET  # of the tool, where it has one
 
 
 OutputItem = ReasoningItem | MessageItem | FunctionCallItem | CustomCallItem
 
 
 class InputTokensDetails(Struct, frozen=True):
-    cached_tokens: int
-    cache_write_tokens: int = 0
+    cached_tokens: int  # found in the prefix cache
+    cache_write_tokens: int = 0  # writing to the cache is not told apart
 
 
 class OutputTokensDetails(Struct, frozen=True):
-    reasoning_tokens: int
+    reasoning_tokens: int  # within the reasoning
 
 
 class ResponseUsage(Struct, frozen=True):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
+    input_tokens: int  # of the prompt, cached ones included
+    input_tokens_details: InputTokensDetails  # what the cache gave
+    output_tokens: int  # generated, reasoning included
+    output_tokens_details: OutputTokensDetails  # what was reasoning
+    total_tokens: int  # the sum of both
 
 
 class ResponseError(Struct, frozen=True):
-    code: str
-    message: str
+    code: str  # `server_error`
+    message: str  # what went wrong
 
 
 class IncompleteDetails(Struct, frozen=True):
-    reason: str
+    reason: str  # `max_output_tokens`
 
 
 class ReasoningEcho(Struct, frozen=True):
-    effort: str | None
-    summary: str | None
+    effort: str | None  # of the request
+    summary: str | None  # of the request
 
 
 class TextEcho(Struct, frozen=True):
-    format: JsonObject
-    verbosity: str
+    format: JsonObject  # of the request, or `text`
+    verbosity: str  # of the request, or `medium`
 
 
 class ResponseAnswer(Struct, frozen=True, kw_only=True):
     """A response: what was asked, and what has been answered so far."""
 
-    id: str
-    object: str = "response"
-    created_at: int
-    completed_at: int | None = None
+    id: str  # to fetch it, and to go on from it
+    object: str = "response"  # what it is
+    created_at: int  # seconds since 1970
+    completed_at: int | None = None  # the same, once it is completed
     status: str  # queued, in_progress, completed, incomplete, failed, cancelled
-    background: bool
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: int | None = None
-    metadata: dict[str, str]
-    model: str
-    output: list[OutputItem]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    reasoning: ReasoningEcho
-    service_tier: str = "default"
-    store: bool
-    temperature: float
-    text: TextEcho
-    tool_choice: str | JsonObject
-    tools: list[JsonObject]
-    top_logprobs: int = 0
-    top_p: float
-    truncation: str = "disabled"
-    usage: ResponseUsage | None = None
-    user: str | None = None
+    background: bool  # of the request
+    error: ResponseError | None = None  # why it failed
+    incomplete_details: IncompleteDetails | None = None  # why it is incomplete
+    instructions: str | None  # of the request
+    max_output_tokens: int | None  # of the request
+    max_tool_calls: int | None = None  # calls are not counted
+    metadata: dict[str, str]  # of the request
+    model: str  # the name that the request used
+    output: list[OutputItem]  # items in the order in which the model wrote them
+    parallel_tool_calls: bool  # of the request
+    previous_response_id: str | None  # of the request
+    reasoning: ReasoningEcho  # of the request
+    service_tier: str = "default"  # there is one tier
+    store: bool  # of the request
+    temperature: float  # what it was sampled with
+    text: TextEcho  # of the request
+    tool_choice: str | JsonObject  # of the request
+    tools: list[JsonObject]  # of the request
+    top_logprobs: int = 0  # of the request
+    top_p: float  # what it was sampled with
+    truncation: str = "disabled"  # nothing is ever cut
+    usage: ResponseUsage | None = None  # token counts, once it has ended
+    user: str | None = None  # users are not told apart
 
 
 class DeletedResponse(Struct, frozen=True):
-    id: str
-    object: str = "response"
-    deleted: bool = True
+    id: str  # of the response
+    object: str = "response"  # what it was
+    deleted: bool = True  # it is gone
 
 
 class ItemList(Struct, frozen=True, kw_only=True):
     """The input items of a response."""
 
-    object: str = "list"
-    data: list[JsonObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool = False
+    object: str = "list"  # what it is
+    data: list[JsonObject]  # the items as they were sent
+    first_id: str | None  # the id of the first, if it has one
+    last_id: str | None  # the id of the last, if it has one
+    has_more: bool = False  # the list is always whole
 
 
 class ResponseEvent(Struct, frozen=True, kw_only=True):
     """response.created, in_progress, completed, incomplete and failed."""
 
-    type: str
-    sequence_number: int
-    response: ResponseAnswer
+    type: str  # the name of the event
+    sequence_number: int  # of the event in the stream, from 0
+    response: ResponseAnswer  # its state at this moment
 
 
 class ItemEvent(Struct, frozen=True, kw_only=True):
     """response.output_item.added and done."""
 
-    type: str
-    sequence_number: int
-    output_index: int
-    item: OutputItem
+    type: str  # the name of the event
+    sequence_number: int  # of the event in the stream, from 0
+    output_index: int  # of the item in the output
+    item: OutputItem  # its state at this moment
 
 
 class PartEvent(Struct, frozen=True, kw_only=True):
     """response.content_part.added and done."""
 
-    type: str
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    part: OutputText | ReasoningText
+    type: str  # the name of the event
+    sequence_number: int  # of the event in the stream, from 0
+    item_id: str  # of the item that grows
+    output_index: int  # of the item in the output
+    content_index: int = 0  # of the part in the item's content
+    part: OutputText | ReasoningText  # empty when it is added, whole when it is done
 
 
 class SummaryPartEvent(Struct, frozen=True, kw_only=True):
     """response.reasoning_summary_part.added and done."""
 
-    type: str
-    sequence_number: int
-    item_id: str
-    output_index: int
-    summary_index: int = 0
-    part: SummaryText
+    type: str  # the name of the event
+    sequence_number: int  # of the event in the stream, from 0
+    item_id: str  # of the item that grows
+    output_index: int  # of the item in the output
+    summary_index: int = 0  # of the part in the item's summary
+    part: SummaryText  # empty when it is added, whole when it is done
 
 
 class TextEvent(Struct, frozen=True, kw_only=True):
     """Every delta and its done event; which fields it has depends on its type."""
 
-    type: str
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int | UnsetType = UNSET
-    summary_index: int | UnsetType = UNSET
-    delta: str | UnsetType = UNSET
-    text: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-    input: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    logprobs: tuple[()] | UnsetType = UNSET
+    type: str  # the name of the event
+    sequence_number: int  # of the event in the stream, from 0
+    item_id: str  # of the item that grows
+    output_index: int  # of the item in the output
+    content_index: int | UnsetType = UNSET  # of the part in the item's content
+    summary_index: int | UnsetType = UNSET  # of the part in the item's summary
+    delta: str | UnsetType = UNSET  # what is new
+    text: str | UnsetType = UNSET  # the whole text, in its done event
+    arguments: str | UnsetType = UNSET  # all of them, in their done event
+    input: str | UnsetType = UNSET  # all of it, in its done event
+    name: str | UnsetType = UNSET  # of the tool, in the done event of the arguments
+    # of output_text: of the tokens of the delta, or of all when it is done; empty unless they were asked for
+    logprobs: list[ChatLogprob] | UnsetType = UNSET

@@ -13,12 +13,13 @@ from negamax.api.constraints import CallChoice, call_choice
 from negamax.api.schemas.chat import MAX_MESSAGES
 from negamax.api.schemas.common import RequestModel, StopStrings, refuse, shown
 from negamax.api.schemas.structure import form_grammar
-from negamax.api.schemas.tools import check_function, check_tool_count
+from negamax.api.schemas.tools import allowed_tools, check_function, check_tool_count
 from negamax.api.schemas.turns import TurnRequest
 from negamax.api.thinking import EFFORTS, ThinkingChoice, template_switch
 from negamax.config.grammar import Grammar
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # of `include`
+LOGPROBS = "message.output_text.logprobs"  # the same
 CUSTOM_INPUT = "input"  # the one argument by which the model calls a custom tool
 MAX_ITEMS = 4 * MAX_MESSAGES
 MAX_METADATA = 16  # entries, as at OpenAI
@@ -68,14 +69,16 @@ class ReasoningConfig(RequestModel):
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"generate_summary", "encrypted_content"})
 
+    # how much is thought, where the template knows efforts; "none": not at all
     effort: Annotated[str, _known("reasoning.effort", EFFORTS)] | None = None
+    # other than none: the whole reasoning is also given as a summary
     summary: Annotated[str, _known("reasoning.summary", _SUMMARIES)] | None = None
 
 
 class TextConfig(RequestModel):
     """`text`: the form of the answer."""
 
-    format: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None  # `type` text, json_object or json_schema (then with a `schema`)
     verbosity: str | None = None  # without effect
 
 
@@ -91,29 +94,31 @@ class ResponsesRequest(TurnRequest):
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         "conversation": "the server keeps responses, not conversations; use previous_response_id",
         "prompt": "the server has no prompt templates; send input",
-        "top_logprobs": "use /v1/chat/completions for logprobs",
         "messages": "this endpoint takes input; use /v1/chat/completions",
         "max_tokens": "it is called max_output_tokens here",
     }
-    neutral_values: ClassVar[Mapping[str, object]] = {"top_logprobs": 0}
-
+    # a text, or items from the conversation; at most 65,536
     input: Annotated[str | list[dict[str, Any]], AfterValidator(_check_input)]
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    store: bool = True
-    background: bool = False
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    instructions: str | None = None  # the system message; those of the response before are not taken over
+    previous_response_id: str | None = None  # a kept response to go on from
+    store: bool = True  # the server keeps the response
+    background: bool = False  # answer at once, to be fetched later; needs store
+    max_output_tokens: int | None = Field(default=None, ge=1)  # reasoning included; left out: the rest of the window
     stop: StopStrings = Field(default_factory=list)  # an extension
+    # functions and custom tools, also in namespaces; other types have no effect; at most 1,024
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_choice: str | dict[str, Any] = "auto"
-    parallel_tool_calls: bool = True
-    reasoning: ReasoningConfig = ReasoningConfig()
-    text: TextConfig = TextConfig()
+    tool_choice: str | dict[str, Any] = "auto"  # auto, none, required, a tool, or allowed_tools
+    parallel_tool_calls: bool = True  # false: at most one call
+    reasoning: ReasoningConfig = ReasoningConfig()  # how much, and whether it is also given as a summary
+    text: TextConfig = TextConfig()  # the form of the answer
+    # reasoning.encrypted_content and message.output_text.logprobs have an effect
     include: list[str] = Field(default_factory=list)
+    # so many of the likeliest tokens at each place; needs include message.output_text.logprobs
+    top_logprobs: int = Field(default=0, ge=0)
     metadata: Annotated[
         dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
         Field(max_length=MAX_METADATA),
-    ] = Field(default_factory=dict)
+    ] = Field(default_factory=dict)  # comes back in the response; keys of up to 64 characters, texts of up to 512
 
     @cached_property
     def declared_tools(self) -> list[DeclaredTool]:
@@ -136,15 +141,17 @@ class ResponsesRequest(TurnRequest):
         return declared
 
     def choice(self) -> tuple[list[dict[str, Any]] | None, CallChoice]:
-        """The tools that the model is shown, as chat completions have them, and which of them must be called."""
+        """The tools that the model is shown, as chat completions have them, and which of them may and must be called."""
         declared, mode, name = self.declared_tools, self.tool_choice, None
+        allowed: dict[str, str] | None = None
         if isinstance(mode, dict):
             kind = mode.get("type")
             if kind == "allowed_tools":
-                entries = mode.get("tools")
-                names = [entry.get("name") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-                declared = [tool for tool in declared if tool.name in names or tool.shown_name in names]
-                mode = mode.get("mode", "auto")
+                some = allowed_tools(mode, may_run_elsewhere=True)
+                mode, allowed = some.mode, {}
+                for called, place in some.names.items():
+                    known = [tool.shown_name for tool in declared if called in (tool.name, tool.shown_name)]
+                    allowed.update(dict.fromkeys(known or [called], place))
             elif kind in ("function", "custom"):
                 described = mode.get("function", mode)
                 mode, name = "function", described.get("name") if isinstance(described, dict) else None
@@ -156,7 +163,7 @@ class ResponsesRequest(TurnRequest):
             )
         tools = None if mode == "none" else [tool.as_function for tool in declared] or None
         name = next((tool.shown_name for tool in declared if name in (tool.name, tool.shown_name)), name)
-        return tools, call_choice(mode, name, tools=tools, parallel=self.parallel_tool_calls)
+        return tools, call_choice(mode, name, tools=tools, parallel=self.parallel_tool_calls, allowed=allowed)
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
@@ -176,6 +183,11 @@ class ResponsesRequest(TurnRequest):
                 is_strict = form.get("strict") is True
                 return form_grammar("json_schema", form.get("schema"), param="text.format.schema", strict=is_strict)
         refuse("text.format", f"type {shown(form.get('type'))}; allowed: {', '.join(map(repr, _FORMS))}")
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """None: off; k: the chosen token and the k most likely."""
+        return self.top_logprobs if LOGPROBS in self.include else None
 
     @property
     def wants_summary(self) -> bool:

@@ -37,16 +37,17 @@ class StructuredRequest(GenerationRequest):
     """A request that may ask for a form: by `response_format`, by `structured_outputs` and `guided_*` (vLLM), or by the single
     fields of SGLang. A schema or a structural tag may also come as JSON text."""
 
-    response_format: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None  # OpenAI's: `type` is text, json_object, json_schema or structural_tag
+    # vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag`
     structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    json_schema: dict[str, Any] | str | bool | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: dict[str, Any] | str | None = None
+    guided_json: dict[str, Any] | str | bool | None = None  # a JSON schema for the content
+    guided_regex: str | None = None  # an expression that the whole content matches
+    guided_choice: list[str] | None = None  # the content is one of these texts
+    guided_grammar: str | None = None  # an EBNF grammar, whose start is `root`
+    json_schema: dict[str, Any] | str | bool | None = None  # SGLang's name for guided_json
+    regex: str | None = None  # SGLang's name for guided_regex
+    ebnf: str | None = None  # SGLang's name for guided_grammar
+    structural_tag: dict[str, Any] | str | None = None  # forms of parts of the content, between tags
 
     @property
     def grammar(self) -> Grammar | None:

@@ -54,7 +54,7 @@ class TokenizeRequest(RequestModel):
         "chat_template": "the template is chosen when the server starts (--chat-template)"
     }
 
-    model: str | None = None
+    model: str | None = None  # a name from /v1/models; left out: the first of them
     prompt: (
         Annotated[
             str | list[str],
@@ -62,38 +62,40 @@ class TokenizeRequest(RequestModel):
             WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
         ]
         | None
-    ) = None
+    ) = None  # a text or up to 1,024, instead of messages
+    # a conversation, instead of prompt
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(check_messages)] | None = None
-    tools: Tools | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    tools: Tools | None = None  # shown to the model with the messages
+    add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
+    continue_final_message: bool = False  # the prompt ends within the last message; needs add_generation_prompt=false
+    # variables of the chat template
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool = False  # the answer has the texts of the tokens
 
 
 class DetokenizeRequest(RequestModel):
     """Tokens to turn into text."""
 
-    model: str | None = None
+    model: str | None = None  # a name from /v1/models; left out: the first of them
     tokens: Annotated[
         list[int] | list[list[int]],
         PlainValidator(_as_ids),
         WithJsonSchema({"anyOf": [_LIST_OF_IDS, {"type": "array", "items": _LIST_OF_IDS}]}),
-    ]
-    skip_special_tokens: bool = False
+    ]  # token ids, or up to 1,024 lists of them
+    skip_special_tokens: bool = False  # special tokens have no text
 
 
 class TokenizeAnswer(Struct, frozen=True):
     """Of several texts `tokens`, `count` and `token_strs` are lists of what they are for one."""
 
-    count: int | list[int]
-    max_model_len: int
-    tokens: list[int] | list[list[int]]
-    token_strs: list[str] | list[list[str]] | UnsetType | None = UNSET
+    count: int | list[int]  # tokens
+    max_model_len: int  # tokens of the window, answer included
+    tokens: list[int] | list[list[int]]  # their ids
+    token_strs: list[str] | list[list[str]] | UnsetType | None = UNSET  # their texts, with return_token_strs
 
 
 class DetokenizeAnswer(Struct, frozen=True):
     """The text by its names at vLLM and at SGLang; lists of texts for several."""
 
-    prompt: str | list[str]
-    text: str | list[str]
+    prompt: str | list[str]  # vLLM's name
+    text: str | list[str]  # SGLang's name

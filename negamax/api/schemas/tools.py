@@ -1,8 +1,10 @@
-"""What every dialect demands of a declared function: a name that survives in the model's format, and a schema."""
+"""What every dialect demands of a declared function: a name that survives in the model's format, and a schema; and which of
+them a `tool_choice` allows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from negamax.api.schemas.common import refuse, shown
@@ -29,3 +31,47 @@ def check_function(function: Mapping[str, Any], *, where: str, schema_field: str
     for key, kind in (("description", str), (schema_field, dict)):
         if not isinstance(function.get(key), kind | None):
             refuse(f"{where}.{key}", f"must be a JSON {'string' if kind is str else 'object'}")
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTools:
+    """A `tool_choice` of some of the declared tools. `names` has the place in the request for each name."""
+
+    mode: str
+    names: dict[str, str]
+
+
+def allowed_tools(choice: Mapping[str, Any], *, may_run_elsewhere: bool = False) -> AllowedTools:
+    """What a `tool_choice` of the type "allowed_tools" says, in the shape of chat completions or of Responses.
+
+    `may_run_elsewhere`: tools that are neither functions nor custom tools are passed over, as where they are declared.
+    """
+    field, described = "tool_choice", choice
+    if "allowed_tools" in choice:
+        field, described = "tool_choice.allowed_tools", choice["allowed_tools"]
+    if not isinstance(described, Mapping):
+        refuse(field, f"must be an object with a mode and tools; got {shown(described)}")
+    mode, tools = described.get("mode", "auto"), described.get("tools")
+    if mode not in ("auto", "required"):
+        refuse(f"{field}.mode", f"{shown(mode)}; allowed: 'auto', 'required'")
+    if not isinstance(tools, list):
+        refuse(f"{field}.tools", f"must be a list of tools; got {shown(tools)}")
+    check_tool_count(len(tools), field=f"{field}.tools")
+    names: dict[str, str] = {}
+    for index, tool in enumerate(tools):
+        where = f"{field}.tools[{index}]"
+        if not isinstance(tool, Mapping):
+            refuse(where, f"must be an object with a type and a name; got {shown(tool)}")
+        kind = tool.get("type", "function")
+        if kind not in ("function", "custom"):
+            if may_run_elsewhere and isinstance(kind, str):
+                continue
+            refuse(f"{where}.type", f"{shown(kind)}; allowed: 'function'")
+        where, tool = (f"{where}.{kind}", tool[kind]) if kind in tool else (where, tool)
+        name = tool.get("name") if isinstance(tool, Mapping) else None
+        if not isinstance(name, str):
+            refuse(f"{where}.name", f"must be the name of a tool; got {shown(name)}")
+        names.setdefault(name, f"{where}.name")
+    if not names:
+        refuse(f"{field}.tools", "has no tool that can be called here; name at least one, or use tool_choice 'none'")
+    return AllowedTools(mode, names)

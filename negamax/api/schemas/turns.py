@@ -16,26 +16,27 @@ _PRIORITY_LIMIT = 2**31
 class TurnRequest(RequestModel):
     """One answer to a conversation. The fields below its dialect's own are extensions, named as in chat completions."""
 
-    model: str | None = None
-    stream: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: LogitBias | None = None
-    seed: int | None = None
-    min_tokens: int = 0
-    stop_token_ids: StopTokenIds = Field(default_factory=list)
-    ignore_eos: bool = False
-    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
+    model: str | None = None  # a name from /v1/models; left out: the first of them
+    stream: bool = False  # answer with events instead of one body
+    temperature: float | None = None  # 0 is greedy
+    top_p: float | None = None  # the likeliest tokens that have this probability together
+    top_k: int | None = None  # only so many of the likeliest tokens; 0 and -1: all
+    min_p: float | None = None  # tokens with less than this share of the likeliest one's probability are left out
+    repetition_penalty: float | None = None  # above 1: tokens of prompt and answer become less likely
+    frequency_penalty: float = 0.0  # taken from a token's logit for each time the answer has it
+    presence_penalty: float = 0.0  # taken from a token's logit once the answer has it
+    logit_bias: LogitBias | None = None  # added to logits, by token id
+    seed: int | None = None  # the same seed gives the same draws
+    min_tokens: int = 0  # before so many, no end token is sampled and no stop counts
+    stop_token_ids: StopTokenIds = Field(default_factory=list)  # tokens that end the answer
+    ignore_eos: bool = False  # the end token does not end the answer
+    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)  # lower numbers run earlier
     timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
-    cache_salt: str = Field(default="", max_length=256)
+    cache_salt: str = Field(default="", max_length=256)  # cached prefixes are shared only within one salt
+    # variables of the chat template
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None = None
 
-    def sampling_params(self, *, max_tokens: int | None, stop: list[str]) -> SamplingParams:
+    def sampling_params(self, *, max_tokens: int | None, stop: list[str], logprobs: int | None = None) -> SamplingParams:
         """The engine's parameters; the limit and the stop strings have other names in each dialect."""
         return SamplingParams(
             temperature=self.temperature,
@@ -52,4 +53,5 @@ class TurnRequest(RequestModel):
             stop=tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
         )

@@ -1,0 +1,127 @@
+"""The tokens of the content are found among all tokens, however the answer was cut into steps and told in fragments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from negamax.api.blocks import BlockGrew, BlockKind, BlockWriter
+from negamax.api.content_logprobs import ContentLogprobs
+from negamax.api.conversation import CallSoFar, Voice
+from negamax.api.schemas.answers import ChatLogprob
+from negamax.scheduler.step import TokenLogprobs
+from negamax.text.detokenizer import Detokenizer
+from negamax.text.formats import OutputStyle, output_style
+from negamax.text.output_parser import ParserEvent, ToolCallStart
+from negamax.text.packets import Packets
+from negamax.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[2] / "negamax" / "assets" / "nano")
+M2, M3 = output_style("minimax_m2"), output_style("minimax_m3")
+APPENDED = output_style("minimax_m2", reasoning_parser="minimax_m2_append_think")
+M2_CALL = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">Done. It is</parameter>\n</invoke>\n</minimax:tool_call>'
+M3_CALL = '@<tool_call>\n@<invoke name="f">@<x>Done. It is@</x>@</invoke>\n@</tool_call>'.replace("@", "]<]minimax[>[")
+
+# Parts in turn: what is not content, and what is.
+ANSWERS = {
+    "plain": (M2, ["The sum.\n</think>\n\n", "47 + 38 = 85, so 85 apples."]),
+    "content that the reasoning has too": (M2, ["Say: Hello there!\n</think>\n\n", "Hello there!"]),
+    "content that a tag has too": (M2, ["Hm\n</think>\n\n", "think about it"]),
+    "no reasoning": (M2, ["</think>\n\n", "th\n\n ink </ and more"]),
+    "emoji in several tokens": (M2, ["A 🙂 is 🙂🙂\n</think>\n\n", "🙂🙂 日本語 🙂 Größe"]),
+    "spaces before the first word": (M2, ["Hm\n</think>\n\n", "    indented = 1\n\n    code = 2"]),
+    "content around a call": (M2, ["Look\n</think>\n\n", "I look.", f"\n{M2_CALL}", "\n\nDone. It is so."]),
+    "content between calls": (M2, ["Look\n</think>\n\n", "So:", f"\n{M2_CALL}", "\nDone. It is", f"\n{M2_CALL}"]),
+    "tags in the content": (M2, ["Hm\n</think>\n\n", "a </think> b <think> c"]),
+    "quoted calls": (M2, ["Hm\n</think>\n\n", 'Write <invoke name="f"> and <minimax:tool_call> like this']),
+    "m3": (M3, ["The sum.</mm:think>", "The sum. Is 85 ]<] apples."]),
+    "m3 call": (M3, ["The sum.</mm:think>", "I look.", M3_CALL, "Done. It is so."]),
+    "m3 thinks again": (M3, ["One.</mm:think>", "Two. Three.", "<mm:think>Three. Four.</mm:think>", "Four. One."]),
+    "reasoning in the content": (APPENDED, ["", "Hm, what?\n</think>\n\nHello </think> there"]),
+}
+
+
+def entries(token_ids: Sequence[int]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(token_id, -place / 1024, 1, [token_id], [-place / 1024]) for place, token_id in enumerate(token_ids)]
+
+
+def steps_of(token_ids: Sequence[int], *, style: OutputStyle, size: int) -> Iterator[tuple[int, list[ParserEvent]]]:
+    """How many tokens a step brought, and the parser's events."""
+    detokenizer = Detokenizer(TOKENIZER)
+    parser = style.new_parser(tools=None, in_reasoning=True, tag_ids=style.format.tag_ids(TOKENIZER) or None)
+    for start in range(0, len(token_ids), size):
+        step = token_ids[start : start + size]
+        yield len(step), parser.feed(detokenizer.push(step))
+    yield 0, [*parser.feed(detokenizer.finish()), *parser.finish()]
+
+
+def read(token_ids: Sequence[int], style: OutputStyle, *, size: int, fragments: int) -> list[list[ChatLogprob]]:
+    """The tokens of each content block, as a stream's deltas have them; a whole answer must say the same."""
+    voice = Voice(style, style.format.tag_ids(TOKENIZER), ())
+    told, whole = ContentLogprobs(TOKENIZER, voice), ContentLogprobs(TOKENIZER, voice)
+    packets, calls = Packets(min_chars=1, max_chars=fragments), list[CallSoFar]()
+    writer = BlockWriter(calls)
+    in_deltas: dict[int, list[ChatLogprob]] = {}
+    waiting = iter(entries(token_ids))
+    for num_tokens, events in [*steps_of(token_ids, style=style, size=size), (0, [])]:
+        arrived = list(itertools.islice(waiting, num_tokens))
+        told.add(arrived)
+        whole.add(arrived)
+        sized = packets.push(events) + ([] if num_tokens else packets.flush())
+        calls += [CallSoFar("c", event.name, []) for event in sized if isinstance(event, ToolCallStart)]
+        for event in writer.push(sized):
+            if isinstance(event, BlockGrew):
+                in_deltas.setdefault(event.block.index, []).extend(told.take(event.block, event.text))
+    found = []
+    for block in writer.blocks:
+        assert told.of(block) == whole.of(block) == in_deltas.get(block.index, [])
+        if block.kind is BlockKind.CONTENT:
+            found.append(told.of(block))
+        else:
+            assert told.of(block) == []
+    return found
+
+
+def expected(parts: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+    """The tokens of an answer, and the places of those that hold a byte of each content."""
+    token_ids = TOKENIZER.encode("".join(parts))
+    ends = list(itertools.accumulate(len(TOKENIZER.token_bytes(token_id)) for token_id in token_ids))
+    assert ends[-1] == len("".join(parts).encode())
+    places, start = [], 0
+    for number, part in enumerate(parts):
+        end = start + len(part.encode())
+        if number % 2:
+            overlapping = [i for i, last in enumerate(ends) if last > start and (ends[i - 1] if i else 0) < end]
+            places.append(overlapping)
+        start = end
+    return token_ids, places
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize(("size", "fragments"), [(1, 200), (1, 3), (3, 200), (1000, 5), (1000, 10_000)])
+def test_content_has_its_tokens_and_no_others(name: str, size: int, fragments: int) -> None:
+    style, parts = ANSWERS[name]
+    token_ids, places = expected(parts)
+    found = read(token_ids, style, size=size, fragments=fragments)
+    assert [[-1024 * entry.logprob for entry in block] for block in found] == places
+    for block, content in zip(found, parts[1::2], strict=True):
+        assert content.encode() in b"".join(bytes(entry.bytes) for entry in block)
+
+
+def test_an_answer_that_ends_within_a_character_keeps_its_tokens() -> None:
+    token_ids = TOKENIZER.encode("Hm\n</think>\n\nGood 🙂")
+    raw = [TOKENIZER.token_bytes(token_id) for token_id in token_ids]
+    assert len(raw[-1]) < 4  # else there is nothing to cut
+    (found,) = read(token_ids[:-1], M2, size=1, fragments=200)
+    assert b"".join(bytes(entry.bytes) for entry in found).startswith(b"Good \xf0")
+    assert found[-1].logprob == (2 - len(token_ids)) / 1024
+
+
+def test_a_long_answer_is_read_to_its_end() -> None:
+    parts = ["Thought. " * 5_000 + "\n</think>\n\n", "Content. " * 5_000]
+    token_ids, places = expected(parts)
+    (found,) = read(token_ids, M2, size=50, fragments=200)
+    assert [-1024 * entry.logprob for entry in found] == places[0]

@@ -1,0 +1,234 @@
+"""The encoding cache: whatever is kept, texts have the tokens that the tokenizer gives them, and memory stays in its bound."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text_support import CONTROL, TAGS, config_text, definition_text, make_tokenizer
+from tokenizers import Tokenizer as Backend
+
+from negamax.base.errors import InvalidRequestError
+from negamax.text.encoding_cache import KEPT_CHARS, EncodingCache
+from negamax.text.tokenizer import Tokenizer
+
+GOLDENS = json.loads((Path(__file__).parents[1] / "golden" / "minimax_m2_renders.json").read_text(encoding="utf-8"))
+NANO = Path(__file__).parents[2] / "negamax" / "assets" / "nano"
+TRAINED = json.loads(definition_text())
+LOOK_AHEAD = {"type": "Split", "pattern": {"Regex": r"\s?\w+(?!\S)|\s+|\W"}, "behavior": "Isolated", "invert": False}
+BYTE_LEVEL = TRAINED["pre_tokenizer"]
+
+
+def token(text: str, **flags: bool) -> dict[str, Any]:
+    """An added token of its own, whose text begins like one of the others, or contains one."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    return {"id": 990 + len(text), "content": text, **plain, **flags}
+
+
+def made(*tokens: dict[str, Any], **changes: Any) -> Tokenizer:
+    definition = {**TRAINED, "added_tokens": [*TRAINED["added_tokens"], *tokens], **changes}
+    return Tokenizer(json.dumps(definition), config={})
+
+
+CUT = {
+    "as trained": make_tokenizer(),
+    "a space put before each piece": made(pre_tokenizer={**BYTE_LEVEL, "add_prefix_space": True}),
+    "pieces that look ahead": made(
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [LOOK_AHEAD, {**BYTE_LEVEL, "use_regex": False}]}
+    ),
+    "composed characters": made(normalizer={"type": "NFC"}),
+    "tokens within tokens": made(token("]~b]user"), token("~b]["), token("k><m")),
+    "tokens found after normalisation": made(
+        token("user", normalized=True, single_word=True), token("b]é", normalized=True, lstrip=True), normalizer={"type": "NFC"}
+    ),
+    "nano": Tokenizer.from_folder(NANO),
+}
+NOT_CUT = {
+    "spaces before a token are part of it": made(token("<l>", lstrip=True)),
+    "spaces after a token are part of it": made(token("<r>", rstrip=True)),
+    "a token only as a word of its own": made(token("word", single_word=True)),
+    "the first piece is another one": made(
+        pre_tokenizer={
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Metaspace", "replacement": "_", "prepend_scheme": "first", "split": True}, BYTE_LEVEL],
+        }
+    ),
+    "an unknown normaliser": made(normalizer={"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x"}]}),
+    "truncation": made(truncation={"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}),
+    "chance": made(model={**TRAINED["model"], "dropout": 0.5}),
+    "no added token": made(added_tokens=[]),
+}
+
+MARKS = (*CONTROL, *TAGS, "]~b", "[e~", "<", "<l>")
+WORDS = (*MARKS, "user", "word", "don't", "e\u0301", "é", "日本", "🙂", "_", " ", "\n", "  \t")
+UTF8 = st.characters(exclude_categories=["Cs"])
+SHORT = st.lists(st.one_of(st.sampled_from(WORDS), st.text(UTF8, max_size=5)), max_size=12).map("".join)
+LONG = st.builds(lambda text, count: text * count, st.one_of(SHORT, st.sampled_from(WORDS)), st.integers(1, KEPT_CHARS))
+TEXTS = st.lists(st.one_of(SHORT, LONG), max_size=6).map("".join)
+
+
+def reference(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The library's tokens for the whole text, by its other way to encode."""
+    return tokenizer._backend.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", CUT)
+@settings(deadline=None, max_examples=60)
+@given(text=TEXTS, ends=st.lists(st.floats(0, 1), max_size=3))
+def test_every_beginning_has_the_tokens_of_the_library(name: str, text: str, ends: list[float]) -> None:
+    cache = EncodingCache(CUT[name])
+    for end in (*sorted(ends), 1, *ends):  # a growing conversation, then earlier states of it
+        beginning = text[: round(end * len(text))]
+        assert cache.encode(beginning) == reference(CUT[name], beginning)
+
+
+@pytest.mark.parametrize("name", NOT_CUT)
+def test_tokenizer_that_looks_beyond_its_added_tokens_is_not_cut(name: str) -> None:
+    assert NOT_CUT[name].cuts is None
+    cache = EncodingCache(NOT_CUT[name])
+    cache.encode(f"]~b]user\n{'some words ' * 100}[e~[\n" * 3)
+    assert cache.num_bytes == 0
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_prompts_have_the_tokens_of_the_library(name: str) -> None:
+    texts = ["\n".join(case["expected"]) for case in GOLDENS]
+    longer = ["".join(texts[:end]) for end in range(1, 1 + len(texts))]
+    cache = EncodingCache(CUT[name])
+    assert [cache.encode(text) for text in texts + longer] == [reference(CUT[name], text) for text in texts + longer]
+    assert cache.num_bytes > 0
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_long_stretches_after_every_pair_of_words(name: str) -> None:
+    text = "".join(f"{first}{second}{'so on ' * 50}" for first in WORDS for second in (*MARKS, "user", " "))
+    assert EncodingCache(CUT[name]).encode(text) == reference(CUT[name], text)
+
+
+class CountingTokenizer(Tokenizer):
+    """Counts the characters that it really tokenises."""
+
+    num_chars = 0
+
+    def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
+        self.num_chars += len(text)
+        return super().encode(text, allow_special=allow_special)
+
+
+def counting() -> CountingTokenizer:
+    return CountingTokenizer(definition_text(), config=json.loads(config_text()))
+
+
+def turns(count: int, *, chars: int) -> Iterator[str]:
+    """A conversation after each of its turns; no two turns say the same."""
+    text = "]~!b[]~b]system\nYou are a helpful assistant.[e~[\n"
+    for turn in range(count):
+        said = f"turn {turn} " * (chars // 7)
+        text += f"]~b]user\n{said[:chars]}[e~[\n]~b]ai\n<think>\nso {said[::-1][:chars]}</think>\n\n{said[3:chars]}[e~[\n"
+        yield text
+
+
+@pytest.mark.parametrize("chars", [2000, 40])  # each part is a long stretch; parts are runs of short ones
+def test_turn_costs_what_it_adds(chars: int) -> None:
+    tokenizer = counting()
+    cache = EncodingCache(tokenizer)
+    before = 0
+    for text in turns(40, chars=chars):
+        tokenizer.num_chars = 0
+        cache.encode(text)
+        assert tokenizer.num_chars <= len(text) - before + 2048  # the end of the turn before, which the new one goes on with
+        before = len(text)
+    assert before > 30 * 3 * chars
+
+
+def test_what_is_kept_is_shared_only_within_a_salt() -> None:
+    tokenizer = counting()
+    cache = EncodingCache(tokenizer)
+    text = "]~b]user\n" + "Keep this. " * 50
+    costs = []
+    for salt in ("", "one", "two", "one", "", "\ud800"):
+        tokenizer.num_chars = 0
+        assert cache.encode(text, salt=salt) == reference(make_tokenizer(), text)
+        costs.append(tokenizer.num_chars > 500)
+    assert costs == [True, True, True, False, False, True]
+
+
+def test_little_parts_are_not_kept() -> None:
+    cache = EncodingCache(make_tokenizer())
+    cache.encode("]~b]user\nHi[e~[\n]~b]ai\n")
+    assert cache.num_bytes == 0
+
+
+def test_bytes_are_bounded_and_the_latest_used_parts_stay() -> None:
+    tokenizer = counting()
+    cache = EncodingCache(tokenizer, max_bytes=100_000)
+    kept = "]~b]user\n" + "Keep this. " * 50
+    cache.encode(kept)
+    for turn in range(300):
+        cache.encode(f"]~b]user\n{f'question {turn}, ' * 60}")
+        cache.encode(kept)
+        assert cache.num_bytes <= 100_000
+    assert cache.num_bytes > 50_000
+    tokenizer.num_chars = 0
+    cache.encode(kept)
+    assert tokenizer.num_chars < 20
+
+
+def test_part_too_large_for_the_cache_drops_no_other() -> None:
+    cache = EncodingCache(make_tokenizer(), max_bytes=10_000)
+    cache.encode("]~b]" + "Keep this. " * 50)
+    kept = cache.num_bytes
+    assert cache.encode("]~b]" + "z" * 5000) == reference(make_tokenizer(), "]~b]" + "z" * 5000)
+    assert cache.num_bytes == kept > 0
+
+
+def test_threads_share_a_cache_that_is_too_small() -> None:
+    tokenizer = make_tokenizer()
+    cache = EncodingCache(tokenizer, max_bytes=20_000)
+    texts = list(turns(12, chars=600))
+    expected = [reference(tokenizer, text) for text in texts]
+    wrong: list[int] = []
+
+    def work(first: int) -> None:
+        for i in range(len(texts) * 3):
+            turn = (first + i) % len(texts)
+            if cache.encode(texts[turn]) != expected[turn]:
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work, args=(3 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert 0 < cache.num_bytes <= 20_000
+    assert cache.num_bytes == sum(512 + 4 * len(ids) for ids in cache._entries.values())
+
+
+def test_answer_is_the_callers_own() -> None:
+    cache = EncodingCache(make_tokenizer())
+    text = "]~b]user\n" + "Keep this. " * 50
+    first = cache.encode(text)
+    first.clear()
+    assert cache.encode(text) == reference(make_tokenizer(), text)
+
+
+def test_lone_surrogate_is_named_by_its_place_in_the_whole_text() -> None:
+    text = "]~b]user\n" + "x" * 500 + "[e~[\n"
+    with pytest.raises(InvalidRequestError, match=rf"U\+D800 at character {len(text)}"):
+        EncodingCache(make_tokenizer()).encode(text + "\ud800")
+
+
+def test_library_reads_the_definitions_of_this_test() -> None:
+    """Else the variants above would prove nothing: each gives other tokens than the plain one."""
+    text = "]~b]user e\u0301 k><m\u00e9 <think>word"
+    plain = reference(CUT["as trained"], text)
+    variants = [name for name in CUT if name not in ("as trained", "pieces that look ahead")]
+    assert [name for name in variants if reference(CUT[name], text) == plain] == []
+    assert Backend.from_str(definition_text()).encode(text).ids == plain

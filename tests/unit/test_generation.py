@@ -1,0 +1,273 @@
+"""A request seen from the server: everything is handed on, once, in order, and nothing is left in the engine afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from negamax.base.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, RequestTimeoutError
+from negamax.engine.generation import Generation, Generations, joined
+from negamax.engine.output import ChoiceStream, RequestOutput
+from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
+from tests.unit.test_choice_stream import IDS, TEXT, TOKENIZER, info
+
+
+def update(name: str, token_ids: list[int], *, end: str | None = None, logprobs: bool = False, **fields: Any) -> SequenceUpdate:
+    entries = [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in token_ids] if logprobs else None
+    return SequenceUpdate(name, token_ids, entries, None, end, 7 if end else None, 3, None, **fields)
+
+
+class Engine:
+    """What a generation does to its engine."""
+
+    def __init__(self, *, refuses: Exception | None = None) -> None:
+        self.open: set[str] = set()
+        self.submitted: list[str] = []
+        self.aborted: list[str] = []
+        self._refuses = refuses
+
+    def enter(self, generation: Generation, requests: Sequence[GenerateRequest]) -> None:
+        if self._refuses is not None:
+            raise self._refuses
+        self.open |= {request.request_id for request in requests}
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self.submitted += [request.request_id for request in requests]
+
+    def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
+        known = [sequence_id for sequence_id in sequence_ids if sequence_id in self.open]
+        self.open -= set(known)
+        self.aborted += known if abort else []
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.num_outputs = 0
+        self.ends: list[BaseException | None] = []
+
+    def started(self, at: float) -> None: ...
+
+    def gained(self, output: RequestOutput) -> None:
+        self.num_outputs += 1
+
+    def ended(self, error: BaseException | None) -> None:
+        self.ends.append(error)
+
+
+def generation(
+    engine: Engine, *, n: int = 1, stop: tuple[str, ...] = (), seconds: float | None = None, watcher: Watcher | None = None
+) -> Generation:
+    sampling = SamplingParams(stop=stop)
+    requests = [GenerateRequest(request_id=f"r/{index}", prompt_token_ids=(1,), sampling=sampling) for index in range(n)]
+    streams = {
+        request.request_id: ChoiceStream(TOKENIZER, sampling, info=info(), request_id="r", index=index, num_prompt_tokens=1)
+        for index, request in enumerate(requests)
+    }
+    deadline = None if seconds is None else time.monotonic() + seconds
+    return Generation(engine, requests, streams, deadline=deadline, observer=watcher)
+
+
+def give(to: Generation, *updates: SequenceUpdate) -> None:
+    for one in updates:
+        to.put(one)
+    to.hand_on()
+
+
+def test_outputs_come_in_the_call_that_brings_them_in_order_and_once() -> None:
+    async def run() -> None:
+        engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
+        request = generation(engine, watcher=watcher)
+        running = asyncio.create_task(request.run(taken.append))
+        await asyncio.sleep(0)
+        assert engine.submitted == ["r/0"]
+        for position, token_id in enumerate(IDS):
+            give(request, update("r/0", [token_id], end="length" if position == len(IDS) - 1 else None))
+            assert len(taken) == position + 1  # no task had to wake up
+        await asyncio.wait_for(running, 5)
+        assert "".join(output.text for output in taken) == TEXT
+        assert not engine.open and not engine.aborted and watcher.ends == [None] and watcher.num_outputs == len(IDS)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pauses_join_what_arrives_and_lose_nothing(seed: int) -> None:
+    async def run(rng: random.Random) -> None:
+        engine, taken = Engine(), list[RequestOutput]()
+        request = generation(engine, n=2)
+        running = asyncio.create_task(request.run(taken.append))
+        await asyncio.sleep(0)
+        is_paused = False
+        for position, token_id in enumerate(IDS):
+            end = "length" if position == len(IDS) - 1 else None
+            before = len(taken)
+            give(request, update("r/0", [token_id], end=end), update("r/1", [token_id], end=end))
+            assert len(taken) - before == (0 if is_paused else 2)
+            if rng.random() < 0.3:
+                is_paused = not is_paused
+                (request.pause if is_paused else request.resume)()
+        request.resume()
+        await asyncio.wait_for(running, 5)
+        for index in range(2):
+            parts = [output for output in taken if output.index == index]
+            assert "".join(output.text for output in parts) == TEXT
+            assert [token_id for output in parts for token_id in output.token_ids] == IDS
+
+    asyncio.run(run(random.Random(seed)))
+
+
+def test_backlog_is_one_update_per_sequence_with_all_its_tokens() -> None:
+    first = update("a", [0], logprobs=True)
+    for token_id in range(1, 100_000):
+        first = joined(first, update("a", [token_id], logprobs=True))
+    first = joined(first, update("a", [-1], end="stop", logprobs=True))
+    assert first.token_ids == [*range(100_000), -1]
+    assert first.logprobs is not None and [entry.token_id for entry in first.logprobs] == first.token_ids
+    assert (first.finish_reason, first.stop_reason, first.num_cached_tokens) == ("stop", 7, 3)
+
+
+def test_prompt_logprobs_of_the_first_update_survive_the_last() -> None:
+    prompt = [TokenLogprobs(5, -2.0, 1, [], [])]
+    both = joined(SequenceUpdate("a", [1], None, prompt, None, None, 0, None), update("a", [2], end="length"))
+    assert both.prompt_logprobs is not None and both.prompt_logprobs[0].token_id == 5
+    assert both.token_ids == [1, 2]
+
+
+def test_later_choices_are_sent_when_the_first_has_read_the_prompt() -> None:
+    async def run() -> None:
+        engine = Engine()
+        request = generation(engine, n=3)
+        running = asyncio.create_task(request.run(lambda output: None))
+        await asyncio.sleep(0)
+        assert engine.submitted == ["r/0"] and engine.open == {"r/0", "r/1", "r/2"}
+        give(request, update("r/0", [IDS[0]]))
+        assert engine.submitted == ["r/0", "r/1", "r/2"]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert sorted(engine.aborted) == ["r/0", "r/1", "r/2"] and not engine.open
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_ends_the_choice_in_the_engine_too() -> None:
+    async def run() -> None:
+        engine, taken = Engine(), list[RequestOutput]()
+        request = generation(engine, stop=("ships that pass",))
+        running = asyncio.create_task(request.run(taken.append))
+        await asyncio.sleep(0)
+        give(request, update("r/0", list(IDS)))
+        give(request, update("r/0", list(IDS)))  # crossed with our abort
+        await asyncio.wait_for(running, 5)
+        assert "".join(output.text for output in taken) == TEXT[: TEXT.index("ships that pass")]
+        assert engine.aborted == ["r/0"] and taken[-1].finish_reason == "stop"
+
+    asyncio.run(run())
+
+
+def test_failure_comes_after_what_has_arrived_and_the_first_one_counts() -> None:
+    async def run() -> None:
+        engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
+        request = generation(engine, watcher=watcher)
+        running = asyncio.create_task(request.run(taken.append))
+        await asyncio.sleep(0)
+        request.pause()
+        give(request, update("r/0", [IDS[0]]))
+        request.fail(EngineDeadError("first"))
+        request.fail(EngineDeadError("second"))
+        assert not taken
+        request.resume()
+        with pytest.raises(EngineDeadError, match="first"):
+            await asyncio.wait_for(running, 5)
+        assert len(taken) == 1 and str(watcher.ends[0]) == "first" and len(watcher.ends) == 1
+
+    asyncio.run(run())
+
+
+def test_deadline_ends_what_runs() -> None:
+    async def run() -> None:
+        engine = Engine()
+        with pytest.raises(RequestTimeoutError):
+            await asyncio.wait_for(generation(engine, seconds=0.05).run(lambda output: None), 5)
+        assert engine.aborted == ["r/0"] and not engine.open
+
+    asyncio.run(run())
+
+
+def test_a_user_that_fails_ends_its_own_request_and_hears_why() -> None:
+    async def run() -> None:
+        engine = Engine()
+        request = generation(engine)
+
+        def broken(output: RequestOutput) -> None:
+            raise EngineError("cannot be told")
+
+        running = asyncio.create_task(request.run(broken))
+        await asyncio.sleep(0)
+        give(request, update("r/0", [IDS[0]]))  # does not raise here: others have their outputs in the same step
+        give(request, update("r/0", [IDS[1]]))
+        with pytest.raises(EngineError, match="cannot be told"):
+            await asyncio.wait_for(running, 5)
+        assert engine.aborted == ["r/0"]
+
+    asyncio.run(run())
+
+
+def test_refusals_are_raised_where_a_status_line_can_tell_them() -> None:
+    async def begins(engine: Engine, act: Callable[[Generation], None]) -> None:
+        request = generation(engine)
+        beginning = asyncio.create_task(request.begun())
+        await asyncio.sleep(0)
+        act(request)
+        try:
+            await asyncio.wait_for(beginning, 5)
+        finally:
+            request.close()
+            assert not engine.open
+
+    refusal = SequenceUpdate("r/0", [], None, None, "error", None, 0, "no such rule", True)
+    with pytest.raises(InvalidRequestError, match="no such rule"):
+        asyncio.run(begins(Engine(), lambda request: give(request, refusal)))
+    with pytest.raises(EngineDeadError):
+        asyncio.run(begins(Engine(), lambda request: request.fail(EngineDeadError("gone"))))
+    with pytest.raises(OverloadedError):
+        asyncio.run(begins(Engine(refuses=OverloadedError("full")), lambda request: None))
+
+
+def test_what_came_before_the_user_is_kept_for_it() -> None:
+    async def run() -> None:
+        engine, taken = Engine(), list[RequestOutput]()
+        request = generation(engine)
+        beginning = asyncio.create_task(request.begun())
+        await asyncio.sleep(0)
+        give(request, update("r/0", [IDS[0]]), update("r/0", list(IDS[1:]), end="length"))
+        await asyncio.wait_for(beginning, 5)
+        await asyncio.wait_for(request.run(taken.append), 5)
+        assert "".join(output.text for output in taken) == TEXT and engine.submitted == ["r/0"]
+
+    asyncio.run(run())
+
+
+def test_requests_answered_together_end_together() -> None:
+    async def run() -> None:
+        engines, taken = [Engine(), Engine()], list[tuple[int, str]]()
+        parts = [generation(engine) for engine in engines]
+        both = Generations(parts)
+        running = asyncio.create_task(both.run(lambda number, output: taken.append((number, output.text))))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        give(parts[1], update("r/0", list(IDS), end="length"))
+        give(parts[0], update("r/0", [IDS[0]]))
+        assert [number for number, _ in taken] == [1, 0]
+        parts[0].fail(EngineDeadError("gone"))
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(running, 5)
+        assert engines[0].aborted == ["r/0"] and engines[1].aborted == []
+        assert not engines[0].open and not engines[1].open
+
+    asyncio.run(run())

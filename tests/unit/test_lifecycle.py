@@ -1,0 +1,40 @@
+"""A server that stops waits for what is open, in the background too."""
+
+from __future__ import annotations
+
+import asyncio
+
+from negamax.api.lifecycle import Lifecycle
+
+
+def drained_while(*, seconds: float, drain_timeout: float, is_cancelled: bool = False) -> tuple[bool, int, bool]:
+    """Whether a drain ended in time, what is open after it, and whether the work in the background was complete."""
+    done: list[bool] = []
+
+    async def work() -> None:
+        await asyncio.sleep(seconds)
+        done.append(True)
+
+    async def scene() -> tuple[bool, int]:
+        lifecycle = Lifecycle(drain_timeout=drain_timeout)
+        task = lifecycle.run_in_background(work())
+        assert lifecycle.num_open == 1  # before its first step: nothing else counts it then
+        lifecycle.begin_drain()
+        if is_cancelled:
+            task.cancel()
+        return await lifecycle.drained(is_idle=lambda: True), lifecycle.num_open
+
+    is_drained, num_open = asyncio.run(scene())
+    return is_drained, num_open, bool(done)
+
+
+def test_draining_waits_for_work_in_the_background() -> None:
+    assert drained_while(seconds=0.2, drain_timeout=20) == (True, 0, True)
+
+
+def test_draining_waits_no_longer_than_its_timeout() -> None:
+    assert drained_while(seconds=20, drain_timeout=0.1) == (False, 1, False)
+
+
+def test_work_that_is_cancelled_before_it_begins_is_over() -> None:
+    assert drained_while(seconds=20, drain_timeout=5, is_cancelled=True) == (True, 0, False)

@@ -1,0 +1,290 @@
+"""The live day: the whole server with the embedded model, and sessions in which its own answers make the history.
+
+The model is small and says little of sense, so its calls are asked for: required, by name, one at a time, and freely with
+strict tools. A grammar then guarantees their form, and what comes back through it, through the parser and through the history
+of many turns must be calls that follow their schemas, on prompts whose beginning is in the cache: all of the last prompt, and
+its answer as far as the model spelled it in the tokenizer's own way, which a grammar often keeps it from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from negamax.bench.agent_sessions import AgentSessions
+from negamax.bench.serve_client import AnswerReader, Record, ServingClient
+from negamax.bench.serve_options import CHAT, BenchOptions
+from negamax.bench.serve_workloads import Answer, Session, TextScale
+from negamax.checkpoint.hub import resolve_model
+from tools.load.server import Server, serving
+from tools.replay.script import Call
+
+BLOCK_SIZE = 16
+THINKING_TOKENS = 24  # of an answer, after which its thinking is closed
+HANG_UP_SHARE = 0.05
+MAX_PROBLEMS = 10
+_LIMITS: dict[str, dict[str, Any]] = {  # so that a call ends before the limit on its tokens
+    "string": {"maxLength": 40},
+    "integer": {"minimum": 1, "maximum": 9999},
+    "array": {"maxItems": 3},
+}
+_CHOICES: tuple[dict[str, Any], ...] = (
+    {"tool_choice": "required"},
+    {"tool_choice": "required", "parallel_tool_calls": False},
+    {"tool_choice": {"type": "function", "function": {"name": "edit_file"}}},
+    {"tool_choice": {"type": "function", "function": {"name": "run_tests"}}},
+    {"tool_choice": "auto", "parallel_tool_calls": False},
+)
+
+
+@dataclass(frozen=True)
+class LiveSize:
+    """How much there is. Lengths in tokens."""
+
+    sessions: int
+    turns: int
+    window: int
+    system_len: int
+    result_len: int
+    output_len: int
+
+    @classmethod
+    def full(cls, sessions: int) -> LiveSize:
+        return cls(sessions, turns=20, window=16_384, system_len=1500, result_len=200, output_len=256)
+
+    @classmethod
+    def small(cls, sessions: int) -> LiveSize:
+        return cls(sessions, turns=3, window=8_192, system_len=100, result_len=60, output_len=160)
+
+
+@dataclass
+class _Tally:
+    """What was done and what was wrong. Single writer: the event loop."""
+
+    problems: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    longest_prompt: int = 0  # tokens
+
+
+class _LivePlayer:
+    """Plays one session. Single writer: its task."""
+
+    def __init__(self, name: str, session: Session, *, client: ServingClient, tally: _Tally, rng: random.Random) -> None:
+        self._name = name
+        self._session = session
+        self._client = client
+        self._tally = tally
+        self._rng = rng
+        self._previous: Record | None = None  # the last turn, where its prompt must be found again
+
+    async def play(self) -> None:
+        """Every turn, up to the first failure."""
+        turns = self._session.start()
+        turn = next(turns)
+        while True:
+            choice = self._rng.choice(_CHOICES)
+            tools = [_strict(tool) for tool in turn.body["tools"]]
+            body = turn.body | choice | {"tools": tools, "thinking_token_budget": THINKING_TOKENS}
+            reader = await self._ask(body)
+            problems = self._problems(body, reader, tools)
+            self._count(reader)
+            self._tally.problems += [f"{self._name}, turn {self._tally.counts[self._name]}: {problem}" for problem in problems]
+            if problems:
+                return
+            calls = (reader.message or {}).get("tool_calls")
+            self._previous = reader.record if calls and reader.record.finish_reason != "length" else None
+            if calls and reader.record.finish_reason == "stop":  # a call that was forced by name ends so
+                reader.record.finish_reason = "tool_calls"
+            try:
+                turn = turns.send(Answer(reader.record, reader.message))
+            except StopIteration:
+                return
+
+    async def _ask(self, body: dict[str, Any]) -> AnswerReader:
+        sent = json.dumps(body | {"model": "nano", "stream": True, "stream_options": {"include_usage": True}}).encode()
+        if self._rng.random() < HANG_UP_SHARE:
+            reader = AnswerReader(Record(0), collect=True)
+            work = asyncio.ensure_future(self._client.stream(CHAT, sent, reader))
+            await asyncio.wait({work}, timeout=self._rng.random())
+            self._tally.counts["hung up"] += work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        reader = AnswerReader(Record(0), collect=True)
+        await self._client.stream(CHAT, sent, reader)
+        return reader
+
+    def _problems(self, body: dict[str, Any], reader: AnswerReader, tools: list[dict[str, Any]]) -> list[str]:
+        record, message = reader.record, reader.message or {}
+        if record.error is not None:
+            return [f"{record.error}: {record.detail}"]
+        calls = message.get("tool_calls", [])
+        problems = []
+        if record.finish_reason != "length":
+            problems += _call_problems(calls, body["tool_choice"], tools)
+            ends = "tool_calls" if calls and isinstance(body["tool_choice"], str) else "stop"
+            if record.finish_reason != ends:
+                problems.append(f"finish_reason {record.finish_reason!r} instead of {ends!r} with {len(calls)} calls")
+        else:
+            problems += [text for call in calls for text in _json_problems(call)]
+        if len(calls) > 1 and body.get("parallel_tool_calls") is False:
+            problems.append(f"{len(calls)} calls without parallel_tool_calls")
+        if self._previous is not None:
+            known = (self._previous.prompt_tokens or 0) // BLOCK_SIZE * BLOCK_SIZE
+            if (record.cached_tokens or 0) < known:
+                problems.append(f"{record.cached_tokens} tokens were cached; {known} of the last prompt must be")
+        return problems
+
+    def _count(self, reader: AnswerReader) -> None:
+        record, message = reader.record, reader.message or {}
+        prompt = record.prompt_tokens or 0
+        self._tally.longest_prompt = max(self._tally.longest_prompt, prompt)
+        self._tally.counts.update(
+            {
+                "turns": 1,
+                self._name: 1,
+                "calls": len(message.get("tool_calls", [])),
+                "cut": record.finish_reason == "length",
+                "thinking": bool(message.get("reasoning_content")),
+                "prompt tokens": prompt,
+                "cached tokens": record.cached_tokens or 0,
+                "output tokens": record.output_tokens or 0,
+                "in loops": self._previous is not None,
+            }
+        )
+
+
+def _strict(tool: dict[str, Any]) -> dict[str, Any]:
+    """`tool` with a schema that must be followed, and with limits."""
+    function = tool["function"]
+    properties = {
+        name: schema | _LIMITS.get(schema["type"], {}) for name, schema in function["parameters"]["properties"].items()
+    }
+    for schema in properties.values():
+        if "items" in schema:
+            schema["items"] = schema["items"] | _LIMITS["string"]
+    parameters = function["parameters"] | {"properties": properties, "additionalProperties": False}
+    return {"type": "function", "function": function | {"parameters": parameters, "strict": True}}
+
+
+def _call_problems(calls: list[dict[str, Any]], choice: Any, tools: list[dict[str, Any]]) -> list[str]:
+    if not calls:
+        return [] if choice == "auto" else [f"no call, although tool_choice is {choice}"]
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    problems = []
+    for call in calls:
+        name = call["function"]["name"]
+        if name not in schemas or (isinstance(choice, dict) and name != choice["function"]["name"]):
+            problems.append(f"a call of {name!r} with tool_choice {choice}")
+            continue
+        problems += _json_problems(call)
+        if not problems:
+            made = Call(name, json.loads(call["function"]["arguments"]))
+            problems += [f"{name}: {text}" for text in violations(made.arguments, schemas[name])]
+    if len({call["id"] for call in calls}) < len(calls):
+        problems.append("two calls have one id")
+    return problems
+
+
+def _json_problems(call: dict[str, Any]) -> list[str]:
+    arguments = call["function"]["arguments"]
+    try:
+        is_object = isinstance(json.loads(arguments), dict)
+    except ValueError as error:
+        return [f"arguments are no JSON: {error}: {arguments[:200]!r}"]
+    return [] if is_object else [f"arguments are no object: {arguments[:200]!r}"]
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+}  # fmt: skip
+
+
+def violations(value: Any, schema: dict[str, Any], *, place: str = "arguments") -> list[str]:
+    """What in `value` does not follow a schema of the keywords that the tools of this day use. Bytes that are no character,
+    U+FFFD here, are none to a grammar either: they are not counted."""
+    kind = schema["type"]
+    has_type = isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
+    if not has_type:
+        return [f"{place} is {value!r}, not of type {kind}"]
+    found = []
+    if kind == "object":
+        properties = schema["properties"]
+        found += [f"{place}.{name} is missing" for name in schema["required"] if name not in value]
+        found += [f"{place}.{name} is not in the schema" for name in value if name not in properties]
+        known = [name for name in value if name in properties]
+        found += [text for name in known for text in violations(value[name], properties[name], place=f"{place}.{name}")]
+    elif kind == "array":
+        found += [text for i, item in enumerate(value) for text in violations(item, schema["items"], place=f"{place}[{i}]")]
+    size = len(value) if kind == "array" else len(value.replace("\ufffd", "")) if kind == "string" else value
+    for keyword, is_over in (("maxLength", 1), ("maxItems", 1), ("maximum", 1), ("minimum", -1)):
+        if keyword in schema and (size - schema[keyword]) * is_over > 0:
+            found.append(f"{place} is {value!r}; {keyword} is {schema[keyword]}")
+    return found
+
+
+def _widened(folder: Path, *, window: int) -> Path:
+    """The embedded model with a longer window than it was trained for: what it says does not matter here."""
+    nano = resolve_model("nano")
+    for file in nano.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    config = json.loads((nano / "config.json").read_text(encoding="utf-8")) | {"max_position_embeddings": window}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+async def _play_day(server: Server, size: LiveSize, *, seed: int) -> tuple[_Tally, dict[str, float]]:
+    options = BenchOptions(
+        dataset_name="agent",
+        seed=seed,
+        agent_history="live",
+        agent_turns=size.turns,
+        agent_tools=8,
+        agent_system_len=size.system_len,
+        agent_result_len=size.result_len,
+        agent_output_len=size.output_len,
+    )
+    sessions = AgentSessions(options, scale=TextScale(tokens_per_char=0.45, overhead=200), window=size.window)
+    client = ServingClient(f"http://{server.host}:{server.port}", headers={}, timeout=300.0)
+    tally = _Tally()
+    players = [
+        _LivePlayer(f"session-{number}", sessions.session(), client=client, tally=tally, rng=random.Random(seed + number))
+        for number in range(size.sessions)
+    ]
+    await asyncio.gather(*(player.play() for player in players))
+    client.close()
+    return tally, await server.leftovers()
+
+
+def live_day(*, size: LiveSize, seed: int) -> dict[str, Any]:
+    """The report; `problems` in it is empty where nothing broke."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="replay-") as name:
+        model = _widened(Path(name), window=size.window)
+        with serving("--served-model-name", "nano", model=str(model)) as server:
+            tally, held = asyncio.run(_play_day(server, size, seed=seed))
+            problems = tally.problems[:MAX_PROBLEMS] + server.log_problems()[:MAX_PROBLEMS]
+    if held:
+        problems.append(f"held at the end: {held}")
+    counts = tally.counts
+    return {
+        "sessions": f"{size.sessions} at once",
+        "turns": counts["turns"],
+        "calls": counts["calls"],
+        "answers with thinking": counts["thinking"],
+        "answers cut by their limit": counts["cut"],
+        "longest prompt, tokens": tally.longest_prompt,
+        "prompt tokens": counts["prompt tokens"],
+        "of them cached": f"{counts['cached tokens'] / max(1, counts['prompt tokens']):.1%}",
+        "prompts found again whole": counts["in loops"],
+        "output tokens": counts["output tokens"],
+        "hung up and asked again": counts["hung up"],
+        "seconds": time.monotonic() - started,
+        "problems": problems,
+    }

@@ -1,0 +1,305 @@
+"""A coding agent's day as a script: what every session is asked, thinks, says, calls and gets back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.replay.contents import Contents
+
+STEPS_PER_TASK = (2, 9)  # turns with calls until the task is done
+PARALLEL_SHARE, MANY_CALLS = 0.3, (2, 5)
+LONG_FILE_SHARE = 0.12
+NO_THINKING_SHARE = 0.08
+NOTE_SHARE = 0.15  # of the turns with calls: the client adds an instruction to their results
+QUOTE_SHARE = 0.35  # of texts, values and results: the format's own tags occur in them
+LETTERS_SHARE = 0.5  # of the answers that quote tags: spelled in letters, not as the tags' tokens
+PACES = (1, 1, 4, 16, 64)  # most tokens that one step of the engine brings
+
+
+@dataclass(frozen=True)
+class Quotations:
+    """Pieces of a format that stand quoted in texts: what its tags look like, and what no reader may take for structure."""
+
+    in_results: Sequence[str]  # what a tool shows may hold anything
+    in_values: Sequence[str]  # what a string argument can hold, as the tags' tokens or in letters
+    in_prose: Sequence[str]  # the same for thinking and content
+    in_text: Sequence[str]  # content only
+    in_letters: Sequence[str]  # what they can hold in letters only
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One answer, and what follows it: results of its calls, with a `note` after them, or else the next `question`."""
+
+    thinking: str
+    text: str
+    calls: tuple[Call, ...]
+    results: tuple[str, ...]
+    note: str
+    question: str
+    in_letters: bool  # what it quotes is spelled in letters
+    pace: int  # most tokens per step
+    hang_up: float | None  # the share of the answer after which the client hangs up once, and asks again
+
+
+@dataclass(frozen=True)
+class Session:
+    name: str
+    system: str
+    opening: str
+    exchanges: tuple[Exchange, ...]
+
+
+@dataclass(frozen=True)
+class DaySize:
+    """How much there is of everything."""
+
+    sessions: int
+    turns: tuple[int, int]  # of a session, from and to
+    file_chars: int  # of the longest results
+    session_chars: int  # of all results of a session: later ones are short
+    hang_up_share: float  # of the turns
+
+    @classmethod
+    def full(cls, sessions: int) -> DaySize:
+        return cls(sessions, turns=(20, 60), file_chars=100_000, session_chars=500_000, hang_up_share=0.06)
+
+    @classmethod
+    def small(cls, sessions: int) -> DaySize:
+        return cls(sessions, turns=(5, 8), file_chars=20_000, session_chars=24_000, hang_up_share=0.2)
+
+
+class ScriptWriter:
+    """Writes the sessions of a day. Single writer: whoever wants the day."""
+
+    def __init__(self, *, seed: int, size: DaySize, quotations: Quotations, has_null: bool) -> None:
+        """`has_null`: the format can say null."""
+        self._seed = seed
+        self._size = size
+        self._quotations = quotations
+        self._has_null = has_null
+
+    def session(self, number: int) -> Session:
+        """Session `number` of the day, the same whatever else was asked for."""
+        rng = random.Random(f"{self._seed} {number}")
+        contents = Contents(rng)
+        system = f"You are the coding agent {number}. Work step by step, until the task is done.\n" + contents.prose(1500)
+        exchanges: list[Exchange] = []
+        num_turns = rng.randint(*self._size.turns)
+        left = rng.randint(*STEPS_PER_TASK)
+        budget = self._size.session_chars
+        while len(exchanges) < num_turns:
+            ends = left == 0 or len(exchanges) == num_turns - 1
+            left = rng.randint(*STEPS_PER_TASK) if ends else left - 1
+            exchange = self._exchange(rng, contents, ends=ends, budget=budget)
+            budget -= sum(map(len, exchange.results))
+            exchanges.append(exchange)
+        return Session(f"session-{number}", system, self._question(rng, contents), tuple(exchanges))
+
+    def _exchange(self, rng: random.Random, contents: Contents, *, ends: bool, budget: int) -> Exchange:
+        quotes = rng.random() < QUOTE_SHARE
+        in_letters = quotes and rng.random() < LETTERS_SHARE
+        quoted = self._quotations
+        prose = _some(rng, (*quoted.in_prose, *(quoted.in_letters if in_letters else ()))) if quotes else []
+        words = prose + _some(rng, quoted.in_text) if quotes else []
+        values = _some(rng, (*quoted.in_values, *(quoted.in_letters if in_letters else ()))) if quotes else []
+        hang_up = rng.uniform(0.1, 0.8) if rng.random() < self._size.hang_up_share else None
+        makers = _ValueMaker(rng, contents, among=values, has_null=self._has_null)
+        num_calls = 0 if ends else rng.randint(*MANY_CALLS) if rng.random() < PARALLEL_SHARE else 1
+        calls = tuple(makers.call() for _ in range(num_calls))
+        text = contents.prose(rng.choice((40, 200, 1500)), among=words) if ends or rng.random() < 0.4 else ""
+        return Exchange(
+            thinking="" if rng.random() < NO_THINKING_SHARE else contents.prose(rng.choice((30, 200, 900)), among=prose),
+            text=text + rng.choice(("", "", "\n", " \n\n")) if ends else text,
+            calls=calls,
+            results=tuple(self._result(rng, contents, budget=budget // (index + 1)) for index in range(num_calls)),
+            note=contents.sentence() if calls and rng.random() < NOTE_SHARE else "",
+            question=self._question(rng, contents) if ends else "",
+            in_letters=in_letters,
+            pace=rng.choice(PACES) if hang_up is None else 1,
+            hang_up=hang_up,
+        )
+
+    def _result(self, rng: random.Random, contents: Contents, *, budget: int) -> str:
+        among = _some(rng, self._quotations.in_results) if rng.random() < QUOTE_SHARE else []
+        if budget > self._size.file_chars and rng.random() < LONG_FILE_SHARE:
+            return contents.file(int(self._size.file_chars * rng.uniform(0.3, 0.98)), among=among)
+        kind = rng.random()
+        if kind < 0.05:
+            return ""
+        return contents.file(int(10 ** rng.uniform(1.3, 3.9 if budget > 10_000 else 2.5)), among=among)
+
+    def _question(self, rng: random.Random, contents: Contents) -> str:
+        among = _some(rng, self._quotations.in_results) if rng.random() < QUOTE_SHARE else []
+        return contents.prose(rng.choice((60, 600)), among=among)
+
+
+def _some(rng: random.Random, pieces: Sequence[str]) -> list[str]:
+    return rng.sample(pieces, min(len(pieces), rng.randint(1, 4)))
+
+
+class _ValueMaker:
+    """Makes calls of the tools below. Single writer: the maker of an exchange."""
+
+    def __init__(self, rng: random.Random, contents: Contents, *, among: Sequence[str], has_null: bool) -> None:
+        self._rng = rng
+        self._contents = contents
+        self._among = among
+        self._has_null = has_null
+
+    def call(self) -> Call:
+        name = self._rng.choice(tuple(_MAKERS))
+        return Call(name, _MAKERS[name](self))
+
+    def _read(self) -> dict[str, Any]:
+        rng = self._rng
+        arguments: dict[str, Any] = {"file_path": self._contents.path()}
+        return arguments | ({"offset": rng.randint(0, 10**6), "limit": rng.choice((1, 2000))} if rng.random() < 0.5 else {})
+
+    def _write(self) -> dict[str, Any]:
+        size = int(10 ** self._rng.uniform(1, 4.2))
+        return {"file_path": self._contents.path(), "content": self._contents.file(size, among=self._among)}
+
+    def _edit(self) -> dict[str, Any]:
+        return {"file_path": self._contents.path(), **self._change()}
+
+    def _change(self) -> dict[str, Any]:
+        rng, contents = self._rng, self._contents
+        change: dict[str, Any] = {
+            "old_string": rng.choice(("", "\n", "null", "    x = 1", contents.file(150, among=self._among[:1]))),
+            "new_string": contents.file(rng.choice((1, 300)), among=self._among),
+        }
+        return change | ({"replace_all": rng.random() < 0.5} if rng.random() < 0.6 else {})
+
+    def _multi_edit(self) -> dict[str, Any]:
+        edits = [self._change() for _ in range(self._rng.randint(1, 3))]
+        return {"file_path": self._contents.path(), "edits": edits}
+
+    def _bash(self) -> dict[str, Any]:
+        rng = self._rng
+        command = rng.choice(
+            (
+                "cd '/test data' && rg -n \"it's\" --glob '*.{ts,py}' | head -20 2>&1",
+                "cat <<'EOF' > x.html\n<p>\"a\" & 'b'</p>\nEOF\n",
+                'python -c "print(\\"\\\\n\\".join(map(str, range(3))))"',
+                "true",
+                "007",
+            )
+        )
+        arguments: dict[str, Any] = {"command": command, "description": self._contents.sentence()}
+        if rng.random() < 0.5:
+            arguments["timeout"] = rng.choice((0.5, 120000, 3.25))
+        return arguments | ({"run_in_background": rng.random() < 0.5} if rng.random() < 0.5 else {})
+
+    def _grep(self) -> dict[str, Any]:
+        rng = self._rng
+        arguments: dict[str, Any] = {
+            "pattern": rng.choice((r'class\s+"?\w+<T>', "</?div[^>]*>", "null", "true", "]<]", "日本"))
+        }
+        arguments["path"] = rng.choice((None, "/src", ".")) if self._has_null else "/src"
+        return arguments | {"-i": rng.random() < 0.5, "-C": rng.randint(0, 9), "output_mode": rng.choice(_MODES)}
+
+    def _todo(self) -> dict[str, Any]:
+        rng, contents = self._rng, self._contents
+        todos = []
+        for number in range(rng.randint(0, 6)):
+            todo: dict[str, Any] = {
+                "content": contents.sentence(),
+                "status": rng.choice(_STATES),
+                "activeForm": f"“{contents.name()}” & <{contents.name()}>",
+                "priority": number,
+                "tags": [contents.name() for _ in range(rng.randint(0, 3))],
+            }
+            if self._has_null:
+                todo["estimate"] = rng.choice((None, 1.5, 3))
+            todos.append(todo)
+        return {"todos": todos}
+
+    def _task(self) -> dict[str, Any]:
+        rng, contents = self._rng, self._contents
+        limits = {"depth": rng.randint(1, 9), "ratio": rng.choice((0.25, 2)), "dry": rng.random() < 0.5}
+        options: dict[str, Any] = {"model": contents.name(), "limits": limits, "paths": [contents.path() for _ in range(2)]}
+        if self._has_null:
+            options |= {"parent": None, "matrix": [[1, 2], [], [None, "null"]]}
+        return {"description": contents.name(), "prompt": contents.prose(300, among=self._among), "options": options}
+
+    def _nothing(self) -> dict[str, Any]:
+        return {}
+
+
+_MODES = ("content", "files_with_matches", "count")
+_STATES = ("pending", "in_progress", "completed")
+_MAKERS = {
+    "Read": _ValueMaker._read,
+    "Write": _ValueMaker._write,
+    "Edit": _ValueMaker._edit,
+    "MultiEdit": _ValueMaker._multi_edit,
+    "Bash": _ValueMaker._bash,
+    "Grep": _ValueMaker._grep,
+    "TodoWrite": _ValueMaker._todo,
+    "Task": _ValueMaker._task,
+    "ExitPlanMode": _ValueMaker._nothing,
+}
+
+
+def _object(required: Sequence[str] = (), **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+_TEXT, _WHOLE, _NUMBER, _SWITCH = ({"type": kind} for kind in ("string", "integer", "number", "boolean"))
+_CHANGE = _object(("old_string", "new_string"), old_string=_TEXT, new_string=_TEXT, replace_all=_SWITCH)
+_TODO = _object(
+    ("content", "status", "activeForm"),
+    content=_TEXT,
+    status={"type": "string", "enum": list(_STATES)},
+    activeForm=_TEXT,
+    priority=_WHOLE,
+    tags={"type": "array", "items": _TEXT},
+    estimate={"type": ["number", "null"]},
+)
+_OPTIONS = _object(
+    model={"type": ["string", "null"]},
+    limits=_object(depth=_WHOLE, ratio=_NUMBER, dry=_SWITCH),
+    paths={"type": "array", "items": _TEXT},
+    parent={"anyOf": [{"type": "string"}, {"type": "null"}]},
+    matrix={"type": "array", "items": {"type": "array"}},
+)
+_SCHEMAS = {
+    "Read": ("Shows lines of a file.", _object(("file_path",), file_path=_TEXT, offset=_WHOLE, limit=_WHOLE)),
+    "Write": ("Writes a file.", _object(("file_path", "content"), file_path=_TEXT, content=_TEXT)),
+    "Edit": ('Replaces "one" passage <of> a file – größer.', _object(
+        ("file_path", "old_string", "new_string"), file_path=_TEXT, old_string=_TEXT, new_string=_TEXT, replace_all=_SWITCH
+    )),
+    "MultiEdit": ("Replaces passages of a file.", _object(
+        ("file_path", "edits"), file_path=_TEXT, edits={"type": "array", "items": {"$ref": "#/$defs/Change"}}
+    ) | {"$defs": {"Change": _CHANGE}}),
+    "Bash": ("Runs a command.", _object(
+        ("command",), command=_TEXT, timeout=_NUMBER, description=_TEXT, run_in_background=_SWITCH
+    )),
+    "Grep": ("Finds lines.", _object(
+        ("pattern",),
+        pattern=_TEXT,
+        path={"anyOf": [{"type": "string"}, {"type": "null"}]},
+        output_mode={"type": "string", "enum": list(_MODES)},
+        **{"-i": _SWITCH, "-C": _WHOLE},
+    )),
+    "TodoWrite": ("Keeps the list of tasks.", _object(("todos",), todos={"type": "array", "items": _TODO})),
+    "Task": ("Starts another agent.", _object(
+        ("description", "prompt"), description=_TEXT, prompt=_TEXT, options=_OPTIONS
+    )),
+    "ExitPlanMode": ("Ends planning.", _object()),
+}  # fmt: skip
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+    for name, (description, schema) in _SCHEMAS.items()
+]
