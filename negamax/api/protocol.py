@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import weakref
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -53,26 +54,29 @@ class BodyChannel:
     __slots__ = ("_protocol", "_response")
 
     def __init__(self, protocol: LimitedProtocol, response: Any) -> None:
-        """`response`: uvicorn's cycle of request and response."""
-        self._protocol = protocol
-        self._response = response
+        """`response`: uvicorn's cycle of request and response, whose scope leads here."""
+        self._protocol = weakref.ref(protocol)  # weak, so that requests are freed when they end, not by the garbage collector
+        self._response = weakref.ref(response)
 
     @property
     def is_full(self) -> bool:
         """Whether the client has fallen behind: what is written now waits in memory."""
-        return self._protocol.flow.write_paused
+        protocol = self._protocol()
+        return protocol is not None and protocol.flow.write_paused
 
     def write(self, part: bytes) -> None:
         """Send `part`, which is not empty; nothing happens when the client has gone."""
-        response = self._response
-        if not response.disconnected:
+        response = self._response()
+        if response is not None and not response.disconnected:
             response.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if response.chunked_encoding else part)
 
     def feed(self, source: Pausable | None) -> None:
         """Where the next parts come from: it is told to pause while the client is behind. None: they have come."""
-        self._protocol.source = source
-        if source is not None and self.is_full:
-            source.pause()
+        protocol = self._protocol()
+        if protocol is not None:
+            protocol.source = source
+            if source is not None and self.is_full:
+                source.pause()
 
 
 class LimitedProtocol(HttpToolsProtocol):

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from negamax.text.encoding_cache import CACHE_BYTES
 from tools.load.http import DONE
 from tools.load.server import Server, serving
 
@@ -157,6 +158,15 @@ async def _visit_batch_sizes(server: Server) -> None:
         connection.hang_up()
 
 
+async def _fill_encodings(server: Server, rng: random.Random) -> None:
+    """Tokenise so many texts of the length of the prompts that the server's cache of them is full, which takes an hour else."""
+    connection = server.connection()
+    for _ in range(CACHE_BYTES // (1 << 18)):
+        texts = [" ".join(rng.choices(WORDS, k=60)) for _ in range(300)]  # about 1 KiB each in the cache
+        _expect(await connection.post("/tokenize", {"prompt": texts}), 200)
+    connection.hang_up()
+
+
 async def _watch_memory(server: Server, tally: _Tally) -> None:
     started, engine = time.monotonic(), server.engine_pid()
     while True:
@@ -180,6 +190,7 @@ async def soak(*, clients: int, seconds: float, abort_share: float, seed: int, m
         tally = _Tally()
         if max_slope is not None:
             await _visit_batch_sizes(server)
+            await _fill_encodings(server, random.Random(seed))
         watcher = asyncio.ensure_future(_watch_memory(server, tally))
         end = time.monotonic() + seconds
         workers = [_Client(server, tally, random.Random(seed + index), abort_share=abort_share) for index in range(clients)]
@@ -204,6 +215,7 @@ async def soak(*, clients: int, seconds: float, abort_share: float, seed: int, m
             "server MiB, first and last": [tally.memory[0][1], late[-1][1]],
             "engine MiB, first and last": [tally.memory[0][2], late[-1][2]],
             "MiB per minute, second half": slopes,
+            "server MiB over time": [round(rss) for _, rss, _ in tally.memory[:: max(1, len(tally.memory) // 20)]],
             "engine MiB over time": [round(rss) for _, _, rss in tally.memory[:: max(1, len(tally.memory) // 20)]],
             "problems": problems,
         }

@@ -77,7 +77,8 @@ class Author(Protocol):
 
 
 class Novelist:
-    """Writes a third reasoning, a third content, a third the string argument of a tool call, as long as is asked for."""
+    """Writes a third reasoning, a third content, a third the string argument of a tool call, as long as is asked for. Each
+    answer begins its prose at another place, so that not all streams say something in the same steps."""
 
     def __init__(self, source: ModelSource) -> None:
         tokenizer = Tokenizer.from_folder(source.tokenizer_folder)
@@ -86,26 +87,29 @@ class Novelist:
         self._call = tokenizer.encode(CALL)
         self._call_end = tokenizer.encode(CALL_END)
         self._eos = source.generation.eos_token_ids[0]
-        self._made: dict[int, list[int]] = {}
+        self._made: dict[tuple[int, int], list[int]] = {}
+        self._num_begun = 0
 
     def begin(self, request: GenerateRequest) -> Answer:
         """An answer of `max_tokens` tokens, the last of them the end of the sequence where there is room for a whole call."""
-        count = request.sampling.max_tokens or 1
-        made = self._made.get(count)
+        count, start = request.sampling.max_tokens or 1, self._num_begun % len(self._prose)
+        self._num_begun += 1
+        made = self._made.get((count, start))
         if made is None:
-            made = self._made[count] = self._make(count)
+            made = self._made[count, start] = self._make(count, start)
         return Answer(request, made)
 
     def end(self, answer: Answer) -> None:
         """Nothing is kept of it."""
 
-    def _make(self, count: int) -> list[int]:
+    def _make(self, count: int, start: int) -> list[int]:
         fixed = [*self._think_end, *self._call, *self._call_end, self._eos]
-        if count <= len(fixed) + 3:
-            return list(itertools.islice(itertools.cycle(self._prose), count))
         share, rest = divmod(count - len(fixed), 3)
-        prose = list(itertools.islice(itertools.cycle(self._prose), share + rest))
-        return [*prose, *self._think_end, *prose[:share], *self._call, *prose[:share], *self._call_end, self._eos]
+        prose = list(itertools.islice(itertools.cycle(self._prose), start, start + count))
+        if share < 1:
+            return prose
+        thought, text = prose[: share + rest], prose[:share]
+        return [*thought, *self._think_end, *text, *self._call, *text, *self._call_end, self._eos]
 
 
 class StubEngine:
