@@ -94,7 +94,6 @@ class Generation:
     async def run(self, take: Callable[[RequestOutput], object]) -> None:
         """Hand every output to `take`, until the last choice has ended. Errors: those of `begun` and of `take`, `EngineError`,
         `EngineDeadError`, `RequestTimeoutError`. However this ends, nothing of the request is left in the engine."""
-        error: BaseException | None = None
         self._ended = asyncio.get_running_loop().create_future()
         self._take = take
         try:
@@ -103,11 +102,10 @@ class Generation:
             failure = await self._ended
             if failure is not None:
                 raise failure
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
+        except BaseException as error:
             self.close(error)
+            raise
+        self.close()
 
     def pause(self) -> None:
         """Keep back what arrives."""
