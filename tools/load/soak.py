@@ -159,8 +159,8 @@ async def _visit_batch_sizes(server: Server) -> None:
 
 
 async def _fill_encodings(server: Server, rng: random.Random) -> None:
-    """Tokenise so many texts of the length of the prompts that the server's cache of them is full, which takes an hour else, and
-    that its table has been built anew once: it doubles then, and never again."""
+    """Tokenise so many texts of a prompt's length that the server's cache of them is full, which takes an hour else, and that
+    its table has been built anew once: it doubles then, and never again."""
     connection = server.connection()
     for _ in range(CACHE_BYTES // (1 << 17)):
         texts = [" ".join(rng.choices(WORDS, k=60)) for _ in range(300)]  # about 1 KiB each in the cache
