@@ -13,7 +13,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,9 @@ class Layer:
         self.start = self.residual.clone()
         weight = (1 + 0.2 * torch.randn(HIDDEN, generator=generator, device=device)).bfloat16()
         self.norm = norm_kernels.prepare(weight, 1e-6, quantize=quantize)
-        sums = everyones.float().sum(dim=2).bfloat16().float()
-        total = sums[0]
-        for other in sums[1:]:
-            total = total + other
+        # one after the other, as the kernels add: in another order a sum in millions is rounded to another bf16
+        sums = reduce(add, everyones.float().unbind(dim=2)).bfloat16().float()
+        total = reduce(add, sums)
         self.expected_residual = self.start.clone()
         self.expected = norm_kernels.add_rms(total.bfloat16(), self.expected_residual, self.norm)
 
