@@ -86,11 +86,10 @@ def chat_router(context: ApiContext) -> APIRouter:
         generation = context.generate(
             prompt.token_ids,
             sampling,
+            chat,
             request_id=f"{answer.id}-{secrets.token_hex(4)}",
-            priority=chat.priority,
-            cache_salt=chat.cache_salt,
             arrival=arrival,
-            timeout=chat.timeout,
+            stream_interval=chat.stream_interval,
         )
         if chat.stream:
             # a grammar is compiled first, and may be refused

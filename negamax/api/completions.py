@@ -54,11 +54,10 @@ def completions_router(context: ApiContext) -> APIRouter:
             context.generate(
                 prompt,
                 limits,
+                wanted,
                 request_id=f"{engine_id}-{number}",
-                priority=wanted.priority,
-                cache_salt=wanted.cache_salt,
                 arrival=arrival,
-                timeout=wanted.timeout,
+                stream_interval=wanted.stream_interval,
             )
             for number, (prompt, limits) in enumerate(zip(prompts, samplings, strict=True))
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from negamax import __version__
 from negamax.api.conversation import PromptBuilder, Voice
@@ -21,6 +22,23 @@ from negamax.text.formats import output_style
 
 FINGERPRINT = f"negamax-{__version__}"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
+_WHOLE_INTERVAL = 32  # tokens that are read at a time where nobody waits for the next one
+
+
+class Wanted(Protocol):
+    """What every request for generated text says about its way through the engine."""
+
+    @property
+    def stream(self) -> bool: ...
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def cache_salt(self) -> str: ...
+
+    @property
+    def timeout(self) -> float | None: ...  # seconds after its arrival
 
 
 @dataclass(frozen=True)
@@ -86,24 +104,24 @@ class ApiContext:
         self,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
+        wanted: Wanted,
         *,
         request_id: str,
-        priority: int,
-        cache_salt: str,
         arrival: float,
-        timeout: float | None = None,
+        stream_interval: int | None,
     ) -> Generation:
-        """A request to the engine, measured. Errors at the call are the engine's; `arrival` is a `time.monotonic()`, and
-        `timeout` the seconds after it that the client gives its request; the server's own limit counts too."""
-        limits = [limit for limit in (timeout, self.options.request_timeout) if limit is not None]
+        """A request to the engine, measured. Errors at the call are the engine's; `arrival` is a `time.monotonic()`. The
+        server's own limit of time counts beside the request's; its interval where the request has none."""
+        limits = [limit for limit in (wanted.timeout, self.options.request_timeout) if limit is not None]
         return self.engine.generate(
             prompt_token_ids,
             sampling,
             request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
+            priority=wanted.priority,
+            cache_salt=wanted.cache_salt,
             deadline=arrival + min(limits) if limits else None,
             observer=self.metrics.meter(sampling, arrival=arrival),
+            interval=(stream_interval or self.options.stream_interval) if wanted.stream else _WHOLE_INTERVAL,
         )
 
     def event_stream(self, tell: Callable[[Say], Awaitable[None]], *, source: Source) -> EventStream:

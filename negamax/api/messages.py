@@ -101,7 +101,7 @@ def _turn(wanted: CountRequest, signer: ThoughtSigner, *, max_tokens: int, stop:
         calls=wanted.call_choice(tools),
         thinking=wanted.thinking_choice,
         form=wanted.grammar,
-        sampling=wanted.sampling_params(max_tokens=max_tokens or 1, stop=stop),
+        sampling=wanted.shared_sampling(max_tokens=max_tokens or 1, stop=stop),
         continues=continues and bool(last["content"] or last.get("reasoning_content")),
         reads_only=max_tokens == 0,
     )

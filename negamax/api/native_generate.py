@@ -61,11 +61,10 @@ def native_router(context: ApiContext) -> APIRouter:
             context.generate(
                 prompt,
                 _constrained(context, wanted, sampling, limit, prompt),
+                wanted,
                 request_id=f"generate-{rid}-{secrets.token_hex(4)}",
-                priority=wanted.priority,
-                cache_salt=wanted.cache_salt,
                 arrival=arrival,
-                timeout=wanted.timeout,
+                stream_interval=sampling.stream_interval,
             )
             for prompt, sampling, limit, rid in zip(prompts, samplings, limits, ids, strict=True)
         ]

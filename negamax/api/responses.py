@@ -221,7 +221,7 @@ class _Responses:
             calls=calls,
             thinking=wanted.thinking_choice,
             form=wanted.grammar,
-            sampling=wanted.sampling_params(
+            sampling=wanted.shared_sampling(
                 max_tokens=wanted.max_output_tokens, stop=wanted.stop, logprobs=wanted.wanted_logprobs
             ),
         )

@@ -172,11 +172,10 @@ async def begin_answer(
     generation = context.generate(
         prompt.token_ids,
         sampling,
+        wanted,
         request_id=request_id,
-        priority=wanted.priority,
-        cache_salt=wanted.cache_salt,
         arrival=arrival,
-        timeout=wanted.timeout,
+        stream_interval=wanted.stream_interval,
     )
     if wanted.stream:  # a grammar is compiled first, and may be refused
         seconds = FIRST_OUTPUT_SECONDS if grammar is None else None

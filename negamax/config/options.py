@@ -95,6 +95,7 @@ class ServerOptions:
     request_timeout: float | None = None  # from arrival to the last token; a request may ask for less
     drain_timeout: float = 30.0  # that open requests get after SIGTERM
     slow_client_timeout: float = 60.0  # a client that does not read what is sent is cut off after this
+    stream_interval: int = 1  # tokens of a stream that are sent together; a request may ask for another number
     sse_keep_alive_interval: float | None = None  # of comments in a stream that has nothing to say
     max_engine_restarts: int = 3  # within engine_restart_window; after that the server ends
     engine_restart_window: float = 600.0
@@ -111,6 +112,7 @@ class ServerOptions:
             raise ConfigError("an API key is empty or has characters that no header can carry; allowed: printable ASCII")
         _at_least("--max-body-bytes", self.max_body_bytes, 1024)
         _at_least("--max-engine-restarts", self.max_engine_restarts, 0)
+        _at_least("--stream-interval", self.stream_interval, 1)
         _above_zero("--request-timeout", self.request_timeout)
         _above_zero("--slow-client-timeout", self.slow_client_timeout)
         _above_zero("--sse-keep-alive-interval", self.sse_keep_alive_interval)

@@ -140,11 +140,12 @@ class AsyncEngine:
         cache_salt: str = "",
         deadline: float | None = None,
         observer: Observer | None = None,
+        interval: int = 1,
     ) -> Generation:
         """Continue a prompt; the outputs of the `n` choices come interleaved as they are generated. Run it, or close it.
 
-        `deadline` is a `time.monotonic()`. Errors: `InvalidRequestError`, `ContextLengthError`, `OverloadedError`,
-        `UnavailableError`; of what it raises later `Generation` tells.
+        `deadline` is a `time.monotonic()`, `interval` the tokens that outputs should have. Errors: `InvalidRequestError`,
+        `ContextLengthError`, `OverloadedError`, `UnavailableError`; of what it raises later `Generation` tells.
         """
         self.check_alive()
         sampling = admit(prompt_token_ids, sampling, info=self.info)
@@ -173,7 +174,7 @@ class AsyncEngine:
             )
             for index, request in enumerate(requests)
         }
-        return Generation(self, requests, streams, deadline=deadline, observer=observer)
+        return Generation(self, requests, streams, deadline=deadline, observer=observer, interval=interval)
 
     def enter(self, generation: Generation, requests: Sequence[GenerateRequest]) -> None:
         """Take the sequences of a request in, which share a prompt. Errors: `UnavailableError`, `OverloadedError`; the engine

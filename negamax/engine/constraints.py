@@ -134,6 +134,12 @@ class Constraints:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._rules
 
+    def start(self) -> GrammarClient:
+        """The grammar process, started unless one runs. It takes seconds until it answers."""
+        if self._client is None:
+            self._client = GrammarClient(self._setup)
+        return self._client
+
     def open(self, request: GenerateRequest) -> None:
         """Prepare the rules of `request`; `opened` returns it when that is done."""
         rule = self._rules[request.request_id] = _Rule(request, next(self._keys))
@@ -295,10 +301,8 @@ class Constraints:
         if rule.attempts > MAX_ATTEMPTS:
             rule.error = "the grammar process ended while it compiled this grammar"
             return
-        if self._client is None:
-            self._client = GrammarClient(self._setup)
-        rule.client = self._client
-        self._client.send(wire.OpenGrammar(rule.key, grammar, rule.request.sampling.reasoning))
+        rule.client = self.start()
+        rule.client.send(wire.OpenGrammar(rule.key, grammar, rule.request.sampling.reasoning))
 
     def _receive(self) -> None:
         """Take in what the grammar processes have answered, and notice those that never will."""

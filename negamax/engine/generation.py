@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from negamax.base.errors import EngineError, InvalidRequestError, RequestTimeoutError
 from negamax.base.log import get_logger
-from negamax.engine.output import ChoiceStream, RequestOutput
+from negamax.engine.output import ChoiceStream, RequestOutput, joined_outputs
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
@@ -49,7 +49,8 @@ class Generation:
     """The choices of one request. Single user, in the engine's event loop: `run` to the end, or `close`.
 
     The engine's side puts updates in and calls `hand_on`; no task stands between an update and `take`. While the user pauses,
-    what arrives is joined to one update per choice: a backlog costs the memory of its token ids and no more.
+    what arrives is joined to one update per choice: a backlog costs the memory of its token ids and no more. Outputs of fewer
+    than `interval` tokens are joined, too, but for the first and the last of a choice.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Generation:
         *,
         deadline: float | None,
         observer: Observer | None,
+        interval: int = 1,
     ) -> None:
         """Nothing happens before `begun` or `run`. `streams` by the ids of `requests`; `deadline`: monotonic seconds."""
         self._host = host
@@ -67,6 +69,8 @@ class Generation:
         self._streams = dict(streams)  # those that go on
         self._deadline = deadline
         self._observer = observer
+        self._interval = interval
+        self._waiting: dict[int, RequestOutput] = {}  # by choice, for more tokens
         self._unsent: Sequence[GenerateRequest] = ()
         self._updates: dict[str, SequenceUpdate] = {}  # that wait to be handed on
         self._failure: Exception | None = None  # ends it after what has arrived
@@ -155,6 +159,8 @@ class Generation:
         try:
             for update in updates.values():
                 self._hand(update)
+            if self._failure is not None:
+                self._hand_waiting()
         except Exception as error:
             self._end(error)
             return
@@ -183,7 +189,24 @@ class Generation:
             self._host.leave([update.request_id], abort=update.finish_reason is None)
         if self._observer is not None:
             self._observer.gained(output)
+        if self._interval > 1:
+            waiting = self._waiting.pop(output.index, None)
+            output = output if waiting is None else joined_outputs(waiting, output)
+            if self._is_short(output):
+                self._waiting[output.index] = output
+                return
         self._take(output)
+
+    def _is_short(self, output: RequestOutput) -> bool:
+        num_tokens = len(output.token_ids)
+        is_first = num_tokens == output.num_output_tokens
+        return num_tokens < self._interval and not is_first and output.finish_reason is None
+
+    def _hand_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for output in waiting.values():
+            if self._take is not None:
+                self._take(output)
 
     def _begin(self) -> None:
         """The first choice computes the prompt; the others follow with its first token and find it in the prefix cache."""

@@ -36,6 +36,17 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return "".join(piece.text for piece in self.pieces)
 
 
+def joined_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
+    """One output for two of the same choice, which are used up."""
+    later.token_ids[:0] = earlier.token_ids
+    later.pieces[:0] = earlier.pieces
+    if later.logprobs is not None:
+        later.logprobs[:0] = earlier.logprobs or ()
+    if earlier.prompt_logprobs is None:
+        return later
+    return msgspec.structs.replace(later, prompt_logprobs=earlier.prompt_logprobs)
+
+
 class ChoiceStream:
     """Turns the updates of one sequence into outputs. Single writer: whoever receives the updates."""
 

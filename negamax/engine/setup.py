@@ -37,7 +37,7 @@ STEP_LIMITS = {"cuda": _StepLimits(256, 8192, 64), "cpu": _StepLimits(64, 2048, 
 
 
 def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
-    """Start the executor for `options` and put a scheduler in front of it."""
+    """Start the executor for `options` and put a scheduler in front of it. Errors: those of the worker."""
     source = locate(options)
     spec = source.spec
     for note in spec.notes:
@@ -50,30 +50,35 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     max_num_seqs = options.max_num_seqs or limits.max_num_seqs
     max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens
     block_size = options.block_size or limits.block_size
-    executor = start_executor(
-        WorkerConfig(
-            spec=spec,
-            eos_token_ids=source.generation.eos_token_ids,
-            folder=None if source.weights_folder is None else str(source.weights_folder),
-            layout=layout,
-            device=device,
-            dtype=options.dtype,
-            kv_cache_dtype=options.kv_cache_dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            num_kv_blocks=options.num_kv_blocks,
-            kv_cache_memory=options.kv_cache_memory,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            cudagraph_size=0
-            if options.enforce_eager
-            else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
-            num_threads=options.num_threads or default_threads(layout.world_size),
-            seed=options.seed,
-            init_method=None,
-        )
+    eos_token_ids = source.generation.eos_token_ids
+    config = WorkerConfig(
+        spec=spec,
+        eos_token_ids=eos_token_ids,
+        folder=None if source.weights_folder is None else str(source.weights_folder),
+        layout=layout,
+        device=device,
+        dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_kv_blocks=options.num_kv_blocks,
+        kv_cache_memory=options.kv_cache_memory,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        cudagraph_size=0 if options.enforce_eager else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
+        num_threads=options.num_threads or default_threads(layout.world_size),
+        seed=options.seed,
+        init_method=None,
     )
+    constraints = Constraints(source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids)
+    if device != "cpu":  # beside the model's start; where cores are few it would cost everybody what only some ask for
+        constraints.start()
+    try:
+        executor = start_executor(config)
+    except BaseException:
+        constraints.shutdown()
+        raise
     ready = executor.ready
     logger.info("%s; %s on %s; %d KV blocks of %d tokens", ready.load_summary, ready.dtype, ready.device,
                 ready.num_kv_blocks, block_size)  # fmt: skip
@@ -81,7 +86,6 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         logger.info("%s", ready.memory_summary)
     logger.info("kernels:\n%s", ready.kernels)
     max_model_len = _window_of_pool(max_model_len, ready.num_kv_blocks * block_size)
-    eos_token_ids = source.generation.eos_token_ids
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=max_num_seqs,
@@ -111,7 +115,6 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         dtype=ready.dtype,
         memory=ready.memory_summary,
     )
-    constraints = Constraints(source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids)
     return EngineLoop(scheduler, executor, constraints=constraints, overlap=options.enable_overlap), info
 
 

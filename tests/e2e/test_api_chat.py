@@ -322,8 +322,9 @@ def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Cli
     assert eventually(lambda: server.gauge("vllm:kv_cache_usage_perc") == 0)
 
 
-def test_parsers_and_template_defaults_are_the_servers_to_choose(tmp_path: Path) -> None:
+def test_parsers_template_defaults_and_stream_interval_are_the_servers_to_choose(tmp_path: Path) -> None:
     options = ("--reasoning-parser", "minimax-append-think", "--default-chat-template-kwargs", '{"enable_thinking": false}')
+    options += ("--stream-interval", "1000")
     with serving(*options, log_file=tmp_path / "log") as running, running.http() as http:
 
         def message(**fields: Any) -> dict[str, Any]:
@@ -336,6 +337,11 @@ def test_parsers_and_template_defaults_are_the_servers_to_choose(tmp_path: Path)
         assert thinks["content"].startswith("<think>") and "</think>" in thinks["content"]
         assert thinks["reasoning_content"] is None
         assert message(thinking={"type": "enabled"}, reasoning_split=True)["reasoning_content"]
+        body = {"messages": QUESTION, "stream": True, "max_tokens": 200, "ignore_eos": True}
+        assert (
+            http.post("/v1/chat/completions", json=body).text.count("data: {") <= 10
+        )  # in fragments of 200 characters at most
+        assert http.post("/v1/chat/completions", json={**body, "stream_interval": 1}).text.count("data: {") > 20
 
 
 def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI) -> None:

@@ -52,6 +52,8 @@ def test_stream_repeats_what_was_said_and_ends_in_the_whole_answer(http: httpx.C
     reasons = [event["meta_info"]["finish_reason"] for event in events]
     assert reasons[-1] == whole["meta_info"]["finish_reason"] and not any(reasons[:-1])
     assert "index" not in events[0]
+    seldom = events_of(http, sampling_params={**GREEDY, "stream_interval": 100})
+    assert seldom[-1]["text"] == whole["text"] and len(seldom) == 2
 
 
 def test_batch_and_choices_give_lists(http: httpx.Client) -> None:
@@ -176,6 +178,7 @@ def test_model_and_server_describe_themselves(http: httpx.Client) -> None:
         ({"text": "x", "sampling_params": {"temperature": 5}}, "temperature"),
         ({"text": "x", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
         ({"text": "x", "sampling_params": {"stop_regex": "x"}}, "stop_regex"),
+        ({"text": "x", "sampling_params": {"stream_interval": 0}}, "stream_interval"),
         ({"text": "x", "sampling_params": {"regex": "x", "ebnf": "y"}}, "sampling_params.ebnf"),
         ({"text": ["x", "y"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["x", "y"], "rid": ["a"]}, "rid"),

@@ -61,7 +61,13 @@ class Watcher:
 
 
 def generation(
-    engine: Engine, *, n: int = 1, stop: tuple[str, ...] = (), seconds: float | None = None, watcher: Watcher | None = None
+    engine: Engine,
+    *,
+    n: int = 1,
+    stop: tuple[str, ...] = (),
+    seconds: float | None = None,
+    watcher: Watcher | None = None,
+    interval: int = 1,
 ) -> Generation:
     sampling = SamplingParams(stop=stop)
     requests = [GenerateRequest(request_id=f"r/{index}", prompt_token_ids=(1,), sampling=sampling) for index in range(n)]
@@ -70,7 +76,7 @@ def generation(
         for index, request in enumerate(requests)
     }
     deadline = None if seconds is None else time.monotonic() + seconds
-    return Generation(engine, requests, streams, deadline=deadline, observer=watcher)
+    return Generation(engine, requests, streams, deadline=deadline, observer=watcher, interval=interval)
 
 
 def give(to: Generation, *updates: SequenceUpdate) -> None:
@@ -92,6 +98,49 @@ def test_outputs_come_in_the_call_that_brings_them_in_order_and_once() -> None:
         await asyncio.wait_for(running, 5)
         assert "".join(output.text for output in taken) == TEXT
         assert not engine.open and not engine.aborted and watcher.ends == [None] and watcher.num_outputs == len(IDS)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("interval", [2, 3, 7, 1000])
+def test_outputs_have_as_many_tokens_as_were_asked_for(interval: int) -> None:
+    async def run() -> None:
+        engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
+        request = generation(engine, n=2, watcher=watcher, interval=interval)
+        running = asyncio.create_task(request.run(taken.append))
+        await asyncio.sleep(0)
+        for position, token_id in enumerate(IDS):
+            end = "length" if position == len(IDS) - 1 else None
+            updates = [update(name, [token_id], end=end, logprobs=True) for name in ("r/0", "r/1")]
+            give(request, *updates)
+        await asyncio.wait_for(running, 5)
+        for index in range(2):
+            parts = [output for output in taken if output.index == index]
+            sizes = [len(output.token_ids) for output in parts]
+            assert sizes[0] == 1 and set(sizes[1:-1]) <= {interval} and sizes[-1] <= interval
+            assert "".join(output.text for output in parts) == TEXT
+            assert [token_id for output in parts for token_id in output.token_ids] == IDS
+            assert [entry.token_id for output in parts for entry in output.logprobs or ()] == IDS
+            counts = [output.num_output_tokens for output in parts]
+            assert counts == [sum(sizes[: i + 1]) for i in range(len(sizes))] and parts[-1].finish_reason == "length"
+        assert watcher.num_outputs == 2 * len(IDS) and not engine.open  # times are those of the tokens, not of the outputs
+
+    asyncio.run(run())
+
+
+def test_what_waits_for_more_tokens_is_handed_on_before_an_error() -> None:
+    async def run() -> None:
+        taken = list[RequestOutput]()
+        request = generation(Engine(), interval=100)
+        running = asyncio.create_task(request.run(taken.append))
+        await asyncio.sleep(0)
+        for token_id in IDS[:5]:
+            give(request, update("r/0", [token_id]))
+        assert len(taken) == 1
+        request.fail(EngineDeadError("gone"))
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(running, 5)
+        assert [token_id for output in taken for token_id in output.token_ids] == IDS[:5]
 
     asyncio.run(run())
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import difflib
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
+from msgspec.structs import replace
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -173,13 +174,56 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool = False  # accepted; streams are never padded
 
 
-class GenerationRequest(RequestModel):
-    """The fields that chat and plain completions share. Names and defaults follow OpenAI, extensions follow vLLM and SGLang."""
+class SampledRequest(RequestModel):
+    """The fields of every request for generated text. Names and defaults follow OpenAI, extensions follow vLLM and SGLang."""
+
+    model: str | None = None  # a name from /v1/models; left out: the first of them
+    stream: bool = False  # answer with events instead of one body
+    stream_interval: int | None = Field(default=None, ge=1)  # tokens of a stream that are sent together; default: the server's
+    temperature: float | None = None  # 0 is greedy
+    top_p: float | None = None  # the likeliest tokens that have this probability together
+    top_k: int | None = None  # only so many of the likeliest tokens; 0 and -1: all
+    min_p: float | None = None  # tokens with less than this share of the likeliest one's probability are left out
+    repetition_penalty: float | None = None  # above 1: tokens of prompt and answer become less likely
+    frequency_penalty: float = 0.0  # taken from a token's logit for each time the answer has it
+    presence_penalty: float = 0.0  # taken from a token's logit once the answer has it
+    logit_bias: LogitBias | None = None  # added to logits, by token id
+    seed: int | None = None  # the same seed gives the same draws
+    min_tokens: int = 0  # before so many, no end token is sampled and no stop counts
+    stop_token_ids: StopTokenIds = Field(default_factory=list)  # tokens that end the answer
+    ignore_eos: bool = False  # the end token does not end the answer
+    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)  # lower numbers run earlier
+    timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
+    cache_salt: str = Field(default="", max_length=256)  # cached prefixes are shared only within one salt
+
+    def shared_sampling(self, *, max_tokens: int | None, stop: Sequence[str], logprobs: int | None = None) -> SamplingParams:
+        """The engine's parameters; the limit, the stop strings and the logprobs have other names in each dialect."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=self.logit_bias or None,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop=tuple(stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+        )
+
+
+class GenerationRequest(SampledRequest):
+    """The fields that chat and plain completions share."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {
             "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-            "prediction", "verbosity", "spaces_between_special_tokens", "add_special_tokens", "stream_interval", "vllm_xargs",
+            "prediction", "verbosity", "spaces_between_special_tokens", "add_special_tokens", "vllm_xargs",
         }
     )  # fmt: skip
     unsupported_fields: ClassVar[Mapping[str, str]] = {
@@ -199,26 +243,12 @@ class GenerationRequest(RequestModel):
 
     neutral_values: ClassVar[Mapping[str, object]] = {"best_of": 1}
 
-    model: str | None = None  # a name from /v1/models; left out: the first of them
-    stream: bool = False  # answer with events instead of one body
     stream_options: StreamOptions = StreamOptions()  # what a stream carries besides its deltas
     n: int = 1  # answers to the same prompt
-    temperature: float | None = None  # 0 is greedy
-    top_p: float | None = None  # the likeliest tokens that have this probability together
-    top_k: int | None = None  # only so many of the likeliest tokens; 0 and -1: all
-    min_p: float | None = None  # tokens with less than this share of the likeliest one's probability are left out
-    repetition_penalty: float | None = None  # above 1: tokens of prompt and answer become less likely
-    frequency_penalty: float = 0.0  # taken from a token's logit for each time the answer has it
-    presence_penalty: float = 0.0  # taken from a token's logit once the answer has it
-    logit_bias: LogitBias | None = None  # added to logits, by token id
     # no other token is sampled; not together with a form, enforced calls or a thinking budget
     allowed_token_ids: list[int] | None = None
-    seed: int | None = None  # the same seed gives the same draws
     max_tokens: int | None = Field(default=None, ge=1)
-    min_tokens: int = 0  # before so many, no end token is sampled and no stop counts
     stop: StopStrings = []  # texts that end the answer and are left out of it
-    stop_token_ids: StopTokenIds = []  # tokens that end the answer
-    ignore_eos: bool = False  # the end token does not end the answer
     include_stop_str_in_output: bool = False  # the stop string or token stays in the answer
     no_stop_trim: bool = False  # SGLang's name for include_stop_str_in_output
     skip_special_tokens: bool = True  # special tokens have no text in the answer
@@ -226,12 +256,9 @@ class GenerationRequest(RequestModel):
     thinking_token_budget: int | None = Field(default=None, ge=0)  # tokens of reasoning after which it is closed
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's name for thinking_token_budget
     return_tokens_as_token_ids: bool = False  # token texts in logprobs read "token_id:123"
-    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)  # lower numbers run earlier
-    cache_salt: str = Field(default="", max_length=256)  # cached prefixes are shared only within one salt
     return_token_ids: bool = False  # the answer has the token ids of prompt and answer
     request_id: RequestId | None = None  # becomes part of the answer's id
     rid: RequestId | None = None  # SGLang's name for request_id
-    timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
 
     @property
     def reasoning_budget(self) -> int | None:
@@ -246,25 +273,11 @@ class GenerationRequest(RequestModel):
         """The engine's parameters; the caller says how many tokens and logprobs its dialect asked for."""
         if self.prompt_logprobs is not None and self.stream:
             refuse("prompt_logprobs", "not available in a stream; send stream=false")
-        return SamplingParams(
+        return replace(
+            self.shared_sampling(max_tokens=max_tokens, stop=self.stop, logprobs=logprobs),
             n=self.n,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            logit_bias=self.logit_bias or None,
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(dict.fromkeys(self.allowed_token_ids)),
-            seed=self.seed,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
             include_stop_str_in_output=self.include_stop_str_in_output or self.no_stop_trim,
             skip_special_tokens=self.skip_special_tokens,
-            logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
         )

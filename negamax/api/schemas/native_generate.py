@@ -21,7 +21,7 @@ _PRIORITY_LIMIT = 2**31
 class NativeSampling(RequestModel):
     """`sampling_params`."""
 
-    ignored_fields: ClassVar[frozenset[str]] = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"spaces_between_special_tokens", "custom_params"})
     unsupported_fields: ClassVar[Mapping[str, str]] = {"stop_regex": "it is not implemented yet; use stop"}
 
     max_new_tokens: int = Field(default=128, ge=0)  # 0: read the prompt, generate nothing
@@ -40,6 +40,7 @@ class NativeSampling(RequestModel):
     stop_token_ids: StopTokenIds = Field(default_factory=list)  # tokens that end the answer
     no_stop_trim: bool = False  # the stop string or token stays in the answer
     ignore_eos: bool = False  # the end token does not end the answer
+    stream_interval: int | None = Field(default=None, ge=1)  # tokens of a stream that are sent together; default: the server's
     skip_special_tokens: bool = True  # special tokens have no text in the answer
     json_schema: dict[str, Any] | str | bool | None = None  # a JSON schema for the text
     regex: str | None = None  # an expression that the whole text matches

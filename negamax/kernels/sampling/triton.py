@@ -31,6 +31,8 @@ _MIX32_B = tl.constexpr(noise.MIX32_B)
 _LARGEST_UNIFORM = tl.constexpr(noise.LARGEST_UNIFORM)
 _SMALL_UNIFORM = tl.constexpr(noise.SMALL_UNIFORM)
 _LARGEST_SCORE = tl.constexpr(noise.LARGEST_SCORE)
+# One value a row, wherever they begin: else a kernel is compiled anew, under load, for columns that a graph never had.
+_ROW_VALUES = ("temperature", "filters", "seeds", "positions", "otherwise")
 
 
 @triton.jit
@@ -66,7 +68,7 @@ def exponentials(bits, ON_CUDA: tl.constexpr):
     return tl.where(v < _SMALL_UNIFORM, series, -logarithm(1 - v, ON_CUDA))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ROW_VALUES)
 def _best_of_tiles(
     logits,  # [R, V] fp32, rows `stride` apart
     temperature,  # [R] fp32
@@ -231,7 +233,7 @@ def _is_drawn(filters, row, COUNT: tl.constexpr):
     return (heat > 0) & (top_k >= 1) & (top_k <= COUNT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ROW_VALUES)
 def _largest_of_strips(
     logits,  # [R, V] fp32, rows `stride` apart
     filters,  # [R, 4] fp32
@@ -298,7 +300,7 @@ def _draw(key, filters, uniform, COUNT: tl.constexpr):
     return tl.where((best > -_INFINITY) & (best < _INFINITY), drawn, -1)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=_ROW_VALUES)
 def _draw_of_row(
     logits,  # [R, V] fp32, rows `stride` apart
     largest,  # [R, strips] int32
