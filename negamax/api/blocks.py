@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from negamax.api.conversation import CallSoFar
+from negamax.api.conversation import BegunCall
 from negamax.text.output_parser import (
     ContentDelta,
     ParserEvent,
@@ -31,7 +31,7 @@ class Block:
 
     kind: BlockKind
     index: int  # among the blocks of the answer
-    call: CallSoFar | None = None
+    call: BegunCall | None = None
     parts: list[str] = field(default_factory=list)
     is_whole: bool = False  # False in the end: it was cut by the limit
 
@@ -69,7 +69,9 @@ BlockEvent = BlockOpened | BlockGrew | BlockClosed
 class BlockWriter:
     """Turns parser events into events of blocks. Single writer: the request's handler."""
 
-    def __init__(self, calls: list[CallSoFar]) -> None:
+    __slots__ = ("_calls", "_open", "blocks")
+
+    def __init__(self, calls: list[BegunCall]) -> None:
         """`calls` are those of the answer's reader, which grow while it reads."""
         self.blocks: list[Block] = []
         self._calls = calls
@@ -103,7 +105,7 @@ class BlockWriter:
         self._open.parts.append(text)
         yield BlockGrew(self._open, text)
 
-    def _begin(self, kind: BlockKind, call: CallSoFar | None = None) -> BlockOpened:
+    def _begin(self, kind: BlockKind, call: BegunCall | None = None) -> BlockOpened:
         self._open = Block(kind, len(self.blocks), call)
         self.blocks.append(self._open)
         return BlockOpened(self._open)

@@ -54,6 +54,7 @@ from negamax.text.output_parser import (
     ToolArgumentsDelta,
     ToolCallEnd,
     ToolCallStart,
+    collect,
 )
 
 
@@ -149,17 +150,37 @@ def _reading_rules(chat: ChatRequest, tools: list[dict[str, Any]] | None, calls:
 class _Choice:
     """What a choice is still to send, beside what its reader knows. Single writer: its `_ChatAnswering`."""
 
+    __slots__ = ("events", "index", "logprobs", "packets", "reader", "role_sent", "token_ids")
+
     def __init__(self, index: int, reader: ChoiceReader) -> None:
         self.index = index
         self.reader = reader
         self.packets = PacedPackets()  # of a stream
+        self.events: list[ParserEvent] = []  # of a whole answer
         self.role_sent = False
         self.logprobs: list[ChatLogprob] = []  # not sent yet (stream) or all (whole answer)
-        self.token_ids: list[int] = []  # the same
+        self.token_ids: list[int] = []  # the same; only if the request asks for them
 
 
 class _ChatAnswering:
     """Answers one chat request from the engine's outputs. Single writer: the request's handler."""
+
+    __slots__ = (
+        "_chat",
+        "_choices",
+        "_created",
+        "_echo",
+        "_metrics",
+        "_model",
+        "_prompt",
+        "_prompt_logprobs",
+        "_reads_only",
+        "_returns_ids",
+        "_stream_options",
+        "_tokenizer",
+        "_usage",
+        "id",
+    )
 
     def __init__(
         self, context: ApiContext, chat: ChatRequest, *, model: str, prompt: ChatPrompt, readers: list[ChoiceReader]
@@ -170,6 +191,8 @@ class _ChatAnswering:
         self._metrics = context.metrics
         self._chat = chat
         self._reads_only = chat.token_limit == 0
+        self._returns_ids = chat.return_token_ids
+        self._stream_options = chat.stream_options
         self._model = model
         self._prompt = prompt
         self._echo = prompt.continued if chat.echo else ""
@@ -179,7 +202,7 @@ class _ChatAnswering:
 
     async def whole(self, generation: Generation) -> ChatAnswer:
         """The answer in one piece."""
-        await generation.run(self._take)
+        await generation.run(lambda output: self._choices[output.index].events.extend(self._take(output)))
         return ChatAnswer(
             id=self.id,
             created=self._created,
@@ -188,7 +211,7 @@ class _ChatAnswering:
             usage=self._usage.usage(),
             system_fingerprint=FINGERPRINT,
             prompt_logprobs=self._prompt_logprobs,
-            prompt_token_ids=self._prompt.token_ids if self._chat.return_token_ids else UNSET,
+            prompt_token_ids=self._prompt.token_ids if self._returns_ids else UNSET,
         )
 
     async def stream(self, generation: Generation, say: Say) -> None:
@@ -206,7 +229,7 @@ class _ChatAnswering:
 
         try:
             await generation.run(tell)
-            if self._chat.stream_options.include_usage:
+            if self._stream_options.include_usage:
                 say(event(self._envelope([], usage=self._usage.usage())))
         except Exception as error:
             say(failure_event(error, request_id=self.id))
@@ -239,7 +262,8 @@ class _ChatAnswering:
         if output.logprobs is not None:
             as_ids = self._chat.return_tokens_as_token_ids
             choice.logprobs += chat_logprobs(self._tokenizer, output.logprobs, as_ids=as_ids)
-        choice.token_ids += output.token_ids
+        if self._returns_ids:
+            choice.token_ids += output.token_ids
         if output.finish_reason is not None:
             self._metrics.num_tool_calls += len(choice.reader.calls)
         return events
@@ -264,26 +288,32 @@ class _ChatAnswering:
 
     def _chunk(self, choice: _Choice, delta: Delta, *, last: bool = False) -> Struct:
         """A chunk of one choice; it takes along the logprobs and token ids that were not sent yet."""
-        logprobs, choice.logprobs = choice.logprobs, []
-        token_ids, choice.token_ids = choice.token_ids, []
-        options = self._chat.stream_options
+        logprobs: ChatLogprobs | None = None
+        if choice.logprobs:
+            logprobs, choice.logprobs = ChatLogprobs(choice.logprobs), []
+        token_ids: list[int] | UnsetType = UNSET
+        prompt_token_ids: list[int] | UnsetType = UNSET
+        if self._returns_ids:
+            token_ids, choice.token_ids = choice.token_ids, []
+            if delta.role is not UNSET and choice.index == 0:
+                prompt_token_ids = self._prompt.token_ids
+        options = self._stream_options
         usage: Usage | UnsetType | None = None if options.include_usage else UNSET
         if options.include_usage and options.continuous_usage_stats:
             usage = self._usage.usage()
-        is_first = delta.role is not UNSET and choice.index == 0
         return self._envelope(
             [
                 ChatChunkChoice(
                     index=choice.index,
                     delta=delta,
-                    logprobs=ChatLogprobs(logprobs) if logprobs else None,
+                    logprobs=logprobs,
                     finish_reason=choice.reader.finish_reason if last else None,
                     stop_reason=choice.reader.stop_reason if last else UNSET,
-                    token_ids=token_ids if self._chat.return_token_ids else UNSET,
+                    token_ids=token_ids,
                 )
             ],
             usage=usage,
-            prompt_token_ids=self._prompt.token_ids if is_first and self._chat.return_token_ids else UNSET,
+            prompt_token_ids=prompt_token_ids,
         )
 
     def _envelope(
@@ -304,12 +334,13 @@ class _ChatAnswering:
         )
 
     def _whole_choice(self, choice: _Choice) -> ChatChoice:
-        reader = choice.reader
+        reader, said = choice.reader, collect(choice.events)
         calls = [
-            ToolCall(id=call.id, type="function", function=FunctionCall(call.name, call.arguments)) for call in reader.calls
+            ToolCall(id=begun.id, type="function", function=FunctionCall(call.name, call.arguments))
+            for begun, call in zip(reader.calls, said.tool_calls, strict=True)
         ]
-        content = self._echo + reader.content
-        reasoning = reader.reasoning or None
+        content = self._echo + (said.content or "")
+        reasoning = said.reasoning
         return ChatChoice(
             index=choice.index,
             message=Message(
@@ -323,5 +354,5 @@ class _ChatAnswering:
             logprobs=ChatLogprobs(choice.logprobs) if self._chat.logprobs else None,
             finish_reason=reader.finish_reason,
             stop_reason=reader.stop_reason,
-            token_ids=choice.token_ids if self._chat.return_token_ids else UNSET,
+            token_ids=choice.token_ids if self._returns_ids else UNSET,
         )

@@ -31,7 +31,6 @@ from negamax.text.output_parser import (
     ParserEvent,
     ReasoningDelta,
     Thinking,
-    ToolArgumentsDelta,
     ToolCallStart,
 )
 from negamax.text.tokenizer import Tokenizer
@@ -229,6 +228,8 @@ class ReasoningCounter:
     by `call_began` when it was not.
     """
 
+    __slots__ = ("_call", "_closer", "_in_reasoning", "_num_certain", "_num_since_call", "_opener", "knows_tags")
+
     def __init__(self, voice: Voice, *, in_reasoning: bool) -> None:
         style = voice.style.format
         self._opener = voice.tag_ids.get(style.think_open)
@@ -288,18 +289,12 @@ class ReadingRules:
     stream_reasoning: bool = True  # False: reasoning comes in one piece when it is complete
 
 
-@dataclass(slots=True)
-class CallSoFar:
-    """A tool call while its arguments grow. Single writer: its `ChoiceReader`."""
+@dataclass(frozen=True, slots=True)
+class BegunCall:
+    """A tool call whose name is known."""
 
     id: str
     name: str
-    parts: list[str]
-
-    @property
-    def arguments(self) -> str:
-        """The JSON text so far; a whole object once the choice has ended."""
-        return "".join(self.parts)
 
 
 def new_call_id() -> str:
@@ -308,8 +303,18 @@ def new_call_id() -> str:
 
 
 class ChoiceReader:
-    """One choice of a chat answer: its outputs in, events out, and all that was said so far. Single writer: the request's
-    handler."""
+    """One choice of a chat answer: its outputs in, events out. Single writer: the request's handler."""
+
+    __slots__ = (
+        "_counter",
+        "_held_reasoning",
+        "_holds_back",
+        "_parser",
+        "_rules",
+        "calls",
+        "finish_reason",
+        "stop_reason",
+    )
 
     def __init__(self, voice: Voice, *, prompt: ChatPrompt, rules: ReadingRules) -> None:
         self._rules = rules
@@ -321,22 +326,9 @@ class ChoiceReader:
         )
         self._counter = ReasoningCounter(voice, in_reasoning=in_reasoning)
         self._held_reasoning: list[str] = []  # that waits for its end
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self.calls: list[CallSoFar] = []
+        self.calls: list[BegunCall] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.num_output_tokens = 0
-
-    @property
-    def reasoning(self) -> str:
-        """The reasoning so far."""
-        return "".join(self._reasoning)
-
-    @property
-    def content(self) -> str:
-        """The content so far."""
-        return "".join(self._content)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -346,7 +338,6 @@ class ChoiceReader:
     def push(self, output: RequestOutput) -> list[ParserEvent]:
         """The events of `output`. Errors: `EngineError` if the engine gave up on the request."""
         check_failed(output)
-        self.num_output_tokens = output.num_output_tokens
         events = self._parse(output)
         is_end = output.finish_reason is not None
         if is_end:
@@ -354,7 +345,8 @@ class ChoiceReader:
         if self._holds_back:
             events = list(self._chosen(events, is_end=is_end))
         for event in events:
-            self._keep(event)
+            if isinstance(event, ToolCallStart):
+                self.calls.append(BegunCall(new_call_id(), event.name))
         if output.finish_reason is not None:
             self.finish_reason, self.stop_reason = self._finish_reason(output.finish_reason), output.stop_reason
         return events
@@ -398,16 +390,6 @@ class ChoiceReader:
         held, self._held_reasoning = "".join(self._held_reasoning), []
         return ReasoningDelta(held)
 
-    def _keep(self, event: ParserEvent) -> None:
-        if isinstance(event, ContentDelta):
-            self._content.append(event.text)
-        elif isinstance(event, ReasoningDelta):
-            self._reasoning.append(event.text)
-        elif isinstance(event, ToolArgumentsDelta):
-            self.calls[event.index].parts.append(event.text)
-        elif isinstance(event, ToolCallStart):
-            self.calls.append(CallSoFar(new_call_id(), event.name, []))
-
 
 def _with_reasoning_in(place: ReasoningPlace | None, style: OutputStyle) -> OutputStyle:
     if place is None or (place is ReasoningPlace.CONTENT and style.thinking is not Thinking.SPLIT):
@@ -442,6 +424,8 @@ def prompt_in_reasoning(token_ids: Sequence[int], voice: Voice) -> bool:
 
 class UsageMeter:
     """Adds up the token counts of a request. Single writer: the request's handler."""
+
+    __slots__ = ("_latest",)
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[int, RequestOutput, int]] = {}  # by choice: prompt, output, reasoning tokens

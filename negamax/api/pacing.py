@@ -18,6 +18,8 @@ class PacedPackets:
     `HOLD_SECONDS` apart, where it has been held for so long, and where it is the first, which people wait for most.
     """
 
+    __slots__ = ("_has_begun", "_held_since", "_last_output", "_packets")
+
     def __init__(self) -> None:
         self._packets = Packets()
         self._has_begun = False

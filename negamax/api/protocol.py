@@ -51,12 +51,14 @@ class BodyChannel:
     which begins and ends the response. Single user: the response's handler.
     """
 
-    __slots__ = ("_protocol", "_response")
+    __slots__ = ("_is_chunked", "_protocol", "_response", "_transport")
 
     def __init__(self, protocol: LimitedProtocol, response: Any) -> None:
         """`response`: uvicorn's cycle of request and response, whose scope leads here."""
         self._protocol = weakref.ref(protocol)  # weak, so that requests are freed when they end, not by the garbage collector
         self._response = weakref.ref(response)
+        self._transport: asyncio.Transport | None = None  # while there is a body to write
+        self._is_chunked = False
 
     @property
     def is_full(self) -> bool:
@@ -66,13 +68,16 @@ class BodyChannel:
 
     def write(self, part: bytes) -> None:
         """Send `part`, which is not empty; nothing happens when the client has gone."""
-        response = self._response()
-        if response is not None and not response.disconnected:
-            response.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if response.chunked_encoding else part)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
     def feed(self, source: Pausable | None) -> None:
-        """Where the next parts come from: it is told to pause while the client is behind. None: they have come."""
-        protocol = self._protocol()
+        """Where the next parts come from, once the response has begun: it is told to pause while the client is behind. None:
+        they have come."""
+        protocol, response = self._protocol(), self._response()
+        self._transport = None
+        if source is not None and response is not None:
+            self._transport, self._is_chunked = response.transport, response.chunked_encoding
         if protocol is not None:
             protocol.source = source
             if source is not None and self.is_full:

@@ -133,7 +133,7 @@ class EventStream(Response):
         pings = asyncio.ensure_future(self._fill_pauses(channel)) if self._ping else None
         channel.feed(self._source)
         try:
-            await self._tell(say)
+            await self._tell(say if self._ping else channel.write)
         finally:
             channel.feed(None)
             if pings is not None:

@@ -84,6 +84,8 @@ def _placed(error: InvalidRequestError, places: Sequence[str]) -> InvalidRequest
 class TurnAnswer:
     """An answer while it is generated. Single writer: the request's handler."""
 
+    __slots__ = ("_logprobs", "_meter", "_reader", "_reads_only", "_writer", "generation")
+
     def __init__(self, generation: Generation, reader: ChoiceReader, *, reads_only: bool) -> None:
         self.generation = generation
         self._reader = reader

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,10 +17,11 @@ from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.admission import Admission
 from negamax.engine.connection import BEAT_SECONDS, ENGINE_MODULE, EngineConnection
-from negamax.engine.generation import Generation, Observer
+from negamax.engine.generation import Generation, Observer, joined
 from negamax.engine.output import ChoiceStream, admit
 from negamax.engine.restarts import RestartPolicy, Supervision
 from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.step import SequenceUpdate
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
 
@@ -277,8 +278,7 @@ class AsyncEngine:
             logger.warning("the engine runs again after %.1f s", self._start_seconds)
 
     def _receive(self, steps: Sequence[wire.StepOutputs]) -> None:
-        """Take the steps that have arrived together; each request gets what they brought it in one go."""
-        arrived: dict[Generation, None] = {}
+        """Take the steps that have arrived together; each sequence gets what they brought it in one go."""
         for step in steps:
             for sequence_id, at in step.admitted:
                 generation = self._open.get(sequence_id)
@@ -287,13 +287,10 @@ class AsyncEngine:
                     generation.started(at)
             if self.on_steps is not None:
                 self.on_steps(step.step_tokens)
-            for update in step.updates:
-                generation = self._open.get(update.request_id)
-                if generation is not None:
-                    generation.put(update)
-                    arrived[generation] = None
-        for generation in arrived:
-            generation.hand_on()
+        for update in steps[0].updates if len(steps) == 1 else _merged(steps):
+            generation = self._open.get(update.request_id)
+            if generation is not None:
+                generation.push(update)
 
     def _fail_open(self) -> None:
         """End every open request: the engine is gone."""
@@ -303,3 +300,13 @@ class AsyncEngine:
             self.admission.leave(sequence_id, now=now)
         for generation in dict.fromkeys(open_requests.values()):
             generation.fail(EngineDeadError(self._death, code="engine_dead"))
+
+
+def _merged(steps: Sequence[wire.StepOutputs]) -> Iterable[SequenceUpdate]:
+    """One update for each sequence."""
+    merged: dict[str, SequenceUpdate] = {}
+    for step in steps:
+        for update in step.updates:
+            earlier = merged.get(update.request_id)
+            merged[update.request_id] = update if earlier is None else joined(earlier, update)
+    return merged.values()

@@ -48,10 +48,30 @@ class Host(Protocol):
 class Generation:
     """The choices of one request. Single user, in the engine's event loop: `run` to the end, or `close`.
 
-    The engine's side puts updates in and calls `hand_on`; no task stands between an update and `take`. While the user pauses,
+    The engine's side pushes updates in; no task stands between an update and `take`. While the user pauses,
     what arrives is joined to one update per choice: a backlog costs the memory of its token ids and no more. Outputs of fewer
     than `interval` tokens are joined, too, but for the first and the last of a choice.
     """
+
+    __slots__ = (
+        "_arrival",
+        "_deadline",
+        "_ended",
+        "_failure",
+        "_has_begun",
+        "_host",
+        "_interval",
+        "_is_closed",
+        "_is_paused",
+        "_observer",
+        "_requests",
+        "_streams",
+        "_take",
+        "_timer",
+        "_unsent",
+        "_updates",
+        "_waiting",
+    )
 
     def __init__(
         self,
@@ -102,7 +122,7 @@ class Generation:
         self._take = take
         try:
             self._begin()
-            self.hand_on()
+            self._hand_kept()
             failure = await self._ended
             if failure is not None:
                 raise failure
@@ -118,7 +138,7 @@ class Generation:
     def resume(self) -> None:
         """Hand on again, at once what was kept back."""
         self._is_paused = False
-        self.hand_on()
+        self._hand_kept()
 
     def close(self, error: BaseException | None = None) -> None:
         """Abort what still runs; `error` is why. The first call counts."""
@@ -137,37 +157,47 @@ class Generation:
         if self._observer is not None:
             self._observer.started(at)
 
-    def put(self, update: SequenceUpdate) -> None:
-        """Add an update, which now belongs to the generation; `hand_on` must follow."""
-        earlier = self._updates.get(update.request_id)
-        self._updates[update.request_id] = update if earlier is None else joined(earlier, update)
-
-    def fail(self, error: Exception) -> None:
-        """End the request with `error`, after what has arrived. The first error counts."""
-        if self._failure is None:
-            self._failure = error
-        self.hand_on()
-
-    def hand_on(self) -> None:
-        """Give what has arrived to the user, unless it pauses. Never raises: what fails here ends this request alone."""
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
+    def push(self, update: SequenceUpdate) -> None:
+        """Give an update, which now belongs to the generation, to the user; keep it while that one pauses. Never raises: what
+        fails here ends this request alone."""
         if self._take is None or self._is_paused:
+            earlier = self._updates.get(update.request_id)
+            self._updates[update.request_id] = update if earlier is None else joined(earlier, update)
+            self._announce()
             return
-        assert self._ended is not None
-        updates, self._updates = self._updates, {}
         try:
-            for update in updates.values():
-                self._hand(update)
-            if self._failure is not None:
-                self._hand_waiting()
+            self._hand(update)
         except Exception as error:
             self._end(error)
             return
         if not self._streams:
             self._end(None)
-        elif self._failure is not None:
-            self._end(self._failure)
+
+    def fail(self, error: Exception) -> None:
+        """End the request with `error`, after what has arrived. The first error counts."""
+        if self._failure is None:
+            self._failure = error
+        self._announce()
+        self._hand_kept()
+
+    def _announce(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def _hand_kept(self) -> None:
+        """Give what was kept to the user, and the error after it, unless it pauses."""
+        if self._take is None or self._is_paused:
+            return
+        updates, self._updates = self._updates, {}
+        for update in updates.values():
+            self.push(update)
+        if self._failure is not None and not self._is_paused:
+            error = self._failure
+            try:
+                self._hand_waiting()
+            except Exception as wrong:
+                error = wrong
+            self._end(error)
 
     def _hand(self, update: SequenceUpdate) -> None:
         if update.is_refusal:

@@ -50,6 +50,18 @@ def joined_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutpu
 class ChoiceStream:
     """Turns the updates of one sequence into outputs. Single writer: whoever receives the updates."""
 
+    __slots__ = (
+        "_detokenizer",
+        "_has_stop_strings",
+        "_index",
+        "_keep_stop_token",
+        "_num_output_tokens",
+        "_num_prompt_tokens",
+        "_request_id",
+        "_stop_ids",
+        "finished",
+    )
+
     def __init__(
         self,
         tokenizer: Tokenizer,

@@ -33,6 +33,22 @@ class Detokenizer:
     Single writer: the owner of the answer. After `matched_stop` is set, nothing more comes out.
     """
 
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_held_chars",
+        "_include_stop",
+        "_matched_stop",
+        "_mid_character",
+        "_min_tokens",
+        "_num_tokens",
+        "_skip_special",
+        "_stop_state",
+        "_stops",
+        "_tokenizer",
+        "_whole",
+    )
+
     def __init__(
         self,
         tokenizer: Tokenizer,

@@ -72,6 +72,8 @@ class _Element:
 class ElementArguments:
     """The arguments of one call. Single writer: the open block."""
 
+    __slots__ = ("_calls", "_num_skipped", "_open", "_wrongly_closed")
+
     def __init__(self, calls: CallWriter, schema: ValueSchema) -> None:
         self._calls = calls
         arguments = _Element("", None, schema, waits=False, is_collected=False, shape=_Shape.OBJECT, is_written=True)

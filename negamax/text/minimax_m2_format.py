@@ -44,6 +44,22 @@ _BLOCK, _INVOKE, _VALUE = _State.BLOCK, _State.INVOKE, _State.VALUE
 class MiniMaxM2Block:
     """One call block, from its opener on. Fed with lexemes by the parser, its single writer."""
 
+    __slots__ = (
+        "_arguments",
+        "_calls",
+        "_closer",
+        "_has_opener",
+        "_is_declared",
+        "_is_written",
+        "_key",
+        "_keys",
+        "_schemas",
+        "_space",
+        "_state",
+        "_types",
+        "_value",
+    )
+
     def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
         """`has_opener` is False for a bare `<invoke …>` without the block around it; such a block ends with that invoke."""
         self._calls = calls

@@ -36,6 +36,8 @@ _PARTIAL_M = "(?:" + "|".join(re.escape(MARKER[:length]) for length in range(len
 class MiniMaxM3Block:
     """One call block, from its opener on. Fed with lexemes by the parser, its single writer."""
 
+    __slots__ = ("_arguments", "_calls", "_has_opener", "_schemas")
+
     def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
         """`has_opener` is False for a bare invoke without the block around it; such a block ends with that invoke."""
         self._calls = calls

@@ -97,6 +97,8 @@ class CallWriter:
     Values go into the innermost container that is open: with a key into an object, with None into an array.
     """
 
+    __slots__ = ("_closers", "_emit", "_has_members", "_index")
+
     def __init__(self, emit: Callable[[ParserEvent], None]) -> None:
         self._emit = emit
         self._index = -1
@@ -237,6 +239,22 @@ class OutputParser:
     inside an open think block. Tags with an entry in `tag_ids` (tag text to token id) count only as their tokens, others by
     their text.
     """
+
+    __slots__ = (
+        "_block",
+        "_calls",
+        "_content",
+        "_events",
+        "_format",
+        "_is_after_block",
+        "_lexer",
+        "_opener",
+        "_opener_is_loose",
+        "_reasoning",
+        "_schemas",
+        "_splits",
+        "_state",
+    )
 
     def __init__(
         self,
@@ -431,6 +449,8 @@ class _TextChannel:
     """Reasoning or content: drops line breaks before the first word (unless verbatim) and holds white space until a word
     follows it."""
 
+    __slots__ = ("_emit", "_event", "_is_verbatim", "_last_char", "_space", "has_begun")
+
     def __init__(
         self,
         emit: Callable[[ParserEvent], None],
@@ -457,7 +477,8 @@ class _TextChannel:
                 out = out[out.rfind("\n", 0, indent) + 1 :]
             self.has_begun = True
         num_words = len(words)
-        self._space = [text[num_words:]] if num_words < len(text) else []
+        if self._space or num_words < len(text):
+            self._space = [text[num_words:]] if num_words < len(text) else []
         self._last_char = out[-1]
         self._emit(self._event(out))
 

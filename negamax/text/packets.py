@@ -21,6 +21,8 @@ class Packets:
     held for too long.
     """
 
+    __slots__ = ("_held", "_like", "_max_chars", "_min_chars", "_ready")
+
     def __init__(self, *, min_chars: int = MIN_CHARS, max_chars: int = MAX_CHARS) -> None:
         self._min_chars = min_chars
         self._max_chars = max_chars

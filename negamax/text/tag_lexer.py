@@ -6,6 +6,7 @@ import enum
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import msgspec
 
@@ -81,12 +82,51 @@ class TagBeginnings:
 NO_BEGINNINGS = TagBeginnings((), anchors=(), growing=_NEVER, inside=_NEVER)
 
 
+class _Tables:
+    """What lexers of the same tags know of them; shared, so that it stays in the processor's caches."""
+
+    def __init__(
+        self,
+        literals: Mapping[str, TagKind],
+        patterns: Sequence[TagPattern],
+        beginnings: TagBeginnings,
+        token_ids: Mapping[str, int],
+    ) -> None:
+        self.kind_of_token: dict[int | None, TagKind] = {
+            token_ids[tag]: kind for tag, kind in literals.items() if tag in token_ids
+        }
+        by_text = [(tag, kind) for tag, kind in literals.items() if tag not in token_ids]
+        fixed = [TagPattern(kind, tag[0], re.escape(tag[1:])) for tag, kind in by_text]
+        self.kinds, self.tag = _expression([*fixed, *patterns])
+        words = [*(tag[:-1] for tag, _ in by_text), *beginnings.words]
+        self.starts = frozenset(word[:length] for word in words for length in range(1, len(word) + 1))
+        self.last_chars = frozenset(start[-1] for start in self.starts)
+        # Each character that begins a word, and how often it occurs in one: so many of the last ones may begin it.
+        self.first_chars = {word[0]: max(other.count(word[0]) for other in words if other[0] == word[0]) for word in words}
+        self.first_char = re.compile(f"[{re.escape(''.join(self.first_chars))}]" if words else _NEVER)
+        self.anchor = re.compile("|".join(map(re.escape, beginnings.anchors)) or _NEVER)
+        self.growing = re.compile(rf"(?:{beginnings.growing})\Z")
+        self.inside = re.compile(beginnings.inside)
+
+
+@cache
+def _tables(
+    literals: tuple[tuple[str, TagKind], ...],
+    patterns: tuple[TagPattern, ...],
+    beginnings: TagBeginnings,
+    token_ids: tuple[tuple[str, int], ...],
+) -> _Tables:
+    return _Tables(dict(literals), patterns, beginnings, dict(token_ids))
+
+
 class TagLexer:
     """Finds tags in a stream of pieces. Holds back only what may still become a tag. Single writer: its parser.
 
     `literals` are tags with a fixed text; they end with `>`, too. Those with an entry in `token_ids` count only as that token.
     All others, and the `patterns`, are found in the text.
     """
+
+    __slots__ = ("_held", "_is_inside", "_tables")
 
     def __init__(
         self,
@@ -96,27 +136,14 @@ class TagLexer:
         beginnings: TagBeginnings,
         token_ids: Mapping[str, int] | None,
     ) -> None:
-        ids = token_ids or {}
-        self._kind_of_token: dict[int | None, TagKind] = {ids[tag]: kind for tag, kind in literals.items() if tag in ids}
-        by_text = [(tag, kind) for tag, kind in literals.items() if tag not in ids]
-        fixed = [TagPattern(kind, tag[0], re.escape(tag[1:])) for tag, kind in by_text]
-        self._kinds, self._tag = _expression([*fixed, *patterns])
-        words = [*(tag[:-1] for tag, _ in by_text), *beginnings.words]
-        self._starts = frozenset(word[:length] for word in words for length in range(1, len(word) + 1))
-        self._last_chars = frozenset(start[-1] for start in self._starts)
-        # Each character that begins a word, and how often it occurs in one: so many of the last ones may begin it.
-        self._first_chars = {word[0]: max(other.count(word[0]) for other in words if other[0] == word[0]) for word in words}
-        self._first_char = re.compile(f"[{re.escape(''.join(self._first_chars))}]" if words else _NEVER)
-        self._anchor = re.compile("|".join(map(re.escape, beginnings.anchors)) or _NEVER)
-        self._growing = re.compile(rf"(?:{beginnings.growing})\Z")
-        self._inside = re.compile(beginnings.inside)
+        self._tables = _tables(tuple(literals.items()), tuple(patterns), beginnings, tuple((token_ids or {}).items()))
         self._held = ""
         self._is_inside = False  # whether `inside` matches `_held`
 
     def feed(self, pieces: Sequence[TextPiece]) -> list[Lexeme]:
         """Take the next pieces; return the lexemes that are certain now."""
         lexemes: list[Lexeme] = []
-        kind_of_token = self._kind_of_token
+        kind_of_token = self._tables.kind_of_token
         if len(pieces) == 1 and pieces[0].token_id not in kind_of_token:
             self._scan(pieces[0].text, lexemes)
             return lexemes
@@ -140,25 +167,25 @@ class TagLexer:
         return [Lexeme(TagKind.CUT, held)] if held else []
 
     def _scan(self, text: str, lexemes: list[Lexeme]) -> None:
-        may_end_tag = ">" in text
+        tables, may_end_tag = self._tables, ">" in text
         if self._held:
             stays_inside = self._is_inside and not may_end_tag and "<" not in text
             text = self._held + text
-            if (stays_inside and len(text) <= MAX_ATTRIBUTE_CHARS) or text in self._starts:
+            if (stays_inside and len(text) <= MAX_ATTRIBUTE_CHARS) or text in tables.starts:
                 self._held = text
                 return
             self._held = ""
-        elif not self._first_char.search(text):
+        elif not tables.first_char.search(text):
             if text:
                 lexemes.append(Lexeme(TEXT, text))
             return
         start = 0
         if may_end_tag:
-            for match in self._tag.finditer(text):
+            for match in tables.tag.finditer(text):
                 if match.start() > start:
                     lexemes.append(Lexeme(TEXT, text[start : match.start()]))
                 assert match.lastindex is not None
-                lexemes.append(Lexeme(self._kinds[match.lastindex - 1], match[0]))
+                lexemes.append(Lexeme(tables.kinds[match.lastindex - 1], match[0]))
                 start = match.end()
         if start < len(text):
             end = self._beginning(text, start)
@@ -168,23 +195,24 @@ class TagLexer:
 
     def _beginning(self, text: str, start: int) -> int:
         """Where in `text`, from `start` on, a beginning of a tag starts that reaches to the end; else the length of `text`."""
+        tables = self._tables
         self._is_inside = False
         low = max(start, len(text) - _MAX_TAG_CHARS)
-        if self._anchor.search(text, low):
-            growing = self._growing.search(text, low)
+        if tables.anchor.search(text, low):
+            growing = tables.growing.search(text, low)
             if growing:
-                self._is_inside = self._inside.fullmatch(growing[0]) is not None
+                self._is_inside = tables.inside.fullmatch(growing[0]) is not None
                 return growing.start()
         end = len(text)
-        if text[-1] not in self._last_chars:
+        if text[-1] not in tables.last_chars:
             return end
-        for char, count in self._first_chars.items():
+        for char, count in tables.first_chars.items():
             position = len(text)
             for _ in range(count):
                 position = text.rfind(char, low, position)
                 if position < 0:
                     break
-                if text[position:] in self._starts:
+                if text[position:] in tables.starts:
                     end = min(end, position)
         return end
 

@@ -10,7 +10,7 @@ import pytest
 
 from negamax.api.blocks import BlockGrew, BlockKind, BlockWriter
 from negamax.api.content_logprobs import ContentLogprobs
-from negamax.api.conversation import CallSoFar, Voice
+from negamax.api.conversation import BegunCall, Voice
 from negamax.api.schemas.answers import ChatLogprob
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.detokenizer import Detokenizer
@@ -62,7 +62,7 @@ def read(token_ids: Sequence[int], style: OutputStyle, *, size: int, fragments: 
     """The tokens of each content block, as a stream's deltas have them; a whole answer must say the same."""
     voice = Voice(style, style.format.tag_ids(TOKENIZER), ())
     told, whole = ContentLogprobs(TOKENIZER, voice), ContentLogprobs(TOKENIZER, voice)
-    packets, calls = Packets(min_chars=1, max_chars=fragments), list[CallSoFar]()
+    packets, calls = Packets(min_chars=1, max_chars=fragments), list[BegunCall]()
     writer = BlockWriter(calls)
     in_deltas: dict[int, list[ChatLogprob]] = {}
     waiting = iter(entries(token_ids))
@@ -71,7 +71,7 @@ def read(token_ids: Sequence[int], style: OutputStyle, *, size: int, fragments: 
         told.add(arrived)
         whole.add(arrived)
         sized = packets.push(events) + ([] if num_tokens else packets.flush())
-        calls += [CallSoFar("c", event.name, []) for event in sized if isinstance(event, ToolCallStart)]
+        calls += [BegunCall("c", event.name) for event in sized if isinstance(event, ToolCallStart)]
         for event in writer.push(sized):
             if isinstance(event, BlockGrew):
                 in_deltas.setdefault(event.block.index, []).extend(told.take(event.block, event.text))

@@ -25,7 +25,7 @@ from negamax.engine.output import RequestOutput
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
 from negamax.text.formats import output_style
-from negamax.text.output_parser import ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart, collect
+from negamax.text.output_parser import ParserEvent, ReasoningDelta, ToolCallStart, collect
 
 TURNS = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
 ALWAYS_THINKS = TURNS + "{% if add_generation_prompt %}ai:<think>\n{% endif %}"
@@ -126,12 +126,12 @@ def read(text: str, *, finish: str = "stop", step: int = 3, **rules: Any) -> tup
     return reader, [*events, *reader.push(output("", finish=finish))]
 
 
-def test_reader_knows_all_that_its_events_say() -> None:
+def test_events_say_everything_and_the_reader_knows_the_calls() -> None:
     reader, events = read(ANSWER)
     parsed = collect(events)
-    assert (reader.reasoning, reader.content) == (parsed.reasoning, parsed.content) == ("I think.\nHard.", "Some text.")
-    assert [(call.name, call.arguments) for call in reader.calls] == [(c.name, c.arguments) for c in parsed.tool_calls]
-    assert [call.arguments for call in reader.calls] == ['{"x": "1"}', '{"x": "2"}']
+    assert (parsed.reasoning, parsed.content) == ("I think.\nHard.", "Some text.")
+    assert [call.name for call in reader.calls] == [call.name for call in parsed.tool_calls]
+    assert [call.arguments for call in parsed.tool_calls] == ['{"x": "1"}', '{"x": "2"}']
     assert len({call.id for call in reader.calls}) == 2
     assert reader.finish_reason == "tool_calls"
 
@@ -139,15 +139,16 @@ def test_reader_knows_all_that_its_events_say() -> None:
 def test_only_the_first_call_counts_without_parallel_calls() -> None:
     reader, events = read(ANSWER, parallel_calls=False)
     assert [event.index for event in events if isinstance(event, ToolCallStart)] == [0]
-    assert [call.arguments for call in reader.calls] == ['{"x": "1"}']
+    assert len(reader.calls) == 1 and [call.arguments for call in collect(events).tool_calls] == ['{"x": "1"}']
     assert reader.finish_reason == "tool_calls"
 
 
 def test_without_calls_their_markup_is_content() -> None:
-    reader, _ = read(ANSWER, may_call=False)
-    assert reader.calls == []
-    assert reader.content.startswith("Some text.") and "<invoke" in reader.content
-    assert (reader.reasoning, reader.finish_reason) == ("I think.\nHard.", "stop")
+    reader, events = read(ANSWER, may_call=False)
+    said = collect(events)
+    assert reader.calls == [] == said.tool_calls
+    assert said.content is not None and said.content.startswith("Some text.") and "<invoke" in said.content
+    assert (said.reasoning, reader.finish_reason) == ("I think.\nHard.", "stop")
 
 
 @pytest.mark.parametrize(
@@ -165,33 +166,29 @@ def test_finish_reasons(text: str, finish: str, rules: dict[str, Any], expected:
 
 
 def test_reasoning_in_the_content_stands_between_tags() -> None:
-    reader, events = read(ANSWER, reasoning=ReasoningPlace.CONTENT)
-    assert reader.content == "<think>I think.\nHard.\n</think>\n\nSome text."
-    assert reader.reasoning == ""
-    assert collect(events).content == reader.content
-    cut, _ = read("I thi", finish="length", reasoning=ReasoningPlace.CONTENT)
-    assert cut.content == "<think>I thi"
+    said = collect(read(ANSWER, reasoning=ReasoningPlace.CONTENT)[1])
+    assert (said.reasoning, said.content) == (None, "<think>I think.\nHard.\n</think>\n\nSome text.")
+    _, events = read("I thi", finish="length", reasoning=ReasoningPlace.CONTENT)
+    assert collect(events).content == "<think>I thi"
     of_server = ChoiceReader(
         Voice(output_style("minimax_m2", reasoning_parser="minimax_m2_append_think"), {}, ()),
         prompt=ChatPrompt("", [1], "open"),
         rules=ReadingRules(),
     )
-    of_server.push(output("I thi", finish="length"))
-    assert of_server.content == "<think>I thi"
+    assert collect(of_server.push(output("I thi", finish="length"))).content == "<think>I thi"
 
 
 def test_reasoning_left_out_leaves_the_rest_as_it_is() -> None:
-    reader, events = read(ANSWER, reasoning=ReasoningPlace.NOWHERE)
-    assert not any(isinstance(event, ReasoningDelta) for event in events)
-    assert (reader.reasoning, reader.content, len(reader.calls)) == ("", "Some text.", 2)
+    said = collect(read(ANSWER, reasoning=ReasoningPlace.NOWHERE)[1])
+    assert (said.reasoning, said.content, len(said.tool_calls)) == (None, "Some text.", 2)
 
 
 @pytest.mark.parametrize("text", [ANSWER, "I think.\nHard.\n</think>", "I think.\nHard."])
 def test_reasoning_that_is_not_streamed_comes_at_once_before_the_rest(text: str) -> None:
-    reader, events = read(text, stream_reasoning=False)
+    _, events = read(text, stream_reasoning=False)
     assert [event for event in events if isinstance(event, ReasoningDelta)] == [ReasoningDelta("I think.\nHard.")]
     assert isinstance(events[0], ReasoningDelta)
-    assert reader.content == "".join(event.text for event in events if isinstance(event, ContentDelta))
+    assert collect(events).content == collect(read(text)[1]).content
 
 
 TAGS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}

@@ -81,8 +81,7 @@ def generation(
 
 def give(to: Generation, *updates: SequenceUpdate) -> None:
     for one in updates:
-        to.put(one)
-    to.hand_on()
+        to.push(one)
 
 
 def test_outputs_come_in_the_call_that_brings_them_in_order_and_once() -> None:
