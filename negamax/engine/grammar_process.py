@@ -1,5 +1,5 @@
-"""The grammar process: `python -m negamax.engine.grammar_process ADDRESS`, started beside the
-model on a GPU, elsewhere when the first grammar is asked for.
+"""The grammar process: `python -m negamax.engine.grammar_process ADDRESS`, started beside the model on a GPU, elsewhere when
+the first grammar is asked for.
 
 It holds the state of every output that follows a grammar. A process of its own, because the compiler can take minutes and
 gigabytes for a small schema, cannot be interrupted, and takes seconds to import: here it stalls nobody and can be killed.

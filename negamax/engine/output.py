@@ -38,13 +38,17 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 def joined_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     """One output for two of the same choice, which are used up."""
-    later.token_ids[:0] = earlier.token_ids
-    later.pieces[:0] = earlier.pieces
-    if later.logprobs is not None:
-        later.logprobs[:0] = earlier.logprobs or ()
-    if earlier.prompt_logprobs is None:
-        return later
-    return msgspec.structs.replace(later, prompt_logprobs=earlier.prompt_logprobs)
+    earlier.token_ids.extend(later.token_ids)  # the longer list stays where it is: many are joined in linear time
+    earlier.pieces.extend(later.pieces)
+    if earlier.logprobs is not None:
+        earlier.logprobs.extend(later.logprobs or ())
+    return msgspec.structs.replace(
+        later,
+        token_ids=earlier.token_ids,
+        pieces=earlier.pieces,
+        logprobs=earlier.logprobs,
+        prompt_logprobs=earlier.prompt_logprobs,
+    )
 
 
 class ChoiceStream:

@@ -477,8 +477,7 @@ class _TextChannel:
                 out = out[out.rfind("\n", 0, indent) + 1 :]
             self.has_begun = True
         num_words = len(words)
-        if self._space or num_words < len(text):
-            self._space = [text[num_words:]] if num_words < len(text) else []
+        self._space = [text[num_words:]] if num_words < len(text) else []
         self._last_char = out[-1]
         self._emit(self._event(out))
 
