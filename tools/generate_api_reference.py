@@ -31,6 +31,8 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
 from negamax.api import schemas, server
+from negamax.api.processes.peers import Peers
+from negamax.api.processes.seat import Seat
 from negamax.api.schemas import answers, chat, completions, messages, native_generate, response_items, responses, tokens
 from negamax.api.schemas.common import RequestModel
 from negamax.base.errors import InvalidRequestError
@@ -213,7 +215,13 @@ def app_routes() -> list[APIRoute]:
     info = types.SimpleNamespace(served_model_name="model", model="model", max_model_len=1)
     engine = types.SimpleNamespace(info=info)
     context: Any = types.SimpleNamespace(
-        engine=engine, options=ServerOptions(), model_names=("model",), started=0, metrics=None, lifecycle=None
+        engine=engine,
+        options=ServerOptions(),
+        peers=Peers(Seat.of(0, 1, None)),
+        model_names=("model",),
+        started=0,
+        metrics=None,
+        lifecycle=None,
     )
     app = server.create_app(context)
     listed = set(app.state.paths)

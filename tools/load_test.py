@@ -33,20 +33,26 @@ SCENARIOS = ("soak", "overload", "aborts", "fuzz", "frontend")
 def run(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     """The report of one scenario, at the size that `args` ask for."""
     small: bool = args.small
+    common = {"seed": args.seed, "num_servers": args.api_server_count}
     if scenario == "soak":
         seconds = args.seconds or (4 if small else 600)
         limit = None if seconds < 300 else 1.0  # one step of the heap is 2 MiB: too much for the half of a short run
-        return asyncio.run(soak(clients=args.clients or 64, seconds=seconds, abort_share=0.05, seed=args.seed, max_slope=limit))
+        return asyncio.run(soak(clients=args.clients or 64, seconds=seconds, abort_share=0.05, max_slope=limit, **common))
     if scenario == "overload":
         seconds = args.seconds or (1.5 if small else 30)
-        return asyncio.run(overload(factor=10, seconds=seconds, seed=args.seed, max_ratio=5.0 if small else 2.0))
+        return asyncio.run(overload(factor=10, seconds=seconds, max_ratio=5.0 if small else 2.0, **common))
     if scenario == "aborts":
-        return asyncio.run(aborts(count=args.count or (300 if small else 10_000), clients=args.clients or 32, seed=args.seed))
+        return asyncio.run(aborts(count=args.count or (300 if small else 10_000), clients=args.clients or 32, **common))
     if scenario == "fuzz":
-        return asyncio.run(fuzz(count=args.count or (1000 if small else 100_000), clients=args.clients or 8, seed=args.seed))
+        return asyncio.run(fuzz(count=args.count or (1000 if small else 100_000), clients=args.clients or 8, **common))
     max_us, max_p99 = (300.0, None) if small else (60.0, 2.0)
-    step_ms = args.step_ms or (10.0 if small else 25.0)
-    return frontend(tokens=args.count or (100 if small else 400), step_ms=step_ms, max_us=max_us, max_p99_ms=max_p99)
+    return frontend(
+        tokens=args.count or (100 if small else 400),
+        step_ms=args.step_ms or (10.0 if small else 25.0),
+        num_servers=args.api_server_count,
+        max_us=max_us,
+        max_p99_ms=max_p99,
+    )
 
 
 def show(value: Any, indent: int = 2) -> None:
@@ -67,6 +73,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int)
     parser.add_argument("--count", type=int, help="aborts, bodies, or tokens per stream")
     parser.add_argument("--step-ms", type=float, help="time between two steps of the stub (frontend); default: 25")
+    parser.add_argument("--api-server-count", type=int, default=1, help="server processes in front of the engine")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

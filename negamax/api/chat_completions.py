@@ -265,7 +265,7 @@ class _ChatAnswering:
         if self._returns_ids:
             choice.token_ids += output.token_ids
         if output.finish_reason is not None:
-            self._metrics.num_tool_calls += len(choice.reader.calls)
+            self._metrics.events.add("tool_calls", len(choice.reader.calls))
         return events
 
     def _delta(self, choice: _Choice, parsed: ParserEvent) -> Delta | None:

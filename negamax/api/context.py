@@ -11,6 +11,8 @@ from negamax import __version__
 from negamax.api.conversation import PromptBuilder, Voice
 from negamax.api.lifecycle import Lifecycle
 from negamax.api.metrics import ServerMetrics
+from negamax.api.processes.peers import Peers
+from negamax.api.processes.seat import Seat
 from negamax.api.schemas.common import nearest, shown
 from negamax.api.sse import EventStream, Say, Source
 from negamax.base.errors import NotFoundError
@@ -50,20 +52,22 @@ class ApiContext:
     voice: Voice
     metrics: ServerMetrics
     lifecycle: Lifecycle
+    seat: Seat
+    peers: Peers
     options: ServerOptions
     model_names: tuple[str, ...]  # the first is the one answers carry when the request names none
     started: int  # seconds since 1970
 
     @classmethod
-    def create(cls, engine: AsyncEngine, options: ServerOptions) -> ApiContext:
-        """The context of a started engine."""
+    def create(cls, engine: AsyncEngine, options: ServerOptions, seat: Seat) -> ApiContext:
+        """The context of a started engine, in the process that has `seat`."""
         names = options.served_model_name or (engine.info.served_model_name,)
         style = output_style(
             engine.info.architecture,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
         )
-        lifecycle = Lifecycle(drain_timeout=options.drain_timeout)
+        lifecycle = Lifecycle(drain_timeout=options.drain_timeout, numbers=seat.metrics, index=seat.index)
         voice = Voice.of(style, engine.tokenizer)
         return cls(
             engine=engine,
@@ -75,8 +79,10 @@ class ApiContext:
                 default_template_kwargs=options.default_chat_template_kwargs,
             ),
             voice=voice,
-            metrics=ServerMetrics(engine, lifecycle, model_name=names[0]),
+            metrics=ServerMetrics(engine, lifecycle, model_name=names[0], numbers=seat.metrics, index=seat.index),
             lifecycle=lifecycle,
+            seat=seat,
+            peers=Peers(seat),
             options=options,
             model_names=names,
             started=int(time.time()),

@@ -65,11 +65,11 @@ class Guard:
             return
         body = _Body(receive, self)
         lifecycle = self._context.lifecycle
-        lifecycle.num_open += 1
+        lifecycle.opened()
         try:
             await self._app(scope, body.receive, send)
         finally:
-            lifecycle.num_open -= 1
+            lifecycle.closed()
             self._body_budget += body.num_bytes
 
     def take_bytes(self, count: int) -> None:

@@ -46,7 +46,9 @@ def health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Prometheus text, or OpenMetrics where the scraper accepts it."""
+        """Prometheus text, or OpenMetrics where the scraper accepts it. The first server process tells it for all."""
+        if context.seat.index:
+            return await context.peers.relay(request, to=0)
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encoder(context.metrics.registry), media_type=content_type)
 

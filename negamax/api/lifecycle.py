@@ -12,6 +12,7 @@ from typing import Any
 
 from negamax.base.errors import UnavailableError
 from negamax.base.log import get_logger
+from negamax.base.shared_numbers import SharedNumbers
 
 logger = get_logger(__name__)
 
@@ -20,14 +21,42 @@ _PULSE_SECONDS = 0.5
 
 
 class Lifecycle:
-    """The server's state, shared by its parts. Single writer: the event loop."""
+    """The server's state, shared by its parts. Single writer: the event loop. How busy it is can be seen in the first numbers
+    of its row, beside those of other processes of the same server."""
 
-    def __init__(self, *, drain_timeout: float) -> None:
+    NUM_COLUMNS = 2
+    _OPEN, _LAG = range(NUM_COLUMNS)
+
+    def __init__(self, *, drain_timeout: float, numbers: SharedNumbers | None = None, index: int = 0) -> None:
+        """`numbers` have `NUM_COLUMNS` or more, and this process writes row `index`."""
         self.is_draining = False
-        self.num_open = 0  # requests that are being answered, also in the background; probes do not count
-        self.loop_lag = 0.0  # seconds that the event loop was late at the last pulse
+        self._numbers = numbers or SharedNumbers(self.NUM_COLUMNS)
+        self._row = self._numbers.row(index)
         self._drain_timeout = drain_timeout
         self._drain_end = 0.0  # monotonic
+
+    @property
+    def num_open(self) -> int:
+        """Requests that this process is answering, also in the background; probes do not count."""
+        return int(self._row[self._OPEN])
+
+    @property
+    def total_open(self) -> int:
+        """Those of all processes."""
+        return int(self._numbers.total(self._OPEN))
+
+    @property
+    def worst_lag(self) -> float:
+        """Seconds that the latest event loop of all processes was late at its last pulse."""
+        return max(self._numbers.row(index)[self._LAG] for index in range(self._numbers.num_rows))
+
+    def opened(self) -> None:
+        """A request came."""
+        self._row[self._OPEN] += 1
+
+    def closed(self) -> None:
+        """A request is over."""
+        self._row[self._OPEN] -= 1
 
     def check_accepting(self) -> None:
         """Refuse while the server stops: `UnavailableError`."""
@@ -37,9 +66,9 @@ class Lifecycle:
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start `work`, which counts as an open request from now until it ends."""
-        self.num_open += 1
+        self.opened()
         task = asyncio.create_task(work)
-        task.add_done_callback(self._background_ended)
+        task.add_done_callback(lambda _: self.closed())
         return task
 
     def begin_drain(self) -> None:
@@ -61,10 +90,7 @@ class Lifecycle:
         while True:
             due = time.monotonic() + _PULSE_SECONDS
             await asyncio.sleep(_PULSE_SECONDS)
-            self.loop_lag = max(0.0, time.monotonic() - due)
-
-    def _background_ended(self, task: asyncio.Task[None]) -> None:
-        self.num_open -= 1
+            self._row[self._LAG] = max(0.0, time.monotonic() - due)
 
 
 class Signals:

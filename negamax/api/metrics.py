@@ -1,14 +1,14 @@
 """Prometheus metrics under the names that vLLM's and SGLang's dashboards read, in a registry that belongs to one server.
 
-Counters and gauges come from the engine's own statistics when they are scraped; histograms are filled as outputs pass.
+Counters and gauges come from the engine's own statistics when they are scraped; histograms are filled as outputs pass. Where
+several processes serve, each counts what passes it in numbers that they share, and the first one answers for all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from negamax.api.histogram import Histogram
 from negamax.api.lifecycle import Lifecycle
+from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client import AsyncEngine
 from negamax.engine.output import RequestOutput
 from negamax.engine.wire import EngineStats
@@ -28,8 +29,12 @@ _TOKEN_COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit i
 _STEP_TOKENS = tuple(float(2**power) for power in range(15))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _SAMPLE_SECONDS = 1.0  # between two samples of what is told as a rate
-_STALE_SECONDS = 5.0  # a rate that nothing has confirmed for so long is zero
 REASONS = ("stop", "length", "abort", "error")
+_OTHER = "other"
+_REJECTIONS = (  # codes of refusals with a time to come back
+    *("queue_full", "queue_tokens_full", "memory", "draining", "engine_restarting", "engine_dead", "engine_silent", _OTHER),
+)
+_EVENTS = ("requests", "tool_calls")
 
 # Histogram: its buckets, its help, and all names it is sent under. Where there are several, dashboards of another generation
 # or of SGLang ask for the later ones.
@@ -95,52 +100,88 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineStats], float]], ..
 )
 
 
+# What the server processes share: Lifecycle's numbers first, then counts, then the histograms.
+_COUNTS = (REASONS, _REJECTIONS, _EVENTS)
+NUM_COLUMNS = (
+    Lifecycle.NUM_COLUMNS + sum(map(len, _COUNTS)) + sum(Histogram.num_columns(bounds) for bounds, _, _ in _HISTOGRAMS.values())
+)
+
+
+class Counts:
+    """Counts by name, of all server processes. Single writer of a process's own: its event loop."""
+
+    def __init__(self, names: Sequence[str], *, numbers: SharedNumbers, index: int, start: int) -> None:
+        """The counts of process `index` are kept in its row of `numbers`, from column `start` on."""
+        self._columns = {name: start + place for place, name in enumerate(names)}
+        self._numbers = numbers
+        self._row = numbers.row(index)
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count; a name that is not known counts as "other", where there is that."""
+        column = self._columns.get(name)
+        self._row[self._columns[_OTHER] if column is None else column] += count
+
+    def totals(self) -> dict[str, float]:
+        """All counts."""
+        return {name: self._numbers.total(column) for name, column in self._columns.items()}
+
+
 class _Rates:
-    """What is told as a rate, measured over the last second or so of work. Single writer: the event loop."""
+    """What is told as a rate, measured over the last second or so. Single writer: the event loop."""
 
     def __init__(self) -> None:
         self._time = time.monotonic()
         self._stats: EngineStats | None = None
-        self._throughput = 0.0
+        self.throughput = 0.0  # generated tokens per second
         self.cache_hit_rate = 0.0
 
     def sample(self, stats: EngineStats) -> None:
-        """Take the statistics after a step."""
+        """Take the engine's statistics of now."""
         now = time.monotonic()
         if self._stats is None or stats.step_count < self._stats.step_count:
-            self._stats, self._time = stats, now
+            self._stats, self._time, self.throughput = stats, now, 0.0
         elif now - self._time >= _SAMPLE_SECONDS:
-            self._throughput = (stats.generated_tokens - self._stats.generated_tokens) / (now - self._time)
+            self.throughput = (stats.generated_tokens - self._stats.generated_tokens) / (now - self._time)
             prompt_tokens = stats.prompt_tokens - self._stats.prompt_tokens
             if prompt_tokens:
                 self.cache_hit_rate = (stats.cached_prompt_tokens - self._stats.cached_prompt_tokens) / prompt_tokens
             self._stats, self._time = stats, now
 
-    def throughput(self) -> float:
-        """Generated tokens per second."""
-        return self._throughput if time.monotonic() - self._time < _STALE_SECONDS else 0.0
-
 
 class ServerMetrics(Collector):
     """All metrics of one server. Single writer: the event loop."""
 
-    def __init__(self, engine: AsyncEngine, lifecycle: Lifecycle, *, model_name: str) -> None:
+    def __init__(
+        self, engine: AsyncEngine, lifecycle: Lifecycle, *, model_name: str, numbers: SharedNumbers, index: int
+    ) -> None:
+        """`numbers` have `NUM_COLUMNS`, and this process writes row `index`."""
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
-        self.histograms = {key: Histogram(bounds) for key, (bounds, _, _) in _HISTOGRAMS.items()}
-        self.finished: Counter[str] = Counter(dict.fromkeys(REASONS, 0))  # choices by reason
-        self.num_requests = 0
-        self.rejections: Counter[str] = Counter()  # by the code of the refusal
-        self.num_tool_calls = 0
+        start = Lifecycle.NUM_COLUMNS
+        counts = []
+        for names in _COUNTS:
+            counts.append(Counts(names, numbers=numbers, index=index, start=start))
+            start += len(names)
+        self.finished, self.rejections, self.events = counts  # choices by reason, refusals by code, requests and tool calls
+        self.histograms: dict[str, Histogram] = {}
+        for key, (bounds, _, _) in _HISTOGRAMS.items():
+            self.histograms[key] = Histogram(bounds, numbers=numbers, index=index, start=start)
+            start += Histogram.num_columns(bounds)
         self._engine = engine
         self._lifecycle = lifecycle
         self._model_name = model_name
         self._rates = _Rates()
         engine.on_steps = self._count_steps
 
+    async def watch(self) -> None:
+        """Measure what is told as a rate, until cancelled."""
+        while True:
+            self._rates.sample(self._engine.stats)
+            await asyncio.sleep(_SAMPLE_SECONDS / 2)
+
     def meter(self, sampling: SamplingParams, *, arrival: float) -> RequestMeter:
         """The observer of a request that arrived at `time.monotonic()` second `arrival`."""
-        self.num_requests += 1
+        self.events.add("requests")
         self.histograms["n"].observe(sampling.n)
         if sampling.max_tokens is not None:
             self.histograms["max_tokens"].observe(sampling.max_tokens)
@@ -179,17 +220,17 @@ class ServerMetrics(Collector):
             ("sglang:token_usage", cache, usage),
             ("sglang:num_used_tokens", "Tokens of KV cache in use.", (total - free) * info.block_size),
             ("sglang:max_total_num_tokens", "Tokens that the KV cache holds.", info.num_kv_blocks * info.block_size),
-            ("sglang:gen_throughput", "Generated tokens per second.", self._rates.throughput()),
+            ("sglang:gen_throughput", "Generated tokens per second.", self._rates.throughput),
             ("sglang:cache_hit_rate", "Share of prompt tokens found in the prefix cache, lately.", self._rates.cache_hit_rate),
             ("sglang:num_retracted_reqs", "Sequences set back to make room for others.", stats.preemption_count),
             ("sglang:utilization", "Share of the running batch's places in use.", stats.num_running / info.max_num_seqs),
             ("sglang:spec_accept_length", "Tokens per draft that were right, and one.", accepted / drafts + 1 if drafts else 0),
             ("sglang:spec_accept_rate", "Share of draft tokens that were right.", accepted / drafted if drafted else 0),
             ("negamax:waiting_tokens", "Prompt tokens of waiting sequences.", engine.admission.waiting_tokens),
-            ("negamax:open_requests", "Requests that are being answered, also in the background.", self._lifecycle.num_open),
+            ("negamax:open_requests", "Requests that are being answered, also in the background.", self._lifecycle.total_open),
             ("negamax:draining", "1 while the server stops.", float(self._lifecycle.is_draining)),
             ("negamax:engine_up", "1 while the engine can serve.", float(engine.alive)),
-            ("negamax:event_loop_lag_seconds", "How late the event loop was.", self._lifecycle.loop_lag),
+            ("negamax:event_loop_lag_seconds", "How late the event loop was.", self._lifecycle.worst_lag),
         )
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
@@ -200,18 +241,19 @@ class ServerMetrics(Collector):
         success = CounterMetricFamily(
             "vllm:request_success", "Finished choices by reason.", labels=["model_name", "finished_reason"]
         )
-        for reason, count in self.finished.items():
+        finished, events = self.finished.totals(), self.events.totals()
+        for reason, count in finished.items():
             success.add_metric([self._model_name, reason], count)
         yield success
         rejections = CounterMetricFamily(
             "vllm:admission_rejections", "Requests refused with 429 or 503.", labels=["model_name", "reason"]
         )
-        for reason, count in sorted(self.rejections.items()):
+        for reason, count in self.rejections.totals().items():
             rejections.add_metric([self._model_name, reason], count)
         yield rejections
-        yield self._counter("vllm:tool_call_parser_invocations", "Tool calls parsed.", self.num_tool_calls)
-        yield self._counter("sglang:num_requests", "Requests.", self.num_requests)
-        yield self._counter("sglang:num_aborted_requests", "Choices that were aborted.", self.finished["abort"])
+        yield self._counter("vllm:tool_call_parser_invocations", "Tool calls parsed.", events["tool_calls"])
+        yield self._counter("sglang:num_requests", "Requests.", events["requests"])
+        yield self._counter("sglang:num_aborted_requests", "Choices that were aborted.", finished["abort"])
         yield self._counter("negamax:engine_restarts", "Restarts of the engine.", self._engine.restart_count)
 
     def _speculation(self, engines: list[EngineStats]) -> Iterator[Metric]:
@@ -237,7 +279,6 @@ class ServerMetrics(Collector):
     def _count_steps(self, step_tokens: list[int]) -> None:
         for num_tokens in step_tokens:
             self.histograms["step_tokens"].observe(num_tokens)
-        self._rates.sample(self._engine.stats)
 
 
 class _ChoiceTimes:
@@ -286,7 +327,7 @@ class RequestMeter:
     def ended(self, error: BaseException | None) -> None:
         """The request is over; what has not finished was aborted, or failed."""
         is_abort = error is None or isinstance(error, GeneratorExit | asyncio.CancelledError)
-        self._metrics.finished["abort" if is_abort else "error"] += self._unfinished
+        self._metrics.finished.add("abort" if is_abort else "error", self._unfinished)
 
     def _first_token(self, output: RequestOutput, now: float) -> None:
         histograms = self._metrics.histograms
@@ -299,7 +340,7 @@ class RequestMeter:
         histograms = self._metrics.histograms
         self._unfinished -= 1
         reason = output.finish_reason
-        self._metrics.finished[reason if reason in REASONS else "error"] += 1
+        self._metrics.finished.add(reason if reason in REASONS else "error")
         histograms["e2e"].observe(now - self._arrival)
         histograms["generation_tokens"].observe(output.num_output_tokens)
         if choice is None:

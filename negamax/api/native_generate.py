@@ -30,17 +30,21 @@ from negamax.api.schemas.native_generate import (
 )
 from negamax.api.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
 from negamax.base.errors import InvalidRequestError
+from negamax.engine.client import AsyncEngine
 from negamax.engine.generation import Generations
 from negamax.engine.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 
 _LEAST = -9999.0  # JSON has no infinity
+_ABORT = "abort"  # what server processes ask of each other, with the id of a request, or null for all
 
 
 def native_router(context: ApiContext) -> APIRouter:
     """The routes, by SGLang's names; those that tell something also by their old ones."""
     router = APIRouter()
+    abort = partial(_abort, context.engine)
+    context.peers.when_asked(_ABORT, abort)
     body_schema = {"content": {"application/json": {"schema": NativeRequest.model_json_schema()}}, "required": True}
 
     @router.post("/generate", openapi_extra={"requestBody": body_schema})
@@ -83,15 +87,16 @@ def native_router(context: ApiContext) -> APIRouter:
         wanted = AbortRequest.parse(body)
         if wanted.rid is None and not wanted.abort_all:
             refuse("rid", "send the id of a request, or abort_all")
-        # Ids in the engine: a word for the route, the client's id, then a random one.
-        own = re.compile(f"(?:[a-z]+-)?{re.escape(wanted.rid or '')}(?:[-/].*)?") if not wanted.abort_all else re.compile(".*")
-        return json_response(NumAborted(context.engine.abort(lambda sequence_id: own.fullmatch(sequence_id) is not None)))
+        rid = None if wanted.abort_all else wanted.rid
+        counts = await context.peers.ask_others(_ABORT, rid)
+        return json_response(NumAborted(abort(rid) + sum(counts)))
 
     async def flush_cache() -> Response:
         """Forget all cached prefixes."""
-        if context.engine.num_open:
+        num_open = context.engine.admission.num_open
+        if num_open:
             raise InvalidRequestError(
-                f"{context.engine.num_open} sequences run or wait; the cache is emptied only while there are none",
+                f"{num_open} sequences run or wait; the cache is emptied only while there are none",
                 hint="try again when they are done, or abort them",
                 code="busy",
             )
@@ -115,6 +120,13 @@ def native_router(context: ApiContext) -> APIRouter:
         router.add_api_route(f"/{name}", route, methods=["GET"])
         router.add_api_route(f"/get_{name}", route, methods=["GET"])
     return router
+
+
+def _abort(engine: AsyncEngine, rid: str | None) -> int:
+    """End this process's sequences of a request, or all; how many there are."""
+    # Ids in the engine: a word for the route, the client's id, then a random one.
+    own = re.compile(".*" if rid is None else f"(?:[a-z]+-)?{re.escape(rid)}(?:[-/].*)?")
+    return engine.abort(lambda sequence_id: own.fullmatch(sequence_id) is not None)
 
 
 def _engine_sampling(wanted: NativeRequest, sampling: NativeSampling) -> SamplingParams:

@@ -22,7 +22,7 @@ _SPARE_FILES = 128  # file descriptors that are not connections
 BODY_CHANNEL = "negamax.body_channel"  # the extension of a request's scope that is its `BodyChannel`
 
 
-def protocol_class(*, slow_client_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
+def protocol_class(*, slow_client_timeout: float, max_connections: int) -> type[LimitedProtocol]:
     """The class of the server's connections. A client that leaves what was sent to it unread for `slow_client_timeout` seconds
     is cut off; connections above `max_connections` are closed at once."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,13 +52,16 @@ class ResponseTeller:
         wanted: ResponsesRequest,
         blank: ResponseAnswer,
         *,
+        new_id: Callable[[str], str],
         signer: ThoughtSigner,
         logprobs: ContentLogprobs | None,
         request_id: str,
     ) -> None:
-        """`blank` is the response before anything is answered; `logprobs` finds those that were asked for."""
+        """`blank` is the response before anything is answered; `new_id` makes the id of an item, from its prefix; `logprobs`
+        finds those that were asked for."""
         self._answer = answer
         self._blank = blank
+        self._new_id = new_id
         self._signer = signer
         self._logprobs = logprobs
         self._request_id = request_id
@@ -144,7 +146,7 @@ class ResponseTeller:
         """The id of a block's item, the same in all that is said about it."""
         while len(self._ids) <= block.index:
             kind = self._answer.blocks[len(self._ids)].kind
-            self._ids.append(f"{_ID_PREFIXES[kind]}_{secrets.token_hex(16)}")
+            self._ids.append(self._new_id(_ID_PREFIXES[kind]))
         return self._ids[block.index]
 
     def _item(self, block: Block, status: str, *, is_empty: bool = False) -> OutputItem:

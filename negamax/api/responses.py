@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from contextlib import suppress
 from functools import partial
@@ -30,12 +29,13 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
+_ITEM = "item"  # what server processes ask each other for, by its id
 _FETCH_SECONDS = 5.0  # that a stopping server waits for the client of a response that ended in the background
 
 
 def responses_router(context: ApiContext) -> APIRouter:
     """The routes of the Responses API."""
-    router = APIRouter()
+    router = APIRouter(route_class=context.peers.keeper_route("response_id"))
     responses = _Responses(context)
     body_schema = {"content": {"application/json": {"schema": ResponsesRequest.model_json_schema()}}, "required": True}
 
@@ -44,7 +44,11 @@ def responses_router(context: ApiContext) -> APIRouter:
         """Answer a conversation: whole, as a stream of events, or in the background."""
         arrival = time.monotonic()
         body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
-        return await responses.create(request, ResponsesRequest.parse(body), num_bytes=num_bytes, arrival=arrival)
+        wanted = ResponsesRequest.parse(body)
+        keeper = context.seat.keeper_of(wanted.previous_response_id)
+        if keeper != context.seat.index:
+            return await context.peers.relay(request, to=keeper, body=msgspec.json.encode(body))
+        return await responses.create(request, wanted, num_bytes=num_bytes, arrival=arrival)
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
@@ -83,6 +87,7 @@ class _Responses:
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._awaited: dict[str, asyncio.Event] = {}  # set when the response is fetched
+        context.peers.when_asked(_ITEM, self._store.item)
 
     def kept(self, response_id: str) -> KeptResponse:
         """A kept response. Errors: `NotFoundError`."""
@@ -107,7 +112,7 @@ class _Responses:
         if wanted.top_logprobs > context.engine.info.max_logprobs:
             refuse("top_logprobs", f"{wanted.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}")
         parent = self._parent(wanted.previous_response_id)
-        given = self._given(wanted)
+        given = await self._given(wanted)
         kept_bytes = 0 if parent is None else parent.total_bytes
         turn = await off_loop(lambda: self._turn(wanted, parent, given), num_bytes=num_bytes + kept_bytes)
         blank = self._blank(wanted, model=model, turn=turn)
@@ -116,7 +121,13 @@ class _Responses:
         )
         logprobs = None if wanted.wanted_logprobs is None else ContentLogprobs(context.engine.tokenizer, context.voice)
         teller = ResponseTeller(
-            answer, wanted, blank, signer=self._signer, logprobs=logprobs, request_id=request.state.request_id
+            answer,
+            wanted,
+            blank,
+            new_id=partial(context.seat.new_id, num_bytes=16),
+            signer=self._signer,
+            logprobs=logprobs,
+            request_id=request.state.request_id,
         )
         input_items = msgspec.json.encode(given)
         if wanted.background:
@@ -192,7 +203,7 @@ class _Responses:
             refuse("previous_response_id", f"{response_id} is not complete yet; wait until it is")
         return kept.turn
 
-    def _given(self, wanted: ResponsesRequest) -> list[Item]:
+    async def _given(self, wanted: ResponsesRequest) -> list[Item]:
         """The input as items, references replaced by what they refer to."""
         if isinstance(wanted.input, str):
             return [{"type": "message", "role": "user", "content": wanted.input}]
@@ -200,13 +211,21 @@ class _Responses:
         for index, item in enumerate(wanted.input):
             if item.get("type") == "item_reference":
                 item_id = item.get("id")
-                found = self._store.item(item_id) if isinstance(item_id, str) else None
+                found = await self._item(item_id) if isinstance(item_id, str) else None
                 if found is None:
                     raise _unknown(item_id, param=f"input[{index}].id", code="item_not_found")
                 given.append(found)
             else:
                 given.append(item)
         return given
+
+    async def _item(self, item_id: str) -> Item | None:
+        """An output item of a kept response, of whichever server process keeps it."""
+        keeper = self._context.seat.keeper_of(item_id)
+        if keeper == self._context.seat.index:
+            return self._store.item(item_id)
+        item: Item | None = await self._context.peers.ask(_ITEM, item_id, of=keeper)
+        return item
 
     def _turn(self, wanted: ResponsesRequest, parent: KeptTurn | None, given: list[Item]) -> Turn:
         earlier = [] if parent is None else parent.conversation()
@@ -232,7 +251,7 @@ class _Responses:
         resolved = turn.sampling.resolved(info.sampling_defaults, room=info.max_model_len)
         assert resolved.temperature is not None and resolved.top_p is not None
         return ResponseAnswer(
-            id=f"resp_{secrets.token_hex(24)}",
+            id=self._context.seat.new_id("resp", num_bytes=24),
             created_at=int(time.time()),
             status="in_progress",
             background=wanted.background,

@@ -9,7 +9,8 @@ import gc
 import resource
 import socket
 import ssl
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -29,6 +30,8 @@ from negamax.api.messages import messages_router
 from negamax.api.models import models_router
 from negamax.api.native_generate import native_router
 from negamax.api.playground import playground_router
+from negamax.api.processes.leader import Leader, bound_to
+from negamax.api.processes.seat import Seat
 from negamax.api.protocol import max_connections, protocol_class
 from negamax.api.responses import responses_router
 from negamax.api.tokens import tokens_router
@@ -39,6 +42,7 @@ from negamax.config.options import EngineOptions, ServerOptions
 from negamax.engine.client import AsyncEngine
 from negamax.engine.connection import ENGINE_MODULE
 from negamax.engine.restarts import Supervision
+from negamax.engine.supervisor import EngineSupervisor
 
 logger = get_logger(__name__)
 
@@ -85,8 +89,9 @@ def create_app(context: ApiContext) -> FastAPI:
 
 def open_listener(options: ServerOptions) -> socket.socket:
     """A bound socket for the host and port of `options` (0: any free port), made before the model is loaded so that what
-    cannot work is told at once. Errors: `ResourceError` for a port in use, `ConfigError` for a host that is not this machine's,
-    one that others can reach without a key, and for TLS files that do not fit."""
+    cannot work is told at once; with several server processes, others can be bound beside it. Errors: `ResourceError` for a
+    port in use, `ConfigError` for a host that is not this machine's, one that others can reach without a key, and for TLS files
+    that do not fit."""
     host, port = options.host, options.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -104,10 +109,20 @@ def open_listener(options: ServerOptions) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        if options.api_server_count > 1:
+            return _shared(listener)
     except OSError as error:
         listener.close()
         raise _bind_error(error, host=host, port=port) from None
     return listener
+
+
+def _shared(listener: socket.socket) -> socket.socket:
+    """A socket in place of `listener` that others can be bound beside. It could not have told whether the port was free: any
+    process of this user may listen beside it, another server too."""
+    address = listener.getsockname()
+    listener.close()
+    return bound_to(address, family=listener.family)
 
 
 def _check_tls(options: ServerOptions) -> None:
@@ -131,6 +146,16 @@ def _bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
     return ConfigError(f"--host is {host!r} and --port {port}: {error.strerror}", hint="use 127.0.0.1 or 0.0.0.0")
 
 
+def event_loop() -> asyncio.Runner:
+    """The event loop of a server process: uvloop's where that is installed."""
+    try:
+        from uvloop import Loop as loop_factory
+    except ImportError:
+        loop_factory = None
+    env.set_default("TOKENIZERS_PARALLELISM", "false")  # its pool of threads is for many texts at once
+    return asyncio.Runner(loop_factory=loop_factory)
+
+
 def run(
     engine_options: EngineOptions,
     server_options: ServerOptions,
@@ -139,13 +164,8 @@ def run(
     announce: Callable[[str, AsyncEngine], None],
     engine_module: str = ENGINE_MODULE,
 ) -> None:
-    """`serve` in an event loop of its own: uvloop's where that is installed."""
-    try:
-        from uvloop import Loop as loop_factory
-    except ImportError:
-        loop_factory = None
-    env.set_default("TOKENIZERS_PARALLELISM", "false")  # its pool of threads is for many texts at once
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
+    """`serve` in an event loop of its own."""
+    with event_loop() as runner:
         runner.run(serve(engine_options, server_options, listener=listener, announce=announce, engine_module=engine_module))
 
 
@@ -159,43 +179,63 @@ async def serve(
 ) -> None:
     """Start the engine, serve on `listener` until SIGINT or SIGTERM, stop everything. `announce` is called with the URL and
     the engine once requests are answered; `engine_module` is what the engine process runs. Errors: those of
-    `AsyncEngine.start`, and `EngineDeadError` once the engine has died too often."""
+    `EngineSupervisor.start`, and `EngineDeadError` once the engine, or a server process beside this one, has died too often."""
     signals = Signals()
+    seat = Seat.first_of(server_options.api_server_count)
+    leader = Leader(seat, engine_options, server_options, listener=listener)
     with signals.watched():
         try:
-            engine = await _start_engine(engine_options, server_options, module=engine_module)
+            supervisor = await _start_engine(engine_options, server_options, seat=seat, leader=leader, module=engine_module)
         except asyncio.CancelledError:
             logger.info("stopped while starting")
+            await leader.end()
             return
+        except BaseException:
+            await leader.end()
+            raise
+        engine = supervisor.engine
+        leader.on_death = supervisor.server_went
         try:
-            context = ApiContext.create(engine, server_options)
-            server = _Server(context, announce=lambda: announce(_url(listener, server_options), engine))
+            server = HttpServer(
+                ApiContext.create(engine, server_options, seat),
+                stop_engine=supervisor.shutdown,
+                announce=lambda: announce(_url(listener, server_options), engine),
+                leader=leader,
+            )
             signals.hand_over(drain=server.drain, abort=server.abort)
-            _settle_garbage_collection()
+            settle_garbage_collection()
             try:
                 await server.serve(sockets=[listener])
             except OSError as error:  # someone else took the port while the model was loading
                 raise _bind_error(error, host=server_options.host, port=server_options.port) from None
         finally:
-            await engine.shutdown()
+            await leader.end()
+            await supervisor.shutdown()
         if engine.gave_up.done():
             raise EngineDeadError(f"the engine ended too often: {engine.gave_up.result()}")
+        if leader.gave_up.done():
+            raise EngineDeadError(f"a server process ended too often: {leader.gave_up.result()}")
 
 
-async def _start_engine(engine_options: EngineOptions, server_options: ServerOptions, *, module: str) -> AsyncEngine:
-    return await AsyncEngine.start(
+async def _start_engine(
+    engine_options: EngineOptions, server_options: ServerOptions, *, seat: Seat, leader: Leader, module: str
+) -> EngineSupervisor:
+    template = None if server_options.chat_template is None else Path(server_options.chat_template)
+    return await EngineSupervisor.run(
+        await AsyncEngine.create(engine_options, chat_template=template, numbers=seat.queue),
         engine_options,
-        chat_template=None if server_options.chat_template is None else Path(server_options.chat_template),
         supervision=Supervision(
             max_restarts=server_options.max_engine_restarts,
             restart_window=server_options.engine_restart_window,
             hang_timeout=server_options.engine_hang_timeout,
         ),
         module=module,
+        num_servers=seat.count,
+        followers=leader,
     )
 
 
-def _settle_garbage_collection() -> None:
+def settle_garbage_collection() -> None:
     """What the start left behind lives as long as the process, and what a token leaves behind is freed by its references:
     collections need visit neither."""
     gc.collect()
@@ -219,16 +259,25 @@ def _raise_file_limit() -> int:
     return soft
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn, with our signals and connections, and a word when it listens. Single writer: the event loop."""
 
-    def __init__(self, context: ApiContext, *, announce: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        context: ApiContext,
+        *,
+        stop_engine: Callable[[], Awaitable[None]],
+        announce: Callable[[], None] | None = None,
+        leader: Leader | None = None,
+    ) -> None:
+        """`stop_engine` ends every open request; `leader` has the server processes that begin and end with this one."""
         options = context.options
-        config = uvicorn.Config(
-            create_app(context),
-            http=protocol_class(
-                slow_client_timeout=options.slow_client_timeout, max_connections=max_connections(_raise_file_limit())
-            ),
+        self._protocol_class = protocol_class(
+            slow_client_timeout=options.slow_client_timeout, max_connections=max_connections(_raise_file_limit())
+        )
+        self._make_config = partial(
+            uvicorn.Config,
+            http=self._protocol_class,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -237,18 +286,29 @@ class _Server(uvicorn.Server):
             backlog=_BACKLOG,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_CLOSE_SECONDS,  # for a client that stopped reading
-            ssl_certfile=options.ssl_certfile,
-            ssl_keyfile=options.ssl_keyfile,
         )
-        super().__init__(config)
+        app = create_app(context)
+        super().__init__(self._make_config(app, ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile))
+        self._internal_app = context.peers.behind(app)
         self._context = context
+        self._stop_engine = stop_engine
         self._announce = announce
+        self._leader = leader
         self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._tasks = [asyncio.create_task(self._context.lifecycle.pulse()), asyncio.create_task(self._watch_engine())]
-        self._announce()
+        context, leader = self._context, self._leader
+        watches = [context.lifecycle.pulse(), context.metrics.watch(), self._watch(context.engine.gave_up)]
+        if leader is not None:
+            watches.append(self._watch(leader.gave_up))
+        self._tasks = [asyncio.create_task(watch) for watch in watches]
+        if context.seat.folder is not None:
+            await self._listen_to_peers()
+        if leader is not None:
+            await leader.ready()
+        if self._announce is not None and not self._context.lifecycle.is_draining:
+            self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for task in self._tasks:
@@ -262,23 +322,40 @@ class _Server(uvicorn.Server):
     def drain(self) -> None:
         """Refuse new requests, answer the open ones within the drain timeout, and end."""
         self._context.lifecycle.begin_drain()
+        if self._leader is not None:
+            self._leader.drain()
         self._tasks.append(asyncio.create_task(self._drain()))
 
     async def abort(self) -> None:
         """End now: stopping the engine ends every open stream with an error event, then the connections close."""
         self._context.lifecycle.begin_drain()
-        await self._context.engine.shutdown()
+        if self._leader is not None:
+            await self._leader.end()
+        await self._stop_engine()
         self.should_exit = True
 
     async def _drain(self) -> None:
-        engine = self._context.engine
-        if not await self._context.lifecycle.drained(is_idle=lambda: engine.num_open == 0):
-            logger.warning("%d requests are still open and are aborted", self._context.lifecycle.num_open)
-            await engine.shutdown()
+        engine, leader = self._context.engine, self._leader
+        is_idle = await self._context.lifecycle.drained(
+            is_idle=lambda: engine.num_open == 0 and (leader is None or leader.num_running == 0)
+        )
+        if not is_idle:
+            logger.warning("%d requests are still open and are aborted", self._context.lifecycle.total_open)
+            await self.abort()
         self.should_exit = True
 
-    async def _watch_engine(self) -> None:
-        """End the server once its engine has died for good."""
-        await asyncio.shield(self._context.engine.gave_up)
+    async def _watch(self, end: asyncio.Future[str]) -> None:
+        """End the server once that has come which it cannot go on after."""
+        await asyncio.shield(end)
         self._context.lifecycle.begin_drain()
         self.should_exit = True
+
+    async def _listen_to_peers(self) -> None:
+        """Answer other server processes, too."""
+        config = self._make_config(self._internal_app)
+        config.load()
+        make_protocol = partial(
+            self._protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        path = str(self._context.seat.socket_of(self._context.seat.index))
+        self.servers.append(await asyncio.get_running_loop().create_unix_server(make_protocol, path))

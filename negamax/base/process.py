@@ -9,17 +9,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 _GROUP_END_SECONDS = 5.0
 
 
-def spawn(module: str, *args: str, own_group: bool = False) -> subprocess.Popen[bytes]:
-    """Start `python -m module args`, in a session and process group of its own, or in those of this process.
+def spawn(module: str, *args: str, own_group: bool = False, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start `python -m module args`, in a session and process group of its own, or in those of this process; it inherits the
+    open files `pass_fds`.
 
-    The child's standard input is a pipe that nobody writes: it reaches its end when the parent is gone, by whatever cause.
+    The child's standard input is a pipe without a buffer: it reaches its end when the parent is gone, by whatever cause.
     """
-    return subprocess.Popen([sys.executable, "-m", module, *args], stdin=subprocess.PIPE, start_new_session=own_group)
+    command = [sys.executable, "-m", module, *args]
+    return subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=own_group, pass_fds=pass_fds)
 
 
 def exit_with_parent() -> None:

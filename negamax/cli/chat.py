@@ -44,15 +44,15 @@ def command(
     hide_thinking: Annotated[bool, typer.Option("--hide-thinking", help="Show answers only.", rich_help_panel=CHAT)] = False,
 ) -> None:
     """Chat until /exit, Ctrl-D or the end of the input."""
-    from negamax.engine.client import AsyncEngine
+    from negamax.engine.supervisor import EngineSupervisor
 
     log.setup(engine.log_level)
     declared = None if tools is None else _read_tools(tools)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with asyncio.Runner() as runner:
-        started = runner.run(AsyncEngine.start(engine))
+        supervisor = runner.run(EngineSupervisor.start(engine))
         session = _Session(
-            started,
+            supervisor.engine,
             system=system,
             tools=declared,
             sampling=SamplingParams(max_tokens=max_tokens, temperature=temperature),
@@ -61,7 +61,7 @@ def command(
         try:
             _talk(session, runner)
         finally:
-            runner.run(started.shutdown())
+            runner.run(supervisor.shutdown())
 
 
 def _read_tools(path: str) -> list[dict[str, Any]]:

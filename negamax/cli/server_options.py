@@ -23,6 +23,13 @@ SERVER, FORMAT, SECURITY, LIMITS = "Server", "Chat format", "Access", "Limits an
 _TABLE = (
     Flag("host", SERVER, "Address to listen on."),
     Flag("port", SERVER, "Port to listen on; 0 picks a free one."),
+    Flag(
+        "api_server_count",
+        SERVER,
+        "Processes that answer HTTP: more of them for many streams.",
+        flags=("--api-server-count", "-asc"),
+        also=("--tokenizer-worker-num",),
+    ),
     Flag("served_model_name", SERVER, "Name in the API; may be repeated."),
     Flag("chat_template", FORMAT, "File that replaces the checkpoint's template."),
     Flag("tool_call_parser", FORMAT, f"One of {', '.join(TOOL_CALL_PARSERS)}."),

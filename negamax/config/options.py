@@ -13,6 +13,7 @@ from negamax.base.errors import ConfigError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
+MAX_API_SERVERS = 64
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 
 
@@ -80,6 +81,7 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    api_server_count: int = 1  # processes that answer HTTP, in front of one engine
     served_model_name: tuple[str, ...] = ()  # default: the model's own name
     api_keys: tuple[str, ...] = ()  # any of them opens every route; none: no key is asked for
     allow_unauthenticated: bool = False  # listen on more than this machine without a key
@@ -105,6 +107,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}; allowed: 0 to 65535 (0 picks a free one)")
+        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
+            raise ConfigError(f"--api-server-count is {self.api_server_count}; allowed: 1 to {MAX_API_SERVERS}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             missing = "--ssl-keyfile" if self.ssl_keyfile is None else "--ssl-certfile"
             raise ConfigError(f"{missing} is missing; TLS needs a certificate and its key", hint=f"add {missing}")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 
 from negamax.base.errors import InvalidRequestError, OverloadedError
+from negamax.base.shared_numbers import SharedNumbers
 
 _RATE_SECONDS = 20.0  # over which the rate of finished sequences is averaged
 _LONGEST_RETRY = 120.0  # seconds
 _POOLS_WAITING = 4  # default for the tokens that may wait: so many times what the KV cache holds
+
+NUM_COLUMNS = 3  # of the numbers that the server processes share
+_OPEN, _WAITING, _WAITING_TOKENS = range(NUM_COLUMNS)
 
 
 class Admission:
@@ -17,10 +21,23 @@ class Admission:
     A sequence waits from `enter` until `start`, and is open until `leave`. Up to `max_running` sequences run; beyond them
     `max_waiting` sequences of `max_waiting_tokens` prompt tokens in all may wait. A prompt that would wait alone is taken
     whatever its length. Times are monotonic seconds.
+
+    The limits are those of the engine. Where several server processes stand in front of it, each counts its own sequences in
+    its row of `numbers` and judges by the totals; requests that come to several in the same moment may exceed a limit by their
+    number.
     """
 
-    def __init__(self, *, max_running: int, max_waiting: int, max_waiting_tokens: int | None, pool_tokens: int) -> None:
-        """`pool_tokens`: what the KV cache holds, for the default of `max_waiting_tokens`."""
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_waiting: int,
+        max_waiting_tokens: int | None,
+        pool_tokens: int,
+        numbers: SharedNumbers | None = None,
+        index: int = 0,
+    ) -> None:
+        """`pool_tokens`: what the KV cache holds, for the default of `max_waiting_tokens`; `index`: the row of this process."""
         self._max_open = max_running + max_waiting
         self._max_waiting_tokens = max_waiting_tokens or _POOLS_WAITING * pool_tokens
         self._waiting: dict[str, int] = {}  # prompt tokens by sequence id
@@ -28,21 +45,24 @@ class Admission:
         self._waiting_tokens = 0
         self._rate = 0.0  # finished sequences per second
         self._rate_time = 0.0
+        self._numbers = numbers or SharedNumbers(NUM_COLUMNS)
+        self._row = self._numbers.row(index)
+        self._tell()
 
     @property
     def num_open(self) -> int:
-        """Sequences that run or wait."""
-        return len(self._waiting) + len(self._running)
+        """Sequences that run or wait, of all server processes."""
+        return int(self._numbers.total(_OPEN))
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not begun to run."""
-        return len(self._waiting)
+        """Sequences that have not begun to run, of all server processes."""
+        return int(self._numbers.total(_WAITING))
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of the sequences that have not begun to run."""
-        return self._waiting_tokens
+        """Their prompt tokens."""
+        return int(self._numbers.total(_WAITING_TOKENS))
 
     def check(self, num_sequences: int, num_tokens: int, *, now: float) -> None:
         """Refuse a request for `num_sequences` sequences with `num_tokens` prompt tokens in all: `InvalidRequestError` where
@@ -53,16 +73,17 @@ class Admission:
                 param="n",
                 code="invalid_value",
             )
-        if self.num_open + num_sequences > self._max_open:
+        num_open = self.num_open
+        if num_open + num_sequences > self._max_open:
             raise OverloadedError(
-                f"{self.num_open} sequences run or wait and {num_sequences} more were asked for; allowed: {self._max_open}",
+                f"{num_open} sequences run or wait and {num_sequences} more were asked for; allowed: {self._max_open}",
                 hint="retry later",
                 code="queue_full",
                 retry_after=self.retry_after(now),
             )
-        if self._waiting and self._waiting_tokens + num_tokens > self._max_waiting_tokens:
+        if self.waiting_tokens + num_tokens > self._max_waiting_tokens and self.num_waiting:
             raise OverloadedError(
-                f"{self._waiting_tokens} prompt tokens wait and {num_tokens} more came; allowed: {self._max_waiting_tokens}",
+                f"{self.waiting_tokens} prompt tokens wait and {num_tokens} more came; allowed: {self._max_waiting_tokens}",
                 hint="retry later",
                 code="queue_tokens_full",
                 retry_after=self.retry_after(now),
@@ -79,6 +100,7 @@ class Admission:
         """A sequence was accepted; its prompt has `num_tokens` tokens to compute."""
         self._waiting[sequence_id] = num_tokens
         self._waiting_tokens += num_tokens
+        self._tell()
 
     def start(self, sequence_id: str) -> None:
         """A sequence began to run; ids that are not waiting are ignored."""
@@ -86,6 +108,7 @@ class Admission:
         if num_tokens is not None:
             self._waiting_tokens -= num_tokens
             self._running.add(sequence_id)
+            self._tell()
 
     def leave(self, sequence_id: str, *, now: float) -> None:
         """A sequence is over, however it ended; ids that are not open are ignored."""
@@ -95,6 +118,13 @@ class Admission:
             self._rate_time = now
         else:
             self._waiting_tokens -= self._waiting.pop(sequence_id, 0)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Let the other processes know."""
+        self._row[_OPEN] = len(self._waiting) + len(self._running)
+        self._row[_WAITING] = len(self._waiting)
+        self._row[_WAITING_TOKENS] = self._waiting_tokens
 
     def _rate_at(self, now: float) -> float:
         return self._rate * math.exp(-(now - self._rate_time) / _RATE_SECONDS)

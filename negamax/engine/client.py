@@ -1,9 +1,8 @@
-"""The server's side of the engine: admits requests, hands out their results, and starts the engine again when it dies."""
+"""A server process's side of the engine: admits requests and hands out their results, through the engine's deaths."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,27 +11,30 @@ from pathlib import Path
 import msgspec
 
 from negamax.base.errors import EngineDeadError, UnavailableError
-from negamax.base.log import get_logger
+from negamax.base.shared_numbers import SharedNumbers
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.admission import Admission
-from negamax.engine.connection import BEAT_SECONDS, ENGINE_MODULE, EngineConnection
+from negamax.engine.connection import BEAT_SECONDS, EngineChannel
 from negamax.engine.generation import Generation, Observer, joined
 from negamax.engine.output import ChoiceStream, admit
-from negamax.engine.restarts import RestartPolicy, Supervision
+from negamax.engine.source import locate
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
-
-logger = get_logger(__name__)
 
 _NO_STATS = wire.EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 _RESPONSIVE_SECONDS = 10 * BEAT_SECONDS
 
 
 class AsyncEngine:
-    """An engine process and the requests it is serving. Single writer: the event loop it was started on."""
+    """The client of an engine process, and the requests it is serving for this process. Single writer: the event loop it was
+    made on.
+
+    The engine comes and goes; `supervisor` sees to that. Where several server processes share it, each has a client with an
+    `index` of its own, and they count what is open together.
+    """
 
     def __init__(
         self,
@@ -40,10 +42,10 @@ class AsyncEngine:
         *,
         tokenizer: Tokenizer,
         chat_template: ChatTemplate | None,
-        supervision: Supervision,
-        module: str,
+        index: int,
+        numbers: SharedNumbers | None,
     ) -> None:
-        """Use `AsyncEngine.start`."""
+        """Use `AsyncEngine.create`."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.info: wire.ModelInfo
@@ -53,59 +55,53 @@ class AsyncEngine:
         self.past_stats: list[wire.EngineStats] = []  # the last ones of engines that died
         self.on_steps: Callable[[list[int]], None] | None = None  # gets the number of tokens of each step
         self._options = options
-        self._supervision = supervision
-        self._module = module
-        self._connection: EngineConnection | None = None
+        self._index = index
+        self._numbers = numbers
+        self._channel: EngineChannel | None = None
         self._open: dict[str, Generation] = {}  # by sequence id
-        self._seeds = random.Random(options.seed)
+        self._seeds = random.Random(options.seed + index)
         self._death = "the engine is not running"
-        self._start_seconds = 0.0  # that the last start took
+        self._has_come = False
         self._next_ready = 0.0  # monotonic: when a start that is under way should be over
-        self._supervisor: asyncio.Task[None] | None = None
-        self._stopped = False
+        self._is_stopped = False
 
     @classmethod
-    async def start(
+    async def create(
         cls,
         options: EngineOptions,
         *,
         chat_template: Path | None = None,
-        supervision: Supervision | None = None,
-        module: str = ENGINE_MODULE,
+        index: int = 0,
+        numbers: SharedNumbers | None = None,
     ) -> AsyncEngine:
-        """Spawn the engine process for `options` and wait until it can serve.
+        """A client without an engine, which finds (and if need be downloads) the model's tokenizer and template.
 
-        `chat_template` is a file that replaces the checkpoint's own; `module` is what the engine process runs. Errors:
-        `ConfigError` and its kin, with the message of whatever refused to start; nothing is left running then.
+        `chat_template` is a file that replaces the checkpoint's own; `numbers` are shared by the clients of one engine
+        (`admission.NUM_COLUMNS`), and `index` is the row of this one. Errors: `ConfigError` and its kin.
         """
-        from negamax.engine.source import locate
-
         source = await asyncio.to_thread(locate, options)
-        engine = cls(
+        return cls(
             options,
             tokenizer=await asyncio.to_thread(Tokenizer.from_folder, source.tokenizer_folder),
             chat_template=ChatTemplate.from_folder(source.tokenizer_folder, chat_template),
-            supervision=supervision or Supervision(),
-            module=module,
+            index=index,
+            numbers=numbers,
         )
-        await engine._connect()
-        engine._supervisor = asyncio.create_task(engine._supervise())
-        return engine
 
     @property
     def alive(self) -> bool:
         """Whether requests can be served: the engine runs, and no end of it is known."""
-        return self._connection is not None and not self._connection.ended.done()
+        return self._channel is not None and self._channel.is_open and not self._is_stopped
 
     @property
     def is_responsive(self) -> bool:
         """Whether the engine is alive and has given a sign of life in the last seconds."""
-        return self.alive and self._connection is not None and self._connection.silent_seconds < _RESPONSIVE_SECONDS
+        return self.alive and self._channel is not None and self._channel.silent_seconds < _RESPONSIVE_SECONDS
 
     @property
     def stats(self) -> wire.EngineStats:
         """The latest statistics; all zero while no engine runs."""
-        return (self._connection.stats if self.alive and self._connection is not None else None) or _NO_STATS
+        return (self._channel.stats if self.alive and self._channel is not None else None) or _NO_STATS
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -114,14 +110,14 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Sequences that run or wait."""
+        """Sequences that run or wait for this process."""
         return len(self._open)
 
     def check_alive(self) -> None:
         """Refuse while no engine runs: `UnavailableError`, with the time after which to come back."""
         if self.alive:
             return
-        if self._stopped or self.gave_up.done():
+        if self._is_stopped or self.gave_up.done():
             raise EngineDeadError(self._death, code="engine_dead")
         wait = max(1.0, self._next_ready - time.monotonic())
         raise UnavailableError(f"{self._death}; it is being started again", code="engine_restarting", retry_after=wait)
@@ -156,7 +152,7 @@ class AsyncEngine:
         prompt = tuple(prompt_token_ids)
         requests = [
             GenerateRequest(
-                request_id=f"{request_id}/{index}",
+                request_id=wire.sequence_id(request_id, index, server=self._index),
                 prompt_token_ids=prompt,
                 sampling=choice,
                 priority=priority,
@@ -190,8 +186,8 @@ class AsyncEngine:
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Send sequences that were taken in to the engine."""
         for request in requests:
-            assert self._connection is not None
-            self._connection.send(wire.AddRequest(request))
+            assert self._channel is not None
+            self._channel.send(wire.AddRequest(request))
 
     def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
         """Sequences that are over here; `abort`: the engine must be told."""
@@ -199,85 +195,57 @@ class AsyncEngine:
         known = [sequence_id for sequence_id in sequence_ids if self._open.pop(sequence_id, None) is not None]
         for sequence_id in known:
             self.admission.leave(sequence_id, now=now)
-        if abort and known and self._connection is not None:
-            self._connection.send(wire.AbortRequests(known))
+        if abort and known and self._channel is not None:
+            self._channel.send(wire.AbortRequests(known))
 
     def abort(self, is_meant: Callable[[str], bool]) -> int:
         """End the open sequences that are meant, by their ids, with finish_reason "abort"; how many there are."""
         meant = [sequence_id for sequence_id in self._open if is_meant(sequence_id)]
-        if meant and self._connection is not None:
-            self._connection.send(wire.AbortRequests(meant))
+        if meant and self._channel is not None:
+            self._channel.send(wire.AbortRequests(meant))
         return len(meant)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, but for what running requests hold. Errors: those of `check_alive`."""
         self.check_alive()
-        assert self._connection is not None
-        self._connection.send(wire.ForgetPrefixes())
+        assert self._channel is not None
+        self._channel.send(wire.ForgetPrefixes())
 
-    async def shutdown(self) -> None:
-        """Stop the engine process and end every open request with `EngineDeadError`."""
-        self._stopped = True
-        self._death = "the engine was stopped"
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
-        self._fail_open()
-        if self._connection is not None:
-            await self._connection.close(kill=False)
-
-    async def _connect(self) -> None:
-        """Start a process and wait until it serves. Errors: those of `start`; nothing is left running then."""
-        started = time.monotonic()
-        connection = EngineConnection(
-            self._options, receive=self._receive, hang_seconds=self._supervision.hang_timeout, module=self._module
-        )
-        try:
-            self.info = await connection.handshake()
-        except BaseException:
-            await asyncio.shield(connection.close(kill=True))
-            raise
-        self._start_seconds = time.monotonic() - started
+    def came(self, channel: EngineChannel, info: wire.ModelInfo) -> None:
+        """An engine is there."""
+        self.info = info
         self.admission = Admission(
-            max_running=self.info.max_num_seqs,
+            max_running=info.max_num_seqs,
             max_waiting=self._options.max_queued_requests,
             max_waiting_tokens=self._options.max_queued_tokens,
-            pool_tokens=self.info.num_kv_blocks * self.info.block_size,
+            pool_tokens=info.num_kv_blocks * info.block_size,
+            numbers=self._numbers,
+            index=self._index,
         )
-        self._connection = connection
+        self._channel = channel
+        self.restart_count += self._has_come
+        self._has_come = True
 
-    async def _supervise(self) -> None:
-        """Wait for the engine's end, again and again: fail what was open, start it anew, or give up."""
-        policy = RestartPolicy(self._supervision)
-        reason: str | None = None  # of a start that failed
-        while True:
-            if reason is None:
-                assert self._connection is not None
-                reason = await asyncio.shield(self._connection.ended)
-                self._death = reason
-                self._fail_open()
-                if self._connection.stats is not None:
-                    self.past_stats.append(self._connection.stats)
-                await asyncio.shield(self._connection.close(kill=True))
-            pause = policy.died(time.monotonic())
-            if pause is None:
-                logger.error("%s; it is not started again", reason)
-                self.gave_up.set_result(reason)
-                return
-            logger.error("%s; it is started again%s", reason, f" in {pause:g} s" if pause else "")
-            self._next_ready = time.monotonic() + pause + self._start_seconds
-            await asyncio.sleep(pause)
-            try:
-                await self._connect()
-            except Exception as error:
-                self._death = reason = f"the engine does not start: {error}"
-                continue
-            reason = None
-            self.restart_count += 1
-            logger.warning("the engine runs again after %.1f s", self._start_seconds)
+    def went(self, reason: str, *, ready_in: float) -> None:
+        """The engine is gone: every open request ends with `EngineDeadError`. Another one is expected in `ready_in` seconds."""
+        self._death = reason
+        self._next_ready = time.monotonic() + ready_in
+        if self._channel is not None and self._channel.stats is not None:
+            self.past_stats.append(self._channel.stats)
+        self._channel = None
+        self._fail_open()
 
-    def _receive(self, steps: Sequence[wire.StepOutputs]) -> None:
+    def give_up(self, reason: str) -> None:
+        """The engine stays dead."""
+        self.gave_up.set_result(reason)
+
+    def stop(self) -> None:
+        """Take no more requests; every open one ends with `EngineDeadError`."""
+        self._is_stopped = True
+        self._death = "the engine was stopped"
+        self._fail_open()
+
+    def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
         """Take the steps that have arrived together; each sequence gets what they brought it in one go."""
         for step in steps:
             for sequence_id, at in step.admitted:

@@ -126,6 +126,10 @@ class Constraints:
         """Requests that wait for their grammars."""
         return len(self._opening)
 
+    def opening_ids(self) -> list[str]:
+        """The requests whose grammars are being compiled."""
+        return [rule.request.request_id for rule in self._opening]
+
     @property
     def is_waiting(self) -> bool:
         """Whether any request here cannot go on before something outside has happened."""

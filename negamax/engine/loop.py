@@ -82,6 +82,10 @@ class EngineLoop:
             if update is not None:
                 self._pending_updates.append(update)
 
+    def request_ids(self) -> list[str]:
+        """The requests that run or wait."""
+        return [*self._constraints.opening_ids(), *self._scheduler.request_ids()]
+
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, but for what running requests hold."""
         self._scheduler.forget_prefixes()

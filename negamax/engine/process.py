@@ -1,7 +1,8 @@
 """The engine process: `python -m negamax.engine.process FOLDER`, started by `engine.connection`.
 
-The first frame holds the options; then requests come in, and after every step the updates go out with the statistics. A thread
-of its own tells twice a second that the process lives and whether its loop goes round.
+The first frame holds the options; then requests come in from one server process or several, and after every step each gets the
+updates of its sequences with the statistics. A thread of its own tells all of them twice a second that the process lives and
+whether its loop goes round.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from negamax.base import log
 from negamax.base.errors import NegamaxError
 from negamax.base.log import get_logger
 from negamax.base.process import exit_with_parent
-from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.connection import BEAT_SECONDS, EngineAddress
 from negamax.engine.loop import EngineLoop
@@ -27,43 +27,115 @@ from negamax.engine.loop import EngineLoop
 logger = get_logger(__name__)
 
 
+RECONNECT_MS = 10  # between two attempts to reach a server process
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
 def main(folder: str) -> int:
-    """Serve one client until it says stop; the exit code of the process."""
+    """Serve the server processes until the first says stop; the exit code of the process."""
     exit_with_parent()
     address = EngineAddress(folder)
-    with zmq.Context() as context, context.socket(zmq.PULL) as requests, context.socket(zmq.PUSH) as outputs:
-        outputs.linger = 1000
-        requests.connect(address.requests)
-        outputs.connect(address.outputs)
-        options = msgspec.msgpack.decode(requests.recv(), type=EngineOptions)
-        log.setup(options.log_level)
-        try:
-            from negamax.engine.setup import start_loop  # torch: seconds of import, after the connection stands
+    with zmq.Context() as context, context.socket(zmq.PULL) as requests:
+        requests.connect(address.requests(0))
+        start = wire.start_decoder.decode(requests.recv())
+        listen(requests, address, num_servers=start.num_servers)
+        log.setup(start.options.log_level)
+        with Outbox(context, address, num_servers=start.num_servers, linger=1000) as outbox:
+            return _serve(start, context=context, address=address, requests=requests, outbox=outbox)
 
-            loop, info = start_loop(options)
-        except NegamaxError as error:
-            outputs.send(wire.encoder.encode(wire.EngineFailed(str(error), error.exit_code)))
-            return error.exit_code
-        except Exception as error:
-            logger.exception("the engine cannot start")
-            outputs.send(wire.encoder.encode(wire.EngineFailed(f"the engine cannot start: {error!r}", 1)))
-            return 1
-        gc.freeze()  # what the start left behind lives as long as the process: later collections need not visit it
-        outputs.send(wire.encoder.encode(wire.EngineReady(info)))
-        pulse = Pulse(loop)
-        try:
-            with pulse.beating(context, address.outputs):
-                serve(loop, requests=requests, outputs=outputs, pulse=pulse)
-        except Exception as error:
-            logger.exception("the engine stops")
-            outputs.send(wire.encoder.encode(wire.EngineFailed(f"the engine failed: {error!r}", 1)))
-            return 1
-        finally:
-            loop.shutdown()
+
+def _serve(start: wire.Start, *, context: Context, address: EngineAddress, requests: zmq.Socket[bytes], outbox: Outbox) -> int:
+    try:
+        from negamax.engine.setup import start_loop  # torch: seconds of import, after the connection stands
+
+        loop, info = start_loop(start.options)
+    except NegamaxError as error:
+        outbox.send_first(wire.EngineFailed(str(error), error.exit_code))
+        return error.exit_code
+    except Exception as error:
+        logger.exception("the engine cannot start")
+        outbox.send_first(wire.EngineFailed(f"the engine cannot start: {error!r}", 1))
+        return 1
+    gc.freeze()  # what the start left behind lives as long as the process: later collections need not visit it
+    outbox.send_first(wire.EngineReady(info))
+    pulse = Pulse(loop)
+    try:
+        with pulse.beating(context, address, num_servers=start.num_servers):
+            serve(loop, requests=requests, outbox=outbox, pulse=pulse)
+    except Exception as error:
+        logger.exception("the engine stops")
+        outbox.send_first(wire.EngineFailed(f"the engine failed: {error!r}", 1))
+        return 1
+    finally:
+        loop.shutdown()
     return 0
 
 
-def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outputs: zmq.Socket[bytes], pulse: Pulse) -> None:
+def listen(requests: zmq.Socket[bytes], address: EngineAddress, *, num_servers: int) -> None:
+    """Take requests of the other server processes, too, whenever they come."""
+    requests.reconnect_ivl = RECONNECT_MS
+    for server in range(1, num_servers):
+        requests.connect(address.requests(server))
+
+
+class Outbox:
+    """The way to the server processes. Single writer: one thread. What is sent to one that is not there (it has not come yet,
+    or it died and is started again) waits for it."""
+
+    def __init__(self, context: Context, address: EngineAddress, *, num_servers: int, linger: int) -> None:
+        """`linger`: milliseconds that frames may still be under way when it is closed."""
+        self._sockets = [context.socket(zmq.PUSH) for _ in range(num_servers)]
+        for server, socket in enumerate(self._sockets):
+            socket.linger = linger
+            socket.set_hwm(0)  # never full, and so never blocking
+            socket.reconnect_ivl = RECONNECT_MS
+            socket.connect(address.outputs(server))
+
+    def __enter__(self) -> Outbox:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for socket in self._sockets:
+            socket.close()
+
+    def send_first(self, message: wire.FromEngine) -> None:
+        """To the process that started this one."""
+        self._sockets[0].send(wire.encoder.encode(message))
+
+    def send_all(self, message: wire.Heartbeat) -> None:
+        """To everyone."""
+        frame = wire.encoder.encode(message)
+        for socket in self._sockets:
+            socket.send(frame)
+
+    def send_outputs(self, report: wire.StepOutputs) -> None:
+        """To each what its sequences gained."""
+        if len(self._sockets) == 1:
+            self._sockets[0].send(wire.encoder.encode(report))
+            return
+        for server, part in _parts(report).items():
+            self._sockets[server].send(wire.encoder.encode(part))
+
+
+def _parts(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
+    """The report for each server process it concerns; the first of them counts the steps."""
+    parts: dict[int, wire.StepOutputs] = {}
+
+    def part(sequence_id: str) -> wire.StepOutputs:
+        server = wire.server_of(sequence_id)
+        if server not in parts:
+            parts[server] = wire.StepOutputs([], report.stats, [], [] if parts else report.step_tokens)
+        return parts[server]
+
+    for update in report.updates:
+        part(update.request_id).updates.append(update)
+    for sequence_id, at in report.admitted:
+        part(sequence_id).admitted.append((sequence_id, at))
+    return parts
+
+
+def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, pulse: Pulse) -> None:
     """Take requests in, step, send updates out, until told to stop. Blocks on the socket while there is no work."""
     while True:
         while not loop.has_work or requests.poll(0):
@@ -79,6 +151,8 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outputs: zmq.Socket[
                 loop.add(message.request)
             elif isinstance(message, wire.AbortRequests):
                 loop.abort(message.request_ids)
+            elif isinstance(message, wire.AbortServer):
+                loop.abort([name for name in loop.request_ids() if wire.server_of(name) == message.server])
             elif isinstance(message, wire.ForgetPrefixes):
                 loop.forget_prefixes()
             else:
@@ -87,7 +161,7 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outputs: zmq.Socket[
         pulse.num_rounds += 1
         if updates:
             report = wire.StepOutputs(updates, loop.stats(), loop.take_admitted(), loop.take_step_tokens())
-            outputs.send(wire.encoder.encode(report))
+            outbox.send_outputs(report)
 
 
 class Pulse:
@@ -99,24 +173,22 @@ class Pulse:
         self.is_idle = False
 
     @contextmanager
-    def beating(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> Iterator[None]:
+    def beating(self, context: Context, address: EngineAddress, *, num_servers: int) -> Iterator[None]:
         """Send a heartbeat twice a second while inside."""
         stop = threading.Event()
-        thread = threading.Thread(target=self._beat, args=(context, address, stop), name="heartbeat", daemon=True)
+
+        def beat() -> None:
+            with Outbox(context, address, num_servers=num_servers, linger=0) as outbox:
+                while not stop.wait(BEAT_SECONDS):
+                    outbox.send_all(wire.Heartbeat(self.num_rounds, self.is_idle, self._loop.stats()))
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
         thread.start()
         try:
             yield
         finally:
             stop.set()
             thread.join()
-
-    def _beat(self, context: zmq.Context[zmq.Socket[bytes]], address: str, stop: threading.Event) -> None:
-        with context.socket(zmq.PUSH) as socket:
-            socket.linger = 0
-            socket.connect(address)
-            while not stop.wait(BEAT_SECONDS):
-                beat = wire.Heartbeat(self.num_rounds, self.is_idle, self._loop.stats())
-                socket.send(wire.encoder.encode(beat))
 
 
 if __name__ == "__main__":

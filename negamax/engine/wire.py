@@ -1,10 +1,11 @@
-"""Messages between the server process and the engine process: msgspec structs as MessagePack frames, never pickle."""
+"""Messages between the server processes and the engine process: msgspec structs as MessagePack frames, never pickle."""
 
 from __future__ import annotations
 
 import msgspec
 
 from negamax.config.generation import SamplingDefaults
+from negamax.config.options import EngineOptions
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
@@ -50,13 +51,36 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     accepted_per_position: tuple[int, ...] = ()  # the same by position in the draft
 
 
-# client -> engine
+def sequence_id(request_id: str, choice: int, *, server: int) -> str:
+    """The id of a choice in the engine, which no other server process gives to another."""
+    return f"{request_id}/{choice}@{server}" if server else f"{request_id}/{choice}"
+
+
+def server_of(sequence_id: str) -> int:
+    """The server process that a sequence belongs to."""
+    return int(sequence_id[sequence_id.rfind("/") :].partition("@")[2] or 0)
+
+
+# server -> engine
+class Start(msgspec.Struct, frozen=True):
+    """The first frame, from the server process that started the engine."""
+
+    options: EngineOptions
+    num_servers: int  # processes that send requests, each with sockets of its own
+
+
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     request: GenerateRequest
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
+
+
+class AbortServer(msgspec.Struct, frozen=True, tag="abort-server"):
+    """End all requests of a server process that is gone."""
+
+    server: int
 
 
 class ForgetPrefixes(msgspec.Struct, frozen=True, tag="forget"):
@@ -67,7 +91,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-# engine -> client
+# engine -> server
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     info: ModelInfo
 
@@ -94,9 +118,10 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     exit_code: int
 
 
-ToEngine = AddRequest | AbortRequests | ForgetPrefixes | Shutdown
+ToEngine = AddRequest | AbortRequests | AbortServer | ForgetPrefixes | Shutdown
 FromEngine = EngineReady | StepOutputs | Heartbeat | EngineFailed
 
 encoder = msgspec.msgpack.Encoder()
+start_decoder: msgspec.msgpack.Decoder[Start] = msgspec.msgpack.Decoder(Start)
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -141,6 +141,10 @@ class Scheduler:
         self._sequences[request.request_id] = sequence
         insort(self._waiting, sequence, key=_by_order)
 
+    def request_ids(self) -> list[str]:
+        """The requests that run or wait."""
+        return list(self._sequences)
+
     def abort(self, request_id: str) -> SequenceUpdate | None:
         """End a request now and free what it holds; None when the id is unknown or already finished."""
         return self.end(request_id, "abort")

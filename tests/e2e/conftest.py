@@ -48,10 +48,17 @@ class Server:
         return float(line.rsplit(" ", 1)[1])
 
     def engine_pid(self) -> int:
-        """The engine process: the one child of the server."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        (pid,) = children.split()
-        return int(pid)
+        """The engine process."""
+        (pid,) = self._children("negamax.engine.process")
+        return pid
+
+    def member_pids(self) -> list[int]:
+        """The server processes beside the first."""
+        return self._children("negamax.api.processes.member")
+
+    def _children(self, module: str) -> list[int]:
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text()]
 
     def stop(self, number: signal.Signals = signal.SIGTERM, *, seconds: float = 20.0) -> int:
         self.process.send_signal(number)

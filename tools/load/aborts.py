@@ -74,14 +74,15 @@ async def _leave(server: Server, rng: random.Random) -> None:
         await reading
 
 
-async def aborts(*, count: int, clients: int, seed: int) -> dict[str, Any]:
+async def aborts(*, count: int, clients: int, seed: int, num_servers: int) -> dict[str, Any]:
     """The report on `count` broken requests from `clients` clients at a time."""
     options = ("--num-kv-blocks", "2048", "--max-num-seqs", "32", "--max-queued-requests", "4096")
-    with serving(*options) as server:
+    with serving(*options, num_servers=num_servers) as server:
         first = server.connection()
         texts = {prompt: await _text(first, prompt) for prompt in PROMPTS}
         first.hang_up()
-        engine, problems, compared = server.engine_pid(), list[str](), [0]
+        processes = [server.engine_pid(), *server.server_pids()]
+        problems, compared = list[str](), [0]
         stop = asyncio.Event()
         staying = [asyncio.ensure_future(_stay(server, texts, stop, problems, compared)) for _ in range(STAYING_CLIENTS)]
         left = iter(range(count))
@@ -98,8 +99,8 @@ async def aborts(*, count: int, clients: int, seed: int) -> dict[str, Any]:
         held = await server.leftovers()
         if held:
             problems.append(f"held at the end: {held}")
-        if server.engine_pid() != engine:
-            problems.append("the engine was started again")
+        if [server.engine_pid(), *server.server_pids()] != processes:
+            problems.append("a process was started again")
         problems += server.log_problems()[:10]
         aborted = (await server.metrics())["sglang:num_aborted_requests_total"]
         return {

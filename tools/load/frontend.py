@@ -3,7 +3,8 @@ nothing to compute.
 
 The engine's stub sends a step of one token per stream every few milliseconds, as a real one does, and notes when. The client,
 in this process, notes when bytes come. A token's latency is the time from the step's sending to the bytes' arrival, once all
-streams have begun; the CPU time includes taking the requests in. The server has a core to itself where there are two.
+streams have begun; the CPU time includes taking the requests in. Every server process has a core to itself where there is one
+more.
 """
 
 from __future__ import annotations
@@ -83,12 +84,13 @@ def _read_all(server: Server, *, streams: int, tokens: int) -> _Arrivals:
 
 @contextlib.contextmanager
 def _apart(server: Server) -> Iterator[None]:
-    """Keep the client and the engine's stub off the server's core: else they take turns, and the latencies show that."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        _pin(server.process.pid, cores[:1])
-        _pin(server.engine_pid(), cores[1:])
-        _pin(os.getpid(), cores[1:])
+    """Keep the client and the engine's stub off the servers' cores: else they take turns, and the latencies show that."""
+    cores, pids = sorted(os.sched_getaffinity(0)), server.server_pids()
+    if len(cores) > len(pids):
+        for core, pid in zip(cores, pids, strict=False):
+            _pin(pid, [core])
+        for pid in (server.engine_pid(), os.getpid()):
+            _pin(pid, cores[len(pids) :])
     try:
         yield
     finally:
@@ -100,11 +102,14 @@ def _pin(pid: int, cores: list[int]) -> None:
         os.sched_setaffinity(int(thread.name), cores)
 
 
-def measure(*, streams: int, tokens: int, step_ms: float) -> dict[str, Any]:
+def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> dict[str, Any]:
     """CPU time and latencies of one round, after one to warm up. `step_ms` 0: as fast as the stub can."""
     with tempfile.NamedTemporaryFile(suffix=".steps") as log:
         environment = {"STUB_STEP_MS": str(step_ms), "STUB_LOG": log.name}
-        with serving(module="tools.load.stub_server", environment=environment) as server, _apart(server):
+        with (
+            serving(num_servers=num_servers, module="tools.load.stub_server", environment=environment) as server,
+            _apart(server),
+        ):
             _read_all(server, streams=streams, tokens=max(tokens // 3, 100))
             cpu, started = server.cpu_seconds(), time.monotonic()
             arrivals = _read_all(server, streams=streams, tokens=tokens)
@@ -125,12 +130,17 @@ def measure(*, streams: int, tokens: int, step_ms: float) -> dict[str, Any]:
     return result
 
 
-def frontend(*, tokens: int, step_ms: float, max_us: float, max_p99_ms: float | None) -> dict[str, Any]:
+def frontend(*, tokens: int, step_ms: float, num_servers: int, max_us: float, max_p99_ms: float | None) -> dict[str, Any]:
     """The report: 64 streams in steps, one stream in steps, and 64 streams as fast as the stub can."""
     rounds = {
-        f"64 streams, a step every {step_ms:g} ms": measure(streams=64, tokens=tokens, step_ms=step_ms),
-        f"1 stream, a step every {step_ms:g} ms": measure(streams=1, tokens=tokens, step_ms=step_ms),
-        "64 streams, at once": measure(streams=64, tokens=4 * tokens, step_ms=0),
+        f"{streams} stream{'s' * (streams > 1)}, {pace}": measure(
+            streams=streams, tokens=count, step_ms=pause, num_servers=num_servers
+        )
+        for streams, pace, count, pause in (
+            (64, f"a step every {step_ms:g} ms", tokens, step_ms),
+            (1, f"a step every {step_ms:g} ms", tokens, step_ms),
+            (64, "at once", 4 * tokens, 0.0),
+        )
     }
     problems: list[str] = []
     for name, result in rounds.items():

@@ -210,10 +210,11 @@ async def _worker(
     connection.hang_up()
 
 
-async def fuzz(*, count: int, clients: int, seed: int) -> dict[str, Any]:
+async def fuzz(*, count: int, clients: int, seed: int, num_servers: int) -> dict[str, Any]:
     """The report on `count` bodies; the same seed makes the same bodies."""
-    with serving("--max-model-len", "256", "--request-timeout", "5", "--max-queued-requests", "4096") as server:
-        engine = server.engine_pid()
+    options = ("--max-model-len", "256", "--request-timeout", "5", "--max-queued-requests", "4096")
+    with serving(*options, num_servers=num_servers) as server:
+        processes = [server.engine_pid(), *server.server_pids()]
         first = server.connection()
         known = (await first.get("/openapi.json")).json()["paths"]
         first.hang_up()
@@ -228,8 +229,8 @@ async def fuzz(*, count: int, clients: int, seed: int) -> dict[str, Any]:
         held = await server.leftovers()
         if held:
             problems.append(f"held at the end: {held}")
-        if server.process.poll() is not None or server.engine_pid() != engine:
-            problems.append("the server or its engine ended")
+        if server.process.poll() is not None or [server.engine_pid(), *server.server_pids()] != processes:
+            problems.append("a process ended")
         problems += server.log_problems()[:10]
         return {
             "bodies": count,

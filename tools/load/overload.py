@@ -81,10 +81,10 @@ async def _flood(
     return latencies, statuses, problems
 
 
-async def overload(*, factor: float, seconds: float, seed: int, max_ratio: float) -> dict[str, Any]:
+async def overload(*, factor: float, seconds: float, seed: int, num_servers: int, max_ratio: float) -> dict[str, Any]:
     """The report; `max_ratio` bounds the p99 of accepted requests by that of the full batch without overload."""
     rng = random.Random(seed)
-    with serving("--max-num-seqs", str(BATCH), "--max-queued-requests", str(QUEUE)) as server:
+    with serving("--max-num-seqs", str(BATCH), "--max-queued-requests", str(QUEUE), num_servers=num_servers) as server:
         calm, rate = await _full_batch(server, seconds=seconds, rng=rng)
         accepted, statuses, problems = await _flood(server, rate=factor * rate, seconds=seconds, rng=rng)
         problems = problems[:10] + server.log_problems()[:10]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from negamax.api.processes.leader import MEMBER_MODULE
 from tools.load.http import Connection
 
 ROOT = Path(__file__).parents[2]
@@ -37,19 +38,30 @@ class Server:
         return Connection(self.host, self.port)
 
     def engine_pid(self) -> int:
-        """The engine process, the server's one child."""
-        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+        """The engine process."""
+        (pid,) = [pid for pid in self._children() if not _is_server(pid)]
+        return pid
 
-    def rss(self, pid: int) -> float:
-        """MiB of main memory that a process has to itself or shares, 0 if it is gone."""
-        with contextlib.suppress(OSError):
-            match = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-            return int(match[1]) / 1024 if match else 0.0
-        return 0.0
+    def server_pids(self) -> list[int]:
+        """All processes that answer HTTP."""
+        return [self.process.pid, *(pid for pid in self._children() if _is_server(pid))]
+
+    def _children(self) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
+
+    def rss(self, *pids: int) -> float:
+        """MiB of main memory that processes have to themselves or share, 0 for those that are gone."""
+        total = 0.0
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                match = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+                total += int(match[1]) / 1024 if match else 0.0
+        return total
 
     def cpu_seconds(self) -> float:
-        """CPU time that all threads of the server process have used."""
-        return time.clock_gettime((~self.process.pid << 3) | 2)  # the process's CPU clock, see clock_getcpuclockid(3)
+        """CPU time that all threads of the server processes have used."""
+        clocks = [(~pid << 3) | 2 for pid in self.server_pids()]  # a process's CPU clock, see clock_getcpuclockid(3)
+        return sum(map(time.clock_gettime, clocks))
 
     async def metrics(self) -> dict[str, float]:
         """Metrics by name; those with more labels than the model's name are summed up."""
@@ -80,15 +92,23 @@ class Server:
         return [line for line in self.log.read_text().splitlines() if "Traceback" in line or " ERROR " in line]
 
 
+def _is_server(pid: int) -> bool:
+    return MEMBER_MODULE in Path(f"/proc/{pid}/cmdline").read_text()
+
+
 @contextlib.contextmanager
 def serving(
-    *options: str, module: str = "negamax", model: str = "nano", environment: dict[str, str] | None = None
+    *options: str,
+    num_servers: int = 1,
+    module: str = "negamax",
+    model: str = "nano",
+    environment: dict[str, str] | None = None,
 ) -> Iterator[Server]:
-    """`negamax serve MODEL` (or `module`) with `options`, until the block ends."""
+    """`negamax serve MODEL` (or `module`) with `options` and `num_servers` server processes, until the block ends."""
     command = [sys.executable, "-m", module]
     if module == "negamax":
         command += ["serve", model, "--port", "0", "--num-threads", "1", "--log-level", "warning"]
-    command += options
+    command += [*options, "--api-server-count", str(num_servers)]
     with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
         env = os.environ | (environment or {}) | {"PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env)

@@ -169,9 +169,9 @@ async def _fill_encodings(server: Server, rng: random.Random) -> None:
 
 
 async def _watch_memory(server: Server, tally: _Tally) -> None:
-    started, engine = time.monotonic(), server.engine_pid()
+    started, engine, servers = time.monotonic(), server.engine_pid(), server.server_pids()
     while True:
-        tally.memory.append((time.monotonic() - started, server.rss(server.process.pid), server.rss(engine)))
+        tally.memory.append((time.monotonic() - started, server.rss(*servers), server.rss(engine)))
         await asyncio.sleep(1.0)
 
 
@@ -183,11 +183,14 @@ def slope(points: list[tuple[float, float]]) -> float:
     return 60 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
 
 
-async def soak(*, clients: int, seconds: float, abort_share: float, seed: int, max_slope: float | None) -> dict[str, Any]:
+async def soak(
+    *, clients: int, seconds: float, abort_share: float, seed: int, num_servers: int, max_slope: float | None
+) -> dict[str, Any]:
     """The report; `problems` in it is empty where all went well. `max_slope` (MiB per minute, over the second half of the run)
     is left out for runs that are too short to show one."""
-    with serving("--num-kv-blocks", str(KV_BLOCKS), "--max-queued-requests", str(4 * clients)) as server:
-        engine = server.engine_pid()
+    options = ("--num-kv-blocks", str(KV_BLOCKS), "--max-queued-requests", str(4 * clients))
+    with serving(*options, num_servers=num_servers) as server:
+        processes = [server.engine_pid(), *server.server_pids()]
         tally = _Tally()
         if max_slope is not None:
             await _visit_batch_sizes(server)
@@ -203,8 +206,8 @@ async def soak(*, clients: int, seconds: float, abort_share: float, seed: int, m
         problems = tally.errors[:10] + server.log_problems()[:10]
         if held:
             problems.append(f"held at the end: {held}")
-        if server.engine_pid() != engine:
-            problems.append("the engine was started again")
+        if [server.engine_pid(), *server.server_pids()] != processes:
+            problems.append("a process was started again")
         if max_slope is not None:
             problems += [f"the {name} grows by {rise:.2f} MiB/min" for name, rise in slopes.items() if rise > max_slope]
         return {

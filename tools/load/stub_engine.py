@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import zmq
 
 from negamax.base.process import exit_with_parent
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.connection import BEAT_SECONDS, EngineAddress
+from negamax.engine.process import Outbox, listen
 from negamax.engine.source import ModelSource, locate
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
@@ -152,6 +152,9 @@ class StubEngine:
                 answer = self._answers.pop(request_id, None)
                 if answer is not None:
                     self._author.end(answer)
+        elif isinstance(message, wire.AbortServer):
+            for request_id in [name for name in self._answers if wire.server_of(name) == message.server]:
+                self._author.end(self._answers.pop(request_id))
         elif isinstance(message, wire.Shutdown):
             return False
         return True
@@ -181,17 +184,19 @@ def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:
     pause = float(os.environ.get("STUB_STEP_MS", "0")) / 1000
     log = os.environ.get("STUB_LOG")
     address = EngineAddress(folder)
-    with zmq.Context() as context, context.socket(zmq.PULL) as requests, context.socket(zmq.PUSH) as outputs:
-        requests.connect(address.requests)
-        outputs.connect(address.outputs)
-        engine = StubEngine(msgspec.msgpack.decode(requests.recv(), type=EngineOptions), new_author=new_author)
-        outputs.send(wire.encoder.encode(wire.EngineReady(engine.info)))
-        with Path(log or os.devnull).open("ab", buffering=0) as times:
+    with zmq.Context() as context, context.socket(zmq.PULL) as requests:
+        requests.connect(address.requests(0))
+        start = wire.start_decoder.decode(requests.recv())
+        listen(requests, address, num_servers=start.num_servers)
+        engine = StubEngine(start.options, new_author=new_author)
+        outbox = Outbox(context, address, num_servers=start.num_servers, linger=0)
+        outbox.send_first(wire.EngineReady(engine.info))
+        with outbox, Path(log or os.devnull).open("ab", buffering=0) as times:
             due = time.monotonic()
             while True:
                 while not engine.has_work or requests.poll(0):
                     if not engine.has_work and not requests.poll(int(1000 * BEAT_SECONDS)):
-                        outputs.send(wire.encoder.encode(engine.beat()))
+                        outbox.send_all(engine.beat())
                         continue
                     if not engine.take(wire.to_engine_decoder.decode(requests.recv())):
                         return 0
@@ -199,9 +204,9 @@ def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:
                 if pause:
                     due += pause
                     time.sleep(max(0.0, due - time.monotonic()))
-                frame = wire.encoder.encode(engine.step())
+                step = engine.step()
                 times.write(struct.pack("d", time.monotonic()))
-                outputs.send(frame)
+                outbox.send_outputs(step)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,18 @@ def main() -> None:
     parser.add_argument("--served-model-name")
     parser.add_argument("--engine-module", default="tools.load.stub_engine")
     parser.add_argument("--parser", default="auto", help="for tool calls and reasoning")
+    parser.add_argument("--api-server-count", type=int, default=1)
     args = parser.parse_args()
     log.setup("warning")
     names = () if args.served_model_name is None else (args.served_model_name,)
-    options = ServerOptions(port=0, served_model_name=names, tool_call_parser=args.parser, reasoning_parser=args.parser)
+    options = ServerOptions(
+        port=0,
+        api_server_count=args.api_server_count,
+        served_model_name=names,
+        tool_call_parser=args.parser,
+        reasoning_parser=args.parser,
+        log_level="warning",
+    )
     listener = server.open_listener(options)
     with listener:
         server.run(

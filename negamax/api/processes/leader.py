@@ -1,0 +1,180 @@
+"""The first server process's side of the others: started, told what becomes of the engine, and started again when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+from negamax.api.processes import wire
+from negamax.api.processes.seat import Seat
+from negamax.base import process
+from negamax.base.errors import EngineDeadError
+from negamax.base.log import get_logger
+from negamax.config.options import EngineOptions, ServerOptions
+from negamax.engine.connection import EngineAddress
+from negamax.engine.restarts import RestartPolicy, Supervision
+from negamax.engine.wire import ModelInfo
+
+logger = get_logger(__name__)
+
+MEMBER_MODULE = "negamax.api.processes.member"
+_POLL_SECONDS = 0.05
+_RESTARTS = Supervision(max_restarts=3)  # of one process
+_END_SECONDS = 7.0  # that processes get which were told to break off
+
+
+class Leader:
+    """The server processes beside this one. Single writer: the event loop."""
+
+    def __init__(
+        self, seat: Seat, engine_options: EngineOptions, server_options: ServerOptions, *, listener: socket.socket
+    ) -> None:
+        """Starts them, if there are any; they wait for the engine. They listen where `listener` does."""
+        self.gave_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why one of them stays dead
+        self.on_death: Callable[[int], None] | None = None  # gets the index of a process that is gone
+        self._seat = seat
+        self._engine_options = engine_options
+        self._server_options = server_options
+        self._listener = listener
+        self._news: wire.EngineCame | wire.EngineWent | None = None  # what a new process must know
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._is_ending = False
+        self._end: asyncio.Task[None] | None = None
+        self._keepers = [asyncio.create_task(self._keep(index)) for index in range(1, seat.count)]
+
+    @property
+    def num_running(self) -> int:
+        """Processes that have not ended."""
+        return sum(process.poll() is None for process in self._processes.values())
+
+    async def ready(self) -> None:
+        """Wait until all of them serve, or are to end. Errors: `EngineDeadError`."""
+        for index in range(1, self._seat.count):
+            while not self._is_ending and not await _answers(str(self._seat.socket_of(index))):
+                if self.gave_up.done():
+                    raise EngineDeadError(self.gave_up.result())
+                await asyncio.sleep(_POLL_SECONDS)
+
+    def engine_came(self, address: EngineAddress, info: ModelInfo) -> None:
+        """As of `Followers`."""
+        self._news = wire.EngineCame(address.folder, info)
+        self._tell_all(self._news)
+
+    def engine_went(self, reason: str, *, ready_in: float) -> None:
+        """As of `Followers`."""
+        self._news = wire.EngineWent(reason, ready_in)
+        self._tell_all(self._news)
+
+    def engine_gave_up(self, reason: str) -> None:
+        """As of `Followers`."""
+        self._is_ending = True
+        self._tell_all(wire.EngineGaveUp(reason))
+
+    def drain(self) -> None:
+        """They answer what is open, and end."""
+        self._is_ending = True
+        self._tell_all(wire.Drain())
+
+    async def end(self) -> None:
+        """They break off what is open, and end; what does not is killed. The first call counts."""
+        if self._end is None:
+            self._end = asyncio.create_task(self._end_all())
+        await asyncio.shield(self._end)
+
+    async def _end_all(self) -> None:
+        self._is_ending = True
+        self._tell_all(wire.Abort())
+        deadline = time.monotonic() + _END_SECONDS
+        while self.num_running and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for ending in self._processes.values():
+            ending.kill()
+            ending.wait()
+            assert ending.stdin is not None
+            ending.stdin.close()
+        if self._seat.folder is not None:
+            shutil.rmtree(self._seat.folder, ignore_errors=True)
+
+    async def _keep(self, index: int) -> None:
+        """Run a process, again and again."""
+        policy = RestartPolicy(_RESTARTS)
+        while not self._is_ending:
+            running = self._processes[index] = self._spawn(index)
+            has_served = False
+            while running.poll() is None:
+                await asyncio.sleep(_POLL_SECONDS)
+                has_served = has_served or self._seat.socket_of(index).exists()
+            if self._is_ending:
+                return
+            reason = f"server process {index} ended with exit code {running.returncode}"
+            self._seat.clear(index)
+            self._seat.socket_of(index).unlink(missing_ok=True)
+            if self.on_death is not None:
+                self.on_death(index)
+            pause = policy.died(time.monotonic()) if has_served else None
+            if pause is None:
+                logger.error("%s; it is not started again", reason)
+                if not self.gave_up.done():
+                    self.gave_up.set_result(reason)
+                return
+            logger.error("%s; it is started again%s", reason, f" in {pause:g} s" if pause else "")
+            await asyncio.sleep(pause)
+
+    def _spawn(self, index: int) -> subprocess.Popen[bytes]:
+        """Start a process with a listening socket of its own, and tell it what there is to know."""
+        with bound_to(self._listener.getsockname(), family=self._listener.family) as listener:
+            running = process.spawn(MEMBER_MODULE, pass_fds=(listener.fileno(),))
+            begin = wire.Begin(
+                index=index,
+                folder=str(self._seat.folder),
+                listener=listener.fileno(),
+                engine=self._engine_options,
+                server=self._server_options,
+            )
+        _tell(running, begin)
+        if self._news is not None:
+            _tell(running, self._news)
+        return running
+
+    def _tell_all(self, news: wire.News) -> None:
+        for running in self._processes.values():
+            _tell(running, news)
+
+
+def bound_to(address: Any, *, family: int) -> socket.socket:
+    """A socket bound to `address`, which others may be bound to as well; those that listen share its connections."""
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _tell(running: subprocess.Popen[bytes], news: wire.News) -> None:
+    """A line; lines are few and short, so the pipe has room for them. One that has ended misses nothing."""
+    assert running.stdin is not None
+    with contextlib.suppress(OSError):
+        running.stdin.write(wire.encoder.encode(news) + b"\n")
+
+
+async def _answers(path: str) -> bool:
+    """Whether somebody listens on a Unix socket."""
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,130 @@
+"""A server process beside the first: `python -m negamax.api.processes.member`, started by `leader`.
+
+It serves like the first one, with an engine that is not its own. What becomes of that, and when to end, it reads from its
+standard input; when that ends, the leader is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+from negamax.api.context import ApiContext
+from negamax.api.processes import wire
+from negamax.api.processes.seat import Seat
+from negamax.api.server import HttpServer, event_loop, settle_garbage_collection
+from negamax.base import log
+from negamax.base.log import get_logger
+from negamax.base.process import exit_now
+from negamax.engine.client import AsyncEngine
+from negamax.engine.connection import EngineAddress, EngineChannel
+
+logger = get_logger(__name__)
+
+_MAX_LINE_BYTES = 1 << 20
+_POLL_SECONDS = 0.01
+_CONNECT_SECONDS = 5.0  # for an engine to reach this process; it tries all the time, unless it died again
+
+
+def main() -> None:
+    """Serve until told to end. Signals that ask to end are the leader's business, see `base.process.exit_with_parent`."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with event_loop() as runner:
+        runner.run(_serve())
+
+
+async def _serve() -> None:
+    reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb", 0))
+    begin, news = await _next(reader), await _next(reader)
+    assert isinstance(begin, wire.Begin), begin
+    log.setup(begin.server.log_level)
+    while not isinstance(news, wire.EngineCame):  # it comes, or the leader ends
+        news = await _next(reader)
+    seat = Seat.of(begin.index, begin.server.api_server_count, Path(begin.folder))
+    template = begin.server.chat_template
+    engine = await AsyncEngine.create(
+        begin.engine, chat_template=None if template is None else Path(template), index=seat.index, numbers=seat.queue
+    )
+    follower = _Follower(engine, seat)
+    await follower.take(news)
+    context = ApiContext.create(engine, begin.server, seat)
+    server = HttpServer(context, stop_engine=follower.stop)
+    following = asyncio.create_task(follower.follow(reader, server))
+    settle_garbage_collection()
+    with socket.socket(fileno=begin.listener) as listener:
+        await server.serve(sockets=[listener])
+    following.cancel()
+    follower.close()
+
+
+class _Follower:
+    """Does what the leader says. Single writer: the event loop."""
+
+    def __init__(self, engine: AsyncEngine, seat: Seat) -> None:
+        self._engine = engine
+        self._seat = seat
+        self._channel: EngineChannel | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    async def follow(self, reader: asyncio.StreamReader, server: HttpServer) -> None:
+        """Until cancelled."""
+        while True:
+            news = await _next(reader)
+            if isinstance(news, wire.Drain):
+                server.drain()
+            elif isinstance(news, wire.Abort):
+                self._ending = asyncio.create_task(server.abort())
+            else:
+                await self.take(news)
+
+    async def take(self, news: wire.News) -> None:
+        """Something became of the engine."""
+        if isinstance(news, wire.EngineCame):
+            self.close()
+            address = EngineAddress(news.folder)
+            channel = EngineChannel(address, self._seat.index, receive=self._engine.receive, failed=_failed)
+            deadline = time.monotonic() + _CONNECT_SECONDS
+            while not channel.can_send and time.monotonic() < deadline:
+                await asyncio.sleep(_POLL_SECONDS)
+            self._channel = channel
+            self._engine.came(channel, news.info)
+            channel.start_reading()
+        elif isinstance(news, wire.EngineWent):
+            self._engine.went(news.reason, ready_in=news.ready_in)
+            self.close()
+        elif isinstance(news, wire.EngineGaveUp):
+            self._engine.give_up(news.reason)
+
+    async def stop(self) -> None:
+        """End every open request."""
+        self._engine.stop()
+
+    def close(self) -> None:
+        """The engine's sockets are not needed any more."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+async def _next(reader: asyncio.StreamReader) -> wire.News:
+    """The leader's next word; its end is this process's end."""
+    line = await reader.readline()
+    if not line:
+        exit_now(1)
+    return wire.decoder.decode(line)
+
+
+def _failed(reason: str) -> None:
+    """The engine's frames make no sense to this process: another one may understand them."""
+    logger.error("%s", reason)
+    exit_now(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Server processes ask each other: requests about what another one keeps are passed on to it, over HTTP on a Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import httptools
+import msgspec
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from negamax.api.processes.seat import Seat
+from negamax.api.sse import ClientGoneError, while_connected
+from negamax.base.errors import UnavailableError
+
+_READ_BYTES = 1 << 16
+_OWN_REQUEST_HEADERS = frozenset(  # of one connection, or said anew
+    (b"connection", b"content-length", b"expect", b"keep-alive", b"te", b"transfer-encoding", b"upgrade", b"x-request-id")
+)
+_OWN_ANSWER_HEADERS = frozenset((b"connection", b"date", b"keep-alive", b"server", b"transfer-encoding", b"x-request-id"))
+_INTERNAL = "/internal/"  # paths that only other server processes can ask for
+
+Headers = Sequence[tuple[bytes, bytes]]
+Answer = Callable[[bytes], Awaitable[bytes]]
+
+
+class Peers:
+    """The other server processes, seen from one of them."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self._answers: dict[str, Answer] = {}
+
+    async def relay(self, request: Request, *, to: int, body: bytes = b"") -> Response:
+        """The answer of process `to` to a request whose body was read. Errors: `UnavailableError` while it is not there."""
+        target = request.scope["raw_path"]
+        if request.scope["query_string"]:
+            target += b"?" + request.scope["query_string"]
+        headers = [(name, value) for name, value in request.headers.raw if name not in _OWN_REQUEST_HEADERS]
+        headers.append((b"x-request-id", request.state.request_id.encode()))
+        exchange = await _Exchange.begin(self.seat, to, request.method.encode(), target, headers=headers, body=body)
+        return _Relayed(exchange)
+
+    async def ask(self, question: str, body: object, *, of: int) -> Any:
+        """What process `of` answers to a question of ours. Errors: `UnavailableError`."""
+        content = msgspec.json.encode(body)
+        exchange = await _Exchange.begin(self.seat, of, b"POST", (_INTERNAL + question).encode(), headers=(), body=content)
+        try:
+            return msgspec.json.decode(b"".join([part async for part in exchange.parts()]))
+        finally:
+            exchange.close()
+
+    async def ask_others(self, question: str, body: object) -> list[Any]:
+        """What all other processes answer; one that is not there has nothing to say."""
+        others = [index for index in range(self.seat.count) if index != self.seat.index]
+        answers = await asyncio.gather(*(self.ask(question, body, of=index) for index in others), return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    def when_asked(self, question: str, answer: Callable[[Any], object]) -> None:
+        """From now on `answer` knows what to say to the others."""
+
+        async def encoded(body: bytes) -> bytes:
+            return msgspec.json.encode(answer(msgspec.json.decode(body)))
+
+        self._answers[_INTERNAL + question] = encoded
+
+    def behind(self, app: ASGIApp) -> ASGIApp:
+        """The app for connections from other server processes: the server's own, and the answers to questions."""
+
+        async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+            answer = self._answers.get(scope.get("path", ""))
+            if answer is None:
+                await app(scope, receive, send)
+                return
+            content = await answer(await Request(scope, receive).body())
+            await Response(content, media_type="application/json")(scope, receive, send)
+
+        return answered
+
+    def keeper_route(self, parameter: str) -> type[APIRoute]:
+        """Routes about what the path parameter names: whichever process keeps it answers. Bodies are not passed on."""
+        peers = self
+
+        class KeeperRoute(APIRoute):
+            def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+                answer = super().get_route_handler()
+
+                async def answer_or_relay(request: Request) -> Response:
+                    keeper = peers.seat.keeper_of(request.path_params.get(parameter))
+                    return await (answer(request) if keeper == peers.seat.index else peers.relay(request, to=keeper))
+
+                return answer_or_relay
+
+        return KeeperRoute
+
+
+class _Exchange:
+    """One request to another process, and its answer. Single user: whoever sent it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self._reader = reader
+        self._writer = writer
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._has_begun = self._is_complete = False
+
+    @classmethod
+    async def begin(cls, seat: Seat, to: int, method: bytes, target: bytes, *, headers: Headers, body: bytes) -> _Exchange:
+        """Send a request and wait for the head of the answer. Errors: `UnavailableError`."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(seat.socket_of(to)))
+        except OSError:
+            raise _gone(to) from None
+        exchange = cls(reader, writer)
+        try:
+            head = [method + b" " + target + b" HTTP/1.1", *(name + b": " + value for name, value in headers)]
+            head += [b"connection: close", b"content-length: %d" % len(body), b"", b""]
+            writer.write(b"\r\n".join(head) + body)
+            while not exchange._has_begun:
+                if not await exchange._read():
+                    raise _gone(to)
+        except BaseException as error:
+            exchange.close()
+            if isinstance(error, OSError):
+                raise _gone(to) from None
+            raise
+        return exchange
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Errors: `UnavailableError` where it breaks off."""
+        while True:
+            parts, self._parts = self._parts, []
+            if parts:
+                yield b"".join(parts)
+            if self._is_complete:
+                return
+            if not self._parts and not await self._read():
+                raise UnavailableError("another server process broke its answer off", code="server_process", retry_after=1.0)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._writer.close()
+
+    async def _read(self) -> bool:
+        """Take what arrives next; False: nothing more will."""
+        part = await self._reader.read(_READ_BYTES)
+        if part:
+            self._parser.feed_data(part)
+        return bool(part)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """For the parser."""
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """For the parser."""
+        self.status = self._parser.get_status_code()
+        self._has_begun = True
+
+    def on_body(self, part: bytes) -> None:
+        """For the parser."""
+        self._parts.append(part)
+
+    def on_message_complete(self) -> None:
+        """For the parser."""
+        self._is_complete = True
+
+
+class _Relayed(Response):
+    """Another process's answer, passed on as it comes."""
+
+    def __init__(self, exchange: _Exchange) -> None:
+        super().__init__(status_code=exchange.status)
+        self.raw_headers = [(name, value) for name, value in exchange.headers if name not in _OWN_ANSWER_HEADERS]
+        self._exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._pass_on(send))
+        except ClientGoneError:
+            pass
+        finally:
+            self._exchange.close()
+
+    async def _pass_on(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for part in self._exchange.parts():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _gone(index: int) -> UnavailableError:
+    message = f"server process {index}, which this request is about, is not there; it is being started again"
+    return UnavailableError(message, code="server_process", retry_after=1.0)

@@ -1,0 +1,64 @@
+"""The place of a server process among those in front of one engine, and what they share."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from negamax.api.lifecycle import Lifecycle
+from negamax.api.metrics import NUM_COLUMNS as METRIC_COLUMNS
+from negamax.base.shared_numbers import SharedNumbers
+from negamax.engine.admission import NUM_COLUMNS as QUEUE_COLUMNS
+
+_MARK_DIGITS = 2  # at the end of an id, hexadecimal: the process that keeps what it names
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Process `index` of `count`; the first is the leader."""
+
+    index: int
+    count: int
+    folder: Path | None  # of what they share, which only this user can enter; None: there is one process
+    queue: SharedNumbers  # what waits for the engine
+    metrics: SharedNumbers
+
+    @classmethod
+    def first_of(cls, count: int) -> Seat:
+        """The leader's; it makes what the others find."""
+        return cls.of(0, count, Path(tempfile.mkdtemp(prefix="negamax-")) if count > 1 else None)
+
+    @classmethod
+    def of(cls, index: int, count: int, folder: Path | None) -> Seat:
+        """The seat of process `index`."""
+        return cls(
+            index=index,
+            count=count,
+            folder=folder,
+            queue=SharedNumbers(QUEUE_COLUMNS, num_rows=count, path=None if folder is None else folder / "queue"),
+            metrics=SharedNumbers(METRIC_COLUMNS, num_rows=count, path=None if folder is None else folder / "metrics"),
+        )
+
+    def socket_of(self, index: int) -> Path:
+        """Where process `index` answers the others, in HTTP."""
+        assert self.folder is not None
+        return self.folder / f"server-{index}"
+
+    def new_id(self, prefix: str, *, num_bytes: int) -> str:
+        """A random id of something that this process keeps."""
+        return f"{prefix}_{secrets.token_hex(num_bytes - _MARK_DIGITS // 2)}{self.index:0{_MARK_DIGITS}x}"
+
+    def keeper_of(self, name: str | None) -> int:
+        """The process that keeps what has this id; this one, where the id is none of ours."""
+        try:
+            index = int((name or "")[-_MARK_DIGITS:], 16)
+        except ValueError:
+            return self.index
+        return index if index < self.count else self.index
+
+    def clear(self, index: int) -> None:
+        """Process `index` is gone, and nothing of it is open. What it has counted stays."""
+        self.queue.clear(index)
+        self.metrics.clear(index, num_columns=Lifecycle.NUM_COLUMNS)

@@ -1,0 +1,52 @@
+"""What the leader tells another server process: lines of JSON on its standard input, whose end is the leader's end."""
+
+from __future__ import annotations
+
+import msgspec
+
+from negamax.config.options import EngineOptions, ServerOptions
+from negamax.engine.wire import ModelInfo
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The first line."""
+
+    index: int
+    folder: str  # of what the processes share
+    listener: int  # file descriptor of a bound socket
+    engine: EngineOptions
+    server: ServerOptions
+
+
+class EngineCame(msgspec.Struct, frozen=True, tag="engine-came"):
+    """An engine waits for requests at the sockets in `folder`."""
+
+    folder: str
+    info: ModelInfo
+
+
+class EngineWent(msgspec.Struct, frozen=True, tag="engine-went"):
+    """The engine is gone; another one is expected in `ready_in` seconds."""
+
+    reason: str
+    ready_in: float
+
+
+class EngineGaveUp(msgspec.Struct, frozen=True, tag="engine-gave-up"):
+    """The engine stays dead."""
+
+    reason: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Answer what is open, and end."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Break off what is open, and end."""
+
+
+News = Begin | EngineCame | EngineWent | EngineGaveUp | Drain | Abort
+
+encoder = msgspec.json.Encoder()
+decoder: msgspec.json.Decoder[News] = msgspec.json.Decoder(News)

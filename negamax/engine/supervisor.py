@@ -1,0 +1,150 @@
+"""The engine's life: started for the server processes in front of it, watched, started again when it dies, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import Protocol
+
+from negamax.base.log import get_logger
+from negamax.config.options import EngineOptions
+from negamax.engine.client import AsyncEngine
+from negamax.engine.connection import ENGINE_MODULE, EngineAddress, EngineConnection
+from negamax.engine.restarts import RestartPolicy, Supervision
+from negamax.engine.wire import AbortServer, ModelInfo
+
+logger = get_logger(__name__)
+
+
+class Followers(Protocol):
+    """The other server processes, which are told what becomes of the engine."""
+
+    def engine_came(self, address: EngineAddress, info: ModelInfo) -> None:
+        """An engine waits for requests."""
+
+    def engine_went(self, reason: str, *, ready_in: float) -> None:
+        """It is gone; another one is expected in so many seconds."""
+
+    def engine_gave_up(self, reason: str) -> None:
+        """It stays dead."""
+
+
+class EngineSupervisor:
+    """An engine process and this process's client of it. Single writer: the event loop it was started on."""
+
+    def __init__(
+        self, engine: AsyncEngine, options: EngineOptions, *, supervision: Supervision, module: str, num_servers: int
+    ) -> None:
+        """Use `EngineSupervisor.start`."""
+        self.engine = engine
+        self._options = options
+        self._supervision = supervision
+        self._module = module
+        self._num_servers = num_servers
+        self._followers: Followers | None = None
+        self._connection: EngineConnection | None = None
+        self._start_seconds = 0.0  # that the last start took
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        options: EngineOptions,
+        *,
+        chat_template: Path | None = None,
+        supervision: Supervision | None = None,
+        module: str = ENGINE_MODULE,
+    ) -> EngineSupervisor:
+        """Spawn an engine process for `options` and wait until it can serve this process.
+
+        `chat_template` is a file that replaces the checkpoint's own; `module` is what the engine process runs. Errors:
+        `ConfigError` and its kin, with the message of whatever refused to start; nothing is left running then.
+        """
+        engine = await AsyncEngine.create(options, chat_template=chat_template)
+        return await cls.run(engine, options, supervision=supervision or Supervision(), module=module)
+
+    @classmethod
+    async def run(
+        cls,
+        engine: AsyncEngine,
+        options: EngineOptions,
+        *,
+        supervision: Supervision,
+        module: str,
+        num_servers: int = 1,
+        followers: Followers | None = None,
+    ) -> EngineSupervisor:
+        """As `start`, for a client that is there, and `num_servers` - 1 `followers`."""
+        supervisor = cls(engine, options, supervision=supervision, module=module, num_servers=num_servers)
+        supervisor._followers = followers
+        await supervisor._connect()
+        supervisor._task = asyncio.create_task(supervisor._supervise())
+        return supervisor
+
+    def server_went(self, server: int) -> None:
+        """A server process is gone: its requests end."""
+        if self._connection is not None:
+            self._connection.channel.send(AbortServer(server))
+
+    async def shutdown(self) -> None:
+        """Stop the engine process; every request that is still open ends with `EngineDeadError`."""
+        self.engine.stop()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._connection is not None:
+            await self._connection.close(kill=False)
+
+    async def _connect(self) -> None:
+        """Start a process and wait until it serves. Errors: those of `start`; nothing is left running then."""
+        started = time.monotonic()
+        connection = EngineConnection(
+            self._options,
+            num_servers=self._num_servers,
+            receive=self.engine.receive,
+            hang_seconds=self._supervision.hang_timeout,
+            module=self._module,
+        )
+        try:
+            info = await connection.handshake()
+        except BaseException:
+            await asyncio.shield(connection.close(kill=True))
+            raise
+        self._start_seconds = time.monotonic() - started
+        self._connection = connection
+        self.engine.came(connection.channel, info)
+        if self._followers is not None:
+            self._followers.engine_came(connection.address, info)
+
+    async def _supervise(self) -> None:
+        """Wait for the engine's end, again and again: fail what was open, start it anew, or give up."""
+        policy = RestartPolicy(self._supervision)
+        assert self._connection is not None
+        reason = await asyncio.shield(self._connection.ended)
+        while True:
+            pause = policy.died(time.monotonic())
+            self._went(reason, ready_in=self._start_seconds + (pause or 0.0))
+            await asyncio.shield(self._connection.close(kill=True))
+            if pause is None:
+                break
+            logger.error("%s; it is started again%s", reason, f" in {pause:g} s" if pause else "")
+            await asyncio.sleep(pause)
+            try:
+                await self._connect()
+            except Exception as error:
+                reason = f"the engine does not start: {error}"
+                continue
+            logger.warning("the engine runs again after %.1f s", self._start_seconds)
+            reason = await asyncio.shield(self._connection.ended)
+        logger.error("%s; it is not started again", reason)
+        self.engine.give_up(reason)
+        if self._followers is not None:
+            self._followers.engine_gave_up(reason)
+
+    def _went(self, reason: str, *, ready_in: float) -> None:
+        self.engine.went(reason, ready_in=ready_in)
+        if self._followers is not None:
+            self._followers.engine_went(reason, ready_in=ready_in)

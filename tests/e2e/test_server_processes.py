@@ -1,0 +1,294 @@
+"""Several server processes in front of one engine: whichever a client reaches, it finds the same server."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import MODEL, START_SECONDS, Server, eventually, launch, serving
+from tests.e2e.test_api_errors import error_of
+from tests.e2e.test_engine_restarts import is_alive, wait_until_ready
+
+CHAT = "/v1/chat/completions"
+COUNT = 3
+LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True, "max_tokens": 3000}
+SHORT = LONG | {"max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log_file = tmp_path_factory.mktemp("several") / "log"
+    with serving("--api-server-count", str(COUNT), "--max-num-seqs", "8", log_file=log_file) as server:
+        yield server
+        assert "Traceback" not in server.log
+
+
+def keeper(response_id: str) -> int:
+    """The process that keeps a response."""
+    return int(response_id[-2:], 16)
+
+
+def response_from(server: Server, index: int, **fields: Any) -> Any:
+    """A response that process `index` has answered: connections are shared out by chance."""
+    for _ in range(200):
+        with server.http() as http:
+            answer = http.post("/v1/responses", json={"input": "Hello", "max_output_tokens": 8, **fields})
+        assert answer.status_code == 200, answer.text
+        if keeper(answer.json()["id"]) == index:
+            return answer.json()
+    raise AssertionError(f"process {index} answers nothing")
+
+
+def test_every_process_answers_and_finds_what_the_others_keep(several: Server) -> None:
+    first = [response_from(several, index) for index in range(COUNT)]
+    for kept in first:
+        for _ in range(6):  # through connections of their own
+            with several.http() as http:
+                assert http.get(f"/v1/responses/{kept['id']}").json() == kept
+                items = http.get(f"/v1/responses/{kept['id']}/input_items").json()["data"]
+                assert items[0]["content"] == "Hello"
+                going_on = {"input": "And?", "previous_response_id": kept["id"], "max_output_tokens": 4}
+                second = http.post("/v1/responses", json=going_on).json()
+                assert keeper(second["id"]) == keeper(kept["id"])  # a conversation stays where it began
+                assert second["usage"]["input_tokens"] > kept["usage"]["total_tokens"]
+                item = kept["output"][0]["id"]
+                referring = {"input": [{"type": "item_reference", "id": item}, {"role": "user", "content": "?"}]}
+                assert http.post("/v1/responses", json=referring | {"max_output_tokens": 4}).status_code == 200
+    with several.http() as http:
+        for kept in first:
+            assert http.delete(f"/v1/responses/{kept['id']}").json()["deleted"]
+            assert error_of(http.get(f"/v1/responses/{kept['id']}"), 404)["code"] == "response_not_found"
+
+
+def test_stream_that_is_passed_on_is_a_stream(several: Server) -> None:
+    for index in range(COUNT):
+        kept = response_from(several, index)
+        for _ in range(4):
+            client = several.openai()
+            events = list(
+                client.responses.create(
+                    model=MODEL, input="More", previous_response_id=kept["id"], stream=True, max_output_tokens=24
+                )
+            )
+            assert events[0].type == "response.created"
+            assert events[-1].type in ("response.completed", "response.incomplete")
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_refusals_are_passed_on_with_their_request_ids(several: Server) -> None:
+    kept = response_from(several, 1)
+    for _ in range(8):
+        with several.http() as http:
+            body = {"input": "x", "previous_response_id": kept["id"], "max_output_tokens": 10**9, "temperature": 7}
+            refused = http.post("/v1/responses", json=body, headers={"x-request-id": "mine"})
+            assert error_of(refused, 400)["param"] == "temperature"
+            assert refused.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_hanging_up_on_a_stream_that_is_passed_on_ends_it(several: Server) -> None:
+    kept = response_from(several, 2)
+    body = {"input": "x", "previous_response_id": kept["id"], "max_output_tokens": 3000, "ignore_eos": True, "stream": True}
+    for _ in range(6):
+        with several.http() as http, http.stream("POST", "/v1/responses", json=body) as running:
+            next(running.iter_lines())
+    assert eventually(lambda: several.gauge("vllm:num_requests_running") == 0)
+    assert eventually(lambda: several.gauge("negamax:open_requests") == 0)
+
+
+def test_response_in_the_background_can_be_cancelled_from_anywhere(several: Server) -> None:
+    seen = set[int]()
+    wanted = {"input": "Hello", "background": True, "max_output_tokens": 3000, "ignore_eos": True}
+    while seen != set(range(COUNT)):
+        with several.http() as http:
+            running = http.post("/v1/responses", json=wanted).json()
+        with several.http() as http:
+            assert http.post(f"/v1/responses/{running['id']}/cancel").json()["status"] == "cancelled"
+            assert http.get(f"/v1/responses/{running['id']}").json()["status"] == "cancelled"
+        seen.add(keeper(running["id"]))
+
+
+def test_metrics_count_what_all_processes_did(several: Server) -> None:
+    before = several.gauge("sglang:num_requests_total"), several.gauge("vllm:e2e_request_latency_seconds_count")
+    for _ in range(24):
+        with several.http() as http:
+            assert http.post(CHAT, json=SHORT).status_code == 200
+    for _ in range(12):  # whoever is asked
+        assert several.gauge("sglang:num_requests_total") == before[0] + 24
+        assert several.gauge("vllm:e2e_request_latency_seconds_count") == before[1] + 24
+    assert several.gauge("vllm:generation_tokens_total") >= 24 * 8
+
+
+def test_abort_reaches_the_requests_of_all_processes(several: Server) -> None:
+    def run(number: int) -> str:
+        with several.http() as http:
+            sampling = {"max_new_tokens": 3000, "ignore_eos": True}
+            answer = http.post("/generate", json={"text": "x", "rid": f"r{number}", "sampling_params": sampling})
+            return str(answer.json()["meta_info"]["finish_reason"]["type"])
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(run, number) for number in range(6)]
+        assert eventually(lambda: several.gauge("vllm:num_requests_running") == 6)
+        with several.http() as http:
+            assert http.post("/abort_request", json={"rid": "r3"}).json()["num_aborted"] == 1
+            assert answers[3].result(20) == "abort"
+            assert http.post("/abort_request", json={"abort_all": True}).json()["num_aborted"] == 5
+        assert {answer.result(20) for answer in answers} == {"abort"}
+
+
+def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
+    options = ("--api-server-count", str(COUNT), "--max-num-seqs", "2", "--max-queued-requests", "3")
+    with serving(*options, log_file=tmp_path / "log") as server:
+
+        def run() -> int:
+            with server.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+                if running.status_code == 200:
+                    assert eventually(lambda: len(statuses) >= 11)  # stay until all the others were refused
+                statuses.append(running.status_code)
+                return running.status_code
+
+        statuses: list[int] = []
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            found = sorted(future.result() for future in [pool.submit(run) for _ in range(16)])
+        # At the same moment each process may take one more than it would have if it had known of the others.
+        assert 5 <= found.count(200) <= 5 + COUNT - 1 and set(found) == {200, 429}
+        assert eventually(lambda: server.gauge("negamax:waiting_tokens") == 0)
+        with server.http() as http:
+            assert http.post(CHAT, json=SHORT).status_code == 200
+
+
+def test_process_that_dies_is_started_again_and_its_requests_end(several: Server) -> None:
+    victim = several.member_pids()[0]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+
+        def run() -> bool:
+            """Whether the stream broke off."""
+            with several.http() as http:
+                try:
+                    with http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+                        return not any("[DONE]" in line for line in running.iter_lines())
+                except httpx.TransportError:
+                    return True
+
+        streams = [pool.submit(run) for _ in range(8)]
+        assert eventually(lambda: several.gauge("vllm:num_requests_running") == 8)
+        os.kill(victim, signal.SIGKILL)
+        broken = sum(stream.result(60) for stream in streams)
+    assert broken < 8  # the others' went on to their ends
+    assert eventually(lambda: several.gauge("vllm:num_requests_running") == 0)  # and nobody's are left
+    assert eventually(lambda: several.gauge("negamax:open_requests") == 0)
+    assert eventually(lambda: len(several.member_pids()) == COUNT - 1)
+    assert victim not in several.member_pids()
+    response_from(several, 1)
+    assert "server process 1 ended with exit code -9; it is started again" in several.log
+
+
+def test_dead_engine_is_told_to_all_processes_and_they_find_the_next_one(several: Server) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+
+        def run() -> list[str]:
+            with several.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+                return [line for line in running.iter_lines() if line][-2:]
+
+        ends = [pool.submit(run) for _ in range(8)]
+        assert eventually(lambda: several.gauge("vllm:num_requests_running") == 8)
+        os.kill(several.engine_pid(), signal.SIGKILL)
+        for end in ends:
+            error, done = end.result(10)
+            assert "service_unavailable_error" in error and done == "data: [DONE]"
+    wait_until_ready(several)
+
+    def all_ready() -> bool:
+        with httpx.Client(base_url=several.url, headers={"connection": "close"}) as http:
+            return all(http.get("/readyz").status_code == 200 for _ in range(16))
+
+    assert eventually(all_ready)
+    for index in range(COUNT):
+        response_from(several, index)
+    assert several.gauge("negamax:engine_restarts_total") == 1
+
+
+def test_all_processes_drain_and_leave_together(tmp_path: Path) -> None:
+    with serving("--api-server-count", str(COUNT), log_file=tmp_path / "log") as server:
+        family = [server.engine_pid(), *server.member_pids()]
+        for pid in family:  # a service manager's SIGTERM reaches every process: who leaves when is the leader's decision
+            os.kill(pid, signal.SIGTERM)
+        with concurrent.futures.ThreadPoolExecutor(9) as pool:
+
+            def run() -> str:
+                return str(server.openai().completions.create(model=MODEL, prompt="x", max_tokens=600).choices[0].finish_reason)
+
+            answers = [pool.submit(run) for _ in range(9)]
+            assert eventually(lambda: server.gauge("vllm:num_requests_running") == 9)
+            assert server.stop(seconds=40) == 0
+            assert {answer.result() for answer in answers} <= {"length", "stop"}
+        assert not any(map(is_alive, family))
+        assert "Traceback" not in server.log
+
+
+def test_second_signal_breaks_off_what_all_processes_answer(tmp_path: Path) -> None:
+    with serving("--api-server-count", str(COUNT), log_file=tmp_path / "log") as server:
+        with concurrent.futures.ThreadPoolExecutor(9) as pool:
+
+            def run() -> list[str]:
+                with server.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+                    return [line for line in running.iter_lines() if line][-2:]
+
+            ends = [pool.submit(run) for _ in range(9)]
+            assert eventually(lambda: server.gauge("vllm:num_requests_running") == 9)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            assert server.stop(seconds=20) == 0
+            for end in ends:
+                error, done = end.result()
+                assert "service_unavailable_error" in error and done == "data: [DONE]"
+        assert "Traceback" not in server.log
+
+
+def test_processes_do_not_outlive_the_first(tmp_path: Path) -> None:
+    with serving("--api-server-count", str(COUNT), log_file=tmp_path / "log") as server:
+        family = [server.engine_pid(), *server.member_pids()]
+        os.kill(server.process.pid, signal.SIGKILL)
+        assert eventually(lambda: not any(map(is_alive, family)))
+
+
+def test_port_of_another_server_is_refused(several: Server, tmp_path: Path) -> None:
+    port = several.url.rsplit(":", 1)[1]
+    for count in ("1", "2"):
+        process = launch("--api-server-count", count, "--port", port, log_file=tmp_path / "log")
+        assert process.wait(START_SECONDS) != 0
+        assert process.stdout is not None
+        process.stdout.close()
+        assert "in use" in (tmp_path / "log").read_text()
+
+
+def test_engine_that_cannot_start_ends_all(tmp_path: Path) -> None:
+    options = ("--api-server-count", "2", "--max-model-len", "100000000")
+    process = launch(*options, log_file=tmp_path / "log")
+    assert process.wait(START_SECONDS) == 2
+    assert process.stdout is not None
+    process.stdout.close()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_answers_need_the_key_whoever_passes_them_on(tmp_path: Path) -> None:
+    with serving("--api-server-count", "2", "--api-key", "secret", log_file=tmp_path / "log") as server:
+        client = server.openai("secret")
+        kept = client.responses.create(model=MODEL, input="Hello", max_output_tokens=4)
+        for _ in range(8):
+            with server.http() as http:
+                assert error_of(http.get(f"/v1/responses/{kept.id}"), 401)["code"] == "missing_api_key"
+                assert http.get(f"/v1/responses/{kept.id}", headers={"x-api-key": "secret"}).status_code == 200
+                assert http.get("/metrics", headers={"x-api-key": "secret"}).status_code == 200
+                assert http.post("/internal/abort", json=None).status_code == 401
+                assert http.post("/internal/abort", json=None, headers={"x-api-key": "secret"}).status_code == 404
+        with pytest.raises(openai.AuthenticationError):
+            server.openai("wrong").responses.retrieve(kept.id)
