@@ -24,8 +24,8 @@ class Lifecycle:
     """The server's state, shared by its parts. Single writer: the event loop. How busy it is can be seen in the first numbers
     of its row, beside those of other processes of the same server."""
 
-    NUM_COLUMNS = 2
-    _OPEN, _LAG = range(NUM_COLUMNS)
+    NUM_COLUMNS = 3
+    _OPEN, _LAG, _PULSE = range(NUM_COLUMNS)
 
     def __init__(self, *, drain_timeout: float, numbers: SharedNumbers | None = None, index: int = 0) -> None:
         """`numbers` have `NUM_COLUMNS` or more, and this process writes row `index`."""
@@ -49,6 +49,12 @@ class Lifecycle:
     def worst_lag(self) -> float:
         """Seconds that the latest event loop of all processes was late at its last pulse."""
         return max(self._numbers.row(index)[self._LAG] for index in range(self._numbers.num_rows))
+
+    @classmethod
+    def silent_seconds(cls, numbers: SharedNumbers, index: int) -> float:
+        """Since the last pulse of process `index`; 0 before its first one."""
+        pulse = numbers.row(index)[cls._PULSE]
+        return time.monotonic() - pulse if pulse else 0.0
 
     def opened(self) -> None:
         """A request came."""
@@ -86,11 +92,12 @@ class Lifecycle:
         return True
 
     async def pulse(self) -> None:
-        """Measure how late the event loop is, twice a second, until cancelled."""
+        """Show that the event loop goes round, and how late it is, twice a second, until cancelled."""
         while True:
             due = time.monotonic() + _PULSE_SECONDS
             await asyncio.sleep(_PULSE_SECONDS)
-            self._row[self._LAG] = max(0.0, time.monotonic() - due)
+            now = time.monotonic()
+            self._row[self._LAG], self._row[self._PULSE] = max(0.0, now - due), now
 
 
 class Signals:

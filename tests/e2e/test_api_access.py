@@ -73,10 +73,13 @@ def test_tls_with_a_certificate_and_its_key(tmp_path: Path) -> None:
 
     certificate, key = make("server")
     _, other_key = make("other")
-    options = ("--ssl-certfile", certificate, "--ssl-keyfile", key)
+    options = ("--ssl-certfile", certificate, "--ssl-keyfile", key, "--api-server-count", "2")
     with serving(*options, log_file=tmp_path / "log") as server:
         assert server.url.startswith("https://127.0.0.1:")
-        with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=certificate), timeout=60) as http:
+        context = ssl.create_default_context(cafile=certificate)
+        for _ in range(8):  # by each process: one of them asks the other
+            assert httpx.get(f"{server.url}/metrics", verify=context).status_code == 200
+        with httpx.Client(base_url=server.url, verify=context, timeout=60) as http:
             assert http.get("/readyz").status_code == 200
             with http.stream("POST", CHAT, json=BODY | {"stream": True}) as answer:
                 assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"

@@ -27,7 +27,8 @@ SHORT = LONG | {"max_tokens": 8}
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log_file = tmp_path_factory.mktemp("several") / "log"
-    with serving("--api-server-count", str(COUNT), "--max-num-seqs", "8", log_file=log_file) as server:
+    options = ("--api-server-count", str(COUNT), "--max-num-seqs", "8", "--engine-hang-timeout", "6")
+    with serving(*options, log_file=log_file) as server:
         yield server
         assert "Traceback" not in server.log
 
@@ -173,7 +174,7 @@ def test_process_that_dies_is_started_again_and_its_requests_end(several: Server
             """Whether the stream broke off."""
             with several.http() as http:
                 try:
-                    with http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+                    with http.stream("POST", CHAT, json=LONG | {"stream": True, "max_tokens": 600}) as running:
                         return not any("[DONE]" in line for line in running.iter_lines())
                 except httpx.TransportError:
                     return True
@@ -189,6 +190,16 @@ def test_process_that_dies_is_started_again_and_its_requests_end(several: Server
     assert victim not in several.member_pids()
     response_from(several, 1)
     assert "server process 1 ended with exit code -9; it is started again" in several.log
+
+
+def test_process_that_hangs_is_replaced(several: Server) -> None:
+    stuck = several.member_pids()[-1]
+    os.kill(stuck, signal.SIGSTOP)
+    assert eventually(lambda: stuck not in several.member_pids(), seconds=60)
+    assert eventually(lambda: len(several.member_pids()) == COUNT - 1)
+    assert "gives no sign of life" in several.log
+    for index in range(COUNT):
+        response_from(several, index)
 
 
 def test_dead_engine_is_told_to_all_processes_and_they_find_the_next_one(several: Server) -> None:

@@ -97,6 +97,34 @@ def test_a_chunked_stream_reads_the_same_however_it_is_cut() -> None:
     asyncio.run(cut_everywhere())
 
 
+def test_transport_need_not_be_of_asyncios_class() -> None:
+    """Those of uvloop, which is used where it is installed, are not."""
+
+    class OtherTransport:
+        def __init__(self) -> None:
+            self.sent = b""
+
+        def write(self, data: bytes) -> None:
+            self.sent += data
+
+        def is_closing(self) -> bool:
+            return False
+
+    async def scene() -> bytes:
+        connection, transport = Connection(), OtherTransport()
+        connection.connection_made(transport)  # type: ignore[arg-type]
+        reader = AnswerReader(Record(0), collect=True)
+        exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
+        await asyncio.sleep(0)
+        connection.data_received(chunked(CHAT))
+        await exchange
+        reader.finish()
+        check_chat(reader)
+        return transport.sent
+
+    assert asyncio.run(scene()) == b"POST"
+
+
 def test_bodies_with_a_length_and_until_the_end_of_the_connection() -> None:
     body = "".join(CHAT).encode()
     sized = f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body

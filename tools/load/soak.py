@@ -186,8 +186,8 @@ def slope(points: list[tuple[float, float]]) -> float:
 async def soak(
     *, clients: int, seconds: float, abort_share: float, seed: int, num_servers: int, max_slope: float | None
 ) -> dict[str, Any]:
-    """The report; `problems` in it is empty where all went well. `max_slope` (MiB per minute, over the second half of the run)
-    is left out for runs that are too short to show one."""
+    """The report; `problems` in it is empty where all went well. `max_slope` (MiB per minute and process, over the second half
+    of the run) is left out for runs that are too short to show one."""
     options = ("--num-kv-blocks", str(KV_BLOCKS), "--max-queued-requests", str(4 * clients))
     with serving(*options, num_servers=num_servers) as server:
         processes = [server.engine_pid(), *server.server_pids()]
@@ -209,7 +209,8 @@ async def soak(
         if [server.engine_pid(), *server.server_pids()] != processes:
             problems.append("a process was started again")
         if max_slope is not None:
-            problems += [f"the {name} grows by {rise:.2f} MiB/min" for name, rise in slopes.items() if rise > max_slope]
+            allowed = {"server": max_slope * num_servers, "engine": max_slope}
+            problems += [f"the {name} grows by {rise:.2f} MiB/min" for name, rise in slopes.items() if rise > allowed[name]]
         return {
             "clients": clients,
             "seconds": seconds,

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from negamax.api.lifecycle import Lifecycle
 from negamax.api.processes import wire
 from negamax.api.processes.seat import Seat
 from negamax.base import process
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
 from negamax.config.options import EngineOptions, ServerOptions
-from negamax.engine.connection import EngineAddress
+from negamax.engine.connection import BEAT_TIMEOUT_SECONDS, EngineAddress
 from negamax.engine.restarts import RestartPolicy, Supervision
 from negamax.engine.wire import ModelInfo
 
@@ -42,6 +43,7 @@ class Leader:
         self._engine_options = engine_options
         self._server_options = server_options
         self._listener = listener
+        self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)  # the engine's measure
         self._news: wire.EngineCame | wire.EngineWent | None = None  # what a new process must know
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ending = False
@@ -108,11 +110,20 @@ class Leader:
         """Run a process, again and again."""
         policy = RestartPolicy(_RESTARTS)
         while not self._is_ending:
-            running = self._processes[index] = self._spawn(index)
+            try:
+                running = self._processes[index] = self._spawn(index)
+            except OSError as error:
+                self._give_up(f"server process {index} cannot be started: {error}")
+                return
             has_served = False
             while running.poll() is None:
                 await asyncio.sleep(_POLL_SECONDS)
                 has_served = has_served or self._seat.socket_of(index).exists()
+                silent = Lifecycle.silent_seconds(self._seat.metrics, index)
+                if silent > self._hang_seconds:
+                    logger.error("server process %d gives no sign of life for %.0f s and is killed", index, silent)
+                    running.kill()
+                    running.wait()
             if self._is_ending:
                 return
             reason = f"server process {index} ended with exit code {running.returncode}"
@@ -122,17 +133,20 @@ class Leader:
                 self.on_death(index)
             pause = policy.died(time.monotonic()) if has_served else None
             if pause is None:
-                logger.error("%s; it is not started again", reason)
-                if not self.gave_up.done():
-                    self.gave_up.set_result(reason)
+                self._give_up(reason)
                 return
             logger.error("%s; it is started again%s", reason, f" in {pause:g} s" if pause else "")
             await asyncio.sleep(pause)
 
+    def _give_up(self, reason: str) -> None:
+        logger.error("%s; it is not started again", reason)
+        if not self.gave_up.done():
+            self.gave_up.set_result(reason)
+
     def _spawn(self, index: int) -> subprocess.Popen[bytes]:
         """Start a process with a listening socket of its own, and tell it what there is to know."""
         with bound_to(self._listener.getsockname(), family=self._listener.family) as listener:
-            running = process.spawn(MEMBER_MODULE, pass_fds=(listener.fileno(),))
+            running = process.spawn(MEMBER_MODULE, own_group=True, pass_fds=(listener.fileno(),))
             begin = wire.Begin(
                 index=index,
                 folder=str(self._seat.folder),

@@ -35,14 +35,15 @@ class Peers:
         self._answers: dict[str, Answer] = {}
 
     async def relay(self, request: Request, *, to: int, body: bytes = b"") -> Response:
-        """The answer of process `to` to a request whose body was read. Errors: `UnavailableError` while it is not there."""
+        """The answer of process `to` to a request whose body was read. Errors: `UnavailableError` while it is not there,
+        `ClientGoneError`."""
         target = request.scope["raw_path"]
         if request.scope["query_string"]:
             target += b"?" + request.scope["query_string"]
         headers = [(name, value) for name, value in request.headers.raw if name not in _OWN_REQUEST_HEADERS]
         headers.append((b"x-request-id", request.state.request_id.encode()))
-        exchange = await _Exchange.begin(self.seat, to, request.method.encode(), target, headers=headers, body=body)
-        return _Relayed(exchange)
+        exchange = _Exchange.begin(self.seat, to, request.method.encode(), target, headers=headers, body=body)
+        return _Relayed(await while_connected(request.receive, exchange))
 
     async def ask(self, question: str, body: object, *, of: int) -> Any:
         """What process `of` answers to a question of ours. Errors: `UnavailableError`."""

@@ -1,0 +1,136 @@
+"""What a server process passes on to another one, and what it says when that one is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from negamax.api.processes.peers import Peers
+from negamax.api.processes.seat import Seat
+from negamax.api.sse import ClientGoneError
+from negamax.base.errors import UnavailableError
+
+Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def request(*, hang_up: asyncio.Event, path: bytes = b"/v1/responses/x%20y", query: bytes = b"a=1") -> Request:
+    """A request whose client stays until `hang_up`."""
+
+    async def receive() -> dict[str, Any]:
+        await hang_up.wait()
+        return {"type": "http.disconnect"}
+
+    headers = [(b"host", b"here"), (b"authorization", b"Bearer k"), (b"connection", b"keep-alive"), (b"x-request-id", b"old")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path.decode(),
+        "raw_path": path,
+        "query_string": query,
+        "headers": headers,
+        "state": {"request_id": "rid"},
+    }
+    return Request(scope, receive)
+
+
+async def relayed(folder: Path, peer: Peer, *, hang_up: asyncio.Event | None = None) -> list[dict[str, Any]]:
+    """The messages of the answer that process 1 gives through process 0."""
+    seat = Seat.of(0, 2, folder)
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with await asyncio.start_unix_server(peer, str(seat.socket_of(1))):
+        asked = request(hang_up=hang_up or asyncio.Event())
+        answer = await Peers(seat).relay(asked, to=1, body=b'{"x":1}')
+        await answer(asked.scope, asked.receive, send)
+    return sent
+
+
+def test_head_body_and_answer_are_passed_on(tmp_path: Path) -> None:
+    heads: list[bytes] = []
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        assert await reader.readexactly(7) == b'{"x":1}'
+        writer.write(b"HTTP/1.1 429 Too Many\r\nretry-after: 3\r\nx-request-id: rid\r\ntransfer-encoding: chunked\r\n\r\n")
+        for part in (b"one", b"two"):
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        writer.write(b"0\r\n\r\n")
+        writer.close()
+
+    first, *parts, last = asyncio.run(relayed(tmp_path, peer))
+    (head,) = heads
+    lines = head.decode().split("\r\n")
+    assert lines[0] == "POST /v1/responses/x%20y?a=1 HTTP/1.1"
+    assert {"host: here", "authorization: Bearer k", "x-request-id: rid", "content-length: 7", "connection: close"} <= {*lines}
+    assert not {"x-request-id: old", "connection: keep-alive"} & {*lines}
+    assert first["status"] == 429 and first["headers"] == [(b"retry-after", b"3")]
+    assert b"".join(part["body"] for part in parts) == b"onetwo" and len(parts) >= 2
+    assert last == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+def test_process_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
+    async def scene() -> None:
+        await Peers(Seat.of(0, 2, tmp_path)).relay(request(hang_up=asyncio.Event()), to=1)
+
+    with pytest.raises(UnavailableError, match="server process 1"):
+        asyncio.run(scene())
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf"])
+def test_process_that_dies_breaks_the_answer_off(tmp_path: Path, head: bytes) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head)
+        writer.close()
+
+    with pytest.raises(UnavailableError) as broken:
+        asyncio.run(relayed(tmp_path, peer))
+    assert broken.value.code == "server_process"
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_client_that_hangs_up_ends_the_request_at_the_other_process(tmp_path: Path, has_begun: bool) -> None:
+    ended = False
+
+    async def scene() -> None:
+        hang_up, arrived = asyncio.Event(), asyncio.Event()
+
+        async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal ended
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(7)
+            if has_begun:
+                writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+            hang_up.set()
+            ended = await reader.read() == b""
+            arrived.set()
+
+        try:
+            await relayed(tmp_path, peer, hang_up=hang_up)
+            assert has_begun
+        except ClientGoneError:
+            assert not has_begun
+        await asyncio.wait_for(arrived.wait(), 5)
+
+    asyncio.run(scene())
+    assert ended
+
+
+def test_ids_lead_to_the_process_that_made_them(tmp_path: Path) -> None:
+    seats = [Seat.of(index, 3, tmp_path) for index in range(3)]
+    for seat in seats:
+        name = seat.new_id("resp", num_bytes=24)
+        assert len(name) == len("resp_") + 48
+        assert [other.keeper_of(name) for other in seats] == [seat.index] * 3
+    for foreign in (None, "", "x", "resp_zz", "resp_ff"):
+        assert [seat.keeper_of(foreign) for seat in seats] == [0, 1, 2]
