@@ -51,10 +51,9 @@ class Lifecycle:
         return max(self._numbers.row(index)[self._LAG] for index in range(self._numbers.num_rows))
 
     @classmethod
-    def silent_seconds(cls, numbers: SharedNumbers, index: int) -> float:
-        """Since the last pulse of process `index`; 0 before its first one."""
-        pulse = numbers.row(index)[cls._PULSE]
-        return time.monotonic() - pulse if pulse else 0.0
+    def pulse_of(cls, numbers: SharedNumbers, index: int) -> float:
+        """When the event loop of process `index` last showed that it goes round, in its monotonic seconds; 0: it never did."""
+        return numbers.row(index)[cls._PULSE]
 
     def opened(self) -> None:
         """A request came."""

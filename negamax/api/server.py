@@ -329,9 +329,10 @@ class HttpServer(uvicorn.Server):
     async def abort(self) -> None:
         """End now: stopping the engine ends every open stream with an error event, then the connections close."""
         self._context.lifecycle.begin_drain()
+        ends = [self._stop_engine()]
         if self._leader is not None:
-            await self._leader.end()
-        await self._stop_engine()
+            ends.append(self._leader.end())
+        await asyncio.gather(*ends)
         self.should_exit = True
 
     async def _drain(self) -> None:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from negamax.base.errors import InvalidRequestError, OverloadedError
-from negamax.engine.admission import Admission
+from negamax.base.shared_numbers import SharedNumbers
+from negamax.engine.admission import NUM_COLUMNS, Admission
 
 
 def admission(*, running: int = 2, waiting: int = 3, tokens: int | None = 1000) -> Admission:
@@ -104,3 +105,27 @@ def test_accounts_are_empty_when_all_have_left(steps: list[tuple[str, int, int]]
     for name in open_ids:
         queue.leave(name, now=0.0)
     assert (queue.num_open, queue.num_waiting, queue.waiting_tokens) == (0, 0, 0)
+
+
+def test_server_processes_share_one_queue() -> None:
+    numbers = SharedNumbers(NUM_COLUMNS, num_rows=2)
+    mine, theirs = (
+        Admission(max_running=2, max_waiting=3, max_waiting_tokens=100, pool_tokens=100, numbers=numbers, index=index)
+        for index in range(2)
+    )
+    fill(mine, 2, tokens=10)
+    for index in range(3):
+        theirs.check(1, 20, now=0.0)
+        theirs.enter(f"s{index}", 20)  # ids of another process
+    assert (mine.num_open, theirs.num_open) == (5, 5)
+    assert mine.waiting_tokens == 80
+    with pytest.raises(OverloadedError, match="5 sequences"):
+        mine.check(1, 1, now=0.0)
+    theirs.start("s0")
+    theirs.leave("s0", now=1.0)
+    mine.check(1, 10, now=1.0)
+    with pytest.raises(OverloadedError, match="60 prompt tokens"):
+        mine.check(1, 41, now=1.0)
+    numbers.clear(1)  # the other process is gone
+    assert (mine.num_open, mine.waiting_tokens) == (2, 20)
+    mine.check(1, 41, now=1.0)

@@ -26,6 +26,7 @@ logger = get_logger(__name__)
 
 MEMBER_MODULE = "negamax.api.processes.member"
 _POLL_SECONDS = 0.05
+_LONGEST_POLL_SECONDS = 1.0  # a poll that comes later says that this process stood still
 _RESTARTS = Supervision(max_restarts=3)  # of one process
 _END_SECONDS = 7.0  # that processes get which were told to break off
 
@@ -101,31 +102,30 @@ class Leader:
         for ending in self._processes.values():
             ending.kill()
             ending.wait()
-            assert ending.stdin is not None
-            ending.stdin.close()
+            _close(ending)
         if self._seat.folder is not None:
             shutil.rmtree(self._seat.folder, ignore_errors=True)
 
     async def _keep(self, index: int) -> None:
         """Run a process, again and again."""
-        policy = RestartPolicy(_RESTARTS)
+        policy, has_served = RestartPolicy(_RESTARTS), False
         while not self._is_ending:
             try:
                 running = self._processes[index] = self._spawn(index)
             except OSError as error:
                 self._give_up(f"server process {index} cannot be started: {error}")
                 return
-            has_served = False
+            silence = _Silence()
             while running.poll() is None:
                 await asyncio.sleep(_POLL_SECONDS)
                 has_served = has_served or self._seat.socket_of(index).exists()
-                silent = Lifecycle.silent_seconds(self._seat.metrics, index)
-                if silent > self._hang_seconds:
-                    logger.error("server process %d gives no sign of life for %.0f s and is killed", index, silent)
+                if silence.seconds(Lifecycle.pulse_of(self._seat.metrics, index)) > self._hang_seconds:
+                    logger.error("server process %d gives no sign of life for %g s and is killed", index, self._hang_seconds)
                     running.kill()
-                    running.wait()
+                    silence = _Silence()
             if self._is_ending:
                 return
+            _close(self._processes.pop(index))
             reason = f"server process {index} ended with exit code {running.returncode}"
             self._seat.clear(index)
             self._seat.socket_of(index).unlink(missing_ok=True)
@@ -164,6 +164,25 @@ class Leader:
             _tell(running, news)
 
 
+class _Silence:
+    """How long a process has given no sign of life; times in which this process stood still itself do not count. Single writer:
+    its keeper."""
+
+    def __init__(self) -> None:
+        self._pulse = 0.0
+        self._seconds = 0.0
+        self._last = time.monotonic()
+
+    def seconds(self, pulse: float) -> float:
+        """The silence until now; `pulse` is the last sign, 0 before the first one."""
+        now = time.monotonic()
+        self._seconds += min(now - self._last, _LONGEST_POLL_SECONDS)
+        self._last = now
+        if pulse != self._pulse or not pulse:
+            self._pulse, self._seconds = pulse, 0.0
+        return self._seconds
+
+
 def bound_to(address: Any, *, family: int) -> socket.socket:
     """A socket bound to `address`, which others may be bound to as well; those that listen share its connections."""
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -182,6 +201,12 @@ def _tell(running: subprocess.Popen[bytes], news: wire.News) -> None:
     assert running.stdin is not None
     with contextlib.suppress(OSError):
         running.stdin.write(wire.encoder.encode(news) + b"\n")
+
+
+def _close(ended: subprocess.Popen[bytes]) -> None:
+    """Give back what belonged to a process that has ended."""
+    assert ended.stdin is not None
+    ended.stdin.close()
 
 
 async def _answers(path: str) -> bool:

@@ -41,11 +41,12 @@ def main() -> None:
 async def _serve() -> None:
     reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb", 0))
-    begin, news = await _next(reader), await _next(reader)
+    begin = await _next(reader)
     assert isinstance(begin, wire.Begin), begin
     log.setup(begin.server.log_level)
-    while not isinstance(news, wire.EngineCame):  # it comes, or the leader ends
-        news = await _next(reader)
+    while not isinstance(news := await _next(reader), wire.EngineCame):
+        if isinstance(news, wire.Drain | wire.Abort):
+            return
     seat = Seat.of(begin.index, begin.server.api_server_count, Path(begin.folder))
     template = begin.server.chat_template
     engine = await AsyncEngine.create(
