@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from negamax.base import env
+
 TESTS = Path(__file__).parent
 
 
@@ -14,8 +16,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Has Triton interpret its kernels unless this run is for the GPU: Triton looks once, when a kernel is defined.
 
     PyTorch looks once too: at the tests' sizes several threads mostly wait for each other. Tests of threads set their number.
+    Its libraries compute as in the engine.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    env.settle_cpu_products()
     expression = config.option.markexpr
     may_run_on_gpu = not expression or ("gpu" in expression and "not gpu" not in expression)
     if not (may_run_on_gpu and _gpu_is_here()):

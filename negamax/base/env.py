@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 
 def get(name: str) -> str | None:
@@ -14,6 +15,25 @@ def get(name: str) -> str | None:
 def set_default(name: str, value: str) -> None:
     """Set environment variable `name` of this process (and its children) unless somebody has set it."""
     os.environ.setdefault(name, value)
+
+
+def settle_cpu_products() -> None:
+    """Have the CPU's libraries compute a row the same way however many there are (decision 3), unless somebody has set their
+    variables. They look once, at their first product: later this has no effect.
+
+    With AMX, oneDNN's bf16 rows of more than 256 numbers depend on their count from 33 on; so do MKL's in fp32 on Intel. Other
+    makers' processors keep what they have.
+    """
+    set_default("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    if _is_intel():
+        set_default("MKL_CBWR", "AUTO,STRICT")
+
+
+def _is_intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
 
 
 def usable_cores() -> int:

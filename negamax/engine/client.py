@@ -24,7 +24,7 @@ from negamax.scheduler.step import SequenceUpdate
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
 
-_NO_STATS = wire.EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+_NO_STATS = wire.EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
 _RESPONSIVE_SECONDS = 10 * BEAT_SECONDS
 
 

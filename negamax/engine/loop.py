@@ -48,7 +48,6 @@ class EngineLoop:
         self._in_flight: _InFlight | None = None
         self._pending_updates: list[SequenceUpdate] = []
         self._step_count = 0
-        self._step_seconds = 0.0
         self._device_seconds = 0.0
         self._idle_seconds = 0.0
         self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
@@ -135,7 +134,6 @@ class EngineLoop:
             prompt_tokens=s.prompt_tokens,
             cached_prompt_tokens=s.cached_prompt_tokens,
             generated_tokens=s.generated_tokens,
-            step_seconds=self._step_seconds,
             device_seconds=self._device_seconds,
             idle_seconds=self._idle_seconds,
         )
@@ -213,7 +211,6 @@ class EngineLoop:
             return updates
         self._step_count += 1
         self._step_tokens.append(step.plan.num_tokens)
-        self._step_seconds = time.monotonic() - step.started
         self._device_seconds += result.device_seconds
         self._idle_seconds += result.idle_seconds
         updates = self._scheduler.commit(step.plan, result)

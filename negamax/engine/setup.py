@@ -46,6 +46,8 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     layout = ParallelLayout(tp=options.tensor_parallel_size)
     _check_split(layout, spec)
     device = choose_device(options.device, num_ranks=layout.world_size)
+    if device == "cpu":
+        env.settle_cpu_products()
     limits = STEP_LIMITS[device]
     max_num_seqs = options.max_num_seqs or limits.max_num_seqs
     max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens

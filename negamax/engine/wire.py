@@ -42,7 +42,6 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
-    step_seconds: float  # duration of the last step, launch to commit
     device_seconds: float = 0.0  # a GPU's time in steps
     idle_seconds: float = 0.0  # and between them
     num_drafts: int = 0  # speculation: how often tokens were proposed,

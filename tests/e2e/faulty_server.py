@@ -30,7 +30,7 @@ class FaultyServer:
 def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
     """A server whose POST requests are answered by `fault`; it lists one model, 'faulty'."""
     state = FaultyServer()
-    ready, loop = threading.Event(), asyncio.new_event_loop()
+    ready, loop, stopped = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         state.connections += 1
@@ -52,10 +52,16 @@ def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
         server = await asyncio.start_server(connected, "127.0.0.1", 0)
         state.port = server.sockets[0].getsockname()[1]
         ready.set()
+        await stopped.wait()
+        server.close()
+        answering = asyncio.all_tasks() - {asyncio.current_task()}  # clients that have not hung up
+        for task in answering:
+            task.cancel()
+        await asyncio.gather(*answering, return_exceptions=True)
 
     def run() -> None:
-        loop.create_task(serve())
-        loop.run_forever()
+        with contextlib.closing(loop):
+            loop.run_until_complete(serve())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -63,7 +69,7 @@ def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
     try:
         yield state
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(stopped.set)
         thread.join(10)
 
 

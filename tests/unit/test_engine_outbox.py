@@ -12,7 +12,7 @@ from negamax.engine.connection import EngineAddress
 from negamax.engine.process import Outbox
 from negamax.scheduler.step import SequenceUpdate
 
-STATS = wire.EngineStats(1, 0, 8, 8, 1, 0, 0, 0, 1, 0.0)
+STATS = wire.EngineStats(1, 0, 8, 8, 1, 0, 0, 0, 1)
 
 
 @pytest.mark.parametrize("request_id", ["x", "chatcmpl-a/b", "me@home/7@3", "generate-a@2-ff"])

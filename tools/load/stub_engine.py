@@ -175,7 +175,7 @@ class StubEngine:
 
     def _stats(self) -> wire.EngineStats:
         num_running = len(self._answers)
-        return wire.EngineStats(num_running, 0, NUM_BLOCKS, NUM_BLOCKS, self._steps, 0, 0, 0, self._tokens, 0.0)
+        return wire.EngineStats(num_running, 0, NUM_BLOCKS, NUM_BLOCKS, self._steps, 0, 0, 0, self._tokens)
 
 
 def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:
