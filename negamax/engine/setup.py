@@ -45,9 +45,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     max_model_len = _window(options, spec)
     layout = ParallelLayout(tp=options.tensor_parallel_size)
     _check_split(layout, spec)
-    device = choose_device(options.device, num_ranks=layout.world_size)
-    if device == "cpu":
-        env.settle_cpu_products()
+    device = _settled_device(options, layout)
     limits = STEP_LIMITS[device]
     max_num_seqs = options.max_num_seqs or limits.max_num_seqs
     max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens
@@ -128,6 +126,14 @@ def default_threads(num_ranks: int) -> int:
     """
     cores = env.usable_cores()
     return max(1, (cores - (cores > 2)) // num_ranks)
+
+
+def _settled_device(options: EngineOptions, layout: ParallelLayout) -> str:
+    """The device, ready for its first product."""
+    device = choose_device(options.device, num_ranks=layout.world_size)
+    if device == "cpu":
+        env.settle_cpu_products()
+    return device
 
 
 def _check_split(layout: ParallelLayout, spec: ModelSpec) -> None:
