@@ -169,7 +169,7 @@ def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
 
 
 def test_process_that_dies_is_started_again_and_only_its_requests_end(several: Server) -> None:
-    wanted = {"input": "Hello", "ignore_eos": True, "max_output_tokens": 1500, "stream": True}
+    wanted = {"input": "Hello", "ignore_eos": True, "max_output_tokens": 600, "stream": True}
     keepers: list[int] = []
 
     def run() -> tuple[int, bool]:
@@ -242,7 +242,7 @@ def test_all_processes_drain_and_leave_together(tmp_path: Path) -> None:
         with concurrent.futures.ThreadPoolExecutor(9) as pool:
 
             def run() -> str:
-                return str(server.openai().completions.create(model=MODEL, prompt="x", max_tokens=600).choices[0].finish_reason)
+                return str(server.openai().completions.create(model=MODEL, prompt="x", max_tokens=200).choices[0].finish_reason)
 
             answers = [pool.submit(run) for _ in range(9)]
             assert eventually(lambda: server.gauge("vllm:num_requests_running") == 9)
@@ -269,13 +269,6 @@ def test_second_signal_breaks_off_what_all_processes_answer(tmp_path: Path) -> N
                 error, done = end.result()
                 assert "service_unavailable_error" in error and done == "data: [DONE]"
         assert "Traceback" not in server.log
-
-
-def test_processes_do_not_outlive_the_first(tmp_path: Path) -> None:
-    with serving("--api-server-count", str(COUNT), log_file=tmp_path / "log") as server:
-        family = [server.engine_pid(), *server.member_pids()]
-        os.kill(server.process.pid, signal.SIGKILL)
-        assert eventually(lambda: not any(map(is_alive, family)))
 
 
 def test_port_of_another_server_is_refused(several: Server, tmp_path: Path) -> None:
@@ -310,3 +303,11 @@ def test_answers_need_the_key_whoever_passes_them_on(tmp_path: Path) -> None:
                 assert http.post("/internal/abort", json=None, headers={"x-api-key": "secret"}).status_code == 404
         with pytest.raises(openai.AuthenticationError):
             server.openai("wrong").responses.retrieve(kept.id)
+
+
+def test_processes_do_not_outlive_the_first(several: Server) -> None:
+    """The last test of the shared server, which ends it."""
+    family = [several.engine_pid(), *several.member_pids()]
+    os.kill(several.process.pid, signal.SIGKILL)
+    assert eventually(lambda: not any(map(is_alive, family)))
+    several.process.wait()
