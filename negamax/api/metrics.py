@@ -32,8 +32,15 @@ _SAMPLE_SECONDS = 1.0  # between two samples of what is told as a rate
 REASONS = ("stop", "length", "abort", "error")
 _OTHER = "other"
 _REJECTIONS = (  # codes of refusals with a time to come back
-    *("queue_full", "queue_tokens_full", "memory", "draining"),
-    *("engine_restarting", "engine_dead", "engine_silent", "server_process", _OTHER),
+    "queue_full",
+    "queue_tokens_full",
+    "memory",
+    "draining",
+    "engine_restarting",
+    "engine_dead",
+    "engine_silent",
+    "server_process",
+    _OTHER,
 )
 _EVENTS = ("requests", "tool_calls")
 

@@ -179,7 +179,7 @@ async def serve(
 ) -> None:
     """Start the engine, serve on `listener` until SIGINT or SIGTERM, stop everything. `announce` is called with the URL and
     the engine once requests are answered; `engine_module` is what the engine process runs. Errors: those of
-    `EngineSupervisor.start`, and `EngineDeadError` once the engine, or a server process beside this one, has died too often."""
+    `EngineSupervisor.run`, and `EngineDeadError` once the engine, or a server process beside this one, has died too often."""
     signals = Signals()
     seat = Seat.first_of(server_options.api_server_count)
     leader = Leader(seat, engine_options, server_options, listener=listener)
@@ -299,15 +299,15 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         context, leader = self._context, self._leader
-        watches = [context.lifecycle.pulse(), context.metrics.watch(), self._watch(context.engine.gave_up)]
-        if leader is not None:
-            watches.append(self._watch(leader.gave_up))
+        watches = [context.lifecycle.pulse(), self._watch(context.engine.gave_up)]
+        if leader is not None:  # the first process, which also tells the metrics
+            watches += [context.metrics.watch(), self._watch(leader.gave_up)]
         self._tasks = [asyncio.create_task(watch) for watch in watches]
         if context.seat.folder is not None:
             await self._listen_to_peers()
         if leader is not None:
             await leader.ready()
-        if self._announce is not None and not self._context.lifecycle.is_draining:
+        if self._announce is not None and not context.lifecycle.is_draining:
             self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -13,8 +13,8 @@ from negamax.base.errors import ConfigError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
-MAX_API_SERVERS = 64
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+MAX_API_SERVERS = 64
 
 
 @dataclass(frozen=True)

@@ -109,13 +109,15 @@ class Outbox:
         for socket in self._sockets:
             socket.send(frame)
 
-    def send_outputs(self, report: wire.StepOutputs) -> None:
-        """To each what its sequences gained."""
-        if len(self._sockets) == 1:
-            self._sockets[0].send(wire.encoder.encode(report))
-            return
-        for server, part in _parts(report).items():
-            self._sockets[server].send(wire.encoder.encode(part))
+    def frames(self, report: wire.StepOutputs) -> list[tuple[int, bytes]]:
+        """For each server process, by its number, what its sequences gained."""
+        parts = {0: report} if len(self._sockets) == 1 else _parts(report)
+        return [(server, wire.encoder.encode(part)) for server, part in parts.items()]
+
+    def send(self, frames: list[tuple[int, bytes]]) -> None:
+        """Each to its server process."""
+        for server, frame in frames:
+            self._sockets[server].send(frame)
 
 
 def _parts(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
@@ -161,7 +163,7 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
         pulse.num_rounds += 1
         if updates:
             report = wire.StepOutputs(updates, loop.stats(), loop.take_admitted(), loop.take_step_tokens())
-            outbox.send_outputs(report)
+            outbox.send(outbox.frames(report))
 
 
 class Pulse:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from pathlib import Path
 from typing import Protocol
 
 from negamax.base.log import get_logger
@@ -37,7 +36,7 @@ class EngineSupervisor:
     def __init__(
         self, engine: AsyncEngine, options: EngineOptions, *, supervision: Supervision, module: str, num_servers: int
     ) -> None:
-        """Use `EngineSupervisor.start`."""
+        """Use `start` or `run`."""
         self.engine = engine
         self._options = options
         self._supervision = supervision
@@ -49,21 +48,11 @@ class EngineSupervisor:
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(
-        cls,
-        options: EngineOptions,
-        *,
-        chat_template: Path | None = None,
-        supervision: Supervision | None = None,
-        module: str = ENGINE_MODULE,
-    ) -> EngineSupervisor:
-        """Spawn an engine process for `options` and wait until it can serve this process.
-
-        `chat_template` is a file that replaces the checkpoint's own; `module` is what the engine process runs. Errors:
-        `ConfigError` and its kin, with the message of whatever refused to start; nothing is left running then.
-        """
-        engine = await AsyncEngine.create(options, chat_template=chat_template)
-        return await cls.run(engine, options, supervision=supervision or Supervision(), module=module)
+    async def start(cls, options: EngineOptions) -> EngineSupervisor:
+        """An engine for this process alone, which is not started again when it dies. Errors: those of `run`, and of
+        `AsyncEngine.create`."""
+        engine = await AsyncEngine.create(options)
+        return await cls.run(engine, options, supervision=Supervision(), module=ENGINE_MODULE)
 
     @classmethod
     async def run(
@@ -76,7 +65,9 @@ class EngineSupervisor:
         num_servers: int = 1,
         followers: Followers | None = None,
     ) -> EngineSupervisor:
-        """As `start`, for a client that is there, and `num_servers` - 1 `followers`."""
+        """Spawn an engine process for `options` and wait until it can serve `engine`, and the clients of `num_servers` - 1
+        `followers`. `module` is what the process runs. Errors: `ConfigError` and its kin, with the message of whatever refused
+        to start; nothing is left running then."""
         supervisor = cls(engine, options, supervision=supervision, module=module, num_servers=num_servers)
         supervisor._followers = followers
         await supervisor._connect()
@@ -99,7 +90,7 @@ class EngineSupervisor:
             await self._connection.close(kill=False)
 
     async def _connect(self) -> None:
-        """Start a process and wait until it serves. Errors: those of `start`; nothing is left running then."""
+        """Start a process and wait until it serves. Errors: those of `run`; nothing is left running then."""
         started = time.monotonic()
         connection = EngineConnection(
             self._options,

@@ -51,6 +51,20 @@ def response_from(server: Server, index: int, **fields: Any) -> Any:
     raise AssertionError(f"process {index} answers nothing")
 
 
+def streams_under_way(
+    server: Server, pool: concurrent.futures.Executor, count: int
+) -> list[concurrent.futures.Future[list[str]]]:
+    """Long streams that run now; each gives the last two lines it got."""
+
+    def run() -> list[str]:
+        with server.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+            return [line for line in running.iter_lines() if line][-2:]
+
+    ends = [pool.submit(run) for _ in range(count)]
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == count)
+    return ends
+
+
 def test_every_process_answers_and_finds_what_the_others_keep(several: Server) -> None:
     first = [response_from(several, index) for index in range(COUNT)]
     for kept in first:
@@ -211,13 +225,7 @@ def test_process_that_hangs_is_replaced(several: Server) -> None:
 
 def test_dead_engine_is_told_to_all_processes_and_they_find_the_next_one(several: Server) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-
-        def run() -> list[str]:
-            with several.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
-                return [line for line in running.iter_lines() if line][-2:]
-
-        ends = [pool.submit(run) for _ in range(8)]
-        assert eventually(lambda: several.gauge("vllm:num_requests_running") == 8)
+        ends = streams_under_way(several, pool, 8)
         os.kill(several.engine_pid(), signal.SIGKILL)
         for end in ends:
             error, done = end.result(10)
@@ -255,13 +263,7 @@ def test_all_processes_drain_and_leave_together(tmp_path: Path) -> None:
 def test_second_signal_breaks_off_what_all_processes_answer(tmp_path: Path) -> None:
     with serving("--api-server-count", str(COUNT), log_file=tmp_path / "log") as server:
         with concurrent.futures.ThreadPoolExecutor(9) as pool:
-
-            def run() -> list[str]:
-                with server.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
-                    return [line for line in running.iter_lines() if line][-2:]
-
-            ends = [pool.submit(run) for _ in range(9)]
-            assert eventually(lambda: server.gauge("vllm:num_requests_running") == 9)
+            ends = streams_under_way(server, pool, 9)
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
             assert server.stop(seconds=20) == 0

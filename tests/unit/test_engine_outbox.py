@@ -37,8 +37,8 @@ def test_each_server_gets_its_own_and_steps_are_counted_once(tmp_path: Path) -> 
         with Outbox(context, address, num_servers=3, linger=1000) as outbox:
             names = [wire.sequence_id("r", choice, server=choice % 3) for choice in range(6)]
             updates = [update(name, number) for number, name in enumerate(names)]
-            outbox.send_outputs(wire.StepOutputs(updates, STATS, [(names[4], 1.5), (names[2], 2.5)], [7, 8]))
-            outbox.send_outputs(wire.StepOutputs([update(names[1], 9)], STATS, [], [1]))
+            outbox.send(outbox.frames(wire.StepOutputs(updates, STATS, [(names[4], 1.5), (names[2], 2.5)], [7, 8])))
+            outbox.send(outbox.frames(wire.StepOutputs([update(names[1], 9)], STATS, [], [1])))
             servers[2].bind(address.outputs(2))  # it comes late, and misses nothing
             messages = []
             for socket in servers:

@@ -204,9 +204,9 @@ def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:
                 if pause:
                     due += pause
                     time.sleep(max(0.0, due - time.monotonic()))
-                step = engine.step()
+                frames = outbox.frames(engine.step())
                 times.write(struct.pack("d", time.monotonic()))
-                outbox.send_outputs(step)
+                outbox.send(frames)
 
 
 if __name__ == "__main__":

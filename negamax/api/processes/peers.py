@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import httptools
@@ -24,7 +24,7 @@ _OWN_ANSWER_HEADERS = frozenset((b"connection", b"date", b"keep-alive", b"server
 _INTERNAL = "/internal/"  # paths that only other server processes can ask for
 
 Headers = Sequence[tuple[bytes, bytes]]
-Answer = Callable[[bytes], Awaitable[bytes]]
+Answer = Callable[[bytes], bytes]
 
 
 class Peers:
@@ -63,7 +63,7 @@ class Peers:
     def when_asked(self, question: str, answer: Callable[[Any], object]) -> None:
         """From now on `answer` knows what to say to the others."""
 
-        async def encoded(body: bytes) -> bytes:
+        def encoded(body: bytes) -> bytes:
             return msgspec.json.encode(answer(msgspec.json.decode(body)))
 
         self._answers[_INTERNAL + question] = encoded
@@ -76,7 +76,7 @@ class Peers:
             if answer is None:
                 await app(scope, receive, send)
                 return
-            content = await answer(await Request(scope, receive).body())
+            content = answer(await Request(scope, receive).body())
             await Response(content, media_type="application/json")(scope, receive, send)
 
         return answered

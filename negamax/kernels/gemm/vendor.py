@@ -2,7 +2,8 @@
 
 Measured on two Zen 4 cores, one row, [256 -> 1536], weights not in cache: bf16 25 us, F.linear 46 us; fp32 90 us, F.linear
 184 us. Rows do not depend on how many there are, to the bit, in bf16 and in fp32 (for fp32 the layout must not be the one
-chosen for a single row). PyTorch carries oneDNN; the two ops used are those its own compiler emits for CPU linears.
+chosen for a single row); with AMX only as `env.settle_cpu_products` has it. PyTorch carries oneDNN; the two ops
+used are those its own compiler emits for CPU linears.
 
 oneDNN compiles a kernel for every count of rows and every weight shape: 0.6 ms and 0.56 MiB of heap each. It keeps the last
 1024 of them, and the heap between them, which steps of other sizes leave behind, cannot be given back: with rows as they came a
