@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
-from negamax.base.errors import ConfigError, ResourceError
+from negamax.base.errors import ConfigError, NegamaxError, ResourceError
 from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
@@ -21,11 +22,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 
 
 def resolve_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The folder of `model`; a hub model is downloaded first (resumed where it stopped, and only what is missing).
+    """The folder of `model`; a hub model is downloaded first, as far as files of it are missing.
 
     `revision` is a branch, tag or commit and only means something for a hub id; `download_dir` replaces the hub's own cache.
-    Errors: `ConfigError` for a name that is none of the three, an unknown or closed repository or revision, and for a missing
-    network; `ResourceError` where the disk does not take the files.
+    Errors: `ConfigError` for a name that is none of the three, an unknown or closed repository or revision, and for whatever
+    goes wrong on the way to the hub; `ResourceError` where the disk does not take the files.
     """
     if model == NANO:
         return NANO_FOLDER
@@ -46,8 +47,7 @@ def resolve_model(model: str, revision: str | None = None, download_dir: str | N
 
 
 def _download(model: str, revision: str | None, download_dir: str | None) -> Path:
-    import httpx
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
     where = f"model {model!r}" + (f" at revision {revision!r}" if revision else "")
     logger.info("fetching %s from the Hugging Face hub", where)
@@ -59,24 +59,34 @@ def _download(model: str, revision: str | None, download_dir: str | None) -> Pat
             allow_patterns=ALLOWED_FILES,
             ignore_patterns=IGNORED_FILES,
         )
-    except errors.GatedRepoError as error:
-        raise ConfigError(
-            f"{where} is gated on the hub", hint="accept its terms on huggingface.co and run `hf auth login`"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ConfigError(f"{where} does not exist on the hub", hint="check --revision") from error
-    except errors.RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"{where} is not on the hub, or private", hint="check the name; for a private model run `hf auth login`"
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise ConfigError(f"{where} is not in the local cache and the hub cannot be reached", hint=_OFFLINE) from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, httpx.HTTPError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{where} cannot be fetched: {reason}", hint=_OFFLINE) from error
-    except OSError as error:
-        raise ResourceError(f"{where} cannot be stored: {error}", hint="free some space or use --download-dir") from error
+    except Exception as error:  # among them the HTTP library's, which differs by the client's version
+        raise _failure(error, where) from error
     return Path(folder)
 
 
-_OFFLINE = "check the network and run again (a download resumes), or give a local folder"
+def _failure(error: Exception, where: str) -> NegamaxError:
+    """What to tell the user of an error that the hub's client has raised."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        hint = "accept its terms on huggingface.co and run `hf auth login`"
+        return ConfigError(f"{where} is gated on the hub", hint=hint)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ConfigError(f"{where} does not exist on the hub", hint="check --revision")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        hint = "check the name; for a private model run `hf auth login`"
+        return ConfigError(f"{where} is not on the hub, or private", hint=hint)
+    if isinstance(error, OSError) and (error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        hint = "free some space or use --download-dir"
+        return ResourceError(f"{where} cannot be stored: {error}", hint=hint)
+    not_found = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
+    cause = error.__cause__ if not_found else error  # why the hub was of no help; None: it is not asked at all
+    reason = ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]]) if cause else "offline mode"
+    refused = isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code in (401, 403)
+    hint = "check HF_TOKEN, or run `hf auth login`" if refused else _OFFLINE
+    if not_found:
+        return ConfigError(f"{where} is not in the local cache and the hub cannot be reached: {reason}", hint=hint)
+    return ConfigError(f"{where} cannot be fetched: {reason}", hint=hint)
+
+
+_OFFLINE = "check the network and run again (finished files are kept), or give a local folder"

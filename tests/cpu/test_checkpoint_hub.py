@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import http.server
-import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from tiny_hub import COMMIT, TinyHub, tiny_hub
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import NANO_FOLDER, resolve_model
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b'{"model_type": "minimax_m2"}',
-    "tokenizer.json": b"{}",
+    "tokenizer.json": b"{" + b" " * 2000 + b"}",
     "chat_template.jinja": b"{{ messages }}",
     "model-00000-of-00001.safetensors": b"\x02\0\0\0\0\0\0\0{}",
     "modeling_minimax_m2.py": b"raise SystemExit('remote code')",
@@ -30,67 +26,10 @@ FILES = {
 }
 
 
-class TinyHub(http.server.BaseHTTPRequestHandler):
-    """The routes of the hub that a snapshot download uses, for the repository `lab/model`."""
-
-    served: list[str]
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        if self.path.startswith("/api/models/lab/model"):
-            route = self.path.split("?")[0]
-            if not route.endswith(("/main", COMMIT)):
-                return self.refuse("RevisionNotFound", 404)
-            if "/tree/" in route:
-                tree = [
-                    {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
-                    for name, body in FILES.items()
-                ]
-                return self.reply(json.dumps(tree).encode())
-            siblings = [{"rfilename": name} for name in FILES]
-            return self.reply(json.dumps({"id": "lab/model", "sha": COMMIT, "siblings": siblings}).encode())
-        if self.path.startswith("/api/models/lab/gated"):
-            return self.refuse("GatedRepo", 403)
-        if self.path.startswith("/api/models/lab/ill"):
-            return self.refuse("", 500)
-        name = self.path.removeprefix(f"/lab/model/resolve/{COMMIT}/")
-        if name in FILES:
-            self.served.append(name)
-            return self.reply(FILES[name])
-        return self.refuse("RepoNotFound", 401)
-
-    def reply(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def refuse(self, code: str, status: int) -> None:
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
-def hub() -> Iterator[http.server.ThreadingHTTPServer]:
-    TinyHub.served = []
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), TinyHub) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield server
-        server.shutdown()
+def hub() -> Iterator[TinyHub]:
+    with tiny_hub(FILES) as hub:
+        yield hub
 
 
 RESOLVE = """
@@ -106,11 +45,11 @@ for argument in sys.argv[2:]:
 """
 
 
-def resolve_all(endpoint: str, cache: Path, *models: str, **environment: str) -> list[str]:
+def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> list[str]:
     """One line per model: the folder, or the error. In a process of its own: the client reads its endpoint at import."""
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, str(cache), *models],
-        env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **environment},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         check=True,
         text=True,
@@ -119,43 +58,56 @@ def resolve_all(endpoint: str, cache: Path, *models: str, **environment: str) ->
     return done.stdout.splitlines()
 
 
-def test_download_takes_weights_and_json_but_never_code_or_pickles(
-    hub: http.server.ThreadingHTTPServer, tmp_path: Path
-) -> None:
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
-    plain, pinned = resolve_all(endpoint, tmp_path, "lab/model", f"lab/model@{COMMIT}")
+def test_download_takes_weights_and_json_but_never_code_or_pickles(hub: TinyHub, tmp_path: Path) -> None:
+    plain, pinned = resolve_all(hub.environment, tmp_path, "lab/model", f"lab/model@{COMMIT}")
     folder = Path(plain)
     assert plain == pinned and folder.is_relative_to(tmp_path)
     kept = {"config.json", "tokenizer.json", "chat_template.jinja", "model-00000-of-00001.safetensors"}
     assert {path.name for path in folder.rglob("*")} == kept
     assert all((folder / name).read_bytes() == FILES[name] for name in kept)
-    assert set(TinyHub.served) == kept
+    assert set(hub.served) == kept
     # what is there already is not fetched again, and works without the hub
-    TinyHub.served = []
-    assert resolve_all(endpoint, tmp_path, "lab/model") == [plain]
-    assert resolve_all(endpoint, tmp_path, "lab/model", HF_HUB_OFFLINE="1") == [plain]
-    assert TinyHub.served == []
+    hub.served.clear()
+    assert resolve_all(hub.environment, tmp_path, "lab/model") == [plain]
+    assert resolve_all({**hub.environment, "HF_HUB_OFFLINE": "1"}, tmp_path, "lab/model") == [plain]
+    assert hub.served == []
 
 
-def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: http.server.ThreadingHTTPServer, tmp_path: Path) -> None:
-    lines = resolve_all(f"http://127.0.0.1:{hub.server_port}", tmp_path, "lab/nothing", "lab/model@v9", "lab/gated", "lab/ill")
-    assert len(lines) == 4
-    for line, words in zip(
-        lines,
-        [
-            ("model 'lab/nothing' is not on the hub, or private", "check the name"),
-            ("model 'lab/model' at revision 'v9' does not exist on the hub", "check --revision"),
-            ("model 'lab/gated' is gated on the hub", "hf auth login"),
-            ("model 'lab/ill'", "check the network and run again"),
-        ],
-        strict=True,
-    ):
-        assert line.startswith("ConfigError ") and all(word in line for word in words), line
+def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
+    refused = {
+        "lab/nothing": ("is not on the hub, or private", "check the name"),
+        "lab/model@v9": ("at revision 'v9' does not exist on the hub", "check --revision"),
+        "lab/gated": ("is gated on the hub", "hf auth login"),
+        "lab/token": ("cannot be fetched: HfHubHTTPError", "check HF_TOKEN"),
+        "lab/ill": ("the hub cannot be reached: HfHubHTTPError: Server error '500", "check the network"),
+    }
+    lines = resolve_all(hub.environment, tmp_path, *refused)
+    for line, (model, words) in zip(lines, refused.items(), strict=True):
+        assert line.startswith(f"ConfigError model {model.partition('@')[0]!r} "), line
+        assert all(word in line for word in words), line
+
+
+def test_a_cut_download_is_one_line_and_costs_only_the_files_it_cut(hub: TinyHub, tmp_path: Path) -> None:
+    hub.cuts = 6  # as often as the client tries
+    (cut,) = resolve_all(hub.environment, tmp_path, "lab/cut")
+    assert cut.startswith("ConfigError model 'lab/cut' cannot be fetched: RemoteProtocolError: "), cut
+    assert hub.cuts == 0 and "finished files are kept" in cut
+    hub.served.clear()
+    (folder,) = resolve_all(hub.environment, tmp_path, "lab/cut")
+    assert (Path(folder) / "tokenizer.json").read_bytes() == FILES["tokenizer.json"]
+    assert set(hub.served) == {"tokenizer.json"}
+
+
+def test_a_disk_that_takes_no_files_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (line,) = resolve_all(hub.environment, tmp_path / "file", "lab/model")
+    assert line.startswith("ResourceError model 'lab/model' cannot be stored: ") and "--download-dir" in line
 
 
 def test_no_network_is_one_line_with_a_remedy(tmp_path: Path) -> None:
-    (unreachable,) = resolve_all("http://127.0.0.1:9", tmp_path, "lab/model")
-    (offline,) = resolve_all("http://127.0.0.1:9", tmp_path, "lab/model", HF_HUB_OFFLINE="1")
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    (unreachable,) = resolve_all(nowhere, tmp_path, "lab/model")
+    (offline,) = resolve_all({**nowhere, "HF_HUB_OFFLINE": "1"}, tmp_path, "lab/model")
     for line in (unreachable, offline):
         assert line.startswith("ConfigError model 'lab/model' is not in the local cache and the hub cannot be reached")
         assert "give a local folder" in line
