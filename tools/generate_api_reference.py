@@ -148,6 +148,7 @@ SECTIONS = (
     Section(
         "Models and health",
         {
+            ("GET", "/v1"): Route(answer=answers.ServerAnswer),
             ("GET", "/v1/models"): Route(answer=answers.ModelList),
             ("GET", "/v1/models/{name:path}"): Route(answer=answers.ModelCard),
             ("GET", "/livez"): _HEALTH,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+import time
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from negamax.api.lifecycle import Lifecycle
 from negamax.api.playground import CHALLENGE, PAGE_PATHS
+from negamax.api.request_log import log_access
 from negamax.api.schemas.answers import ErrorAnswer, encode, error_answer
 from negamax.api.schemas.common import nearest
 from negamax.api.schemas.messages import message_error
@@ -76,9 +78,10 @@ def logged_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnsw
 class Border:
     """The outermost layer: gives every response an `x-request-id`, and turns what no handler caught into a 500."""
 
-    def __init__(self, app: ASGIApp, *, lifecycle: Lifecycle) -> None:
+    def __init__(self, app: ASGIApp, *, lifecycle: Lifecycle, logs_access: bool) -> None:
         self._app = app
         self._lifecycle = lifecycle
+        self._logs_access = logs_access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,12 +91,13 @@ class Border:
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = request_id
-        started = False
+        arrival = time.monotonic()
+        status = 0  # nothing was sent yet
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 headers = [*message["headers"], (b"x-request-id", request_id.encode())]
                 if self._lifecycle.is_draining:
                     headers.append((b"connection", b"close"))
@@ -104,10 +108,20 @@ class Border:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             logger.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
-            if started:
+            if status:
                 raise  # the connection is closed: an answer cannot be taken back
-            status, answer = error_of(error)
-            await error_response(scope, status, answer)(scope, receive, send_with_id)
+            code, answer = error_of(error)
+            await error_response(scope, code, answer)(scope, receive, send_with_id)
+        finally:
+            if self._logs_access and scope["client"] is not None:  # None: another server process
+                log_access(
+                    client="{}:{}".format(*scope["client"]),
+                    method=scope["method"],
+                    path=scope["path"],
+                    status=status,
+                    seconds=time.monotonic() - arrival,
+                    request_id=request_id,
+                )
 
 
 def negamax_error(request: Request, error: Exception) -> Response:

@@ -91,6 +91,7 @@ def chat_router(context: ApiContext) -> APIRouter:
             request_id=f"{answer.id}-{secrets.token_hex(4)}",
             arrival=arrival,
             stream_interval=chat.stream_interval,
+            http=request,
         )
         if chat.stream:
             # a grammar is compiled first, and may be refused

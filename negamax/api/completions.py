@@ -58,6 +58,7 @@ def completions_router(context: ApiContext) -> APIRouter:
                 request_id=f"{engine_id}-{number}",
                 arrival=arrival,
                 stream_interval=wanted.stream_interval,
+                http=request,
             )
             for number, (prompt, limits) in enumerate(zip(prompts, samplings, strict=True))
         ]

@@ -7,18 +7,23 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+from fastapi import Request
+
 from negamax import __version__
 from negamax.api.conversation import PromptBuilder, Voice
 from negamax.api.lifecycle import Lifecycle
 from negamax.api.metrics import ServerMetrics
 from negamax.api.processes.peers import Peers
 from negamax.api.processes.seat import Seat
+from negamax.api.request_log import RequestLog
+from negamax.api.request_record import Observers, RequestRecord, RequestRecorder
 from negamax.api.schemas.common import nearest, shown
 from negamax.api.sse import EventStream, Say, Source
 from negamax.base.errors import NotFoundError
 from negamax.config.options import ServerOptions
 from negamax.engine.client import AsyncEngine
-from negamax.engine.generation import Generation
+from negamax.engine.generation import Generation, Observer
 from negamax.scheduler.request import SamplingParams
 from negamax.text.formats import output_style
 
@@ -57,6 +62,7 @@ class ApiContext:
     options: ServerOptions
     model_names: tuple[str, ...]  # the first is the one answers carry when the request names none
     started: int  # seconds since 1970
+    request_log: RequestLog | None
 
     @classmethod
     def create(cls, engine: AsyncEngine, options: ServerOptions, seat: Seat) -> ApiContext:
@@ -86,6 +92,9 @@ class ApiContext:
             options=options,
             model_names=names,
             started=int(time.time()),
+            request_log=(
+                RequestLog(engine.tokenizer, max_prompt_chars=options.max_log_len) if options.enable_log_requests else None
+            ),
         )
 
     def model_name(self, requested: str | None) -> str:
@@ -115,20 +124,45 @@ class ApiContext:
         request_id: str,
         arrival: float,
         stream_interval: int | None,
+        http: Request,
     ) -> Generation:
         """A request to the engine, measured. Errors at the call are the engine's; `arrival` is a `time.monotonic()`. The
-        server's own limit of time counts beside the request's; its interval where the request has none."""
+        server's own limit of time counts beside the request's; its interval where the request has none. `http` is where
+        it came from."""
+        observer: Observer = self.metrics.meter(sampling, arrival=arrival)
+        if self.request_log is not None:
+            record = RequestRecord(
+                request_id=request_id,
+                http_request_id=http.state.request_id,
+                route=http.url.path,
+                model=self.model_names[0],
+                headers=http.headers,
+                num_prompt_tokens=len(prompt_token_ids),
+                is_stream=wanted.stream,
+                arrival=arrival,
+                sampling=sampling,
+            )
+            observer = Observers([observer, RequestRecorder(record, self._record_ended)])
         limits = [limit for limit in (wanted.timeout, self.options.request_timeout) if limit is not None]
-        return self.engine.generate(
+        generation = self.engine.generate(
             prompt_token_ids,
             sampling,
             request_id=request_id,
             priority=wanted.priority,
             cache_salt=wanted.cache_salt,
             deadline=arrival + min(limits) if limits else None,
-            observer=self.metrics.meter(sampling, arrival=arrival),
+            observer=observer,
             interval=(stream_interval or self.options.stream_interval) if wanted.stream else _WHOLE_INTERVAL,
         )
+        if self.request_log is not None:
+            record.sampling = msgspec.structs.replace(generation.sampling, n=sampling.n)
+            self.request_log.began(record, prompt_token_ids)
+        return generation
+
+    def _record_ended(self, record: RequestRecord) -> None:
+        """Write down a request that is over."""
+        if self.request_log is not None:
+            self.request_log.ended(record)
 
     def event_stream(self, tell: Callable[[Say], Awaitable[None]], *, source: Source) -> EventStream:
         """The response that sends what `tell` says, with comments in its pauses where the server was told so."""

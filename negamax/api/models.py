@@ -1,18 +1,19 @@
-"""/v1/models: which names this server answers to."""
+"""/v1 and /v1/models: what this server is, and which names it answers to."""
 
 from __future__ import annotations
 
 import datetime
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
+from negamax import __version__
 from negamax.api.border import json_response
 from negamax.api.context import ApiContext
-from negamax.api.schemas.answers import ModelCard, ModelList
+from negamax.api.schemas.answers import ModelCard, ModelList, ServerAnswer
 
 
 def models_router(context: ApiContext) -> APIRouter:
-    """The list of models, and one of them by name."""
+    """The server, the list of models, and one of them by name."""
     router = APIRouter()
     cards = [
         ModelCard(
@@ -25,6 +26,20 @@ def models_router(context: ApiContext) -> APIRouter:
         )
         for name in context.model_names
     ]
+
+    async def server(request: Request) -> Response:
+        """What this is, and the routes it has."""
+        answer = ServerAnswer(
+            name="negamax",
+            version=__version__,
+            models=list(context.model_names),
+            max_model_len=context.engine.info.max_model_len,
+            endpoints=request.app.state.endpoints,
+        )
+        return json_response(answer)
+
+    router.add_api_route("/v1", server, methods=["GET"])
+    router.add_route("/v1/", server, methods=["GET"])
 
     @router.get("/v1/models")
     async def models() -> Response:

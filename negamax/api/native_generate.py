@@ -53,13 +53,12 @@ def native_router(context: ApiContext) -> APIRouter:
         arrival = time.monotonic()
         body, _ = await read_json(request, max_bytes=context.options.max_body_bytes)
         wanted = NativeRequest.parse(body)
-        sent = wanted.prompts
-        samplings = wanted.samplings(len(sent))
-        ids = [given or secrets.token_hex(16) for given in wanted.ids(len(sent))]
+        samplings = wanted.samplings(len(wanted.prompts))
+        ids = [given or secrets.token_hex(16) for given in wanted.ids(len(wanted.prompts))]
         limits = [_engine_sampling(wanted, sampling) for sampling in samplings]
         for limit in limits:
             context.check_sampling(limit)
-        prompts = await context.prompts.plain(sent, cache_salt=wanted.cache_salt)
+        prompts = await context.prompts.plain(wanted.prompts, cache_salt=wanted.cache_salt)
         context.engine.check_room(sum(limit.n for limit in limits), sum(len(prompt) for prompt in prompts))
         parts = [
             context.generate(
@@ -69,6 +68,7 @@ def native_router(context: ApiContext) -> APIRouter:
                 request_id=f"generate-{rid}-{secrets.token_hex(4)}",
                 arrival=arrival,
                 stream_interval=sampling.stream_interval,
+                http=request,
             )
             for prompt, sampling, limit, rid in zip(prompts, samplings, limits, ids, strict=True)
         ]

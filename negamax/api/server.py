@@ -26,6 +26,7 @@ from negamax.api.context import ApiContext
 from negamax.api.guard import Guard, is_loopback
 from negamax.api.health import health_router
 from negamax.api.lifecycle import Signals
+from negamax.api.load_report import log_load
 from negamax.api.messages import messages_router
 from negamax.api.models import models_router
 from negamax.api.native_generate import native_router
@@ -77,13 +78,15 @@ def create_app(context: ApiContext) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(Border, lifecycle=context.lifecycle)
+    app.add_middleware(Border, lifecycle=context.lifecycle, logs_access=options.enable_access_log)
     routers = [make(context) for make in _ROUTERS]
     for router in routers:
         app.include_router(router)
     app.include_router(playground_router())
     app.state.metrics = context.metrics
-    app.state.paths = [route.path for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    app.state.paths = [route.path for route in routes]
+    app.state.endpoints = [f"{method} {route.path}" for route in routes for method in sorted(route.methods or ())]
     return app
 
 
@@ -302,6 +305,8 @@ class HttpServer(uvicorn.Server):
         watches = [context.lifecycle.pulse(), self._watch(context.engine.gave_up)]
         if leader is not None:  # the first process, which also tells the metrics
             watches += [context.metrics.watch(), self._watch(leader.gave_up)]
+            if context.options.log_stats:
+                watches.append(log_load(context.engine, interval=context.options.log_stats_interval))
         self._tasks = [asyncio.create_task(watch) for watch in watches]
         if context.seat.folder is not None:
             await self._listen_to_peers()

@@ -178,6 +178,7 @@ async def begin_answer(
         request_id=request_id,
         arrival=arrival,
         stream_interval=wanted.stream_interval,
+        http=request,
     )
     if wanted.stream:  # a grammar is compiled first, and may be refused
         seconds = FIRST_OUTPUT_SECONDS if grammar is None else None

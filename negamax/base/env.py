@@ -12,6 +12,11 @@ def get(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
+def extended(name: str, value: str) -> dict[str, str]:
+    """This process's environment with one more variable, for a child."""
+    return {**os.environ, name: value}
+
+
 def set_default(name: str, value: str) -> None:
     """Set environment variable `name` of this process (and its children) unless somebody has set it."""
     os.environ.setdefault(name, value)

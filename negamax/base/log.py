@@ -1,25 +1,71 @@
-"""Logging set-up: one line per event, time, level, process role, message; to standard error, so that stdout stays data."""
+"""Logging set-up: one line per event on standard error, so that stdout stays data.
+
+The processes of a server log alike: a child takes the settings that its parent gives it through
+an environment variable (`base.process.spawn`).
+"""
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import sys
+from typing import Any
+
+from negamax.base import env
 
 LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+CHILD_VARIABLE = "NEGAMAX_CHILD_LOG"  # LEVEL:FORMAT, from `spawn` to `setup_as_parent`
 
-_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+_TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+_DATE = "%Y-%m-%d %H:%M:%S"
 
 
-def setup(level: str = "info") -> None:
-    """Configure the root logger of this process at `level` (debug, info, warning, error)."""
+def setup(level: str | int = "info", log_format: str = "text") -> None:
+    """Configure the root logger of this process: `level` of Negamax's own messages (debug, info,
+    warning, error; others are logged from warning on), `log_format` "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT, _DATE))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("negamax").setLevel(level.upper())
+    logging.getLogger("negamax").setLevel(level.upper() if isinstance(level, str) else level)
+    logging.captureWarnings(True)
+
+
+def setup_as_parent() -> None:
+    """Configure the root logger of a child process as its parent's is."""
+    level, _, log_format = (env.get(CHILD_VARIABLE) or f"{logging.INFO}:text").partition(":")
+    setup(int(level), log_format)
+
+
+def settings() -> str:
+    """How this process logs, for `CHILD_VARIABLE`."""
+    root = logging.getLogger()
+    is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
+    level = logging.getLogger("negamax").getEffectiveLevel()
+    return f"{level}:{'json' if is_json else 'text'}"
 
 
 def get_logger(name: str) -> logging.Logger:
     """The logger of module `name` (pass `__name__`)."""
     return logging.getLogger(name)
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line; the `fields` of a record (`extra={"fields": {...}}`) are its members."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created).astimezone()
+        line: dict[str, Any] = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

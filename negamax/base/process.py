@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from negamax.base import env, log
+
 _GROUP_END_SECONDS = 5.0
 
 
@@ -19,10 +21,18 @@ def spawn(module: str, *args: str, own_group: bool = False, pass_fds: Sequence[i
     """Start `python -m module args`, in a session and process group of its own, or in those of this process; it inherits the
     open files `pass_fds`.
 
-    The child's standard input is a pipe without a buffer: it reaches its end when the parent is gone, by whatever cause.
+    The child may log as this process does: `log.setup_as_parent`. Its standard input is a pipe
+    without a buffer: it reaches its end when the parent is gone, by whatever cause.
     """
     command = [sys.executable, "-m", module, *args]
-    return subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=own_group, pass_fds=pass_fds)
+    return subprocess.Popen(
+        command,
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        start_new_session=own_group,
+        pass_fds=pass_fds,
+        env=env.extended(log.CHILD_VARIABLE, log.settings()),
+    )
 
 
 def exit_with_parent() -> None:

@@ -61,7 +61,7 @@ def command(
     ] = None,
 ) -> None:
     """Measure, print a table, write what was asked for."""
-    log.setup(engine.log_level)
+    log.setup(engine.log_level, engine.log_format)
     counts = parse_counts(concurrency, flag="--concurrency")
     if engine.max_num_seqs is not None and engine.max_num_seqs < max(counts):
         raise ConfigError(f"--max-num-seqs is {engine.max_num_seqs}; --concurrency needs {max(counts)}")

@@ -28,7 +28,7 @@ def command(
     json_file: JsonFile = None,
 ) -> None:
     """Print a table, write what was asked for."""
-    log.setup(engine.log_level)
+    log.setup(engine.log_level, engine.log_format)
     batches = parse_counts(batch, flag="--batch")
     from negamax.bench import profile, report  # torch
 

@@ -46,7 +46,7 @@ def command(
     """Chat until /exit, Ctrl-D or the end of the input."""
     from negamax.engine.supervisor import EngineSupervisor
 
-    log.setup(engine.log_level)
+    log.setup(engine.log_level, engine.log_format)
     declared = None if tools is None else _read_tools(tools)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with asyncio.Runner() as runner:

@@ -102,6 +102,7 @@ _TABLE = (
     ),
     Flag("num_threads", PARALLEL, "CPU threads per rank; default: all cores, shared out."),
     Flag("log_level", LOGS, "debug, info, warning or error."),
+    Flag("log_format", LOGS, "text, or json (an object per line)."),
 )
 _NO_OPS = ("--enable-prefix-caching", "--async-scheduling")  # switches for what is on anyway
 _ALSO = "also_"  # prefix of the hidden parameters

@@ -54,7 +54,7 @@ def command(
     ] = False,
 ) -> None:
     """Print what the model writes."""
-    log.setup(engine.log_level)
+    log.setup(engine.log_level, engine.log_format)
     prompts = prompt or [sys.stdin.read()]
     if not all(prompts):
         raise ConfigError("the prompt is empty", hint="give --prompt TEXT, or pipe text in")

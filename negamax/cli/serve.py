@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -37,7 +36,7 @@ def command(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Keys may also stand in the environment variable NEGAMAX_API_KEY."""
     started = time.monotonic()
-    log.setup(engine.log_level)
+    log.setup(engine.log_level, engine.log_format)
     notes = {
         "--trust-remote-code": trust_remote_code and "never needed: no code of a checkpoint is run",
         "--enable-auto-tool-choice": enable_auto_tool_choice and "always on",
@@ -45,7 +44,7 @@ def command(
     for flag, note in notes.items():
         if note:
             print(f"note: {flag} has no effect: {note}", file=sys.stderr)
-    _serve(engine, dataclasses.replace(server, log_level=engine.log_level), started=started)
+    _serve(engine, server, started=started)
 
 
 def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, started: float) -> None:
@@ -56,7 +55,11 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
     def announce(url: str, engine: AsyncEngine) -> None:
         name = (server_options.served_model_name or (engine.info.served_model_name,))[0]
         seconds = time.monotonic() - started
-        print(f"Negamax is ready: {url}/v1 serves {name!r} ({engine.info.max_model_len} tokens, {seconds:.1f} s)", flush=True)
+        print(
+            f"Negamax is ready: {url}/v1 serves {name!r} ({engine.info.max_model_len} tokens, {seconds:.1f} s);"
+            f" chat page: {url}/",
+            flush=True,
+        )
 
     try:
         server.run(engine_options, server_options, listener=listener, announce=announce)

@@ -13,7 +13,7 @@ import typer
 
 from negamax.base import env
 from negamax.base.errors import ConfigError
-from negamax.cli.engine_options import Flag, chosen_fields, flag_parameters, parameter
+from negamax.cli.engine_options import LOGS, Flag, chosen_fields, flag_parameters, parameter
 from negamax.config.options import ServerOptions
 from negamax.text.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, output_style
 
@@ -56,6 +56,23 @@ _TABLE = (
     Flag(
         "engine_hang_timeout", LIMITS, "Seconds without a step until a busy engine is replaced.", also=("--watchdog-timeout",)
     ),
+    Flag(
+        "enable_log_requests",
+        LOGS,
+        "Log each request: prompt, sampling, end, times.",
+        flags=("--enable-log-requests",),
+        also=("--log-requests",),
+    ),
+    Flag("max_log_len", LOGS, "Characters of a prompt in such a line."),
+    Flag("enable_access_log", LOGS, "Log each HTTP request.", flags=("--enable-access-log",)),
+    Flag(
+        "log_stats",
+        LOGS,
+        "No line about the load while there is some.",
+        flags=("--disable-log-stats",),
+        turns_off=True,
+    ),
+    Flag("log_stats_interval", LOGS, "Seconds between two such lines."),
 )
 
 

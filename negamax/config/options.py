@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from negamax.base import log
 from negamax.base.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -47,12 +48,14 @@ class EngineOptions:
     seed: int = 0  # for requests that name none, and for synthetic weights
     max_logprobs: int = 20
     log_level: str = "info"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         _one_of("--device", self.device, DEVICES)
         _one_of("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _one_of("--log-format", self.log_format, log.FORMATS)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; allowed: above 0, at most 1")
         _at_least("--num-hidden-layers", self.num_hidden_layers, 1)
@@ -102,7 +105,11 @@ class ServerOptions:
     max_engine_restarts: int = 3  # within engine_restart_window; after that the server ends
     engine_restart_window: float = 600.0
     engine_hang_timeout: float = 300.0  # that the engine's loop may stand still while there is work
-    log_level: str = "info"
+    enable_log_requests: bool = False  # a line when a request begins and one when it ends
+    max_log_len: int = 256  # characters of a prompt in these lines
+    enable_access_log: bool = False  # a line per HTTP request
+    log_stats: bool = True  # a line every log_stats_interval while the engine is busy
+    log_stats_interval: float = 10.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -117,6 +124,8 @@ class ServerOptions:
         _at_least("--max-body-bytes", self.max_body_bytes, 1024)
         _at_least("--max-engine-restarts", self.max_engine_restarts, 0)
         _at_least("--stream-interval", self.stream_interval, 1)
+        _at_least("--max-log-len", self.max_log_len, 0)
+        _above_zero("--log-stats-interval", self.log_stats_interval)
         _above_zero("--request-timeout", self.request_timeout)
         _above_zero("--slow-client-timeout", self.slow_client_timeout)
         _above_zero("--sse-keep-alive-interval", self.sse_keep_alive_interval)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from negamax.base.errors import EngineError, InvalidRequestError, RequestTimeoutError
 from negamax.base.log import get_logger
 from negamax.engine.output import ChoiceStream, RequestOutput, joined_outputs
-from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate
 
 logger = get_logger(__name__)
@@ -100,6 +100,11 @@ class Generation:
         self._ended: asyncio.Future[Exception | None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._has_begun = self._is_closed = False
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters of the first choice, with the model's defaults."""
+        return self._requests[0].sampling
 
     async def begun(self) -> None:
         """Send the request to the engine, and wait until something has come back.

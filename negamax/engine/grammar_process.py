@@ -175,7 +175,7 @@ class GrammarServer:
 def main(address: str) -> int:
     """Serve one engine until it says stop; the exit code of the process."""
     exit_with_parent()
-    log.setup()
+    log.setup_as_parent()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(
         resource.RLIMIT_DATA, (MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most), most)

@@ -48,6 +48,7 @@ class EngineLoop:
         self._in_flight: _InFlight | None = None
         self._pending_updates: list[SequenceUpdate] = []
         self._step_count = 0
+        self._prefill_tokens = 0
         self._device_seconds = 0.0
         self._idle_seconds = 0.0
         self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
@@ -136,6 +137,7 @@ class EngineLoop:
             generated_tokens=s.generated_tokens,
             device_seconds=self._device_seconds,
             idle_seconds=self._idle_seconds,
+            prefill_tokens=self._prefill_tokens,
         )
 
     def observe_routing(self, on: bool) -> None:
@@ -210,7 +212,9 @@ class EngineLoop:
             self._constraints.advance(updates)
             return updates
         self._step_count += 1
-        self._step_tokens.append(step.plan.num_tokens)
+        num_tokens = step.plan.num_tokens
+        self._step_tokens.append(num_tokens)
+        self._prefill_tokens += num_tokens - step.plan.counts.count(1)
         self._device_seconds += result.device_seconds
         self._idle_seconds += result.idle_seconds
         updates = self._scheduler.commit(step.plan, result)

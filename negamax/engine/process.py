@@ -35,12 +35,12 @@ Context = zmq.Context[zmq.Socket[bytes]]
 def main(folder: str) -> int:
     """Serve the server processes until the first says stop; the exit code of the process."""
     exit_with_parent()
+    log.setup_as_parent()
     address = EngineAddress(folder)
     with zmq.Context() as context, context.socket(zmq.PULL) as requests:
         requests.connect(address.requests(0))
         start = wire.start_decoder.decode(requests.recv())
         listen(requests, address, num_servers=start.num_servers)
-        log.setup(start.options.log_level)
         with Outbox(context, address, num_servers=start.num_servers, linger=1000) as outbox:
             return _serve(start, context=context, address=address, requests=requests, outbox=outbox)
 

@@ -84,7 +84,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
                 ready.num_kv_blocks, block_size)  # fmt: skip
     if ready.memory_summary:
         logger.info("%s", ready.memory_summary)
-    logger.info("kernels:\n%s", ready.kernels)
+    logger.debug("kernels:\n%s", ready.kernels)
     max_model_len = _window_of_pool(max_model_len, ready.num_kv_blocks * block_size)
     scheduler = Scheduler(
         SchedulerLimits(

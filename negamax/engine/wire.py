@@ -48,6 +48,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_draft_tokens: int = 0  # how many,
     num_accepted_tokens: int = 0  # and how many of them were right
     accepted_per_position: tuple[int, ...] = ()  # the same by position in the draft
+    prefill_tokens: int = 0  # prompt tokens that were computed, in rows of more than one
 
 
 def sequence_id(request_id: str, choice: int, *, server: int) -> str:

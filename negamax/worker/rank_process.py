@@ -58,7 +58,7 @@ class _Stopped(BaseException):
 def main(plans_address: str, results_address: str) -> int:
     """Serve one executor until it says stop; the exit code of the process."""
     exit_with_parent()
-    log.setup()
+    log.setup_as_parent()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 1000
         socket.connect(plans_address)

@@ -25,7 +25,6 @@ def main() -> None:
         served_model_name=names,
         tool_call_parser=args.parser,
         reasoning_parser=args.parser,
-        log_level="warning",
     )
     listener = server.open_listener(options)
     with listener:

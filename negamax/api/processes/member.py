@@ -34,6 +34,7 @@ def main() -> None:
     """Serve until told to end. Signals that ask to end are the leader's business, see `base.process.exit_with_parent`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    log.setup_as_parent()
     with event_loop() as runner:
         runner.run(_serve())
 
@@ -43,7 +44,6 @@ async def _serve() -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb", 0))
     begin = await _next(reader)
     assert isinstance(begin, wire.Begin), begin
-    log.setup(begin.server.log_level)
     while not isinstance(news := await _next(reader), wire.EngineCame):
         if isinstance(news, wire.Drain | wire.Abort):
             return

@@ -225,6 +225,16 @@ class VersionAnswer(Struct, frozen=True):
     version: str  # of this server
 
 
+class ServerAnswer(Struct, frozen=True):
+    name: str  # `negamax`
+    version: str  # of this server
+    models: list[str]  # the names that requests may use
+    max_model_len: int  # tokens, prompt and output together
+    endpoints: list[str]  # method and path
+    chat_page: str = "/"  # path of the chat page
+    openapi: str = "/openapi.json"  # path of the OpenAPI document
+
+
 _encoder = msgspec.json.Encoder()
 
 

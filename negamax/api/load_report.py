@@ -1,0 +1,65 @@
+"""The line about the load that a busy server logs every few seconds; an idle one is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from negamax.base.log import get_logger
+from negamax.engine.client import AsyncEngine
+from negamax.engine.wire import EngineStats
+
+logger = get_logger(__name__)
+
+
+class LoadReport:
+    """What an engine did between two looks at its statistics. Single writer: `log_load`."""
+
+    def __init__(self, stats: EngineStats, *, now: float) -> None:
+        """`now`: monotonic seconds."""
+        self._stats = stats
+        self._time = now
+        self._hit_rate = 0.0  # of the latest prompts
+
+    def next(self, stats: EngineStats, *, now: float) -> dict[str, float] | None:
+        """The load since the last call, or None where there was none: sequences, shares of 1, and
+        tokens per second. Prefill tokens are those that were computed, without cached ones."""
+        before, seconds = self._stats, now - self._time
+        self._stats, self._time = stats, now
+        if stats.step_count < before.step_count:  # an engine that was started again counts from 0
+            before = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        if stats.step_count == before.step_count and not stats.num_running + stats.num_waiting:
+            return None
+        prompt_tokens = stats.prompt_tokens - before.prompt_tokens
+        if prompt_tokens:
+            cached = stats.cached_prompt_tokens - before.cached_prompt_tokens
+            self._hit_rate = cached / prompt_tokens
+        num_blocks = stats.num_kv_blocks
+        return {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "kv_cache_usage": 1.0 - stats.num_free_kv_blocks / num_blocks if num_blocks else 0.0,
+            "prefill_tokens_per_s": (stats.prefill_tokens - before.prefill_tokens) / seconds,
+            "decode_tokens_per_s": (stats.generated_tokens - before.generated_tokens) / seconds,
+            "prefix_cache_hit_rate": self._hit_rate,
+        }
+
+
+async def log_load(engine: AsyncEngine, *, interval: float) -> None:
+    """Log the load every `interval` seconds while there is some, until cancelled."""
+    report = LoadReport(engine.stats, now=time.monotonic())
+    while True:
+        await asyncio.sleep(interval)
+        load = report.next(engine.stats, now=time.monotonic())
+        if load is not None:
+            logger.info(
+                "%d running, %d waiting, KV cache %.1f %%, prefill %.1f tokens/s,"
+                " decode %.1f tokens/s, prefix cache hit rate %.1f %%",
+                load["running"],
+                load["waiting"],
+                100 * load["kv_cache_usage"],
+                load["prefill_tokens_per_s"],
+                load["decode_tokens_per_s"],
+                100 * load["prefix_cache_hit_rate"],
+                extra={"fields": {name: round(value, 4) for name, value in load.items()}},
+            )

@@ -1,0 +1,124 @@
+"""The log of requests (`--enable-log-requests`) and of HTTP requests (`--enable-access-log`). Headers are
+never logged, and URLs without their query: either may hold a key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from negamax.api.request_record import RequestRecord
+from negamax.base.log import get_logger
+from negamax.config.grammar import Grammar, Reasoning
+from negamax.scheduler.request import SamplingParams
+from negamax.text.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
+
+_SPARE_TOKENS = 4  # decoded beyond the limit: the last characters may need several tokens
+_DEFAULTS = msgspec.structs.asdict(SamplingParams())
+
+
+class RequestLog:
+    """Two lines for every request that reaches the engine: its begin and its end."""
+
+    def __init__(self, tokenizer: Tokenizer, *, max_prompt_chars: int) -> None:
+        """`max_prompt_chars` of a prompt's text are logged; 0: none."""
+        self._tokenizer = tokenizer
+        self._max_prompt_chars = max_prompt_chars
+
+    def began(self, record: RequestRecord, prompt_token_ids: Sequence[int]) -> None:
+        """The engine has admitted a request."""
+        fields: dict[str, Any] = {
+            "request_id": record.request_id,
+            "x_request_id": record.http_request_id,
+            "route": record.route,
+            "prompt_tokens": record.num_prompt_tokens,
+            "stream": record.is_stream,
+            "sampling": _sampling(record.sampling),
+        }
+        parts = [
+            f"request {record.request_id}: {record.route}",
+            f"x-request-id {record.http_request_id}",
+            f"{record.num_prompt_tokens} prompt tokens",
+            "streamed" if record.is_stream else "whole",
+            " ".join(f"{name}={value}" for name, value in fields["sampling"].items()),
+        ]
+        if self._max_prompt_chars:
+            fields["prompt"] = self._head(prompt_token_ids)
+            parts.append(f"prompt {fields['prompt']!r}")
+        logger.info("%s", ", ".join(parts), extra={"fields": fields})
+
+    def ended(self, record: RequestRecord) -> None:
+        """It is over, in whatever way."""
+        fields: dict[str, Any] = {
+            "request_id": record.request_id,
+            "finish_reason": record.finish_reason,
+            "prompt_tokens": record.num_prompt_tokens,
+            "cached_tokens": record.num_cached_tokens,
+            "output_tokens": record.num_output_tokens,
+            "queue_s": _seconds(record.arrival, record.start),
+            "first_token_s": _seconds(record.arrival, record.first_token),
+            "total_s": _seconds(record.arrival, record.end),
+        }
+        times = [
+            f"{name} {fields[key]:.3f} s"
+            for name, key in (
+                ("queued", "queue_s"),
+                ("first token after", "first_token_s"),
+                ("in all", "total_s"),
+            )
+            if fields[key] is not None
+        ]
+        logger.info(
+            "request %s: finished (%s), %d prompt tokens (%d cached), %d output tokens, %s",
+            record.request_id,
+            record.finish_reason,
+            record.num_prompt_tokens,
+            record.num_cached_tokens,
+            record.num_output_tokens,
+            ", ".join(times),
+            extra={"fields": fields},
+        )
+
+    def _head(self, prompt_token_ids: Sequence[int]) -> str:
+        """The first characters of a prompt."""
+        limit = self._max_prompt_chars
+        few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # a token has a character or more
+        text = self._tokenizer.decode(few, skip_special_tokens=False)
+        return text if len(text) <= limit and len(few) == len(prompt_token_ids) else text[:limit] + "…"
+
+
+def log_access(*, client: str, method: str, path: str, status: int, seconds: float, request_id: str) -> None:
+    """One HTTP request, at the end of its response; status 0: it got none."""
+    fields = {
+        "client": client,
+        "method": method,
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 6),
+        "x_request_id": request_id,
+    }
+    message = f"{client} {method} {path!r} {status} {seconds:.3f} s, x-request-id {request_id}"
+    logger.info("%s", message, extra={"fields": fields})
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """What differs from the defaults; long values by their kind or number."""
+    fields = msgspec.structs.asdict(sampling)
+    shown = {name: value for name, value in fields.items() if value != _DEFAULTS[name]}
+    for name, value in shown.items():
+        if isinstance(value, Grammar):
+            shown[name] = value.kind
+        elif isinstance(value, Reasoning):
+            shown[name] = value.state
+        elif isinstance(value, dict | tuple) and len(value) > 8:
+            shown[name] = f"{len(value)} entries"
+        elif isinstance(value, tuple):
+            shown[name] = list(value)
+    return shown
+
+
+def _seconds(start: float, end: float | None) -> float | None:
+    return None if end is None else round(max(0.0, end - start), 6)

@@ -1,0 +1,137 @@
+"""What a server says: its ready line, its logs in all processes, and `GET /v1`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import MODEL, Server, eventually, launch
+
+CHAT = "/v1/chat/completions"
+KEY = "secret-key-of-the-test"
+PROMPT = "Where does the night train to Vienna stop?"
+
+
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
+    """Two server processes that log everything as JSON, and the ready line."""
+    log_file = tmp_path_factory.mktemp("talkative") / "log"
+    options = "--log-format json --log-level debug --enable-log-requests --enable-access-log"
+    more = f"--log-stats-interval 0.3 --api-server-count 2 --max-log-len 40 --api-key {KEY}"
+    process = launch(*options.split(), *more.split(), log_file=log_file)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    address = re.search(r"ready: (\S+)/v1", line)
+    assert address, log_file.read_text()
+    server = Server(process, address[1], log_file)
+    try:
+        yield server, line
+    finally:
+        if process.poll() is None:
+            server.stop()
+        process.stdout.close()
+
+
+def records(server: Server) -> list[dict[str, Any]]:
+    """Every line of the log, which all processes write as JSON."""
+    return [json.loads(line) for line in server.log.splitlines()]
+
+
+def logged(server: Server, logger: str, **fields: Any) -> list[dict[str, Any]]:
+    """The lines of one module with these fields."""
+    return [
+        record for record in records(server) if record["logger"] == f"negamax.{logger}" and record.items() >= fields.items()
+    ]
+
+
+def test_ready_line_names_the_chat_page(talkative: tuple[Server, str]) -> None:
+    server, line = talkative
+    assert line.endswith(f"chat page: {server.url}/\n")
+    with server.http() as http:
+        page = http.get("/", auth=("any", KEY))
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+
+
+def test_all_processes_log_at_the_level_and_in_the_format_of_the_first(
+    talkative: tuple[Server, str],
+) -> None:
+    server, _ = talkative
+    (table,) = logged(server, "engine.setup", level="debug")
+    assert table["message"].startswith("kernels:")
+    assert table["pid"] == server.engine_pid()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]{12}[+-]\d\d:\d\d", table["time"])
+
+
+def test_request_is_logged_at_its_begin_and_end_and_never_with_a_key(
+    talkative: tuple[Server, str],
+) -> None:
+    server, _ = talkative
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "top_k": 3}
+    with server.http() as http:
+        headers = {"authorization": f"Bearer {KEY}", "x-request-id": "train-1"}
+        asked = http.post(f"{CHAT}?api_key={KEY}", json=body, headers=headers).json()
+    assert eventually(lambda: bool(logged(server, "api.request_log", path=CHAT)), seconds=5)
+    (began,) = logged(server, "api.request_log", route=CHAT, x_request_id="train-1")
+    assert began["request_id"].startswith(asked["id"])
+    assert began["prompt_tokens"] == asked["usage"]["prompt_tokens"]
+    assert began["sampling"].items() >= {"max_tokens": 9, "top_k": 3}.items()
+    assert "seed" in began["sampling"]  # what ran can be asked for again
+    assert len(began["prompt"]) == 41 and "Vienna" not in server.log
+    ends = logged(server, "api.request_log", request_id=began["request_id"])
+    (ended,) = [record for record in ends if "finish_reason" in record]
+    assert ended["finish_reason"] == asked["choices"][0]["finish_reason"]
+    assert ended["output_tokens"] == asked["usage"]["completion_tokens"]
+    assert 0 <= ended["queue_s"] <= ended["first_token_s"] <= ended["total_s"]
+    (access,) = logged(server, "api.request_log", path=CHAT, x_request_id="train-1")
+    assert (access["method"], access["status"]) == ("POST", 200)
+    assert KEY not in server.log
+
+
+def test_refused_request_is_in_the_access_log(talkative: tuple[Server, str]) -> None:
+    server, _ = talkative
+    with server.http() as http:
+        http.get("/v1/nowhere", headers={"authorization": f"Bearer {KEY}"})
+        http.get("/v1/models", headers={"authorization": "Bearer wrong"})
+    assert eventually(lambda: len(logged(server, "api.request_log", path="/v1/models")) == 1)
+    assert logged(server, "api.request_log", path="/v1/nowhere")[0]["status"] == 404
+    assert logged(server, "api.request_log", path="/v1/models")[0]["status"] == 401
+
+
+def test_busy_server_says_so_in_one_process_and_an_idle_one_is_silent(
+    talkative: tuple[Server, str],
+) -> None:
+    server, _ = talkative
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
+    with server.http() as http:
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
+    assert eventually(lambda: any(load["running"] == 0 for load in logged(server, "api.load_report")[-1:]))
+    lines = logged(server, "api.load_report")
+    assert {line["pid"] for line in lines} == {server.process.pid}
+    busy = [line for line in lines if line["running"]]
+    assert busy and max(line["decode_tokens_per_s"] for line in busy) > 0
+    assert max(line["kv_cache_usage"] for line in busy) > 0
+    assert not eventually(lambda: len(logged(server, "api.load_report")) > len(lines), seconds=1)
+
+
+def test_quiet_server_logs_no_request(server: Server, http: httpx.Client) -> None:
+    assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}).status_code == 200
+    assert "negamax.api.request_log" not in server.log and "Vienna" not in server.log
+    assert "kernels:" not in server.log
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO +negamax\.", server.log)
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/"])
+def test_v1_says_what_is_served_here(http: httpx.Client, path: str) -> None:
+    told = http.get(path).json()
+    assert told["name"] == "negamax" and told["models"] == [MODEL]
+    assert told["max_model_len"] == 4096
+    assert {"POST /v1/chat/completions", "POST /v1/messages"} <= set(told["endpoints"])
+    for endpoint in ("GET /health", "GET /v1/models", "GET /metrics"):
+        assert endpoint in told["endpoints"]
+        assert http.get(endpoint.split()[1]).status_code == 200

@@ -1,0 +1,109 @@
+"""The parts of a server's log that need no server: load, request records, settings of children."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from negamax.api.load_report import LoadReport
+from negamax.api.request_record import RequestRecord
+from negamax.base import log
+from negamax.base.errors import RequestTimeoutError
+from negamax.engine.wire import EngineStats
+from negamax.scheduler.request import SamplingParams
+
+
+def stats(**fields: Any) -> EngineStats:
+    empty: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__[:9], 0)
+    return EngineStats(**{**empty, "num_kv_blocks": 100, "num_free_kv_blocks": 100, **fields})
+
+
+def test_load_is_what_happened_between_two_looks() -> None:
+    report = LoadReport(stats(), now=0.0)
+    assert report.next(stats(), now=10.0) is None
+    busy = stats(
+        num_running=3,
+        num_waiting=1,
+        num_free_kv_blocks=75,
+        step_count=40,
+        prompt_tokens=1000,
+        cached_prompt_tokens=400,
+        generated_tokens=200,
+        prefill_tokens=600,
+    )
+    assert report.next(busy, now=20.0) == {
+        "running": 3,
+        "waiting": 1,
+        "kv_cache_usage": 0.25,
+        "prefill_tokens_per_s": 60.0,
+        "decode_tokens_per_s": 20.0,
+        "prefix_cache_hit_rate": 0.4,
+    }
+    stuck = report.next(busy, now=30.0)  # sequences that get nothing are a load, too
+    assert stuck is not None and stuck["decode_tokens_per_s"] == 0.0
+    restarted = report.next(stats(step_count=2, generated_tokens=10), now=40.0)
+    assert restarted is not None and restarted["decode_tokens_per_s"] == 1.0
+    assert report.next(stats(step_count=2, generated_tokens=10), now=50.0) is None
+
+
+@pytest.mark.parametrize(
+    ("reasons", "error", "expected"),
+    [
+        ({0: "stop", 1: "length"}, None, "stop,length"),
+        ({0: "stop"}, None, "abort"),
+        ({0: "stop"}, asyncio.CancelledError(), "abort"),
+        ({}, RequestTimeoutError("late", code="request_timeout"), "request_timeout"),
+        ({}, ValueError("x"), "error"),
+    ],
+)
+def test_record_says_how_a_request_ended(reasons: dict[int, str], error: BaseException | None, expected: str) -> None:
+    record = RequestRecord(
+        request_id="r",
+        http_request_id="h",
+        route="/",
+        model="m",
+        headers={},
+        num_prompt_tokens=1,
+        is_stream=False,
+        arrival=0.0,
+        sampling=SamplingParams(n=2),
+        finish_reasons=reasons,
+        error=error,
+    )
+    assert record.finish_reason == expected
+
+
+@pytest.mark.parametrize(("level", "log_format"), [("debug", "json"), ("error", "text")])
+def test_child_logs_as_its_parent(level: str, log_format: str) -> None:
+    parent = (
+        "from negamax.base import log; from negamax.base.process import spawn;"
+        f"log.setup({level!r}, {log_format!r}); spawn('tests.unit.test_log_records').wait()"
+    )
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert len(lines) == {"debug": 2, "error": 1}[level]
+    if log_format == "json":
+        assert [json.loads(line)["level"] for line in lines] == ["debug", "error"]
+        assert json.loads(lines[1])["tokens"] == 3 and "ZeroDivisionError" in lines[1]
+
+
+def in_the_child() -> None:
+    """What the test above spawns."""
+    log.setup_as_parent()
+    logger = logging.getLogger("negamax.test")
+    logger.debug("first")
+    try:
+        _ = 1 // 0
+    except ZeroDivisionError as error:
+        shown = error if log.settings().endswith("json") else None
+        logger.error("second", exc_info=shown, extra={"fields": {"tokens": 3}})
+
+
+if __name__ == "__main__":
+    in_the_child()
