@@ -176,6 +176,7 @@ class _ChatAnswering:
         "_prompt",
         "_prompt_logprobs",
         "_reads_only",
+        "_reports_tokens",
         "_returns_ids",
         "_stream_options",
         "_tokenizer",
@@ -193,6 +194,7 @@ class _ChatAnswering:
         self._chat = chat
         self._reads_only = chat.token_limit == 0
         self._returns_ids = chat.return_token_ids
+        self._reports_tokens = chat.return_token_ids or chat.stream_options.continuous_usage_stats
         self._stream_options = chat.stream_options
         self._model = model
         self._prompt = prompt
@@ -222,7 +224,9 @@ class _ChatAnswering:
             choice = self._choices[output.index]
             deltas = self._deltas(choice, output)
             if not deltas and output.finish_reason is None:
-                return
+                if not (self._reports_tokens and output.token_ids):
+                    return
+                deltas = [Delta()]  # the tokens have no text of their own yet
             events = [event(self._chunk(choice, delta)) for delta in deltas]
             if output.finish_reason is not None:
                 events.append(event(self._chunk(choice, Delta(), last=True)))

@@ -138,10 +138,12 @@ class _TextAnswering:
     async def stream(self, generations: Generations, say: Say) -> None:
         """The answer as events; an error after the start is an event too."""
         options = self._wanted.stream_options
+        reports_tokens = self._wanted.return_token_ids or options.continuous_usage_stats
 
         def tell(number: int, output: RequestOutput) -> None:
             index, text = self._take(number, output)
-            if not text and output.finish_reason is None:
+            is_told = bool(text) or (reports_tokens and bool(output.token_ids))
+            if not is_told and output.finish_reason is None:
                 return
             usage: Usage | UnsetType | None = None if options.include_usage else UNSET
             if options.include_usage and options.continuous_usage_stats:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import ConfigError
 from negamax.bench import serve_report
 from negamax.bench.serve import Measurement
+from negamax.bench.serve_compare import Point, Series
 
 
 def blank_figure(size: tuple[float, float]) -> Any:
@@ -62,6 +63,44 @@ def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) ->
     _load_over_time(load, measured)
     figure.suptitle(title)
     figure.savefig(file, dpi=150)
+
+
+def plot_comparison(file: Path, series: Sequence[Series], *, title: str) -> None:
+    """Throughput against latency, a line per series: over TPOT and over TTFT. Each point says its
+    load. The suffix of `file` says the format. Errors: `ConfigError` where matplotlib is missing.
+    """
+    figure = blank_figure((11, 5))
+    by_tpot, by_ttft = figure.subplots(1, 2, sharey=True)
+    _throughput_over(by_tpot, series, value=lambda point: point.median_tpot)
+    by_tpot.set_xlabel("median time per output token (ms)")
+    by_tpot.set_ylabel("output tokens per second")
+    _throughput_over(by_ttft, series, value=lambda point: point.median_ttft)
+    by_ttft.set_xlabel("median time to first token (ms)")
+    loads = "requests at once, or arrivals per second, beside each point"
+    by_tpot.legend(fontsize="small", title=loads, title_fontsize="x-small", frameon=False)
+    figure.suptitle(title)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+def _throughput_over(axes: Any, series: Sequence[Series], *, value: Callable[[Point], float]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    for one in series:
+        latency = [value(point) for point in one.points]
+        rate = [point.output_throughput for point in one.points]
+        (line,) = axes.plot(latency, rate, marker="o", linewidth=2, label=one.name)
+        for point, x, y in zip(one.points, latency, rate, strict=True):
+            style = {"fontsize": "small", "color": line.get_color()}
+            axes.annotate(point.load, (x, y), textcoords="offset points", xytext=(7, -11), **style)
+    axes.margins(0.08)
+    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        scale("log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+        axis.set_minor_locator(NullLocator())
+    axes.grid(visible=True, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:

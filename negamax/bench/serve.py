@@ -28,6 +28,7 @@ from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Answer, Prompts, Session, TextScale, Workload, random_text
 
 PROBE_CHARS = (64, 4096)  # of the two texts by which the server's tokens per character are measured
+COUNTING_SERVERS = ("negamax", "vllm", "sglang")  # `owned_by` of those with continuous_usage_stats
 UNSENT = "not sent: an earlier turn of the session failed"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
@@ -62,6 +63,7 @@ class _Server:
     client: ServingClient
     model: str
     window: int | None  # tokens; None: not told
+    running_usage: bool  # every chunk can report the tokens up to it
 
 
 def run(
@@ -111,7 +113,12 @@ async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
         model = options.model or str(names[0])
         card = cards[names.index(model)] if model in names else {}
         window = card.get("max_model_len")
-        yield _Server(client, model, window if isinstance(window, int) else None)
+        yield _Server(
+            client,
+            model,
+            window if isinstance(window, int) else None,
+            running_usage=options.itl_rule == "token" or card.get("owned_by") in COUNTING_SERVERS,
+        )
     finally:
         client.close()
 
@@ -238,7 +245,7 @@ class _Load:
         self._server = server
         self._progress = progress
         self._room = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency is not None else nullcontext()
-        self._fields = request_fields(options, server.model)
+        self._fields = request_fields(options, server.model, running_usage=server.running_usage)
 
     async def drive(self, sessions: Sequence[Session]) -> None:
         """Start each session at its time and wait for all of them."""
@@ -276,7 +283,7 @@ class _Load:
 
     async def _turn(self, turn: workloads.Turn, number: int, *, collect: bool) -> Answer:
         record = Record(number)
-        reader = AnswerReader(record, collect=collect)
+        reader = AnswerReader(record, collect=collect, running_usage=self._server.running_usage)
         async with self._room:
             body = msgspec.json.encode({**turn.body, **self._fields})
             try:
@@ -312,10 +319,10 @@ async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
     load.forget()
 
 
-def request_fields(options: BenchOptions, model: str) -> dict[str, Any]:
+def request_fields(options: BenchOptions, model: str, *, running_usage: bool) -> dict[str, Any]:
     """What every request has besides its prompt: model, streaming, sampling and --extra-body."""
     stream_options: dict[str, Any] = {"include_usage": True}
-    if options.itl_rule == "token":
+    if running_usage:
         stream_options["continuous_usage_stats"] = True
     fields: dict[str, Any] = {"model": model, "stream": True, "stream_options": stream_options}
     fields |= {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}

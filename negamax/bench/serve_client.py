@@ -212,8 +212,8 @@ class Record:
     session: int
     started: float = 0.0
     ended: float = 0.0  # the last chunk with a choice, or the failure
-    arrivals: array[float] = field(default_factory=lambda: array("d"))  # of each chunk that carried output
-    running_tokens: array[int] = field(default_factory=lambda: array("q"))  # output tokens up to it; 0 where not reported
+    arrivals: array[float] = field(default_factory=lambda: array("d"))  # of each chunk with new output
+    running_tokens: array[int] = field(default_factory=lambda: array("q"))  # up to it; 0: not reported
     prompt_tokens: int | None = None  # None: not known, as below
     prompt_reported: bool = True  # by the server, not taken from the workload
     output_tokens: int | None = None
@@ -248,6 +248,7 @@ class _Delta(msgspec.Struct, gc=False):
 
 class _Choice(msgspec.Struct, gc=False):
     text: str | None = None
+    token_ids: list[int] | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
 
@@ -274,10 +275,17 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class AnswerReader:
-    """Reads one streamed answer into a `Record`; with `collect` also the assistant message. Single writer: its connection."""
+    """Reads one streamed answer into a `Record`. Single writer: its connection.
 
-    def __init__(self, record: Record, *, collect: bool = False) -> None:
+    `collect` keeps the assistant message. With `running_usage` (the request asked for
+    `continuous_usage_stats`) output has arrived when the reported count of tokens has risen,
+    whether or not the chunk shows text; without it, or where no chunk reports a count, when the
+    chunk carries text, reasoning, a tool call or token ids.
+    """
+
+    def __init__(self, record: Record, *, collect: bool = False, running_usage: bool = False) -> None:
         self.record = record
+        self._running_usage = running_usage
         self.message: dict[str, Any] | None = {"role": "assistant", "content": ""} if collect else None
         self._status = 0
         self._headers: dict[str, str] = {}
@@ -339,9 +347,14 @@ class AnswerReader:
                 record.cached_tokens = usage.prompt_tokens_details.cached_tokens
         if event.choices:
             record.ended = now
-            if self._take(event.choices):
+            has_output = self._take(event.choices)
+            num_tokens = (usage.completion_tokens or 0) if usage is not None else 0
+            if self._running_usage and usage is not None:
+                before = record.running_tokens[-1] if record.running_tokens else 0
+                has_output = num_tokens > before
+            if has_output:
                 record.arrivals.append(now)
-                record.running_tokens.append((usage.completion_tokens or 0) if usage is not None else 0)
+                record.running_tokens.append(num_tokens)
 
     def _take(self, choices: list[_Choice]) -> bool:
         """Whether one of `choices` carries output."""
@@ -350,6 +363,7 @@ class AnswerReader:
             delta = choice.delta
             if choice.finish_reason is not None:
                 self.record.finish_reason = choice.finish_reason
+            found = found or bool(choice.token_ids)
             if delta is None:
                 found = found or bool(choice.text)
             else:

@@ -14,17 +14,37 @@ DATASET_ALIASES = {
     "random-ids": "random",
     "prefix-repetition": "prefix_repetition",
     "generated-shared-prefix": "prefix_repetition",
+    "gsp": "prefix_repetition",
+    "openai": "custom",
     "agent-trace": "agent",
 }
-BACKENDS = {
+# Datasets of vLLM's and SGLang's commands that have no counterpart here, and what to use instead.
+FOREIGN_DATASETS = {
+    **dict.fromkeys(
+        ("random-mm", "random-image", "image", "mmmu", "custom_mm", "custom_image"),
+        "the models served here read text only; use random",
+    ),
+    **dict.fromkeys(
+        ("hf", "burstgpt", "sonnet", "spec_bench", "mooncake", "longbench_v2", "loogle"),
+        "nothing is downloaded; write its requests as JSONL and use custom with --dataset-path",
+    ),
+    **dict.fromkeys(("random-rerank",), "there is no rerank route; use random"),
+}
+BACKENDS = {  # None: the route follows from the dataset
     "openai": None,
     "vllm": None,
+    "sglang": None,
+    "sglang-native": None,
     "sglang-oai": None,
+    "lmdeploy": None,
+    "llama.cpp": None,
     "openai-completions": COMPLETIONS,
     "openai-chat": CHAT,
     "vllm-chat": CHAT,
     "sglang-oai-chat": CHAT,
+    "lmdeploy-chat": CHAT,
 }
+RANGE_RULES = ("auto", "vllm", "sglang")
 PROMPT_FORMATS = ("auto", "ids", "text")
 ITL_RULES = ("gap", "token")
 HISTORIES = ("recorded", "live")
@@ -61,6 +81,7 @@ class BenchOptions:
     random_input_len: int = 1024
     random_output_len: int = 128
     random_range_ratio: float = 0.0
+    random_range_rule: str = "auto"  # "auto": by backend
     random_prefix_len: int = 0
     prefix_repetition_prefix_len: int = 256
     prefix_repetition_suffix_len: int = 256
@@ -96,11 +117,16 @@ class BenchOptions:
     metadata: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.dataset_name not in DATASETS:
+            raise ConfigError(
+                f"--dataset-name is {self.dataset_name[:60]!r}; allowed: {', '.join(DATASETS)}",
+                hint=FOREIGN_DATASETS.get(self.dataset_name),
+            )
         for flag, value, allowed in (
-            ("--dataset-name", self.dataset_name, DATASETS),
             ("--backend", self.backend, tuple(BACKENDS)),
             ("--prompt-format", self.prompt_format, PROMPT_FORMATS),
             ("--itl-rule", self.itl_rule, ITL_RULES),
+            ("--random-range-rule", self.random_range_rule, RANGE_RULES),
             ("--agent-history", self.agent_history, HISTORIES),
         ):
             if value not in allowed:
@@ -113,8 +139,10 @@ class BenchOptions:
             raise ConfigError(f"agent sessions are conversations; --endpoint is {self.endpoint}", hint=f"use --endpoint {CHAT}")
         if self.prompt_format == "ids" and self.is_chat:
             raise ConfigError("--prompt-format ids needs a route that takes token ids", hint=f"use --endpoint {COMPLETIONS}")
-        if not 0.0 <= self.random_range_ratio < 1.0:
-            raise ConfigError(f"--random-range-ratio is {self.random_range_ratio:g}; allowed: 0 up to, not including, 1")
+        ratio, is_sglang = self.random_range_ratio, self.range_rule == "sglang"
+        if not (0.0 <= ratio < 1.0 or (is_sglang and ratio == 1.0)):
+            allowed = "0 to 1" if is_sglang else "0 up to, not including, 1"
+            raise ConfigError(f"--random-range-ratio is {ratio:g}; allowed: {allowed}")
         self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -141,6 +169,23 @@ class BenchOptions:
     def is_chat(self) -> bool:
         """Whether requests carry messages, as far as the options tell."""
         return self.path.endswith("/chat/completions")
+
+    @property
+    def range_rule(self) -> str:
+        """What `random_range_ratio` means: "vllm" or "sglang"."""
+        if self.random_range_rule == "auto":
+            return "sglang" if self.backend.startswith("sglang") else "vllm"
+        return self.random_range_rule
+
+    def length_range(self, length: int) -> tuple[int, int]:
+        """The least and the greatest of the random lengths around or below `length`, in tokens.
+
+        vLLM's ratio r gives length * (1 - r) to length * (1 + r), SGLang's length * r to length.
+        """
+        ratio = self.random_range_ratio
+        if self.range_rule == "sglang":
+            return max(1, int(length * ratio)), length
+        return max(1, int(length * (1 - ratio))), max(1, math.ceil(length * (1 + ratio)))
 
     @property
     def path(self) -> str:

@@ -59,7 +59,7 @@ def percentile_name(percent: float) -> str:
 
 
 def ttft(record: Record) -> float:
-    """From sending to the first chunk with output, or to the end where no chunk had any (only control tokens came)."""
+    """From sending to the first chunk with output, or to the end where no chunk had any."""
     return (record.arrivals[0] if record.arrivals else record.ended) - record.started
 
 
@@ -125,7 +125,7 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
         "tokens_per_chunk": total_output / chunks if chunks else None,
         "input_tokens_not_reported": sum(not record.prompt_reported or record.prompt_tokens is None for record in good),
         "output_tokens_not_reported": sum(record.output_tokens is None for record in good),
-        "running_tokens_reported": any(any(record.running_tokens) for record in good),
+        "running_tokens_reported": sum(any(record.running_tokens) for record in good),
         "request_goodput": _goodput(good, options.goodput) / seconds if options.goodput else None,
         "notes": list(measured.notes),
     }
@@ -263,13 +263,21 @@ def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
             "counted where the prompt is token ids."
         )
     per_chunk = summary["tokens_per_chunk"]
-    chunks = f"{per_chunk:.2f} tokens per chunk on average" if per_chunk is not None else "no chunk had output"
-    if options.itl_rule == "gap":
-        said.append(f"ITL: time between chunks with output, each gap once ({chunks}).")
-    elif summary["running_tokens_reported"]:
-        said.append(f"ITL: time between chunks with output over the tokens of the later one ({chunks}).")
+    chunks = "no chunk had output"
+    if per_chunk is not None:
+        chunks = f"{per_chunk:.2f} tokens per chunk on average"
+    is_counted = summary["running_tokens_reported"] == summary["completed"]
+    if is_counted:
+        said.append("TTFT and ITL: timed where the server's running token count rises.")
     else:
-        said.append(f"ITL: time between chunks, each gap once: the server sends no running usage ({chunks}).")
+        said.append(
+            "TTFT and ITL: timed by chunks with text, reasoning or tool calls; the server reports no "
+            "running token count, so tokens without visible text arrive with the next chunk."
+        )
+    if options.itl_rule == "token" and is_counted:
+        said.append(f"ITL: each gap over the tokens of the later chunk ({chunks}).")
+    else:
+        said.append(f"ITL: each gap between chunks once ({chunks}).")
     if summary["interrupted"]:
         said.append("Interrupted: requests that were under way count as failed, the others were not sent.")
     return said

@@ -134,17 +134,15 @@ def as_prompt(text: str, options: BenchOptions) -> dict[str, Any]:
 
 
 def random_turns(prompts: Prompts) -> Iterator[Turn]:
-    """Endless requests of random lengths, each drawn evenly from (1 - ratio) to (1 + ratio) times the given one."""
+    """Endless requests of random lengths, each drawn evenly from `options.length_range`."""
     options, rng = prompts.options, random.Random(prompts.options.seed)
     prefix = prompts.part(rng, options.random_prefix_len)
 
-    def length(middle: int) -> int:
-        spread = options.random_range_ratio
-        return max(1, rng.randint(int(middle * (1 - spread)), -int(-middle * (1 + spread) // 1)))
-
+    inputs = options.length_range(options.random_input_len)
+    outputs = options.length_range(options.random_output_len)
     while True:
-        fresh = prompts.part(rng, length(options.random_input_len), whole_prompt=True)
-        yield prompts.turn(prefix, fresh, output_len=length(options.random_output_len))
+        fresh = prompts.part(rng, rng.randint(*inputs), whole_prompt=True)
+        yield prompts.turn(prefix, fresh, output_len=rng.randint(*outputs))
 
 
 def prefix_repetition_turns(prompts: Prompts) -> Iterator[Turn]:
@@ -168,8 +166,8 @@ def longest_prompt(options: BenchOptions) -> int:
     if options.dataset_name == "prefix_repetition":
         prompt = options.prefix_repetition_prefix_len + options.prefix_repetition_suffix_len
         return prompt + options.prefix_repetition_output_len
-    spread = 1 + options.random_range_ratio
-    return options.random_prefix_len + int(spread * options.random_input_len) + int(spread * options.random_output_len)
+    lengths = (options.random_input_len, options.random_output_len)
+    return options.random_prefix_len + sum(options.length_range(length)[1] for length in lengths)
 
 
 # Files

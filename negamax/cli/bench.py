@@ -10,13 +10,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from negamax.cli import bench_kernels, bench_offline, bench_profile, bench_serve
+from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
 
 app = typer.Typer(help="Measure a model or its kernels: accuracy, speed, where the time goes.", no_args_is_help=True)
 app.command("offline", help=bench_offline.HELP)(bench_offline.command)
 app.command("kernels", help=bench_kernels.HELP)(bench_kernels.command)
 app.command("profile", help=bench_profile.HELP)(bench_profile.command)
 app.command("serve", help=bench_serve.HELP)(bench_serve.command)
+app.command("compare", help=bench_compare.HELP)(bench_compare.command)
 
 
 @app.callback()

@@ -19,7 +19,12 @@ JsonFile = Annotated[
 
 def parse_counts(text: str, *, flag: str) -> tuple[int, ...]:
     """'1,4,16' as numbers, each once, in the given order. Errors: `ConfigError` naming `flag`."""
+    return tuple(dict.fromkeys(parse_numbers(text, flag=flag)))
+
+
+def parse_numbers(text: str, *, flag: str) -> tuple[int, ...]:
+    """'8,8,32' as numbers, in the given order. Errors: `ConfigError` naming `flag`."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and 0 < int(word[:9]) <= MAX_COUNT and len(word) < 9 for word in words):
         raise ConfigError(f"{flag} is {text[:60]!r}; allowed: numbers from 1 to {MAX_COUNT}, separated by commas")
-    return tuple(dict.fromkeys(int(word) for word in words))
+    return tuple(int(word) for word in words)

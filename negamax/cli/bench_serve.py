@@ -19,7 +19,7 @@ import typer
 from negamax.base import env
 from negamax.base.errors import ConfigError, NegamaxError
 from negamax.bench.serve_options import DATASET_ALIASES, DATASETS, METRICS, BenchOptions
-from negamax.cli.bench_options import OUTPUT, WORKLOAD
+from negamax.cli.bench_options import OUTPUT, WORKLOAD, parse_counts, parse_numbers
 
 if TYPE_CHECKING:
     from negamax.bench.serve import Measurement, Progress
@@ -55,10 +55,8 @@ _TABLE = (
     _Flag("api_key", SERVER, "Bearer token; default: OPENAI_API_KEY."),
     _Flag("request_timeout", SERVER, "Seconds after which a request counts as failed."),
     _Flag("ready_check_timeout_sec", SERVER, "Seconds to wait for a server that is starting."),
-    _Flag("num_prompts", LOAD, "Requests that are timed."),
     _Flag("request_rate", LOAD, "Arrivals per second (of sessions, where there are turns); inf sends all at once."),
     _Flag("burstiness", LOAD, "Of arrivals: 1 is a Poisson process, less is burstier, more steadier."),
-    _Flag("max_concurrency", LOAD, "The most requests under way at once."),
     _Flag("num_warmups", LOAD, "Requests before the timed ones.", also=("--warmup-requests",)),
     _Flag("seed", LOAD, "Of prompts and arrivals."),
     _Flag("dataset_name", WORKLOAD, f"One of {', '.join(DATASETS)}."),
@@ -67,7 +65,16 @@ _TABLE = (
     _Flag("prompt_format", WORKLOAD, "ids (exact lengths; /v1/completions), text (sized by the server's own counts) or auto."),
     _Flag("random_input_len", WORKLOAD, "Prompt tokens.", also=("--input-len", "--random-input")),
     _Flag("random_output_len", WORKLOAD, "Output tokens.", also=("--output-len", "--random-output")),
-    _Flag("random_range_ratio", WORKLOAD, "Lengths vary evenly by this share, up and down."),
+    _Flag(
+        "random_range_ratio",
+        WORKLOAD,
+        "Lengths vary evenly by this share, up and down; as in SGLang: from this share up.",
+    ),
+    _Flag(
+        "random_range_rule",
+        WORKLOAD,
+        "Whose --random-range-ratio: vllm, sglang or auto (by --backend).",
+    ),
     _Flag("random_prefix_len", WORKLOAD, "Tokens that all prompts begin with, on top."),
     _Flag("prefix_repetition_prefix_len", WORKLOAD, "Tokens of each prefix.", also=("--gsp-system-prompt-len",)),
     _Flag("prefix_repetition_suffix_len", WORKLOAD, "Tokens after it.", also=("--gsp-question-len",)),
@@ -105,6 +112,22 @@ def _listed(flag: str, panel: str, help: str) -> Any:
 def _run(
     *,
     goodput_words: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    num_prompts: Annotated[
+        str,
+        typer.Option(
+            "--num-prompts",
+            rich_help_panel=LOAD,
+            help="Requests that are timed; in a sweep one number, or one per run.",
+        ),
+    ] = str(BenchOptions.num_prompts),
+    max_concurrency: Annotated[
+        str | None,
+        _listed(
+            "--max-concurrency",
+            LOAD,
+            "The most requests under way at once; 1,4,16 runs one after the other and compares.",
+        ),
+    ] = None,
     header: Annotated[list[str] | None, _listed("--header", SERVER, "NAME=VALUE; may be repeated.")] = None,
     extra_body: Annotated[str | None, _listed("--extra-body", SAMPLING, "JSON object, merged into each request.")] = None,
     percentile_metrics: Annotated[
@@ -131,6 +154,7 @@ def _run(
 ) -> None:
     """Measure, print the block, write what was asked for."""
     words = _sorted_words(goodput_words or [], goodput=goodput is not None, metadata=metadata is not None)
+    loads = _loads(max_concurrency, num_prompts)
     options = BenchOptions(
         **_chosen(values),
         headers=_pairs(header or [], flag="--header"),
@@ -145,23 +169,99 @@ def _run(
 
         plots.blank_figure((1, 1))  # before the run, not after it
         plot.parent.mkdir(parents=True, exist_ok=True)
+    is_saved = save_result or save_detailed or result_filename is not None
+    files = _Files(
+        folder=(result_dir or Path()) if is_saved else None,
+        name=result_filename,
+        detailed=save_detailed,
+        plot=plot,
+    )
+    _run_all(options, loads, files, shows_progress=not disable_tqdm)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Where results go."""
+
+    folder: Path | None  # None: they are not saved
+    name: str | None  # None: made of the run's settings
+    detailed: bool
+    plot: Path | None
+
+
+def _run_all(
+    options: BenchOptions,
+    loads: Sequence[tuple[int | None, int]],
+    files: _Files,
+    *,
+    shows_progress: bool,
+) -> None:
+    """Measure each load, print and write its results; of several also the comparison."""
+    from negamax.bench import plots, serve_report
+
+    is_sweep = len(loads) > 1
+    documents: list[dict[str, Any]] = []
+    for number, (concurrency, count) in enumerate(loads):
+        # another seed for each run: its prompts must not be in the cache from the one before
+        seed = options.seed + number
+        one = dataclasses.replace(options, max_concurrency=concurrency, num_prompts=count, seed=seed)
+        measured, summary = _measure(one, shown=shows_progress)
+        print(serve_report.block(summary, one))
+        document = serve_report.document(measured, one, summary, detailed=files.detailed)
+        if files.folder is not None:
+            file = files.folder / (files.name or serve_report.file_name(measured, one))
+            if is_sweep and files.name is not None:
+                file = file.with_stem(f"{file.stem}-concurrency{concurrency}")
+            indent = None if files.detailed else 2
+            _write(file, json.dumps(document, indent=indent, ensure_ascii=False) + "\n")
+        if files.plot is not None and not is_sweep:
+            rates = f"{summary['completed']} requests, {summary['output_throughput']:,.0f} tokens/s"
+            title = f"{measured.model}: {one.dataset_name}, {rates}"
+            plots.plot_serving(files.plot, measured, rule=one.itl_rule, title=title)
+            print(f"Plot: {files.plot}")
+        _judge(measured, summary)
+        documents.append(document)
+    if is_sweep:
+        _compare(documents, plot=files.plot)
+
+
+def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[str, Any]]:
+    """One run and its figures, with progress on standard error where `shown`."""
     from negamax.bench import serve, serve_report
 
     progress = serve.Progress()
-    with _display(progress, shown=not disable_tqdm):
+    with _display(progress, shown=shown):
         measured = serve.run(options, progress, loop_factory=_loop_factory())
-    summary = serve_report.summarize(measured, options)
-    print(serve_report.block(summary, options))
-    if save_result or save_detailed or result_filename is not None:
-        file = (result_dir or Path()) / (result_filename or serve_report.file_name(measured, options))
-        document = serve_report.document(measured, options, summary, detailed=save_detailed)
-        _write(file, json.dumps(document, indent=None if save_detailed else 2, ensure_ascii=False) + "\n")
+    return measured, serve_report.summarize(measured, options)
+
+
+def _compare(documents: Sequence[dict[str, Any]], *, plot: Path | None) -> None:
+    """The runs of a sweep in one table and picture; those of single tokens have no TPOT."""
+    from negamax.bench import plots, serve_compare
+
+    if not all(name in document for document in documents for name in serve_compare.NEEDED):
+        return
+    series = serve_compare.group(documents)
+    print(serve_compare.table(series))
     if plot is not None:
-        rates = f"{summary['completed']} requests, {summary['output_throughput']:,.0f} tokens/s"
-        title = f"{measured.model}: {options.dataset_name}, {rates}"
-        plots.plot_serving(plot, measured, rule=options.itl_rule, title=title)
+        title = f"{documents[0]['model_id']}: {documents[0]['dataset_name']}"
+        plots.plot_comparison(plot, series, title=title)
         print(f"Plot: {plot}")
-    _judge(measured, summary)
+
+
+def _loads(concurrency: str | None, num_prompts: str) -> list[tuple[int | None, int]]:
+    """(max_concurrency, num_prompts) of each run."""
+    counts = parse_numbers(num_prompts, flag="--num-prompts")
+    if concurrency is None:
+        limits: list[int | None] = [None]
+    else:
+        limits = [*parse_counts(concurrency, flag="--max-concurrency")]
+    if len(counts) not in (1, len(limits)):
+        raise ConfigError(
+            f"--num-prompts has {len(counts)} numbers and --max-concurrency {len(limits)}",
+            hint="give one number of prompts, or one for each concurrency",
+        )
+    return list(zip(limits, counts * (len(limits) if len(counts) == 1 else 1), strict=True))
 
 
 def _judge(measured: Measurement, summary: dict[str, Any]) -> None:

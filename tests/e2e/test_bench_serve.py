@@ -18,7 +18,9 @@ import pytest
 
 from negamax.bench.serve import arrivals
 from negamax.bench.serve_options import BenchOptions
+from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.cli.main import main
+from negamax.text.tokenizer import Tokenizer
 from tests.e2e.conftest import Server
 from tests.e2e.faulty_server import STREAM, chunk, faulty_server, good_stream, text_chunk, whole
 
@@ -80,6 +82,41 @@ def _has_matplotlib() -> bool:
     return True
 
 
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_tokens_without_visible_text_are_timed_when_they_arrive(server: Server, bench: Bench, backend: str) -> None:
+    """Parts of a character have no text: the model may only write the first byte of an emoji."""
+    first_byte = Tokenizer.from_folder(NANO_FOLDER).encode("\U0001f600")[0]
+    only = json.dumps({"allowed_token_ids": [first_byte]})
+    options = ("--backend", backend, "--num-prompts", "2", "--input-len", "40", "--ignore-eos")
+    found = bench(server.url, *options, "--output-len", "12", "--extra-body", only)
+    assert bench.code == 0, bench.err
+    assert all(6 <= len(gaps) <= 11 for gaps in found["itls"])  # a step's tokens may arrive together
+    for first, whole_answer in zip(found["ttfts"], found["latencies"], strict=True):
+        assert first < whole_answer - 0.001
+    assert "timed where the server's running token count rises" in bench.out
+
+
+def test_sweep_runs_every_concurrency_and_compares(
+    server: Server, bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--input-len", "20", "--output-len", "4", "--ignore-eos", "--label", "ours", "--seed", "900")
+    drawn = ("--plot", str(tmp_path / "sweep.png")) if _has_matplotlib() else ()
+    bench(server.url, *options, "--max-concurrency", "1,2", "--num-prompts", "2,4", *drawn)
+    assert bench.code == 0, bench.err
+    assert bench.out.count("Serving Benchmark Result") == 2
+    files = [tmp_path / f"result-concurrency{count}.json" for count in (1, 2)]
+    first, second = (json.loads(file.read_text()) for file in files)
+    assert (first["max_concurrency"], second["max_concurrency"]) == (1, 2)
+    assert (first["completed"], second["completed"]) == (2, 4)
+    assert first["total_cached_tokens"] == second["total_cached_tokens"] == 0
+    assert not drawn or (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+    assert main(["bench", "compare", *map(str, files)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["ours", "1"], ["2", "4"]]
+    assert bench.out.splitlines()[-len(lines) - bool(drawn) :][: len(lines)] == lines
+
+
 def test_same_seed_sends_the_same_prompts_again(server: Server, bench: Bench) -> None:
     options = ("--num-prompts", "2", "--input-len", "64", "--output-len", "1", "--seed", "77", "--num-warmups", "0")
     assert bench(server.url, *options)["total_cached_tokens"] == 0
@@ -93,7 +130,7 @@ def test_chat_texts_have_about_the_length_asked_for(server: Server, bench: Bench
     assert found["input_lens"] == [pytest.approx(200, rel=0.1)] * 3
     assert found["output_lens"] == [6] * 3
     assert [1 <= len(gaps) <= 5 for gaps in found["itls"]] == [True] * 3
-    assert found["running_tokens_reported"]
+    assert found["running_tokens_reported"] == 3
 
 
 def test_prefixes_are_found_in_the_cache(server: Server, bench: Bench) -> None:
@@ -364,10 +401,13 @@ def test_no_server_is_one_line_and_exit_code_one(bench: Bench) -> None:
     [
         (("--request-rate", "0"), "--request-rate is 0; allowed: above 0"),
         (("--request-rate", "nan"), "--request-rate is nan; allowed: above 0"),
-        (("--num-prompts", "0"), "--num-prompts is 0; allowed: 1 or more"),
-        (("--max-concurrency", "0"), "--max-concurrency is 0; allowed: 1 or more"),
+        (("--num-prompts", "0"), "--num-prompts is '0'; allowed: numbers from 1"),
+        (("--max-concurrency", "0"), "--max-concurrency is '0'; allowed: numbers from 1"),
         (("--random-range-ratio", "1"), "--random-range-ratio is 1; allowed: 0 up to"),
+        (("--max-concurrency", "1,2", "--num-prompts", "4,4,4"), "--num-prompts has 3 numbers"),
         (("--dataset-name", "sonnet"), "--dataset-name is 'sonnet'; allowed: random"),
+        (("--dataset-name", "mmmu"), "the models served here read text only"),
+        (("--backend", "sglang", "--random-range-ratio", "1.1"), "allowed: 0 to 1"),
         (("--dataset-name", "sharegpt"), "--dataset-name sharegpt needs a file"),
         (("--dataset-name", "sharegpt", "--dataset-path", "/nowhere"), "cannot be read"),
         (("--backend", "tensorrt"), "--backend is 'tensorrt'; allowed"),

@@ -262,7 +262,8 @@ def test_without_a_rate_everything_starts_at_once() -> None:
 
 
 def test_requests_carry_only_the_sampling_that_was_asked_for() -> None:
-    fields = request_fields(BenchOptions(temperature=0.0, ignore_eos=True, extra_body={"top_k": 5, "n": 1}), "nano")
+    options = BenchOptions(temperature=0.0, ignore_eos=True, extra_body={"top_k": 5, "n": 1})
+    fields = request_fields(options, "nano", running_usage=False)
     assert fields == {
         "model": "nano",
         "stream": True,
@@ -272,4 +273,20 @@ def test_requests_carry_only_the_sampling_that_was_asked_for() -> None:
         "top_k": 5,
         "n": 1,
     }
-    assert request_fields(BenchOptions(itl_rule="token"), "nano")["stream_options"]["continuous_usage_stats"]
+    counted = request_fields(options, "nano", running_usage=True)["stream_options"]
+    assert counted == {"include_usage": True, "continuous_usage_stats": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        (BenchOptions(random_range_ratio=0.3), (700, 1300)),
+        (BenchOptions(random_range_ratio=0.0), (1000, 1000)),
+        (BenchOptions(random_range_ratio=0.3, backend="sglang"), (300, 1000)),
+        (BenchOptions(random_range_ratio=1.0, backend="sglang-oai-chat"), (1000, 1000)),
+        (BenchOptions(backend="sglang"), (1, 1000)),
+        (BenchOptions(random_range_ratio=0.5, random_range_rule="sglang"), (500, 1000)),
+    ],
+)
+def test_range_ratio_means_what_it_means_to_users_of_the_backend(options: BenchOptions, lengths: tuple[int, int]) -> None:
+    assert options.length_range(1000) == lengths

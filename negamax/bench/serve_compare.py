@@ -1,0 +1,122 @@
+"""Several results of `negamax bench serve` beside each other: read from files, grouped, as a table.
+
+A result is the JSON of `--save-result`, ours or that of vLLM's `vllm bench serve`, which has the
+same names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from negamax.base.errors import ConfigError
+
+NEEDED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run. Times in ms, rates per second; None: not in the result."""
+
+    load: str  # "16" requests at most at once, or "4/s" arrivals
+    completed: int
+    failed: int | None
+    output_throughput: float  # tokens
+    median_ttft: float
+    p99_ttft: float | None
+    median_tpot: float
+    p99_tpot: float | None
+
+
+@dataclass(frozen=True)
+class Series:
+    """The runs of one server, by rising load."""
+
+    name: str
+    points: tuple[Point, ...]
+
+
+def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """The results in `files`. Errors: `ConfigError` naming the file and what is wrong with it."""
+    results = []
+    for file in files:
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{str(file)!r} is no readable result: {error}") from None
+        missing = [name for name in NEEDED if not isinstance(found, dict) or name not in found]
+        if missing:
+            raise ConfigError(
+                f"{str(file)!r} is no result of a serving benchmark: {missing[0]} is missing",
+                hint="give files written by `bench serve --save-result`; a run needs two tokens",
+            )
+        results.append(found)
+    return results
+
+
+def group(results: Sequence[Mapping[str, Any]]) -> list[Series]:
+    """The results by label (else backend) and model, each series by rising load."""
+    models = {result.get("model_id") for result in results}
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        name = str(result.get("label") or result.get("endpoint_type") or result.get("backend"))
+        if len(models) > 1:
+            name += f", {result.get('model_id')}"
+        found.setdefault(name, []).append(result)
+    return [Series(name, tuple(map(_point, sorted(runs, key=_load)))) for name, runs in found.items()]
+
+
+def _load(result: Mapping[str, Any]) -> tuple[float, float]:
+    rate = float(result.get("request_rate") or "inf")
+    return float(result.get("max_concurrency") or "inf"), rate
+
+
+def _point(result: Mapping[str, Any]) -> Point:
+    concurrency, rate = _load(result)
+    load = f"{rate:g}/s" if rate != float("inf") else "all at once"
+    return Point(
+        load=f"{concurrency:g}" if concurrency != float("inf") else load,
+        completed=result.get("completed", 0),
+        failed=result.get("failed"),
+        output_throughput=result["output_throughput"],
+        median_ttft=result["median_ttft_ms"],
+        p99_ttft=result.get("p99_ttft_ms"),
+        median_tpot=result["median_tpot_ms"],
+        p99_tpot=result.get("p99_tpot_ms"),
+    )
+
+
+def table(series: Sequence[Series]) -> str:
+    """A line per run, as text."""
+    head = ("", "load", "done", "failed", "output tok/s", "TTFT p50", "p99", "TPOT p50", "p99 ms")
+    rows = [head]
+    for one in series:
+        for number, point in enumerate(one.points):
+            rows.append(
+                (
+                    "" if number else one.name,
+                    point.load,
+                    str(point.completed),
+                    "-" if point.failed is None else str(point.failed),
+                    f"{point.output_throughput:,.1f}",
+                    *map(
+                        _milliseconds,
+                        (point.median_ttft, point.p99_ttft, point.median_tpot, point.p99_tpot),
+                    ),
+                )
+            )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            word.rjust(width) if column else word.ljust(width)
+            for column, (word, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"

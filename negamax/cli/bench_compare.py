@@ -1,0 +1,41 @@
+"""`negamax bench compare`: results of several serving benchmarks in one table and one picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from negamax.cli.bench_options import OUTPUT
+
+HELP = "Compare results of `bench serve` (or of vLLM's): a table, and throughput against latency."
+
+
+def command(
+    files: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Files of --save-result.")],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            rich_help_panel=OUTPUT,
+            help="Draw throughput against latency into this file (png, svg, pdf).",
+            show_default=False,
+        ),
+    ] = None,
+    title: Annotated[
+        str | None,
+        typer.Option("--title", rich_help_panel=OUTPUT, help="Of the picture; default: the model."),
+    ] = None,
+) -> None:
+    """Runs with the same label (else backend) make one line, by rising concurrency or rate."""
+    from negamax.bench import serve_compare
+
+    results = serve_compare.read_results(files)
+    series = serve_compare.group(results)
+    print(serve_compare.table(series))
+    if plot is not None:
+        from negamax.bench import plots
+
+        plots.plot_comparison(plot, series, title=title or str(results[0].get("model_id")))
+        print(f"Plot: {plot}")

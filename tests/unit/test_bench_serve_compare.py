@@ -1,0 +1,62 @@
+"""Comparing serving results: grouping, order and the table, and files that are no results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from negamax.base.errors import ConfigError
+from negamax.bench.serve_compare import group, read_results, table
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    """What `vllm bench serve --save-result` writes, as far as it is read."""
+    return {
+        "backend": "vllm",
+        "label": None,
+        "model_id": "m",
+        "request_rate": "inf",
+        "max_concurrency": 4,
+        "completed": 10,
+        "output_throughput": 1234.5,
+        "median_ttft_ms": 20.0,
+        "p99_ttft_ms": 30.0,
+        "median_tpot_ms": 5.0,
+    } | changes
+
+
+def test_runs_of_one_label_are_a_series_by_rising_load() -> None:
+    runs = [
+        result(label="a", max_concurrency=16),
+        result(label="b", max_concurrency=None, request_rate=2.0),
+        result(label="a", max_concurrency=4),
+        result(label="b", max_concurrency=None),
+        result(label="b", max_concurrency=None, request_rate=0.5),
+    ]
+    found = {series.name: [point.load for point in series.points] for series in group(runs)}
+    assert found == {"a": ["4", "16"], "b": ["0.5/s", "2/s", "all at once"]}
+
+
+def test_other_models_are_other_series() -> None:
+    names = [series.name for series in group([result(), result(model_id="n")])]
+    assert names == ["vllm, m", "vllm, n"]
+
+
+def test_table_has_a_line_per_run() -> None:
+    lines = table(group([result(), result(max_concurrency=8, failed=2, p99_tpot_ms=9.0)]))
+    rows = [line.split() for line in lines.splitlines()[1:]]
+    assert rows == [
+        ["vllm", "4", "10", "-", "1,234.5", "20.00", "30.00", "5.00", "-"],
+        ["8", "10", "2", "1,234.5", "20.00", "30.00", "5.00", "9.00"],
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"output_throughput": 1.0})])
+def test_files_that_are_no_results_are_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.json"):
+        read_results([file])
