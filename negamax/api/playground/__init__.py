@@ -33,14 +33,16 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
 }
+_PAGES = {"index.html": "/", "status.html": "/status"}
 
 
 def _address(path: Path) -> str:
-    return "/" if path.name == "index.html" else f"/playground/{path.name}"
+    return _PAGES.get(path.name) or f"/playground/{path.relative_to(_FOLDER).as_posix()}"
 
 
-_FILES = {_address(path): path for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+_FILES = {_address(path): path for path in sorted(_FOLDER.rglob("*")) if path.suffix in _TYPES}
 PAGE_PATHS = frozenset(_FILES)  # what a browser asks for before it can be told a key
 
 

@@ -1,46 +1,64 @@
 // Markdown of a model's answer as DOM nodes. Everything in it is untrusted: HTML stays text, links are http, https or mailto,
-// images are links. Both passes are linear in the text, so that hostile or endless answers do not freeze the page.
+// images are links. A text that grows is parsed again from its last block on, since what is before that cannot change.
 
-import { copyButton, h } from "./dom.js";
+import {
+  fromMarkdown,
+  gfmAutolinkLiteral,
+  gfmAutolinkLiteralFromMarkdown,
+  gfmStrikethrough,
+  gfmStrikethroughFromMarkdown,
+  gfmTable,
+  gfmTableFromMarkdown,
+  gfmTaskListItem,
+  gfmTaskListItemFromMarkdown,
+} from "./vendor/markdown.js";
+import { CodeView } from "./code.js";
+import { h } from "./dom.js";
+import { formula, formulaSource } from "./formula.js";
+import { mathFromMarkdown, mathSyntax } from "./math_syntax.js";
 
-const MAX_DEPTH = 12; // of quotes, lists and emphasis in each other; what is deeper stays text
-const MAX_LABEL = 1000; // characters of a link's text
+const MAX_DEPTH = 40; // of elements in each other; what is deeper becomes text
 const MAX_ADDRESS = 2000; // characters of a link's address
-const MAX_BACKTICKS = 64; // around inline code
-const MARKER = /^( *)([-*+]|\d{1,9}[.)])( +|$)/;
-const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
-const FENCE = /^( {0,3})(`{3,}|~{3,})(.*)$/;
+const DEEP_LINE = /^(?:[ \t]*(?:>|[-*+](?=[ \t])|\d{1,9}[.)](?=[ \t]))){13}/m; // quotes and lists opened on one line
+const DEFINITION = /^ {0,3}\[[^\]\n]+\]:/m;
+const HTML = ["htmlFlow", "htmlText"];
+const MAX_MARKS = 2000; // of emphasis in one paragraph; matching more of them takes time that grows with their square
 
 // Shows a text that grows: blocks whose source did not change keep their elements, and with them selection and focus.
 export class MarkdownView {
   constructor(parent) {
     this.parent = parent;
-    this.shown = []; // {source, node}
+    this.text = "";
+    this.settled = 0; // characters before the last block
+    this.numSettled = 0; // blocks before it
+    this.blocks = []; // {key, node, view?, items?}
   }
 
-  show(text) {
-    const blocks = parseBlocks(text.split(/\r?\n/));
-    blocks.forEach((block, index) => {
-      const old = this.shown[index];
-      if (old?.source === block.source) return;
-      let node = old?.node;
-      if (old && block.kind === "code" && old.language === block.language) {
-        node.querySelector("code").textContent = block.code; // keeps the place it is scrolled to
-      } else {
-        node = renderBlock(block, 0);
-        if (old) old.node.replaceWith(node);
-        else this.parent.append(node);
-      }
-      this.shown[index] = { source: block.source, node, language: block.language };
-    });
-    for (const { node } of this.shown.splice(blocks.length)) node.remove();
+  // `isWhole`: the text is complete. Links may then refer to addresses that it gives further down.
+  show(text, isWhole = false) {
+    if (!text.startsWith(this.text.slice(0, this.settled)) || (isWhole && DEFINITION.test(text))) this.clear();
+    this.text = text;
+    const source = text.slice(this.settled);
+    const tree = parse(source);
+    const context = { source, definitions: definitionsOf(tree), isWhole };
+    patch(this.parent, this.blocks, this.numSettled, tree.children, context);
+    const last = tree.children.at(-1);
+    if (last) {
+      this.settled += source.lastIndexOf("\n", last.position.start.offset - 1) + 1;
+      this.numSettled += tree.children.length - 1;
+    }
+  }
+
+  clear() {
+    for (const { node } of this.blocks.splice(0)) node.remove();
+    this.settled = this.numSettled = 0;
   }
 }
 
 // `text` as a fragment.
 export function renderMarkdown(text) {
   const fragment = document.createDocumentFragment();
-  new MarkdownView(fragment).show(text);
+  new MarkdownView(fragment).show(text, true);
   return fragment;
 }
 
@@ -51,363 +69,214 @@ export function safeAddress(address) {
   return ["http:", "https:", "mailto:"].includes(url.protocol) ? url.href : null;
 }
 
+function parse(source) {
+  if (DEEP_LINE.test(source)) return plainTree(source);
+  try {
+    return fromMarkdown(source, {
+      extensions: [
+        gfmAutolinkLiteral(),
+        gfmStrikethrough({ singleTilde: false }),
+        gfmTable(),
+        gfmTaskListItem(),
+        mathSyntax(),
+        { disable: { null: hasManyMarks(source) ? [...HTML, "attention"] : HTML } },
+      ],
+      mdastExtensions: [
+        { ...gfmAutolinkLiteralFromMarkdown(), transforms: [] },
+        gfmStrikethroughFromMarkdown(),
+        gfmTableFromMarkdown(),
+        gfmTaskListItemFromMarkdown(),
+        mathFromMarkdown(),
+      ],
+    });
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error;
+    return plainTree(source); // nested more deeply than the stack allows
+  }
+}
+
+function hasManyMarks(source) {
+  const counted = (text) => text.match(/[*_~]/g)?.length ?? 0;
+  if (counted(source) <= MAX_MARKS) return false;
+  const withoutCode = source.replace(/^ {0,3}(`{3,}|~{3,})[^\n]*\n[^]*?^ {0,3}\1/gm, "");
+  return withoutCode.split(/\n[ \t]*\n/).some((paragraph) => counted(paragraph) > MAX_MARKS);
+}
+
+function plainTree(source) {
+  const position = { start: { offset: 0 }, end: { offset: source.length } };
+  return { children: [{ type: "paragraph", position, children: [{ type: "text", value: source, position }] }] };
+}
+
+function definitionsOf(tree) {
+  const definitions = tree.children.filter((node) => node.type === "definition");
+  return new Map(definitions.reverse().map((node) => [node.identifier, node.url]));
+}
+
 // ---- blocks
 
-function parseBlocks(lines) {
-  const blocks = [];
-  let at = 0;
-  while (at < lines.length) {
-    if (!lines[at].trim()) {
-      at += 1;
-      continue;
-    }
-    const block = fenceAt(lines, at) ?? headingAt(lines, at) ?? ruleAt(lines, at) ?? quoteAt(lines, at) ?? listAt(lines, at) ??
-      tableAt(lines, at) ?? paragraphAt(lines, at);
-    block.source = `${block.kind}\n${lines.slice(at, block.end).join("\n")}`;
-    at = block.end;
-    blocks.push(block);
-  }
-  return blocks;
-}
-
-function fenceOf(line) {
-  const match = FENCE.exec(line);
-  if (!match || (match[2][0] === "`" && match[3].includes("`"))) return null;
-  return { indent: match[1].length, mark: match[2], language: match[3].trim().split(/\s/, 1)[0] };
-}
-
-function fenceAt(lines, start) {
-  const fence = fenceOf(lines[start]);
-  if (!fence) return null;
-  const code = [];
-  let end = start + 1;
-  let isClosed = false;
-  while (end < lines.length && !isClosed) {
-    const closer = fenceOf(lines[end]);
-    isClosed = closer !== null && !closer.language && closer.mark.startsWith(fence.mark);
-    if (!isClosed) code.push(unindented(lines[end], fence.indent));
-    end += 1;
-  }
-  return { kind: "code", end, language: fence.language, code: code.join("\n") };
-}
-
-function headingAt(lines, start) {
-  const match = HEADING.exec(lines[start]);
-  if (!match) return null;
-  return { kind: "heading", end: start + 1, level: match[1].length, text: withoutClosingMarks((match[2] ?? "").trim()) };
-}
-
-function withoutClosingMarks(text) {
-  let end = text.length;
-  while (end > 0 && text[end - 1] === "#") end -= 1;
-  return end === 0 || text[end - 1] === " " ? text.slice(0, end).trim() : text;
-}
-
-function isRule(line) {
-  const marks = line.replace(/[ \t]/g, "");
-  return marks.length >= 3 && "-*_".includes(marks[0]) && marks === marks[0].repeat(marks.length);
-}
-
-function ruleAt(lines, start) {
-  return isRule(lines[start]) ? { kind: "rule", end: start + 1 } : null;
-}
-
-function isQuote(line) {
-  return /^ {0,3}>/.test(line);
-}
-
-function quoteAt(lines, start) {
-  if (!isQuote(lines[start])) return null;
-  let end = start;
-  while (end < lines.length && isQuote(lines[end])) end += 1;
-  return { kind: "quote", end, lines: lines.slice(start, end).map((line) => line.replace(/^ {0,3}> ?/, "")) };
-}
-
-function listAt(lines, start) {
-  const first = MARKER.exec(lines[start]);
-  if (!first || first[1].length > 3) return null;
-  const isOrdered = /\d/.test(first[2]);
-  const items = [];
-  let threshold = 0; // spaces from which a line belongs to the item before it
-  let width = 0; // spaces taken off its lines
-  let end = start;
-  for (; end < lines.length; end += 1) {
-    const line = lines[end];
-    const indent = line.search(/[^ ]|$/);
-    if (!line.trim()) {
-      items.at(-1).push("");
-    } else if (items.length && indent >= threshold) {
-      items.at(-1).push(unindented(line, width));
-    } else {
-      const marker = isRule(line) ? null : MARKER.exec(line);
-      if (marker && /\d/.test(marker[2]) === isOrdered) {
-        width = Math.min(marker[0].length, marker[1].length + marker[2].length + 1);
-        threshold = Math.min(width, indent + 2);
-        items.push([line.slice(width)]);
-      } else if (lines[end - 1].trim() && !startsBlock(line)) {
-        items.at(-1).push(line.trimStart());
-      } else {
-        break;
-      }
-    }
-  }
-  while (!lines[end - 1].trim()) end -= 1;
-  return { kind: "list", end, isOrdered, start: Number.parseInt(first[2], 10), items };
-}
-
-function startsBlock(line) {
-  return fenceOf(line) !== null || HEADING.test(line) || isRule(line) || isQuote(line) || MARKER.test(line);
-}
-
-function isTable(lines, start) {
-  const rule = lines[start + 1] ?? "";
-  return lines[start].includes("|") && rule.includes("|") && rule.includes("-") && /^[\s|:-]+$/.test(rule);
-}
-
-function tableAt(lines, start) {
-  if (!isTable(lines, start)) return null;
-  let end = start + 2;
-  while (end < lines.length && lines[end].includes("|")) end += 1;
-  const alignment = cellsOf(lines[start + 1]).map((cell) => {
-    const text = cell.trim();
-    return text.endsWith(":") ? (text.startsWith(":") ? "center" : "right") : "left";
+// Brings `shown`, the blocks of `parent` from `start` on, up to `blocks`.
+function patch(parent, shown, start, blocks, context) {
+  blocks.forEach((block, offset) => {
+    const index = start + offset;
+    const isOpen = !context.isWhole && offset === blocks.length - 1;
+    const old = shown[index];
+    const made = updated(old, block, isOpen, context);
+    if (made === old) return;
+    if (old) old.node.replaceWith(made.node);
+    else parent.append(made.node);
+    shown[index] = made;
   });
-  return { kind: "table", end, head: cellsOf(lines[start]), alignment, rows: lines.slice(start + 2, end).map(cellsOf) };
+  for (const { node } of shown.splice(start + blocks.length)) node.remove();
 }
 
-function cellsOf(line) {
-  let text = line.trim();
-  if (text.startsWith("|")) text = text.slice(1);
-  if (text.endsWith("|") && !text.endsWith("\\|")) text = text.slice(0, -1);
-  return text.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+// `old` if it shows `block` or can be made to, else a new one.
+function updated(old, block, isOpen, context) {
+  const key = `${block.type} ${isOpen} ${isLoose(block)} ${sourceOf(block, context)}`;
+  if (old?.key === key) return old;
+  const isSame = old?.type === block.type;
+  if (block.type === "code") {
+    const language = block.lang ?? "";
+    const made = isSame && old.view.language === language ? old : { type: "code", view: new CodeView(language) };
+    made.view.show(block.value, !isOpen);
+    return Object.assign(made, { key, node: made.view.element });
+  }
+  if (block.type === "list") {
+    const isReusable = isSame && old.isLoose === isLoose(block) && old.start === block.start && old.isOrdered === block.ordered;
+    const made = isReusable ? old : { type: "list", node: listElement(block), items: [] };
+    Object.assign(made, { key, isLoose: isLoose(block), start: block.start, isOrdered: block.ordered });
+    const items = block.children.map((item) => ({ ...item, isLoose: made.isLoose }));
+    patch(made.node, made.items, 0, items, { ...context, isWhole: !isOpen });
+    return made;
+  }
+  return { key, type: block.type, node: blockElement(block, 0, { ...context, isOpen }) };
 }
 
-function paragraphAt(lines, start) {
-  let end = start + 1;
-  const goesOn = () => lines[end].trim() && !isTable(lines, end) && (!startsBlock(lines[end]) || isLateNumber(lines[end]));
-  while (end < lines.length && goesOn()) end += 1;
-  return { kind: "paragraph", end, text: lines.slice(start, end).map((line) => line.trimStart()).join("\n").trimEnd() };
+function sourceOf(node, context) {
+  return context.source.slice(node.position.start.offset, node.position.end.offset);
 }
 
-// A number in running text, as in "… in\n1999. Then": only a list that starts at 1 may interrupt a paragraph.
-function isLateNumber(line) {
-  const marker = MARKER.exec(line);
-  return marker !== null && /\d/.test(marker[2]) && Number.parseInt(marker[2], 10) !== 1;
+function isLoose(block) {
+  if (block.type === "listItem") return block.isLoose ?? block.spread;
+  return block.type === "list" && (block.spread || block.children.some((item) => item.spread));
 }
 
-function unindented(line, width) {
-  let spaces = 0;
-  while (spaces < width && line[spaces] === " ") spaces += 1;
-  return line.slice(spaces);
-}
-
-function renderBlock(block, depth) {
-  switch (block.kind) {
-    case "code":
-      return codeBlock(block.code, block.language);
+function blockElement(block, depth, context) {
+  if (depth > MAX_DEPTH) return h("p", {}, sourceOf(block, context));
+  switch (block.type) {
     case "heading":
-      return withInline(h(`h${Math.min(6, block.level + 1)}`), block.text); // h1 is the page's own
-    case "rule":
+      return withInline(h(`h${Math.min(6, block.depth + 1)}`), block.children, context); // h1 is the page's own
+    case "thematicBreak":
       return h("hr");
-    case "quote":
-      return withBlocks(h("blockquote"), block.lines, depth + 1);
-    case "list":
-      return listElement(block, depth);
+    case "blockquote":
+      return withBlocks(h("blockquote"), block.children, depth, context);
+    case "list": {
+      const items = block.children.map((item) => itemElement({ ...item, isLoose: isLoose(block) }, depth + 1, context));
+      const list = listElement(block);
+      list.append(...items);
+      return list;
+    }
+    case "listItem":
+      return itemElement(block, depth, context);
     case "table":
-      return tableElement(block);
+      return tableElement(block, context);
+    case "code": {
+      const view = new CodeView(block.lang ?? "");
+      view.show(block.value, true);
+      return view.element;
+    }
+    case "math":
+      return mathElement(block, context);
+    case "definition":
+      return document.createComment("");
     default:
-      return withInline(h("p"), block.text);
+      return withInline(h("p"), block.children, context);
   }
 }
 
-// Code with its language and a button that copies it.
-export function codeBlock(code, language = "") {
-  const body = h("code", {}, code);
-  const copy = copyButton(() => body.textContent, { title: "Copy the code" });
-  const head = h("div", { class: "code-head" }, h("span", {}, language || "text"), copy);
-  return h("div", { class: "code" }, head, h("pre", { tabindex: "0" }, body));
-}
-
-function withBlocks(parent, lines, depth) {
-  if (depth > MAX_DEPTH) {
-    parent.append(lines.join("\n"));
-    return parent;
-  }
-  for (const block of parseBlocks(lines)) parent.append(renderBlock(block, depth));
+function withBlocks(parent, blocks, depth, context) {
+  parent.append(...blocks.map((block) => blockElement(block, depth + 1, context)));
   return parent;
 }
 
-function listElement(block, depth) {
-  const list = h(block.isOrdered ? "ol" : "ul", block.isOrdered && block.start !== 1 ? { start: block.start } : {});
-  for (const lines of block.items) {
-    const item = withBlocks(h("li"), lines, depth + 1);
-    const first = item.firstElementChild;
-    if (first?.tagName === "P" && first === item.firstChild) first.replaceWith(...first.childNodes); // a tight item
-    list.append(item);
-  }
-  return list;
+function listElement(block) {
+  return h(block.ordered ? "ol" : "ul", block.ordered && block.start !== 1 ? { start: block.start } : {});
 }
 
-function tableElement(block) {
-  const row = (cells, tag) =>
-    h("tr", {}, ...block.head.map((_, at) => withInline(h(tag, { class: block.alignment[at] }), cells[at] ?? "")));
-  const head = h("thead", {}, row(block.head, "th"));
-  const body = h("tbody", {}, ...block.rows.map((cells) => row(cells, "td")));
-  return h("div", { class: "table", tabindex: "0" }, h("table", {}, head, body));
+function itemElement(item, depth, context) {
+  const element = h("li");
+  if (typeof item.checked === "boolean") {
+    element.className = "task";
+    element.append(h("input", { type: "checkbox", disabled: true, checked: item.checked, "aria-label": item.checked ? "done" : "to do" }), " ");
+  }
+  item.children.forEach((block, index) => {
+    const isBare = block.type === "paragraph" && !isLoose(item);
+    if (isBare && index && item.children[index - 1].type === "paragraph") element.append(h("br"));
+    if (isBare) withInline(element, block.children, context);
+    else element.append(blockElement(block, depth + 1, context));
+  });
+  return element;
+}
+
+function tableElement(block, context) {
+  const [head, ...rows] = block.children;
+  const row = ({ children }, tag) =>
+    h("tr", {}, ...head.children.map((_, at) => withInline(h(tag, { class: block.align[at] ?? "left" }), children[at]?.children ?? [], context)));
+  const body = rows.length ? h("tbody", {}, ...rows.map((cells) => row(cells, "td"))) : null;
+  return h("div", { class: "table", tabindex: "0" }, h("table", {}, h("thead", {}, row(head, "th")), body));
+}
+
+// A formula without an end is shown as what it is: one that is being written, or text with an odd mark.
+function mathElement(block, context) {
+  if (!block.isOpen) return formula(block.value, true);
+  return h("p", {}, context.isOpen ? formulaSource(sourceOf(block, context)) : sourceOf(block, context).trim());
 }
 
 // ---- inline
 
-function withInline(parent, text, depth = 0) {
-  new InlineText(text, depth).into(parent);
+function withInline(parent, nodes, context, depth = 0) {
+  for (const node of nodes) parent.append(...inlineNodes(node, context, depth));
   return parent;
 }
 
-// Scans one text. Each kind of closer is looked for once beyond any point, which keeps unbalanced marks linear.
-class InlineText {
-  constructor(text, depth) {
-    this.text = text;
-    this.depth = depth;
-    this.found = new Map(); // what is looked for -> {from, at}
-  }
-
-  into(parent) {
-    let plain = "";
-    const flush = () => {
-      if (plain) parent.append(plain);
-      plain = "";
-    };
-    let at = 0;
-    while (at < this.text.length) {
-      const piece = this.pieceAt(at);
-      if (piece) {
-        flush();
-        parent.append(piece.node);
-        at = piece.end;
-      } else if (this.text[at] === "\\" && /[!-/:-@[-`{-~]/.test(this.text[at + 1] ?? "")) {
-        plain += this.text[at + 1];
-        at += 2;
-      } else {
-        const run = this.text[at] === "`" ? this.runAt(at) : 1;
-        plain += this.text.slice(at, at + run);
-        at += run;
-      }
-    }
-    flush();
-  }
-
-  pieceAt(at) {
-    switch (this.text[at]) {
-      case "`":
-        return this.codeAt(at);
-      case "*":
-      case "_":
-      case "~":
-        return this.depth < MAX_DEPTH ? this.emphasisAt(at) : null;
-      case "[":
-        return this.linkAt(at, at + 1);
-      case "!":
-        return this.text[at + 1] === "[" ? this.linkAt(at, at + 2) : null;
-      case "<":
-      case "h":
-        return this.bareLinkAt(at);
-      case "\n":
-        return { node: h("br"), end: at + 1 };
-      default:
-        return null;
-    }
-  }
-
-  // The first place from `from` on where `mark` is and `fits` says yes, or -1.
-  find(mark, from, fits = () => true) {
-    const known = this.found.get(mark);
-    if (known && known.from <= from && (known.at === -1 || from <= known.at)) return known.at;
-    let at = this.text.indexOf(mark, from);
-    while (at !== -1 && !fits(at)) at = this.text.indexOf(mark, at + 1);
-    this.found.set(mark, { from, at });
-    return at;
-  }
-
-  runAt(at) {
-    let end = at;
-    while (this.text[end] === this.text[at]) end += 1;
-    return end - at;
-  }
-
-  codeAt(at) {
-    const run = this.runAt(at);
-    if (run > MAX_BACKTICKS) return null;
-    const start = at + run;
-    const end = this.find("`".repeat(run), start, (place) => this.text[place - 1] !== "`" && this.runAt(place) === run);
-    if (end === -1) return null;
-    const code = this.text.slice(start, end);
-    const isPadded = code.length > 2 && code.startsWith(" ") && code.endsWith(" ") && code.trim();
-    return { node: h("code", {}, isPadded ? code.slice(1, -1) : code), end: end + run };
-  }
-
-  emphasisAt(at) {
-    const letter = this.text[at];
-    const isDouble = this.text[at + 1] === letter;
-    if (letter === "~" && !isDouble) return null;
-    const mark = isDouble ? letter + letter : letter;
-    const start = at + mark.length;
-    if (/^\s?$/.test(this.text[start] ?? "") || (letter === "_" && isWordPart(this.text[at - 1]))) return null;
-    let end = this.find(mark, start + 1, (place) => this.closes(place, mark));
-    if (end === -1) return null;
-    if (isDouble && this.text[end + 2] === letter) end += 1; // of ***both***
-    const tag = letter === "~" ? "del" : isDouble ? "strong" : "em";
-    return { node: withInline(h(tag), this.text.slice(start, end), this.depth + 1), end: end + mark.length };
-  }
-
-  closes(place, mark) {
-    const before = this.text[place - 1];
-    const after = this.text[place + mark.length];
-    if (/\s/.test(before) || before === "\\") return false;
-    if (mark[0] === "_" && isWordPart(after)) return false;
-    return mark.length === 2 || (before !== mark && after !== mark);
-  }
-
-  linkAt(at, labelStart) {
-    const labelEnd = this.find("](", labelStart);
-    if (labelEnd === -1 || labelEnd - labelStart > MAX_LABEL) return null;
-    const start = labelEnd + 2;
-    let end = start;
-    for (let open = 1; end < this.text.length && end - start <= MAX_ADDRESS; end += 1) {
-      if (this.text[end] === "(") open += 1;
-      if (this.text[end] === ")") open -= 1;
-      if (!open) break;
-      if (this.text[end] === "\n") return null;
-    }
-    if (this.text[end] !== ")") return null;
-    const address = safeAddress(this.text.slice(start, end).trim().split(/\s/, 1)[0].replace(/^<|>$/g, ""));
-    if (!address || this.depth >= MAX_DEPTH) return null;
-    const link = linkTo(address);
-    const label = this.text.slice(labelStart, labelEnd);
-    if (label.includes("](") || /https?:/i.test(label)) link.append(label); // no link in a link
-    else withInline(link, label || address, this.depth + 1);
-    return { node: link, end: end + 1 };
-  }
-
-  bareLinkAt(at) {
-    const isBracketed = this.text[at] === "<";
-    if (!isBracketed && isWordPart(this.text[at - 1])) return null;
-    const pattern = isBracketed ? /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>/y : /https?:\/\/[^\s<>"`]{1,2000}/y;
-    pattern.lastIndex = at;
-    const match = pattern.exec(this.text);
-    if (!match) return null;
-    const shown = isBracketed ? match[1] : match[0].replace(/[.,:;!?'*_~)\]]{1,20}$/, "");
-    const address = safeAddress(shown);
-    if (!address) return null;
-    const link = linkTo(address);
-    link.append(shown);
-    return { node: link, end: isBracketed ? pattern.lastIndex : at + shown.length };
+function inlineNodes(node, context, depth) {
+  if (depth > MAX_DEPTH) return [sourceOf(node, context)];
+  switch (node.type) {
+    case "text":
+      return withBreaks(node.value);
+    case "break":
+      return [h("br")];
+    case "inlineCode":
+      return [h("code", {}, node.value)];
+    case "inlineMath":
+      return [formula(node.value, node.isDisplay, "span")];
+    case "emphasis":
+      return [withInline(h("em"), node.children, context, depth + 1)];
+    case "strong":
+      return [withInline(h("strong"), node.children, context, depth + 1)];
+    case "delete":
+      return [withInline(h("del"), node.children, context, depth + 1)];
+    case "link":
+    case "linkReference":
+    case "image":
+    case "imageReference":
+      return [linkElement(node, context, depth)];
+    default:
+      return [sourceOf(node, context)];
   }
 }
 
-function linkTo(address) {
-  return h("a", { href: address, title: address, target: "_blank", rel: "noopener noreferrer nofollow" });
+// Line breaks as they are in the text, also those that models write as HTML in cells of a table.
+function withBreaks(text) {
+  const lines = text.split(/\n|<br\s{0,9}\/?>/i);
+  return lines.flatMap((line, index) => (index ? [h("br"), line] : [line])).filter((part) => part !== "");
 }
 
-function isWordPart(letter) {
-  return letter !== undefined && /[\p{L}\p{N}]/u.test(letter);
+function linkElement(node, context, depth) {
+  const given = node.url ?? context.definitions.get(node.identifier) ?? "";
+  const address = safeAddress(given);
+  if (!address) return document.createTextNode(sourceOf(node, context));
+  const link = h("a", { href: address, title: address, target: "_blank", rel: "noopener noreferrer nofollow" });
+  if (node.children?.length) return withInline(link, node.children, context, depth + 1);
+  link.append(node.alt || given);
+  return link;
 }

@@ -74,7 +74,7 @@ export class AnswerView {
   update() {
     const { answer } = this;
     this.showThinking();
-    this.markdown.show(answer.content);
+    this.markdown.show(answer.content, answer.isDone);
     answer.calls.forEach((call, index) => {
       this.calls[index] ??= new CallView(call, this.callList);
       this.calls[index].update(answer.isDone || index < answer.calls.length - 1);

@@ -1,0 +1,9 @@
+export { fromMarkdown } from "mdast-util-from-markdown";
+export { gfmAutolinkLiteral } from "micromark-extension-gfm-autolink-literal";
+export { gfmStrikethrough } from "micromark-extension-gfm-strikethrough";
+export { gfmTable } from "micromark-extension-gfm-table";
+export { gfmTaskListItem } from "micromark-extension-gfm-task-list-item";
+export { gfmAutolinkLiteralFromMarkdown } from "mdast-util-gfm-autolink-literal";
+export { gfmStrikethroughFromMarkdown } from "mdast-util-gfm-strikethrough";
+export { gfmTableFromMarkdown } from "mdast-util-gfm-table";
+export { gfmTaskListItemFromMarkdown } from "mdast-util-gfm-task-list-item";
