@@ -27,13 +27,14 @@ class BlockKind(enum.Enum):
 
 @dataclass(slots=True)
 class Block:
-    """A piece of an answer while it grows; the text of a call is the JSON of its arguments. Single writer: `BlockWriter`."""
+    """A piece of an answer while it grows; the text of a call is the JSON of its arguments, or the
+    beginning of it where the call is not whole. Single writer: `BlockWriter`."""
 
     kind: BlockKind
     index: int  # among the blocks of the answer
     call: BegunCall | None = None
     parts: list[str] = field(default_factory=list)
-    is_whole: bool = False  # False in the end: it was cut by the limit
+    is_whole: bool = False  # False in the end: it was cut
 
     @property
     def text(self) -> str:
@@ -94,8 +95,9 @@ class BlockWriter:
                     yield from self._close(is_whole=True)
 
     def finish(self, *, is_cut: bool) -> Iterator[BlockEvent]:
-        """The end of the answer; `is_cut`: by the limit of tokens."""
-        yield from self._close(is_whole=not is_cut)
+        """The end of the answer; `is_cut`: by the limit of tokens. An open call is cut in any case."""
+        is_call = self._open is not None and self._open.kind is BlockKind.CALL
+        yield from self._close(is_whole=not (is_cut or is_call))
 
     def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockEvent]:
         if self._open is None or self._open.kind is not kind:

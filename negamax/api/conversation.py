@@ -341,7 +341,7 @@ class ChoiceReader:
         events = self._parse(output)
         is_end = output.finish_reason is not None
         if is_end:
-            events = [*events, *self._parser.finish()]
+            events = [*events, *self._parser.finish(is_cut=output.finish_reason != "stop")]
         if self._holds_back:
             events = list(self._chosen(events, is_end=is_end))
         for event in events:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import Struct
+from msgspec.structs import replace
 
 from negamax.api.blocks import Block, BlockClosed, BlockEvent, BlockGrew, BlockKind, BlockOpened
 from negamax.api.border import json_response, logged_failure, read_json
@@ -128,9 +129,15 @@ class _Answering:
         self._request_id = request_id
 
     async def whole(self) -> MessageAnswer:
-        """The answer in one piece."""
+        """The answer in one piece. A call that was cut is left out: its input would have to be an
+        object, which clients run."""
         await self._answer.whole()
-        return self._message([self._block(block) for block in self._answer.blocks])
+        blocks = [block for block in self._answer.blocks if block.is_whole or block.kind is not BlockKind.CALL]
+        message = self._message([self._block(block) for block in blocks])
+        has_call = any(block.kind is BlockKind.CALL for block in blocks)
+        if message.stop_reason == "tool_use" and not has_call:
+            return replace(message, stop_reason="end_turn")
+        return message
 
     async def stream(self, say: Say) -> None:
         """The answer as events; an error after the start is an event too."""

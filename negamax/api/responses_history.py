@@ -21,7 +21,8 @@ def history_of(items: Sequence[tuple[str, Mapping[str, Any]]], *, instructions: 
     """The conversation of `items`, which come with their places.
 
     Reasoning, messages of the assistant and calls between two items of others are one assistant message, as the model wrote
-    them. Reasoning is its content, else what its encrypted content holds, else its summary.
+    them. Reasoning is its content, else what its encrypted content holds, else its summary. A call that was
+    cut is left out where no result follows: nobody could run it.
     Errors: `InvalidRequestError` naming the place of what cannot be shown to the model.
     """
     history = History()
@@ -29,8 +30,12 @@ def history_of(items: Sequence[tuple[str, Mapping[str, Any]]], *, instructions: 
         history.add({"role": "system", "content": instructions}, place="instructions")
     said: AssistantParts | None = None
     said_place = ""
+    answered = {item.get("call_id") for _, item in items if item.get("type") in _RESULTS}
     for place, item in items:
         kind = item.get("type", "message")
+        is_cut = kind in _CALLS and item.get("status") == "incomplete"
+        if is_cut and item.get("call_id") not in answered:
+            continue
         is_assistants = kind in ("reasoning", *_CALLS) or (kind == "message" and item.get("role") == "assistant")
         if is_assistants:
             if said is None:

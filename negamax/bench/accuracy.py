@@ -124,7 +124,8 @@ def _math_task(problem: nano_math.Problem) -> _Task:
 
 def _tool_task(problem: nano_tools.Problem) -> _Task:
     def solved_by(parsed: ParsedOutput) -> bool:
-        return nano_tools.grade(problem, [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls])
+        calls = [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls if call.is_whole]
+        return len(calls) == len(parsed.tool_calls) and nano_tools.grade(problem, calls)
 
     return _Task(
         messages=list(problem.messages),

@@ -12,11 +12,12 @@ import typer
 from negamax.base.errors import ConfigError
 from negamax.text.detokenizer import TextPiece
 from negamax.text.formats import FORMATS
-from negamax.text.output_parser import OutputParser, ParserEvent, collect
+from negamax.text.output_parser import OutputParser, ParsedToolCall, ParserEvent, collect
 
 HELP = """Parse a generated text from standard input, as the server would.
 
 Prints one line of JSON: reasoning and content (null where there is none), and tool_calls as a list of name and arguments.
+Arguments are an object; those of a call that the text breaks off are text, as far as they go.
 Tags count by their text. The text is what the model wrote, without the prompt: M2 answers begin inside thinking, M3 answers
 only with `--thinking-mode enabled`.
 """
@@ -57,10 +58,14 @@ def command(
     answer = {
         "reasoning": output.reasoning,
         "content": output.content,
-        "tool_calls": [{"name": call.name, "arguments": json.loads(call.arguments)} for call in output.tool_calls],
+        "tool_calls": [{"name": call.name, "arguments": _arguments(call)} for call in output.tool_calls],
     }
     sys.stdout.buffer.write(_encoded(answer) + b"\n")
     sys.stdout.flush()
+
+
+def _arguments(call: ParsedToolCall) -> Any:
+    return json.loads(call.arguments) if call.is_whole else call.arguments
 
 
 def _encoded(answer: Any) -> bytes:

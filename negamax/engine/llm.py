@@ -134,7 +134,7 @@ class LLM:
         style = output_style(self.info.architecture)
         in_reasoning, tag_ids = style.format.opens_reasoning(prompt), style.format.tag_ids(self.tokenizer)
         parser = style.new_parser(tools=tools, in_reasoning=in_reasoning, tag_ids=tag_ids or None)
-        return collect([*parser.feed(completion.pieces), *parser.finish()])
+        return collect([*parser.feed(completion.pieces), *parser.finish(is_cut=completion.finish_reason != "stop")])
 
     def render(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any) -> str:
         """The prompt text of a conversation."""

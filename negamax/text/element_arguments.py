@@ -184,16 +184,6 @@ class ElementArguments:
             self._calls.member(name, json)
         self._calls.end_call()
 
-    def cut(self) -> None:
-        """The output is over: a string and a container keep what came of them, any other open value is dropped."""
-        while len(self._open) > 1:
-            element = self._open[-1]
-            if element.shape is _STRING or element.is_written or element.values:
-                self._close()
-            else:
-                self._open.pop()
-        self.end()
-
     # Where an element goes
 
     def _leave_for_sibling(self, element: _Element, name: str) -> None:

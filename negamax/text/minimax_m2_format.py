@@ -8,6 +8,7 @@ Nothing is escaped, so a value may contain anything, closers included. What foll
 - `</invoke>` in an open value ends it before another invoke, the block closer or the end; `</minimax:tool_call>` before another
   block or the end; else they are data;
 - an opener `<parameter name="k">` in an open value ends it only when k was declared and not given yet (a forgotten closer).
+The end decides only where the model made it: what would follow in an output that was cut is not known.
 A parameter given twice is written twice: every common JSON reader takes the last one, streamed or not.
 """
 
@@ -24,7 +25,8 @@ from negamax.text.tag_names import quoted_name, tag_name, tool_name
 _ATTRIBUTES = rf"\s[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
 
-# For each closer met in an open value: what must follow for it to be one. The end of the output always does.
+# For each closer met in an open value: what must follow for it to be one, beside the end of an
+# output that is not cut.
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_OPEN, TagKind.INVOKE_CLOSE, TagKind.BLOCK_CLOSE),
     TagKind.INVOKE_CLOSE: (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE),
@@ -88,14 +90,15 @@ class MiniMaxM2Block:
             return False
         return self._take_in_block(lexeme) if self._state is _BLOCK else self._take_in_invoke(lexeme)
 
-    def finish(self) -> None:
-        """The output is over: a string keeps what came of it, any other open value is dropped, and the JSON is closed."""
-        if self._closer is not None:
+    def finish(self, *, is_cut: bool) -> None:
+        """The output is over: a string keeps what came of it, any other open value is dropped."""
+        if self._closer is not None and not is_cut:
+            ends_call = self._closer.kind is not TagKind.PARAMETER_CLOSE
             self._close_value()
-        elif self._is_written:
-            self._calls.close_string()
+            if ends_call:
+                self._end_call()
         if self._state is not _BLOCK:
-            self._end_call()
+            self._calls.cut_call()
 
     def _take_in_block(self, lexeme: Lexeme) -> bool:
         if lexeme.kind is TagKind.INVOKE_OPEN:

@@ -56,10 +56,10 @@ class MiniMaxM3Block:
             return False
         return self._take_between_calls(lexeme) if arguments is None else self._take_in_call(lexeme, arguments)
 
-    def finish(self) -> None:
-        """The output is over: close what is open."""
+    def finish(self, *, is_cut: bool) -> None:
+        """The output is over: a call that is still open was cut."""
         if self._arguments is not None:
-            self._arguments.cut()
+            self._calls.cut_call()
 
     def _take_between_calls(self, lexeme: Lexeme) -> bool:
         match lexeme.kind:

@@ -13,8 +13,9 @@ Rules for every format:
   content its closer. Anywhere else it is quoted text.
 - White space between content and a call block is layout. Line breaks at the edges of reasoning and before content are too.
 - Tools that were not declared are reported like any other. At the end of the output a beginning of a tag is text again, except
-  inside a call block, where it is dropped: a name that was cut gives no call, a cut string argument keeps what came, other cut
-  arguments are dropped, and the JSON is always closed.
+  inside a call block, where it is dropped: a name that was cut gives no call.
+- A call whose invoke is still open at the end of the output was cut. Its arguments stay as they are:
+  the beginning of a JSON object, never a whole one, so that nobody runs half a call.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class ToolArgumentsDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The arguments of this call are complete: their deltas form one JSON object."""
+    """The arguments of this call are complete: their deltas form one JSON object. A call that was cut
+    has no end."""
 
     index: int
 
@@ -76,10 +78,12 @@ ParserEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolArgumentsDelta
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One call of an answer; `arguments` is the text of a JSON object."""
+    """One call of an answer; `arguments` is the text of a JSON object, or of its beginning where the
+    call is not whole because it was cut."""
 
     name: str
     arguments: str
+    is_whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,12 @@ class CallWriter:
         self._arguments("}" if self._has_members else "{}")
         self._emit(ToolCallEnd(self._index))
 
+    def cut_call(self) -> None:
+        """The output ended within the call. Where no argument has begun, there is an opening brace:
+        clients read empty text as a call without arguments."""
+        if not self._has_members and not self._closers:
+            self._arguments("{")
+
     def _lead(self, key: str | None) -> str:
         if self._has_members:
             lead = ", "
@@ -163,8 +173,8 @@ class CallBlock(Protocol):
     def take(self, lexeme: Lexeme) -> bool:
         """Process one lexeme; True when it ended the block."""
 
-    def finish(self) -> None:
-        """The output is over: close what is open."""
+    def finish(self, *, is_cut: bool) -> None:
+        """The output is over: a call that is still open was cut. `is_cut`: not the model ended it."""
 
 
 class IsBareCall(Protocol):
@@ -298,12 +308,12 @@ class OutputParser:
             self._take(lexeme)
         return self._taken_events()
 
-    def finish(self) -> list[ParserEvent]:
-        """The output is over: return what was held back, with everything closed."""
+    def finish(self, *, is_cut: bool = False) -> list[ParserEvent]:
+        """The output is over: return what was held back. `is_cut`: not the model ended it."""
         for lexeme in self._lexer.finish():
             self._take(lexeme)
         if self._block is not None:
-            self._block.finish()
+            self._block.finish(is_cut=is_cut)
             self._block = None
         if self._opener and self._opener_is_loose:
             self._write("".join(self._opener))
@@ -428,6 +438,7 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
     content: list[str] = []
     names: list[str] = []
     arguments: list[list[str]] = []
+    num_whole = 0  # only the last call can be cut
     for event in events:
         match event:
             case ReasoningDelta(text):
@@ -439,9 +450,12 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
                 arguments.append([])
             case ToolArgumentsDelta(index, text):
                 arguments[index].append(text)
-            case ToolCallEnd():
-                pass
-    calls = [ParsedToolCall(name, "".join(parts)) for name, parts in zip(names, arguments, strict=True)]
+            case ToolCallEnd(index):
+                num_whole = index + 1
+    calls = [
+        ParsedToolCall(name, "".join(parts), is_whole=index < num_whole)
+        for index, (name, parts) in enumerate(zip(names, arguments, strict=True))
+    ]
     return ParsedOutput("".join(reasoning) or None, "".join(content) or None, calls)
 
 

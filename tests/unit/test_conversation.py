@@ -165,6 +165,18 @@ def test_finish_reasons(text: str, finish: str, rules: dict[str, Any], expected:
     assert read(text, finish=finish, **rules)[0].finish_reason == expected
 
 
+@pytest.mark.parametrize("closer", ["", "</parameter>\n", "</invoke>\n", "</minimax:tool_call>"])
+@pytest.mark.parametrize("finish", ["length", "abort", "stop"])
+def test_a_call_that_ends_too_early_stays_cut(closer: str, finish: str) -> None:
+    text = f'So.</think>\n\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">half{closer}'
+    reader, events = read(text, finish=finish, tools=[{"name": "f", "parameters": {"properties": {"x": {"type": "string"}}}}])
+    (call,) = collect(events).tool_calls
+    model_closed_it = finish == "stop" and closer.startswith(("</i", "</m"))
+    assert call.is_whole is model_closed_it and call.arguments.startswith('{"x": "half')
+    assert call.arguments.endswith("}") is model_closed_it
+    assert reader.finish_reason == ("tool_calls" if finish == "stop" else finish)
+
+
 def test_reasoning_in_the_content_stands_between_tags() -> None:
     said = collect(read(ANSWER, reasoning=ReasoningPlace.CONTENT)[1])
     assert (said.reasoning, said.content) == (None, "<think>I think.\nHard.\n</think>\n\nSome text.")

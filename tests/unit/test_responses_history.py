@@ -89,6 +89,12 @@ def test_instructions_namespaces_and_custom_tools() -> None:
     assert functions[0]["name"] == "home.read" and functions[1] == {"name": "patch", "arguments": {"input": "*** Begin"}}
 
 
+def test_a_call_that_was_cut_is_left_out_unless_it_has_a_result() -> None:
+    cut = call(1, status="incomplete", arguments='{"n": ')
+    assert history(USER, said("Let me see."), cut, USER).messages[1].get("tool_calls") is None
+    assert history(USER, cut, result(1, "not JSON"), USER).messages[1]["tool_calls"][0]["id"] == "call_1"
+
+
 def test_calls_that_ran_elsewhere_are_passed_over() -> None:
     made = history(USER, {"type": "web_search_call", "id": "ws"}, said("Found."))
     assert [message["role"] for message in made.messages] == ["user", "assistant"]
