@@ -15,7 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.conftest import MODEL, Server
 from tests.e2e.test_api_errors import CHAT, HELLO
 
-BOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "negamax.json"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+BOARD = DEPLOY / "grafana" / "negamax.json"
+ALERTS = DEPLOY / "alerts.yml"
+METRIC = re.compile(r"\b(?:vllm|sglang|negamax):\w+")
 VLLM = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc", "prefix_cache_queries_total",
     "prefix_cache_hits_total", "gpu_prefix_cache_queries_total", "gpu_prefix_cache_hits_total", "prompt_tokens_total",
@@ -87,7 +90,7 @@ def test_counts_and_times_of_one_request_add_up(http: httpx.Client, server: Serv
     assert min(queue, prefill, decode) > 0
 
 
-def test_board_asks_only_for_metrics_that_exist(http: httpx.Client) -> None:
+def test_board_and_alerts_ask_only_for_metrics_that_exist(http: httpx.Client) -> None:
     text = http.get("/metrics").text
     known = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     known |= {f"{name}_total" for name in WITHOUT_SAMPLES}
@@ -95,6 +98,9 @@ def test_board_asks_only_for_metrics_that_exist(http: httpx.Client) -> None:
     asked = set()
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
-            asked |= set(re.findall(r"\b(?:vllm|sglang|negamax):\w+", target["expr"]))
+            asked |= set(METRIC.findall(target["expr"]))
     assert len(asked) > 25
+    alerting = set(METRIC.findall(ALERTS.read_text(encoding="utf-8")))
+    assert len(alerting) > 6
+    asked |= alerting
     assert sorted(asked - known) == []
