@@ -4,8 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # A released PyTorch by exact version, before anything that depends on it.
 TORCH  ?= torch==2.13.0
+# Everything else in the versions that were tested together.
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test lint types contracts check clean
+.PHONY: demo serve test lint types contracts check constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
 	$(BIN)/python examples/demo.py
@@ -27,19 +29,32 @@ contracts: $(VENV)/.dev
 
 check: lint types contracts test
 
+constraints:          ## write down the versions that a fresh environment gets, to be tested
+	rm -rf build/constraints
+	$(PYTHON) -m venv build/constraints
+	tools/install_torch.sh build/constraints/bin/python "$(TORCH)"
+	build/constraints/bin/python -m pip install --quiet -e ".[dev,plot,uvloop]"
+	{ sed -n '/^#/p' constraints.txt; build/constraints/bin/python -m pip freeze --exclude-editable \
+	  | sed 's/+cpu$$//'; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+
 $(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; say which: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	tools/install_torch.sh $(BIN)/python "$(TORCH)"
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . openai
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "Installing Negamax and what it needs: about 150 MB, once."
+	$(PIP) -e . openai
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "Installing Negamax with its tests and linters: about 200 MB, once."
+	$(PIP) -e ".[dev]"
 	@touch $@ $(VENV)/.demo
 
 clean:

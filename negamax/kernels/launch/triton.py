@@ -17,6 +17,8 @@ A kernel that is launched with `launch_options`
   prepared ahead of its first layer (PyTorch launches all its kernels in the ordinary way).
 
 Elsewhere, and in Triton's interpreter, PDL is False and nothing of this is compiled.
+
+How kernels are compiled is settled here, too, where Triton's default may change: products and sums are fused.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+triton.knobs.language.default_fp_fusion = True  # off, the kernels' last bits and speed are others
 
 
 @cache
