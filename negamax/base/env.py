@@ -1,4 +1,4 @@
-"""The only door to the process environment: variables and cores."""
+"""The only door to the process environment: variables, cores and main memory."""
 
 from __future__ import annotations
 
@@ -39,6 +39,26 @@ def _is_intel() -> bool:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
+
+
+def starting_with(*prefixes: str) -> dict[str, str]:
+    """The variables whose names begin so."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether this process may write into `folder`."""
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def available_memory() -> int:
+    """Bytes of main memory a process could take now (Linux: MemAvailable; elsewhere half of the physical memory)."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def usable_cores() -> int:

@@ -11,7 +11,7 @@ import typer
 
 from negamax import __version__
 from negamax.base.errors import NegamaxError
-from negamax.cli import bench, chat, generate, parse, serve
+from negamax.cli import bench, chat, doctor, generate, parse, serve
 
 app = typer.Typer(
     name="negamax",
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command("serve", help=serve.HELP)(serve.command)
 app.command("chat", help=chat.HELP)(chat.command)
 app.command("generate", help=generate.HELP)(generate.command)
+app.command("doctor", help=doctor.HELP)(doctor.command)
 app.command("parse", help=parse.HELP)(parse.command)
 app.add_typer(bench.app, name="bench")
 

@@ -371,3 +371,4 @@ _BUNDLED = {
     "minimax-m2.5": _M2,
     "minimax-m2.7": replace(_M2, max_position_embeddings=204_800),
 }
+BUNDLED_NAMES = tuple(_BUNDLED)

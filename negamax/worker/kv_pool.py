@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from negamax.base import env
 from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
+from negamax.config.memory import weight_bytes
 from negamax.config.model_spec import ModelSpec
 from negamax.layers.attention import KvView
 from negamax.models.registry import CausalModel
@@ -77,7 +77,7 @@ def choose_blocks(
         # Graphs keep a workspace of their own beside that of steps run kernel by kernel.
         budget = int(total * config.gpu_memory_utilization) - (total - free) - 2 * workspace - GRAPH_RESERVE
     else:
-        budget = int(available_memory() * CPU_CACHE_SHARE) // config.layout.world_size
+        budget = int(env.available_memory() * CPU_CACHE_SHARE) // config.layout.world_size
     layers, shape = model.kv_shape(1, config.block_size)
     return choose_num_blocks(
         block_bytes=2 * layers * int(torch.Size(shape).numel()) * dtype.itemsize,
@@ -114,34 +114,17 @@ def describe(num_blocks: int, config: WorkerConfig, *, model: CausalModel, dtype
     return f"KV cache {size / GIB:.2f} GiB per rank in {str(dtype).removeprefix('torch.')}"
 
 
-def available_memory() -> int:
-    """Bytes of main memory a process could take now (Linux: MemAvailable; elsewhere half of the physical memory)."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
 def check_weights_fit(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, num_ranks: int) -> None:
     """Refuse a model whose weights exceed the free memory: of each rank's GPU, or of this machine for all CPU ranks."""
-    if device.type == "cuda":
-        needed, free = weight_bytes(spec, dtype=dtype, keep_quantized=True) // num_ranks, torch.cuda.mem_get_info(device)[0]
+    on_gpu = device.type == "cuda"
+    needed = weight_bytes(spec, dtype_bytes=dtype.itemsize, keep_quantized=on_gpu)
+    if on_gpu:
+        needed, free = needed // num_ranks, torch.cuda.mem_get_info(device)[0]
         where, remedy = f"on {device}", "use more GPUs (--tensor-parallel-size) or a smaller model"
     else:
-        needed, free = weight_bytes(spec, dtype=dtype, keep_quantized=False), available_memory()
+        free = env.available_memory()
         where, remedy = "in main memory", "use a smaller model or a machine with more memory"
     if needed > free:
         raise ResourceError(
             f"the weights need {needed / GIB:.1f} GiB {where} ({num_ranks} ranks), {free / GIB:.1f} GiB are free", hint=remedy
         )
-
-
-def weight_bytes(spec: ModelSpec, *, dtype: torch.dtype, keep_quantized: bool) -> int:
-    """Bytes of the whole model's weights; with `keep_quantized` linear weights stay as the checkpoint stores them."""
-    if spec.quantization is None or not keep_quantized:
-        return spec.num_parameters * dtype.itemsize
-    plain = 2 * spec.vocab_size * spec.hidden_size
-    router = spec.num_layers * spec.num_experts * spec.hidden_size
-    return plain * dtype.itemsize + 4 * router + (spec.num_parameters - plain - router)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from negamax.base.errors import ConfigError, ResourceError
+from negamax.config.memory import weight_bytes
 from negamax.config.model_spec import bundled_spec
 from negamax.worker import device, kv_pool
 
@@ -14,9 +15,9 @@ GIB = 2**30
 
 def test_stored_fp8_weights_are_counted_by_the_byte_and_dequantised_ones_by_their_dtype() -> None:
     spec = bundled_spec("minimax-m2")
-    stored = kv_pool.weight_bytes(spec, dtype=torch.bfloat16, keep_quantized=True)
+    stored = weight_bytes(spec, dtype_bytes=2, keep_quantized=True)
     assert 230.0e9 < stored < 230.3e9  # as the published files, less their scales
-    assert kv_pool.weight_bytes(spec, dtype=torch.bfloat16, keep_quantized=False) == 2 * spec.num_parameters
+    assert weight_bytes(spec, dtype_bytes=2, keep_quantized=False) == 2 * spec.num_parameters
 
 
 def test_blocks_are_what_the_budget_holds_and_no_more_than_all_sequences_can_use() -> None:

@@ -111,3 +111,14 @@ def test_server_process_starts_quickly_and_without_torch(module: str) -> None:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # CPU time: what else the machine does takes none of it
         seconds.append(ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime)
     assert min(seconds) < 2.0
+
+
+def test_doctor_finds_that_nano_can_be_served() -> None:
+    done = negamax("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["can_serve"]
+    assert {"torch", "CPU", "memory", "hub", "port"} <= {check["name"] for check in told["checks"]}
+    assert [check for check in told["checks"] if check["status"] == "fail"] == []
+    (nano,) = [model for model in told["models"] if model["model"] == "nano"]
+    assert nano["runs"]

@@ -1,0 +1,145 @@
+"""Which models this machine can serve, and with which options: memory formulas against what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from negamax.base.errors import ConfigError
+from negamax.config.memory import kv_bytes_per_token, weight_bytes
+from negamax.config.model_spec import BUNDLED_NAMES, ModelSpec, bundled_spec
+from negamax.config.options import EngineOptions
+from negamax.parallel.layout import ParallelLayout
+
+GIB = 2**30
+FP8_CAPABILITY = (8, 9)  # the first with FP8 arithmetic
+# Beside weights and cache on each GPU: a step's workspace, CUDA graphs, the driver. The engine
+# measures it; on an H200 with the default sizes of a step it is 6 GiB.
+GPU_RESERVE = 6 * GIB
+_LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
+_NANO_BYTES = GIB
+_KV_DTYPE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, free and total memory in bytes."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides about a model. `cpu_bfloat16`: whether the CPU computes in bf16."""
+
+    gpus: tuple[Gpu, ...]
+    memory_bytes: int  # free main memory
+    cpu_bfloat16: bool
+    disk_bytes: int  # free where models are downloaded to
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a model runs here: the command, or the reason why not."""
+
+    model: str
+    runs: bool
+    command: str
+    detail: str
+
+
+def verdicts(machine: Machine) -> list[Verdict]:
+    """One for `nano` and one for each published model."""
+    nano = Verdict("nano", True, "negamax serve nano", "the embedded model, on any machine")
+    if machine.memory_bytes < _NANO_BYTES and not machine.gpus:
+        missing = f"needs 1 GiB of main memory, {_gib(machine.memory_bytes)} are free"
+        nano = Verdict("nano", False, "", missing)
+    elif machine.gpus and min(gpu.capability for gpu in machine.gpus) < FP8_CAPABILITY:
+        detail = "the embedded model, on the CPU of this machine"
+        nano = Verdict("nano", True, "negamax serve nano --device cpu", detail)
+    return [nano, *(_with_disk(_verdict(name, machine), name, machine) for name in BUNDLED_NAMES)]
+
+
+def _with_disk(verdict: Verdict, name: str, machine: Machine) -> Verdict:
+    """With a word about the download, where the disk has no room for it."""
+    size = weight_bytes(bundled_spec(name), dtype_bytes=2, keep_quantized=True)
+    if not verdict.runs or size < machine.disk_bytes:
+        return verdict
+    free = _gib(machine.disk_bytes)
+    return replace(verdict, detail=f"{verdict.detail}; a download needs {_gib(size)} of disk, {free} are free")
+
+
+def _verdict(name: str, machine: Machine) -> Verdict:
+    model = f"MiniMaxAI/MiniMax-{name.removeprefix('minimax-').upper()}"
+    spec = bundled_spec(name)
+    if machine.gpus:
+        return _on_gpus(model, spec, machine.gpus)
+    dtype, num_bytes = ("bf16", 2) if machine.cpu_bfloat16 else ("fp32", 4)
+    needed = weight_bytes(spec, dtype_bytes=num_bytes, keep_quantized=False)
+    need = f"{_gib(needed)} of main memory in {dtype} on the CPU, {_gib(machine.memory_bytes)} free"
+    if needed < machine.memory_bytes:
+        return Verdict(model, True, f"negamax serve {model}", f"slow: {need}")
+    return Verdict(model, False, "", f"needs {need}")
+
+
+def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
+    weights = weight_bytes(spec, dtype_bytes=2, keep_quantized=True)
+    weakest = min(gpu.capability for gpu in gpus)
+    if spec.quantization is not None and weakest < FP8_CAPABILITY:
+        found = ".".join(map(str, weakest))
+        reason = f"its FP8 weights need compute capability 8.9 (Hopper: 9.0), found {found}"
+        return Verdict(model, False, "", reason)
+    best = (0, 0)  # tokens, GPUs
+    for size in _tensor_parallel_sizes(spec, len(gpus)):
+        tokens = _cache_tokens(spec, weights, gpus[:size])
+        if tokens >= spec.max_position_embeddings:
+            best = tokens, size
+            break
+        best = max(best, (tokens, size))
+    tokens, size = best
+    if tokens < _LEAST_TOKENS:
+        share = EngineOptions.gpu_memory_utilization
+        per_gpu = min(int(gpu.total_bytes * share) for gpu in gpus) - GPU_RESERVE
+        needed = next((n for n in _tensor_parallel_sizes(spec, 64) if n * per_gpu > weights), None)
+        hint = f"about {needed} free GPUs like these" if needed else "larger GPUs"
+        free = _gib(min(gpu.free_bytes for gpu in gpus))
+        need = f"needs {_gib(weights)} for its weights, {free} are free per GPU"
+        return Verdict(model, False, "", f"{need}; it takes {hint}")
+    command = f"negamax serve {model}" + (f" --tensor-parallel-size {size}" if size > 1 else "")
+    if tokens < spec.max_position_embeddings:
+        command += f" --max-model-len {tokens // 1024 * 1024}"
+    form = "FP8 as stored" if spec.quantization is not None else "bf16"
+    detail = f"{form}, {_gib(weights // size)} of weights per GPU"
+    return Verdict(model, True, command, f"{detail}, KV cache of about {tokens // 1000},000 tokens")
+
+
+def _tensor_parallel_sizes(spec: ModelSpec, most: int) -> Iterator[int]:
+    """The numbers of ranks up to `most` that the model can be split over."""
+    for size in range(1, most + 1):
+        layout = ParallelLayout(tp=size)
+        try:
+            layout.attention.heads(spec.num_heads)
+            layout.attention.kv_heads(spec.num_kv_heads)
+            layout.vocab(spec.vocab_size)
+            width = layout.experts.width(spec.intermediate_size)
+        except ConfigError:
+            continue
+        block = spec.quantization.weight_block_size[0] if spec.quantization else 1
+        if len(width) % block == 0:
+            yield size
+
+
+def _cache_tokens(spec: ModelSpec, weights: int, gpus: Sequence[Gpu]) -> int:
+    """Tokens whose KV cache fits beside the weights on each of `gpus`."""
+    share = EngineOptions.gpu_memory_utilization
+    budget = min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)
+    room = budget - weights // len(gpus) - GPU_RESERVE
+    per_token = kv_bytes_per_token(spec, dtype_bytes=_KV_DTYPE_BYTES, num_ranks=len(gpus))
+    return max(0, room) // per_token
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

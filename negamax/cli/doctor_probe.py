@@ -1,0 +1,48 @@
+"""What PyTorch sees of this machine, as JSON: `python -m negamax.cli.doctor_probe`, run by `negamax doctor`.
+
+A process of its own: PyTorch takes seconds to import, and one that is broken can end the process.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def main() -> None:
+    """Print the findings; an error of the import is one of them."""
+    try:
+        found = _look()
+    except Exception as error:
+        found = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+    print(json.dumps(found))
+
+
+def _look() -> dict[str, Any]:
+    import torch
+
+    cuda = torch.cuda
+    count = cuda.device_count() if cuda.is_available() else 0
+    gpus = []
+    for index in range(count):
+        free, total = cuda.mem_get_info(index)
+        gpus.append(
+            {
+                "name": cuda.get_device_name(index),
+                "total_bytes": total,
+                "free_bytes": free,
+                "capability": list(cuda.get_device_capability(index)),
+                "peers": [other for other in range(count) if other != index and cuda.can_device_access_peer(index, other)],
+            }
+        )
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "gpus": gpus,
+        "cpu_bfloat16": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""`negamax doctor`: which models fit on which machine, and what it says of a broken one."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from negamax.cli.doctor_models import GIB, Gpu, Machine, Verdict, verdicts
+from negamax.cli.main import main
+
+M2 = "MiniMaxAI/MiniMax-M2"
+
+
+def machine(count: int, *, gib: float = 0, capability: tuple[int, int] = (9, 0), used: float = 0.5, **own: Any) -> Machine:
+    total = int(gib * GIB)
+    gpu = Gpu("GPU", total, total - int(used * GIB), capability)
+    facts: dict[str, Any] = {"memory_bytes": 64 * GIB, "cpu_bfloat16": True, "disk_bytes": 2**50}
+    return Machine(gpus=(gpu,) * count, **{**facts, **own})
+
+
+def verdict(here: Machine, model: str = M2) -> Verdict:
+    (found,) = [each for each in verdicts(here) if each.model == model]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("here", "command"),
+    [
+        (machine(4, gib=139.8), f"negamax serve {M2} --tensor-parallel-size 4"),
+        (machine(8, gib=79.1), f"negamax serve {M2} --tensor-parallel-size 4"),
+        (machine(1, gib=287), f"negamax serve {M2}"),
+        # a number of 1,024s below what was measured there: 122,496 tokens
+        (machine(2, gib=139.8), f"negamax serve {M2} --tensor-parallel-size 2 --max-model-len"),
+        (machine(0, memory_bytes=500 * GIB), f"negamax serve {M2}"),
+    ],
+)
+def test_model_that_fits_comes_with_its_command(here: Machine, command: str) -> None:
+    found = verdict(here)
+    assert found.runs and found.command.startswith(command)
+    if "--max-model-len" in command:
+        assert 100_000 < int(found.command.split()[-1]) < 140_000
+
+
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [
+        (machine(1, gib=139.8), "it takes about 2 free GPUs like these"),
+        (machine(3, gib=79.1), "it takes about 4 free GPUs like these"),
+        (machine(8, gib=79.1, capability=(8, 0)), "compute capability 8.9"),
+        (machine(4, gib=139.8, used=100), "39.8 GiB are free per GPU"),  # somebody else is there
+        (machine(0), "needs 426.0 GiB of main memory in bf16"),
+        (machine(0, cpu_bfloat16=False), "needs 851.9 GiB of main memory in fp32"),
+    ],
+)
+def test_model_that_does_not_fit_comes_with_the_reason(here: Machine, words: str) -> None:
+    found = verdict(here)
+    assert not found.runs and not found.command and words in found.detail
+
+
+def test_nano_runs_everywhere_with_a_gigabyte() -> None:
+    assert verdict(machine(0), "nano").command == "negamax serve nano"
+    old = machine(1, gib=40, capability=(8, 0))
+    assert verdict(old, "nano").command == "negamax serve nano --device cpu"
+    assert not verdict(machine(0, memory_bytes=GIB // 2), "nano").runs
+
+
+def test_missing_disk_is_named() -> None:
+    found = verdict(machine(4, gib=139.8, disk_bytes=60 * GIB))
+    assert found.runs and "a download needs 214." in found.detail
+
+
+@pytest.mark.parametrize("body", ["raise OSError('libcudart.so.13 is missing')", "import os; os.abort()"])
+def test_broken_torch_is_a_finding(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torch.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["doctor", "--json", "--port", str(port)]) == 1
+        told = json.loads(capsys.readouterr().out)
+        assert main(["doctor", "--port", str(port)]) == 1
+    found = {check["name"]: check for check in told["checks"]}
+    assert not told["can_serve"] and told["models"] == []
+    assert found["torch"]["status"] == "fail"
+    assert ("libcudart.so.13" if "OSError" in body else "exit code -6") in found["torch"]["detail"]
+    assert found["port"]["status"] == "warn" and str(port) in found["port"]["detail"]
+    assert found["HF_TOKEN"]["detail"] == "set"
+    assert found["hub"]["detail"].startswith(str(tmp_path / "hub" / "hub"))
+    text = capsys.readouterr().out
+    assert "FAIL  torch" in text and "nothing: see the lines marked FAIL" in text
+    assert "hf_verysecret" not in text + json.dumps(told)
