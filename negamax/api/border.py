@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import secrets
@@ -24,6 +25,7 @@ from negamax.api.schemas.messages import message_error
 from negamax.api.sse import ClientGoneError, event
 from negamax.base.errors import InvalidRequestError, NegamaxError, PayloadTooLargeError
 from negamax.base.log import get_logger
+from negamax.base.unicode import valid_escapes
 
 logger = get_logger(__name__)
 
@@ -184,12 +186,16 @@ async def read_json(request: Request, *, max_bytes: int) -> tuple[object, int]:
             code="unsupported_media_type",
         )
     body = await _read_body(request, max_bytes=max_bytes)
+    return await _decoded(body), len(body)
+
+
+async def _decoded(body: bytes) -> object:
     if body.count(b"[") + body.count(b"{") > MAX_JSON_BRACKETS or body.count(b",") > MAX_JSON_COMMAS:
         limits = f"{MAX_JSON_BRACKETS} brackets and {MAX_JSON_COMMAS} commas"
         raise InvalidRequestError(f"the body has more elements than any request needs; allowed: {limits}", code="invalid_json")
     try:
         body.decode("utf-8")
-        value = msgspec.json.decode(body)
+        value = await _mended(body)
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from None
     except msgspec.MsgspecError as error:
@@ -198,7 +204,19 @@ async def read_json(request: Request, *, max_bytes: int) -> tuple[object, int]:
         raise _too_deep() from None
     if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:
         _check_depth(value)
-    return value, len(body)
+    return value
+
+
+async def _mended(body: bytes) -> object:
+    """The value of a JSON text, in which an escaped lone surrogate stands for U+FFFD: agents send such text back for ever,
+    once a tool has cut an emoji in two."""
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        mended = await asyncio.to_thread(valid_escapes, body)
+        if mended == body:
+            raise
+        return msgspec.json.decode(mended)
 
 
 async def _read_body(request: Request, *, max_bytes: int) -> bytes:

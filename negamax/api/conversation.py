@@ -178,12 +178,7 @@ class PromptBuilder:
         if len(text) > probe_chars:
             probed = len(self._encodings.encode(text[:probe_chars], salt=cache_salt))
             if probed > 2 * self._max_model_len:
-                raise ContextLengthError(
-                    f"the prompt has more than {probed} tokens; the window is {self._max_model_len} tokens, output included",
-                    hint="shorten the prompt",
-                    param="messages",
-                    code="context_length_exceeded",
-                )
+                raise ContextLengthError.of_prompt(probed, window=self._max_model_len, param="messages", is_counted=False)
         return self._encodings.encode(text, salt=cache_salt)
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from negamax.api.schemas.common import refuse, shown
 from negamax.api.thought_signature import ThoughtSigner
+from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system")
 # Claude Code begins its system prompt with a line that changes with every request: no prefix could be cached behind it.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
-_UNSEEN_IMAGE = "[an image, which this model cannot see]"
-_UNSEEN_DOCUMENT = "[a document, which this model cannot read]"
 
 
 @dataclass(slots=True)
@@ -140,18 +139,18 @@ def _add_user(history: History, blocks: Blocks) -> None:
     for place, block in results:
         result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block, place)}
         history.add(result, place=_message_of(place))
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for place, block in blocks:
         if block.get("type") == "tool_result":
             continue
         text = _user_text(block, place)
-        reminder = _REMINDER.match(text) if results and not texts else None
+        reminder = _REMINDER.match(text or "") if results and not parts else None
         if reminder is not None and "<system-reminder>" not in reminder[1]:
             history.add({"role": "system", "content": reminder[1]}, place=_message_of(place))
         else:
-            texts.append(text)
-    if texts:
-        content = [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else texts[0]
+            parts.append({"type": block["type"]} if text is None else {"type": "text", "text": text})
+    if parts:
+        content = parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
         history.add({"role": "user", "content": content}, place=_message_of(blocks[-1][0]))
 
 
@@ -171,18 +170,21 @@ def _add_assistant(history: History, blocks: Blocks, signer: ThoughtSigner) -> N
                 parts.add_call(block.get("id"), block.get("name"), block.get("input"))
             case str() if kind.endswith("_tool_result"):
                 pass  # of a tool that ran on another server
+            case _ if note := unseen_note(kind):
+                parts.add_text(note, is_apart=True)
             case _:
                 refuse(place, f"has type {shown(kind)}; allowed: 'text', 'thinking', 'redacted_thinking', 'tool_use'")
     history.add(parts.message, place=_message_of(blocks[0][0]))
 
 
-def _user_text(block: Mapping[str, Any], place: str) -> str:
+def _user_text(block: Mapping[str, Any], place: str) -> str | None:
+    """The text of a block; None for one that becomes a note."""
     kind = block.get("type")
     if kind == "text":
         return _text(block, place)
     shown_text = _document_text(block)
-    if shown_text is None:
-        refuse(place, f"has type {shown(kind)}; this model reads text only")
+    if shown_text is None and unseen_note(kind) is None:
+        refuse(place, f"has type {shown(kind)}; allowed: 'text', 'image', 'document', 'search_result', 'tool_result'")
     return shown_text
 
 
@@ -222,14 +224,13 @@ def _result(block: Mapping[str, Any], place: str) -> str:
             match part.get("type"):
                 case "text":
                     texts.append(_text(part, where))
-                case "image":
-                    texts.append(_UNSEEN_IMAGE)
                 case "tool_reference":
                     texts.append(f"[the tool {part.get('tool_name')}]")
-                case "document" | "search_result":
-                    texts.append(_document_text(part) or _UNSEEN_DOCUMENT)
                 case kind:
-                    refuse(where, f"has type {shown(kind)}; allowed: 'text', 'image', 'document', 'search_result'")
+                    text = _document_text(part) or unseen_note("document" if kind == "search_result" else kind)
+                    if text is None:
+                        refuse(where, f"has type {shown(kind)}; allowed: 'text', 'image', 'document', 'search_result'")
+                    texts.append(text)
     text = "\n".join(texts)
     is_told = text.lstrip().lower().startswith(("error", "<tool_use_error>"))
     if block.get("is_error") is True and not is_told:

@@ -10,6 +10,7 @@ from negamax.api.messages_history import AssistantParts, History
 from negamax.api.schemas.common import refuse, shown
 from negamax.api.schemas.responses import CUSTOM_INPUT, shown_name
 from negamax.api.thought_signature import ThoughtSigner
+from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call")
@@ -90,6 +91,10 @@ def _said_text(content: object, place: str) -> str:
     texts = []
     for index, part in enumerate(content if isinstance(content, list) else [None]):
         kind = part.get("type") if isinstance(part, dict) else None
+        note = unseen_note(kind)
+        if note is not None:
+            texts.append(f"\n{note}\n")
+            continue
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else part
         if kind not in ("output_text", "input_text", "text", "refusal") or not isinstance(text, str):
             refuse(f"{place}.content[{index}]", "must be a part with text; allowed: 'output_text', 'refusal'")

@@ -158,12 +158,7 @@ def admit(prompt_token_ids: Sequence[int], sampling: SamplingParams, *, info: Mo
     sampling.check(max_logprobs=info.max_logprobs, vocab_size=info.vocab_size)
     room = info.max_model_len - num_prompt_tokens
     if room < 1:
-        raise ContextLengthError(
-            f"the prompt has {num_prompt_tokens} tokens; the window is {info.max_model_len} tokens, output included",
-            hint="shorten the prompt",
-            param="messages",
-            code="context_length_exceeded",
-        )
+        raise ContextLengthError.of_prompt(num_prompt_tokens, window=info.max_model_len, param="messages")
     if sampling.max_tokens is not None and sampling.max_tokens > room:
         sampling = msgspec.structs.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
     if sampling.min_tokens > room:

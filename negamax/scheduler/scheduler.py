@@ -116,12 +116,7 @@ class Scheduler:
         if prompt_len == 0:
             raise InvalidRequestError("the prompt has 0 tokens; at least 1 is needed", param="prompt", code="empty_prompt")
         if prompt_len >= limits.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {prompt_len} tokens; at most {limits.max_model_len - 1} fit, because prompt and at "
-                f"least one output token share a window of {limits.max_model_len}; shorten the prompt",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise ContextLengthError.of_prompt(prompt_len, window=limits.max_model_len, param="prompt")
         limit = min(prompt_len + max_tokens, limits.max_model_len)
         self._check_pool(prompt_len, limit=limit)
         if len(self._waiting) >= limits.max_queued_requests:

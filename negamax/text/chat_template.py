@@ -15,6 +15,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
+from negamax.base.unicode import valid_unicode
 
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
 
@@ -92,14 +93,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Prompt text of a conversation (pass it through `normalize_messages` first). `kwargs` are template variables.
+        """Prompt text of a conversation (pass it through `normalize_messages` first), in valid Unicode.
+        `kwargs` are template variables.
 
         Errors: `InvalidRequestError` when the template refuses the conversation or fails on it.
         """
         check_template_kwargs(kwargs)
         variables = {**self._variables, **kwargs}
         try:
-            return self._template.render(variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+            text = self._template.render(variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
         except InvalidRequestError:
             raise
         except Exception as error:  # the checkpoint's code on the client's values: any failure is an answer to this request
@@ -108,6 +110,7 @@ class ChatTemplate:
                 hint="check roles, contents and chat_template_kwargs",
                 param="messages",
             ) from error
+        return valid_unicode(text)
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:

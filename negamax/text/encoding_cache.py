@@ -12,7 +12,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from negamax.text.tokenizer import Tokenizer, check_unicode
+from negamax.base.unicode import valid_unicode
+from negamax.text.tokenizer import Tokenizer
 
 KEPT_CHARS = 256  # parts of more characters than this are kept
 CACHE_BYTES = 64 << 20
@@ -35,13 +36,13 @@ class EncodingCache:
         self.num_bytes = 0
 
     def encode(self, text: str, *, salt: str = "") -> list[int]:
-        """The same as `tokenizer.encode(text)`. Errors: `InvalidRequestError` for text that is no valid Unicode.
+        """The same as `tokenizer.encode(text)`.
 
         Only texts with the same `salt` share what is kept: nobody else can tell by the time whether a text has been here.
         """
         if self._tokenizer.cuts is None:
             return self._tokenizer.encode(text)
-        check_unicode(text)  # now, for an error that tells the place in the whole text
+        text = valid_unicode(text)
         key = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
         ids: list[int] = []
         for part in self._parts(text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -15,6 +16,18 @@ THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))  # of M2 a
 _QUOTES = tuple("`'\"“‘«")
 
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # by type of the part
+RAW_ARGUMENTS = "arguments"  # the one parameter of a call whose arguments are no JSON object
+
+_IMAGE = "[an image, which this model cannot see]"
+_DOCUMENT = "[a document, which this model cannot read]"
+_AUDIO = "[a recording, which this model cannot hear]"
+_VIDEO = "[a video, which this model cannot see]"
+_UNSEEN = {  # by type of the part, in all dialects
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), _IMAGE),
+    **dict.fromkeys(("document", "file", "input_file", "container_upload"), _DOCUMENT),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), _AUDIO),
+    **dict.fromkeys(("video", "video_url", "input_video"), _VIDEO),
+}
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]], *, has_root: bool = False) -> list[dict[str, Any]]:
@@ -25,10 +38,12 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]], *, has_root: bool 
     - A later one stays in its place as a note (`system_note`): at the end of the tool result before it, else as a user
       message. The templates would drop it silently; moving it to the start would change the whole prompt and lose its cached
       prefix; and a user message within a tool loop would hide the thinking of that loop.
-    - Content null or missing is "". Text parts of every known type become parts of type text.
+    - Content null or missing is "". Text parts of every known type become parts of type text, and so do images, documents,
+      recordings and videos: each becomes a note (`unseen_note`).
     - Reasoning is read from `reasoning_content`, `reasoning`, `reasoning_details`, thinking parts, or a think block that
       begins the content, and becomes `reasoning_content`.
-    - Arguments of tool calls become mappings (an empty text is no arguments).
+    - Arguments of tool calls become mappings. An empty text and null are no arguments; what else is no JSON object, such as
+      the arguments of a call that the limit of tokens cut, becomes one parameter with its text (`RAW_ARGUMENTS`).
     - Tool results directly follow their calls and are put in the order of the calls, instructions between them after them.
     Errors: `InvalidRequestError` naming the message, for everything a template would drop, misplace or print as something else.
     """
@@ -43,6 +58,12 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]], *, has_root: bool 
 def system_note(text: str) -> str:
     """How an instruction from the middle of a conversation reads as user text."""
     return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+def unseen_note(kind: object) -> str | None:
+    """What a part of this type reads as, which has something else than text. A refusal would end the session that has it.
+    None for other types."""
+    return _UNSEEN.get(kind) if isinstance(kind, str) else None
 
 
 def split_inline_reasoning(content: str) -> tuple[str | None, str]:
@@ -74,7 +95,8 @@ def _checked(message: Any, i: int) -> dict[str, Any]:
         _refuse(i, f"has role {role!r}; use one of {', '.join(ROLES)}")
     checked = {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_details")}
     if role != "assistant":
-        checked["content"] = _content(message.get("content"), i)
+        # Templates show each part of a result by itself.
+        checked["content"] = _content(message.get("content"), i, joins_notes=role != "tool")
         return checked
     thoughts: list[str] = []
     content = _content(message.get("content"), i, thoughts=thoughts)
@@ -95,8 +117,9 @@ def _checked(message: Any, i: int) -> dict[str, Any]:
     return checked
 
 
-def _content(content: Any, i: int, *, thoughts: list[str] | None = None) -> str | list[Any]:
-    """Content as text or as text parts; thinking parts go to `thoughts`, where a message may have them."""
+def _content(content: Any, i: int, *, thoughts: list[str] | None = None, joins_notes: bool = True) -> str | list[Any]:
+    """Content as text or as text parts; thinking parts go to `thoughts`, where a message may have them. `joins_notes`: notes of
+    what cannot be seen begin and end a line."""
     if content is None or content == []:
         return ""
     if isinstance(content, str):
@@ -104,18 +127,27 @@ def _content(content: Any, i: int, *, thoughts: list[str] | None = None) -> str 
     if not isinstance(content, list):
         _refuse(i, f"is a {type(content).__name__}; send text, a list of text parts, or null", field="content")
     parts: list[Any] = []
+    was_note = False
     for j, part in enumerate(content):
-        if isinstance(part, str):
-            parts.append(part)
-            continue
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "thinking" and thoughts is not None:
             thoughts.append(_part_text(part, "thinking", i, j))
+            continue
+        note = unseen_note(kind)
+        if note is not None:
+            text = note
         elif isinstance(kind, str) and kind in _TEXT_FIELDS:
-            parts.append({"type": "text", "text": _part_text(part, _TEXT_FIELDS[kind], i, j)})
+            text = _part_text(part, _TEXT_FIELDS[kind], i, j)
+        elif isinstance(part, str):
+            text = part
         else:
             shown = kind if isinstance(part, Mapping) else type(part).__name__
-            _refuse(i, f"has type {shown!r}; this model reads text parts only", field=f"content[{j}]")
+            allowed = "text, images and files"
+            _refuse(i, f"has type {shown!r}; allowed are parts with {allowed}", field=f"content[{j}]")
+        if joins_notes and parts and (was_note or note is not None):
+            text = f"\n{text}"
+        parts.append(text if isinstance(part, str) else {"type": "text", "text": text})
+        was_note = note is not None
     return parts or ""
 
 
@@ -154,25 +186,25 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
             _refuse(i, "has no function; send {id, type, function: {name, arguments}}", field=where)
         if not isinstance(function.get("name"), str) or not function["name"]:
             _refuse(i, f"is {function.get('name')!r}; send the name of the called tool", field=f"{where}.function.name")
-        arguments = _arguments(function.get("arguments"), i, field=f"{where}.function.arguments")
-        checked.append({**call, "function": {**function, "arguments": arguments}})
+        checked.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
     ids = [call.get("id") for call in checked]
     if not all(isinstance(call_id, str) for call_id in ids) or len(set(ids)) < len(ids):
         _refuse(i, f"has the ids {ids}; give each call its own id", field="tool_calls")
     return checked
 
 
-def _arguments(arguments: Any, i: int, *, field: str) -> dict[str, Any]:
-    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
-        return {}
+def _arguments(arguments: Any) -> dict[str, Any]:
+    raw = arguments
     if isinstance(arguments, str):
         try:
-            arguments = parse_json(arguments)
-        except ValueError as error:
-            _refuse(i, f"is no valid JSON: {error}; send the text of a JSON object", field=field)
-    if not isinstance(arguments, Mapping):
-        _refuse(i, f"is a JSON {type(arguments).__name__}; send the text of a JSON object", field=field)
-    return dict(arguments)
+            arguments = parse_json(arguments) if arguments.strip() else None
+        except ValueError:
+            return {RAW_ARGUMENTS: raw}
+    if arguments is None:
+        return {}
+    if isinstance(arguments, Mapping):
+        return dict(arguments)
+    return {RAW_ARGUMENTS: raw if isinstance(raw, str) else json.dumps(raw, ensure_ascii=False)}
 
 
 def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

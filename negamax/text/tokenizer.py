@@ -11,7 +11,8 @@ from typing import Any
 
 import tokenizers
 
-from negamax.base.errors import CheckpointError, InvalidRequestError
+from negamax.base.errors import CheckpointError
+from negamax.base.unicode import valid_unicode
 
 # Tokens that carry the structure of an answer. They stay in the text even where a re-saved checkpoint flags them as control
 # tokens: without them nobody can tell reasoning from content.
@@ -70,11 +71,10 @@ class Tokenizer:
         """Token ids of `text`; nothing is put before or after it.
 
         Texts of added tokens (`[e~[`, `<think>`, …) become those tokens; with `allow_special=False` they are ordinary text.
-        Errors: `InvalidRequestError` for text that is no valid Unicode (a lone surrogate).
+        A lone surrogate counts as U+FFFD.
         """
-        check_unicode(text)
         backend = self._backend if allow_special else self._plain_backend
-        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)  # fast: no offsets
+        (encoding,) = backend.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)  # fast: no offsets
         return encoding.ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -134,16 +134,6 @@ class Tokenizer:
         if token_id is None:
             raise CheckpointError(f"tokenizer_config.json names {field} {text!r}, which {source} does not have", hint=_REMEDY)
         return token_id
-
-
-def check_unicode(text: str) -> None:
-    """Errors: `InvalidRequestError` for text that is no valid Unicode (a lone surrogate)."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"the text has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; send valid Unicode"
-        ) from error
 
 
 def _byte_alphabet() -> dict[str, int]:

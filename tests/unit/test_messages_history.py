@@ -138,7 +138,7 @@ def test_documents_with_text_are_text() -> None:
         ({"role": "wizard", "content": "x"}, "messages[0].role"),
         ({"role": "user", "content": 3}, "messages[0].content"),
         (user("x"), "messages[0].content[0]"),
-        (user({"type": "image", "source": {}}), "messages[0].content[0]"),
+        (user({"type": "magic", "source": {}}), "messages[0].content[0]"),
         (user({"type": "text"}), "messages[0].content[0].text"),
         (assistant({"type": "magic"}), "messages[0].content[0]"),
         (user(text("x"), result(1, [{"type": "magic"}])), "messages[0].content[1].content[0]"),

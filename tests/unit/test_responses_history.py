@@ -105,7 +105,7 @@ def test_calls_that_ran_elsewhere_are_passed_over() -> None:
     [
         ({"type": "magic"}, "input[0].type"),
         ({"role": "wizard", "content": "x"}, "input[0].role"),
-        ({"role": "assistant", "content": [{"type": "image"}]}, "input[0].content[0]"),
+        ({"role": "assistant", "content": [{"type": "magic"}]}, "input[0].content[0]"),
         ({"role": "assistant", "content": 3}, "input[0].content[0]"),
     ],
     ids=str,

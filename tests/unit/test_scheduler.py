@@ -85,7 +85,7 @@ def names(letters: str) -> list[int]:
 
 def test_prompt_that_leaves_no_room_for_output_is_refused_with_numbers() -> None:
     scheduler = make_scheduler(window=10)
-    with pytest.raises(ContextLengthError, match=r"10 tokens; at most 9 .* window of 10"):
+    with pytest.raises(ContextLengthError, match=r"10 tokens > 9 maximum\. .* 10 tokens"):
         scheduler.add(request("a", 10))
     scheduler.add(request("b", 9))
     assert step(scheduler)[0].finish_reason == "length"

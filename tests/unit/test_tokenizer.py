@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_support import TAGS, config_text, definition_text, make_tokenizer
 
-from negamax.base.errors import CheckpointError, InvalidRequestError
+from negamax.base.errors import CheckpointError
 from negamax.text.tokenizer import Tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -103,9 +103,8 @@ def test_all_256_bytes_have_a_token() -> None:
     assert {bytes([byte]) for byte in range(256)} <= single
 
 
-def test_lone_surrogate_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"U\+D800 at character 2"):
-        TOKENIZER.encode("ab\ud800")
+def test_lone_surrogate_counts_as_a_replacement_character() -> None:
+    assert TOKENIZER.encode("ab\ud800c") == TOKENIZER.encode("ab\ufffdc")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

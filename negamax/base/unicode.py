@@ -1,0 +1,36 @@
+"""Lone surrogates, which no UTF-8 can hold and which JSON can escape: each becomes U+FFFD."""
+
+from __future__ import annotations
+
+import re
+
+_BACKSLASH = ord("\\")
+_REPLACEMENT = rb"\ufffd"
+_HIGH = rb"\\u[dD][89abAB][0-9a-fA-F]{2}"
+_LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPES = re.compile(_HIGH + b"(" + _LOW + b")?|" + _LOW)
+
+
+def valid_unicode(text: str) -> str:
+    """`text` with U+FFFD for every lone surrogate; two halves of a pair are joined."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def valid_escapes(body: bytes) -> bytes:
+    """The JSON text `body` with an escaped U+FFFD for every escaped lone surrogate."""
+    return _ESCAPES.sub(_mended, body)
+
+
+def _mended(match: re.Match[bytes]) -> bytes:
+    body, start = match.string, match.start()
+    low = match[1] or b""
+    backslashes = 0
+    while start > backslashes and body[start - backslashes - 1] == _BACKSLASH:
+        backslashes += 1
+    if backslashes % 2:  # the one of this escape is escaped itself, so its first half is text
+        return match[0][: len(match[0]) - len(low)] + (_REPLACEMENT if low else b"")
+    return match[0] if low else _REPLACEMENT

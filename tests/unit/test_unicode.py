@@ -1,0 +1,54 @@
+"""Lone surrogates in texts and in the escapes of JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import msgspec
+import pytest
+
+from negamax.base.unicode import valid_escapes, valid_unicode
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("plain é 😀", "plain é 😀"),
+        ("a\ud83db", "a\ufffdb"),
+        ("\ude00\ud83d", "\ufffd\ufffd"),
+        ("\ud83d\ud83d\ude00", "\ufffd😀"),
+    ],
+)
+def test_lone_surrogates_of_a_text_are_replaced(text: str, valid: str) -> None:
+    assert valid_unicode(text) == valid
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'"\ud83d"',
+        rb'"\uD83D\uDE00"',
+        rb'"\ud83d\uDE00\ud83d"',
+        rb'"\\ud83d"',
+        rb'"\\\ud83d"',
+        rb'"\\ud83d\ude00"',
+        rb'"\ude00\ud83d\ud83d\ude00x"',
+        rb'"\ud83d\\ude00"',
+        rb'"\\\\\ud83d\n"',
+    ],
+)
+def test_escaped_lone_surrogates_are_replaced_and_escaped_backslashes_are_not_escapes(body: bytes) -> None:
+    """Python's reader keeps lone surrogates, so it tells what each text says."""
+    assert msgspec.json.decode(valid_escapes(body)) == valid_unicode(json.loads(body))
+
+
+@pytest.mark.parametrize("unit", [rb"\\", rb"\ud83d\ude00", rb"\ud83d", rb"\\ud83d"])
+def test_large_bodies_take_linear_time(unit: bytes) -> None:
+    def seconds(num: int) -> float:
+        body = b'"' + unit * num + rb'\ude00"'
+        started = time.process_time()
+        valid_escapes(body)
+        return time.process_time() - started
+
+    assert min(seconds(80_000) for _ in range(2)) < 30 * min(seconds(10_000) for _ in range(5)) + 0.01
