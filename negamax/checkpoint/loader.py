@@ -21,7 +21,8 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.base.log import get_logger
-from negamax.checkpoint.names import layer_of, place
+from negamax.checkpoint.finite import FiniteCheck
+from negamax.checkpoint.names import layer_of, mtp_layers, place
 from negamax.checkpoint.reader import CheckpointReader, TensorEntry, first_names, open_checkpoint
 from negamax.config.model_spec import ModelSpec
 from negamax.layers.weights import WeightSlot
@@ -97,7 +98,8 @@ def load_weights(model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progre
     """Fill the slots of `model` from the safetensors files in `folder`. The caller packs the model afterwards.
 
     `progress` is called after each tensor; without it, a line is logged every few seconds.
-    Errors: `CheckpointError` naming the files or tensors that are missing, unknown, surplus, mis-shaped or of a wrong dtype.
+    Errors: `CheckpointError` naming the files or tensors that are missing, unknown, surplus,
+    mis-shaped, of a wrong dtype, or with values that are NaN or infinite.
     """
     began = time.perf_counter()
     _refuse_foreign_quantization(folder, spec)
@@ -117,10 +119,14 @@ def load_weights(model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progre
             logger.warning("skipped %d tensors: %s (%s)", len(names), reason, first_names(list(names)))
         progress = progress or _log_progress()
         done = 0
+        check = FiniteCheck()
         for move, part in _parts(reader, needed, scheme=scheme):
-            move.slot.write_part(part)
+            written = move.slot.write_part(part)
+            # A GPU has many scales of a few numbers each; they are copied as they are.
+            check.add(part if move.is_scale else written, move.tensor, *([move.scale] if move.scale else []))
             done += move.num_bytes
             progress(done, total)
+        check.finish(reader)
     return LoadReport(
         num_tensors=sum(move.num_tensors for move in moves),
         num_bytes=total,
@@ -138,8 +144,9 @@ def _plan(
     """Every tensor's way, in reading order, and the names that are skipped by reason."""
     found: dict[str, TensorEntry] = {}  # canonical name -> tensor
     skipped: dict[str, list[str]] = defaultdict(list)
+    mtp = mtp_layers(entries)
     for name, entry in entries.items():
-        placement = place(name, num_layers=num_layers)
+        placement = place(name, num_layers=num_layers, mtp=mtp)
         if placement.skip_reason and placement.slot not in slots:
             skipped[placement.skip_reason].append(name)
         elif placement.slot in found:
@@ -168,6 +175,7 @@ def _plan(
             moves += [_Move(slot, weight), _Move(scale_slot, scale, is_scale=True)]
         else:
             moves.append(_Move(slot, weight, scale))
+    _refuse_layers(found, num_layers=num_layers)
     _refuse_names("are not part of this model", [entry.name for entry in found.values()])
     _refuse_names("are missing from the checkpoint", missing)
     moves.sort(key=lambda move: (layer_of(move.slot.name) or 0, str(move.tensor.file), move.tensor.offset))
@@ -229,16 +237,8 @@ def _read(reader: CheckpointReader, move: _Move, *, scheme: QuantScheme | None) 
     """What this rank keeps of a tensor."""
     if move.scale is None or scheme is None:
         part = reader.read(move.tensor, move.slot.region or None)
-        if move.is_scale and not bool(torch.isfinite(part).all()):
-            raise CheckpointError(
-                f"tensor {move.tensor.name}: a block scale is infinite or not a number", hint="download the checkpoint again"
-            )
         return part.reshape([len(wanted) for wanted in move.slot.region])
-    tensor = reader.read(move.tensor)
-    try:
-        plain = scheme.dequantize(tensor, reader.read(move.scale))
-    except CheckpointError as error:
-        raise CheckpointError(f"tensor {move.scale.name}: {error.message}", hint=error.hint) from error
+    plain = scheme.dequantize(reader.read(move.tensor), reader.read(move.scale))
     return plain[tuple(slice(part.start, part.stop) for part in move.slot.region)]
 
 
@@ -251,6 +251,18 @@ def _refuse_names(what: str, names: list[str]) -> None:
     if names:
         verb = f"{len(names)} tensors {what}" if len(names) > 1 else f"1 tensor {what}".replace(" are ", " is ")
         raise CheckpointError(f"{verb}: {first_names(names)}", hint="config.json and the weights are not of the same model")
+
+
+def _refuse_layers(found: Mapping[str, TensorEntry], *, num_layers: int) -> None:
+    """Refuse tensors of layers that config.json does not have: without them the model is another one."""
+    surplus = [slot for slot in found if (layer_of(slot) or 0) >= num_layers]
+    if surplus:
+        layers = {layer_of(slot) or 0 for slot in surplus}
+        raise CheckpointError(
+            f"num_hidden_layers in config.json is {num_layers}; the checkpoint has {len(layers)} more, up to layer "
+            f"{max(layers)} ({len(surplus)} tensors, {found[surplus[0]].name} the first)",
+            hint=f"set num_hidden_layers to {max(layers) + 1} or use the config.json that belongs to the weights",
+        )
 
 
 def _refuse_foreign_quantization(folder: Path, spec: ModelSpec) -> None:

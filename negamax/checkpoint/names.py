@@ -7,6 +7,7 @@ converted checkpoints use a few other spellings of the same tensors; they are li
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -18,8 +19,11 @@ _ALIASES = (
     (re.compile(r"(\.self_attn\.)(?:attn|v_proj|qkv_proj)\.v_scale$"), r"\1v_scale"),
     (re.compile(r"(\.self_attn\.)([kv])_cache\.scale$"), r"\1\2_scale"),
 )
+_MTP = "multi-token prediction, not used"
+# What only a layer of multi-token prediction has. Such layers may be numbered behind the model's own.
+_MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
 _SKIPPED = (
-    (re.compile(r"(^|[._])mtp([._]|$)"), "multi-token prediction, not used"),
+    (re.compile(r"(^|[._])mtp([._]|$)"), _MTP),
     (
         re.compile(r"\.([qkv]_scale|kv_scale|[kv]_zero_point|[kv]_cache\.scale|kv_cache_(scale|offset)|q\.scale)$"),
         "KV-cache scale that this model has no use for",
@@ -36,8 +40,16 @@ class Placement:
     skip_reason: str | None = None
 
 
-def place(name: str, *, num_layers: int) -> Placement:
-    """The place of checkpoint tensor `name` in a model of `num_layers` layers. Whether the slot exists is for the caller."""
+def mtp_layers(names: Iterable[str]) -> frozenset[int]:
+    """The numbers of the layers that hold tensors of multi-token prediction, by those tensors' own names."""
+    return frozenset(int(match[1]) for match in map(_MTP_OWN.match, names) if match)
+
+
+def place(name: str, *, num_layers: int, mtp: Set[int] = frozenset()) -> Placement:
+    """The place of checkpoint tensor `name` in a model of `num_layers` layers. Whether the slot exists is for the caller.
+
+    Of the layers `mtp` (see `mtp_layers`), those behind the model's own are skipped.
+    """
     slot = name
     for pattern, replacement in _ALIASES:
         slot = pattern.sub(replacement, slot)
@@ -45,8 +57,8 @@ def place(name: str, *, num_layers: int) -> Placement:
         if pattern.search(name):
             return Placement(slot, skip_reason=reason)
     layer = layer_of(slot)
-    if layer is not None and layer >= num_layers:
-        return Placement(slot, skip_reason=f"of a layer beyond the {num_layers} of config.json")
+    if layer is not None and layer >= num_layers and layer in mtp:
+        return Placement(slot, skip_reason=_MTP)
     return Placement(slot)
 
 

@@ -55,8 +55,8 @@ class WeightSlot:
                 tensor = tensor.narrow(dim, wanted.start, len(wanted))
         self.write_part(tensor)
 
-    def write_part(self, part: Tensor) -> None:
-        """As `write`, of the part `region` of the tensor alone."""
+    def write_part(self, part: Tensor) -> Tensor:
+        """As `write`, of the part `region` of the tensor alone; returns what was written, in the parameter."""
         if self.written:
             raise CheckpointError(f"tensor {self.name} is in the checkpoint twice")
         self._check_shape(part, tuple(len(wanted) for wanted in self.region))
@@ -64,11 +64,13 @@ class WeightSlot:
             raise CheckpointError(f"tensor {self.name} has dtype {part.dtype}; a floating-point dtype is needed")
         if self._exact and self._target is not None and part.dtype != self._target.dtype:
             raise CheckpointError(f"tensor {self.name} has dtype {part.dtype}; {self._target.dtype} is needed, as stored")
-        if self._target is not None:
-            with torch.inference_mode():
-                self._target.copy_(part, non_blocking=True)  # the pinned memory of `part` is not reused before the copy is done
+        target, self._target = self._target, None
         self.written = True
-        self._target = None
+        if target is None:
+            return part
+        with torch.inference_mode():
+            # The pinned memory of `part` is not reused before the copy is done.
+            return target.copy_(part, non_blocking=True)
 
     def _check_shape(self, tensor: Tensor, expected: tuple[int, ...]) -> None:
         if tuple(tensor.shape) != expected:

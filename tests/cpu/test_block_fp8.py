@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from negamax.base.errors import CheckpointError, ConfigError
+from negamax.base.errors import ConfigError
 from negamax.config.model_spec import QuantizationSpec
 from negamax.kernels.quantize.spec import OPS, dequantize_block, quantize_block
 from negamax.quantization.scheme import BLOCK_FP8, QuantScheme, detect
@@ -113,11 +113,14 @@ def test_ops_hold_their_own_tolerance_and_count_their_bytes() -> None:
                 assert op.cost(case).num_bytes > source.numel() or not source.numel()
 
 
-def test_scales_that_are_not_finite_are_refused() -> None:
-    values, scale = quantize_block(torch.ones(4, 4))
-    scale[0, 0] = math.inf
-    with pytest.raises(CheckpointError, match="not a number"):
-        BLOCK_FP8.dequantize(values, scale)
+@pytest.mark.parametrize(("rows", "columns"), [(2, 128), (1, 1), (129, 300), (256, 256), (0, 128)])
+def test_weights_are_dequantised_at_load_as_the_op_defines_to_the_bit(rows: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.arange(rows * columns).remainder(256).to(torch.uint8).view(rows, columns).view(FP8)  # NaN and subnormals too
+    scale = torch.rand(BLOCK_FP8.scale_shape(rows, columns), generator=generator) * 1e5
+    actual, expected = BLOCK_FP8.dequantize(codes, scale), dequantize_block(codes, scale)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))
 
 
 def test_a_scheme_is_detected_from_the_spec_and_never_called_fp8() -> None:

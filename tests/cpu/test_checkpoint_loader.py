@@ -28,7 +28,7 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
-from negamax.checkpoint.names import layer_of, place
+from negamax.checkpoint.names import layer_of, mtp_layers, place
 from negamax.config.model_spec import ModelSpec, bundled_spec
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import resolve
@@ -184,7 +184,7 @@ def test_slot_that_the_rank_does_not_need_is_not_read_but_must_be_there(tmp_path
 def test_tensors_beside_the_model_are_skipped_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = random_tensors(SPEC)
     extra = [
-        "model.layers.2.self_attn.q_proj.weight", "model.layers.62.input_layernorm.weight", "model.mtp.0.proj.weight",
+        "model.layers.2.self_attn.q_proj.weight", "model.layers.2.eh_proj.weight", "model.mtp.0.proj.weight",
         "mtp.layers.0.norm.weight", "model.layers.0.self_attn.k_proj.k_scale", "model.layers.1.self_attn.v_cache.scale",
         "model.layers.0.self_attn.rotary_emb.inv_freq",
     ]  # fmt: skip
@@ -194,10 +194,10 @@ def test_tensors_beside_the_model_are_skipped_and_reported(tmp_path: Path, caplo
         report = load_weights(model, SPEC, tmp_path)
     assert_same(model, tensors)
     assert sorted(name for names in report.skipped.values() for name in names) == sorted(extra)
-    assert len(report.skipped) == 4
+    assert len(report.skipped) == 3
     logged = "\n".join(record.message for record in caplog.records)
     assert all(name in logged for name in extra)
-    assert "skipped 2 (of a layer beyond the 2 of config.json)" in report.summary()
+    assert "skipped 4 (multi-token prediction, not used)" in report.summary()
 
 
 def test_other_spellings_of_the_same_tensors_are_understood(tmp_path: Path) -> None:
@@ -214,7 +214,10 @@ def test_other_spellings_of_the_same_tensors_are_understood(tmp_path: Path) -> N
 def test_names_are_placed_without_a_checkpoint() -> None:
     assert place("model.layers.3.mlp.gate.weight", num_layers=4).slot == "model.layers.3.block_sparse_moe.gate.weight"
     assert place("lm_head.weight", num_layers=1).skip_reason is None
-    assert place("model.layers.4.mlp.gate.weight", num_layers=4).skip_reason is not None
+    beyond = "model.layers.4.mlp.gate.weight"
+    assert place(beyond, num_layers=4).skip_reason is None
+    assert place(beyond, num_layers=4, mtp={4}).skip_reason is not None
+    assert mtp_layers(["model.layers.4.hnorm.weight", "model.layers.5.norm.weight", "model.enorm.weight"]) == {4}
     assert (layer_of("model.layers.12.input_layernorm.weight"), layer_of("model.norm.weight")) == (12, None)
 
 
@@ -237,9 +240,9 @@ def test_layers_are_filled_in_order_so_that_memory_stays_small(tmp_path: Path) -
             for name, slot in slots.items():
                 write = slot.write_part
 
-                def recorded(part: Tensor, *, name: str = name, write: Any = write) -> None:
+                def recorded(part: Tensor, *, name: str = name, write: Any = write) -> Any:
                     order.append(layer_of(name) or 0)
-                    write(part)
+                    return write(part)
 
                 slot.write_part = recorded  # type: ignore[method-assign]
             return dict(reversed(slots.items()))
@@ -326,12 +329,78 @@ def test_broken_scales_are_refused_by_name(tmp_path: Path) -> None:
         ({name: torch.zeros(64, 48)}, rf"{name} has a scale, dtype F32"),
         ({name + "_scale_inv": torch.ones(2, 1)}, r"scale_inv has shape \[2, 1\]; config.json asks for \[1, 1\]"),
         ({name + "_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, r"scale_inv has dtype U8; supported: F32"),
-        ({name + "_scale_inv": torch.full((1, 1), torch.nan)}, r"scale_inv: a block scale is infinite or not a number"),
+        ({name + "_scale_inv": torch.full((1, 1), torch.nan)}, rf"infinite: {name}_scale_inv in 1 of 1 x 1 \(F32\)"),
         ({"lm_head.weight_scale_inv": torch.ones(1, 1)}, r"lm_head\.weight has a scale, dtype F32"),
         ({"model.norm.bias_scale_inv": torch.ones(1)}, r"not part of this model: model\.norm\.bias_scale_inv"),
     ]:
         changed = {key: tensor for key, tensor in {**stored, **change}.items() if tensor is not None}
         refused(tmp_path, changed, message, spec=FP8_SPEC)
+
+
+def test_checkpoint_with_more_layers_than_its_config_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors(tiny_spec(num_hidden_layers=4))
+    message = r"num_hidden_layers in config.json is 2; the checkpoint has 2 more, up to layer 3 "
+    refused(tmp_path, tensors, message + r"\(44 tensors, model\.layers\.[23]\.")
+    tensors["model.layers.2.enorm.weight"] = torch.ones(48)  # layer 2 is for multi-token prediction
+    refused(tmp_path, tensors, r"has 1 more, up to layer 3 \(22 tensors, .*set num_hidden_layers to 4")
+    tensors["model.layers.3.eh_proj.weight"] = torch.ones(48, 96)
+    load(save_single(tmp_path, tensors))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_not_finite_are_named_counted_and_located(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    for name, where in [
+        ("model.embed_tokens.weight", (95, 47)),
+        ("model.layers.1.self_attn.k_norm.weight", (31,)),
+        ("model.layers.0.block_sparse_moe.e_score_correction_bias", (2,)),
+        ("model.layers.1.block_sparse_moe.gate.weight", (1, 0)),
+        ("model.layers.1.block_sparse_moe.experts.3.w2.weight", (4, 5)),
+    ]:
+        tensors = random_tensors(SPEC, dtype=dtype)
+        tensors[name][where] = value
+        size = " x ".join(map(str, tensors[name].shape))
+        refused(tmp_path, tensors, rf"{name} in 1 of {size} \(\w+\), first at {list(where)}".replace("[", r"\["))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_fp8_bytes_that_are_no_number_are_found_in_weights_that_are_dequantised_and_in_those_kept(
+    tmp_path: Path, code: int
+) -> None:
+    stored = to_fp8(random_tensors(SPEC))
+    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    stored[name].view(torch.uint8)[[3, 7], [40, 1]] = code
+    message = rf"{name} in 2 of 24 x 48 \(F8_E4M3\), first at \[3, 40\]"
+    refused(tmp_path, stored, message, spec=FP8_SPEC)
+
+    class Kept(SlotModel):
+        def weight_slots(self) -> dict[str, WeightSlot]:
+            slots = super().weight_slots()
+            return slots | slots_by_name(
+                WeightSlot(key, tuple(tensor.shape), target=torch.empty_like(tensor), exact=True)
+                for key, tensor in stored.items()
+                if key.removesuffix("_scale_inv") + "_scale_inv" in stored
+            )
+
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(Kept(FP8_SPEC), FP8_SPEC, tmp_path)
+
+
+def test_every_broken_tensor_is_reported_at_once_and_a_flood_is_cut(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    for expert in range(4):
+        for kind in ("w1", "w3"):
+            tensors[f"model.layers.0.block_sparse_moe.experts.{expert}.{kind}.weight"].fill_(torch.nan)
+    refused(tmp_path, tensors, r"(experts\.\d\.w[13]\.weight in 1152 of 24 x 48.*){5}; and 3 more tensors")
+
+
+def test_values_that_the_compute_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    tensors["model.norm.weight"][3] = 1e5
+    save_single(tmp_path, tensors)
+    load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight, whose values are too large for the dtype"):
+        load_weights(SlotModel(SPEC, dtype=torch.float16), SPEC, tmp_path)
 
 
 def test_format_described_by_another_tools_file_is_refused(tmp_path: Path) -> None:
