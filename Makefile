@@ -7,7 +7,7 @@ TORCH  ?= torch==2.13.0
 # Everything else in the versions that were tested together.
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test lint types contracts check constraints clean
+.PHONY: demo serve test test-install lint types contracts check constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
 	$(BIN)/python examples/demo.py
@@ -18,6 +18,9 @@ serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 test: $(VENV)/.dev    ## everything that runs without a GPU
 	$(BIN)/python -m pytest
 
+test-install: $(VENV)/.dev  ## the wheel alone in an empty environment: commands, server, hub ids
+	$(BIN)/python -m pytest -m install tests/install
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -27,7 +30,7 @@ types: $(VENV)/.dev
 contracts: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-check: lint types contracts test
+check: lint types contracts test-install test
 
 constraints:          ## write down the versions that a fresh environment gets, to be tested
 	rm -rf build/constraints

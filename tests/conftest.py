@@ -15,10 +15,11 @@ TESTS = Path(__file__).parent
 def pytest_configure(config: pytest.Config) -> None:
     """Has Triton interpret its kernels unless this run is for the GPU: Triton looks once, when a kernel is defined.
 
-    PyTorch looks once too: at the tests' sizes several threads mostly wait for each other. Tests of threads set their number.
-    Its libraries compute as in the engine.
+    PyTorch looks once too: at the tests' sizes several threads mostly wait for each other. Tests of threads set their number;
+    those wait asleep, since other tests and servers want their cores. Its libraries compute as in the engine.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env.settle_cpu_products()
     expression = config.option.markexpr
     may_run_on_gpu = not expression or ("gpu" in expression and "not gpu" not in expression)
