@@ -234,7 +234,7 @@ class _ChatAnswering:
 
         try:
             await generation.run(tell)
-            if self._stream_options.include_usage:
+            if self._stream_options.reports_usage:
                 say(event(self._envelope([], usage=self._usage.usage())))
         except Exception as error:
             say(failure_event(error, request_id=self.id))
@@ -303,8 +303,8 @@ class _ChatAnswering:
             if delta.role is not UNSET and choice.index == 0:
                 prompt_token_ids = self._prompt.token_ids
         options = self._stream_options
-        usage: Usage | UnsetType | None = None if options.include_usage else UNSET
-        if options.include_usage and options.continuous_usage_stats:
+        usage: Usage | UnsetType | None = None if options.reports_usage else UNSET
+        if options.continuous_usage_stats:
             usage = self._usage.usage()
         return self._envelope(
             [

@@ -145,15 +145,15 @@ class _TextAnswering:
             is_told = bool(text) or (reports_tokens and bool(output.token_ids))
             if not is_told and output.finish_reason is None:
                 return
-            usage: Usage | UnsetType | None = None if options.include_usage else UNSET
-            if options.include_usage and options.continuous_usage_stats:
+            usage: Usage | UnsetType | None = None if options.reports_usage else UNSET
+            if options.continuous_usage_stats:
                 usage = self._usage.usage()
             choice = self._choice(index, text, last=output.finish_reason is not None)
             say(event(self._envelope([choice], usage=usage)))
 
         try:
             await generations.run(tell)
-            if options.include_usage:
+            if options.reports_usage:
                 say(event(self._envelope([], usage=self._usage.usage())))
         except Exception as error:
             say(failure_event(error, request_id=self.id))

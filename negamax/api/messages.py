@@ -145,7 +145,7 @@ class _Answering:
 
         def tell(events: list[BlockEvent]) -> None:
             nonlocal has_started
-            told = b"" if has_started else named_event("message_start", MessageStart(self._message([]))) + _PING
+            told = b"" if has_started else self._start()
             has_started = True
             told += b"".join(named_event(name, data) for event in events for name, data in self._told(event))
             if told:
@@ -158,6 +158,11 @@ class _Answering:
         except Exception as error:
             status, answer = logged_failure(error, request_id=self._request_id)
             say(named_event("error", message_error(status, answer, request_id=self._request_id)))
+
+    def _start(self) -> bytes:
+        """The beginning of a stream, which says nothing of its end even where that has come."""
+        message = replace(self._message([]), stop_reason=None, stop_sequence=None)
+        return named_event("message_start", MessageStart(message)) + _PING
 
     def _told(self, event: BlockEvent) -> Iterator[tuple[str, Struct]]:
         """The events of a stream, by name."""

@@ -109,10 +109,7 @@ def test_stream_ends_with_done_and_null_usage_only_when_asked(http: httpx.Client
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-2])
-    asked = http.post(
-        "/v1/chat/completions",
-        json=body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-    )
+    asked = http.post("/v1/chat/completions", json=body | {"stream_options": {"continuous_usage_stats": True}})
     totals = [json.loads(event.removeprefix("data: "))["usage"]["completion_tokens"] for event in asked.text.split("\n\n")[:-2]]
     assert totals == sorted(totals) and totals[-1] == 2
 

@@ -56,7 +56,7 @@ def told(events: list[dict[str, Any]]) -> dict[str, Any]:
     for event in events:
         match event["type"]:
             case "message_start":
-                assert not answer
+                assert not answer and event["message"]["stop_reason"] is event["message"]["stop_sequence"] is None
                 answer = event["message"]
             case "content_block_start":
                 assert open_index is None and event["index"] == len(blocks)
@@ -86,7 +86,11 @@ def told(events: list[dict[str, Any]]) -> dict[str, Any]:
     for block in blocks:
         collected = block.pop("_json")
         if block["type"] == "tool_use":
-            block["input"] = json.loads(collected)
+            try:
+                block["input"] = json.loads(collected)
+            except ValueError:  # the call was cut
+                assert answer["stop_reason"] == "max_tokens"
+                block["input"] = collected
     return answer | {"content": blocks}
 
 
@@ -107,7 +111,7 @@ def error_of(response: httpx.Response, status: int, kind: str) -> str:
     assert response.status_code == status, response.text
     body = response.json()
     assert set(body) == {"type", "error", "request_id"}
-    assert body["type"] == "error" and set(body["error"]) == {"type", "message"}
+    assert body["type"] == "error" and set(body["error"]) - {"details"} == {"type", "message"}
     assert body["error"]["type"] == kind
     assert body["request_id"] == response.headers["x-request-id"] == response.headers["request-id"]
     message: str = body["error"]["message"]
@@ -216,6 +220,40 @@ def test_form_and_prefilled_answer(http: httpx.Client) -> None:
     assert isinstance(json.loads(asked(http, output_config=form)["content"][-1]["text"])["total"], int)
     begun = asked(http, messages=[*QUESTION, {"role": "assistant", "content": "He now has"}], max_tokens=8)
     assert [block["type"] for block in begun["content"]] == ["text"]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_short_answer_has_no_reason_to_stop_at_its_start(http: httpx.Client, limit: int) -> None:
+    body = {"model": MODEL, "max_tokens": limit, "messages": QUESTION, "stream": True, **GREEDY}
+    answer = told(events_of(http.post("/v1/messages", json=body)))
+    assert answer["stop_reason"] == "max_tokens" and answer["usage"]["output_tokens"] == limit
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_a_thread_is_refused_as_anthropics_clients_know_it(http: httpx.Client, path: str, thread: dict[str, str]) -> None:
+    refused = http.post(path, json={"model": MODEL, "max_tokens": 5, "messages": QUESTION, "thread": thread})
+    error_of(refused, 400, "invalid_request_error")
+    assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_runner_goes_on_without_a_thread(claude: anthropic.Anthropic, stream: bool) -> None:
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """Get the current weather in a city."""
+        return f"21 C and sunny in {city}"
+
+    runner: Any = claude.beta.messages.tool_runner(
+        model=MODEL,
+        max_tokens=400,
+        messages=WEATHER_QUESTION,  # type: ignore[arg-type]
+        tools=[get_weather],
+        stream=stream,  # type: ignore[arg-type]
+        extra_body=GREEDY,
+    )
+    answers = [turn.get_final_message() if stream else turn for turn in runner]
+    assert [answer.stop_reason for answer in answers] == ["tool_use", "end_turn"]
 
 
 def test_errors_have_anthropics_shape(claude: anthropic.Anthropic, http: httpx.Client) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from negamax.api.schemas.answers import ChatChunkChoice, Delta, FunctionCall, ToolCall, encode
 from negamax.api.schemas.chat import ChatRequest
-from negamax.api.schemas.common import RequestModel
+from negamax.api.schemas.common import FOREIGN_FIELDS, RequestModel
 from negamax.api.schemas.completions import CompletionRequest
+from negamax.api.schemas.messages import CountRequest, MessagesRequest
 from negamax.api.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_template import ChatTemplate
@@ -51,7 +52,52 @@ def test_fields_of_other_servers_are_ignored() -> None:
         "thinking": {"display": "x"},
     }
     assert chat(**other) == chat(thinking={})
-    assert "unknown" in refusal(ChatRequest, {"messages": HELLO, **{f"x{number}": 1 for number in range(40)}}).message
+    assert chat(**{f"x{number}": 1 for number in range(40)}) == chat()
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN_FIELDS))
+def test_names_of_other_systems_that_resemble_ours_are_ignored(name: str) -> None:
+    assert chat(**{name: ["anything"]}) == chat()
+
+
+@pytest.mark.parametrize(
+    ("fields", "meant"),
+    [
+        ({"max_new_tokens": 7}, {"max_tokens": 5}),
+        ({"topK": 7}, {"top_k": 5}),
+        ({"min_new_tokens": 7}, {"min_tokens": 5}),
+        ({"top_logprobs_num": 7}, {"top_logprobs": 5, "logprobs": True}),
+        ({"maxTokens": 7}, {"max_tokens": 5}),
+    ],
+)
+def test_a_slip_is_no_slip_where_the_meant_field_is_there(fields: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert refusal(ChatRequest, {"messages": HELLO, **fields}).code == "unknown_parameter"
+    assert refusal(ChatRequest, {"messages": HELLO, **fields, **dict.fromkeys(meant)}).code == "unknown_parameter"
+    assert chat(**fields, **meant) == chat(**meant)
+
+
+def test_integers_may_be_written_as_floats() -> None:
+    as_floats = {"max_tokens": 5.0, "top_k": 40.0, "n": 2.0, "seed": 1.0, "thinking": {"budget_tokens": 64.0}}
+    whole = {"max_tokens": 5, "top_k": 40, "n": 2, "seed": 1, "thinking": {"budget_tokens": 64}}
+    assert chat(**as_floats) == chat(**whole)
+    assert type(chat(**as_floats).max_tokens) is int and type(chat(temperature=1.0).temperature) is float
+    assert refusal(ChatRequest, {"messages": HELLO, "max_tokens": 5.5}).param == "max_tokens"
+    assert refusal(ChatRequest, {"messages": HELLO, "stream": 1.0}).param == "stream"
+
+
+def test_counts_in_every_chunk_are_counts_at_the_end_too() -> None:
+    assert chat(stream_options={"continuous_usage_stats": True}).stream_options.reports_usage
+    assert not chat(stream_options={}).stream_options.reports_usage
+
+
+@pytest.mark.parametrize("name", ["thread", "conversation", "previous_response_id"])
+@pytest.mark.parametrize("model", [ChatRequest, MessagesRequest, CountRequest], ids=lambda model: model.__name__)
+def test_what_makes_messages_a_part_of_the_conversation_is_refused(model: type[RequestModel], name: str) -> None:
+    body = {"model": "m", "max_tokens": 5, "messages": HELLO, name: {"type": "continue", "previous_message_id": "msg_1"}}
+    error = refusal(model, body)
+    assert error.param == name
+    has_code = name == "thread" and model is not ChatRequest
+    assert error.code == ("thread_unsupported_request" if has_code else "unsupported_parameter")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +222,7 @@ def test_missing_messages_are_named() -> None:
         {"stop_token_ids": list(range(1_000_000))},
         {"tools": [{"type": "function", "function": {"name": "f"}}] * 100_000},
         {"messages": ["x"] * 1_000_000},
-        {f"field_{number}": 1 for number in range(100_000)},
+        {**{f"field_{number}": 1 for number in range(100_000)}, "temperature": 9.0},
         {**{"x" * 1_000_000 + str(number): 1 for number in range(10)}, "max_tokns": 1},
         {"temperature": "9" * 1_000_000},
         {"max_tokens": 10**400},
@@ -215,6 +261,7 @@ def test_stop_may_be_one_string_or_a_list() -> None:
 
 
 def test_logit_bias_keys_become_token_ids() -> None:
+    assert chat(logit_bias=[]) == chat(logit_bias={})
     assert chat(logit_bias={"12": -5}).sampling_params(max_tokens=None, logprobs=None).logit_bias == {12: -5.0}
 
 

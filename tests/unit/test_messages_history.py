@@ -170,6 +170,8 @@ def test_errors_have_anthropics_types(status: int, kind: str) -> None:
     told = message_error(status, error_answer("too much", error_type="whatever"), request_id="r")
     body = {"type": "error", "error": {"type": kind, "message": "too much"}, "request_id": "r"}
     assert msgspec.json.decode(msgspec.json.encode(told)) == body
+    coded = message_error(status, error_answer("too much", error_type="whatever", code="too_much"), request_id="r")
+    assert msgspec.json.decode(msgspec.json.encode(coded))["error"]["details"] == {"error_code": "too_much"}
 
 
 def test_hidden_thought_comes_back_from_its_signature() -> None:

@@ -114,6 +114,10 @@ class ChatRequest(StructuredRequest):
         "documents": "put them into a message",
         "chat_template": "the template is chosen when the server starts (--chat-template)",
         "input_ids": "this endpoint takes messages; use /v1/completions",
+        **dict.fromkeys(
+            ("thread", "conversation", "previous_response_id"), "send the whole conversation; its prefix is cached"
+        ),
+        **dict.fromkeys(("system", "instructions"), "send a message with the role system"),
     }
 
     # the conversation, the latest message last; at most 16,384

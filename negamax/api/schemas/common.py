@@ -3,15 +3,18 @@
 Handling of fields, the same for every endpoint and every object inside a request: `null` means "left out"; a field in
 `ignored_fields` is accepted and has no effect; one in `unsupported_fields` is refused with its reason, unless its value asks
 for nothing (false, 0, "", []). Of the fields that nobody here knows, one that is nearly a known name is refused as a slip of
-the pen, and others are ignored, as vLLM and SGLang do: clients send fields of other servers.
+the pen, unless that name is there too, and others are ignored, as vLLM and SGLang do: clients send fields of other servers.
+An integer may be written as 5.0.
 Ranges are checked once, by `SamplingParams.check`, so that the server and the embedded `LLM` refuse alike.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import secrets
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
@@ -24,7 +27,15 @@ from negamax.scheduler.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP
 
 RequestT = TypeVar("RequestT", bound="RequestModel")
 
-MAX_UNKNOWN_FIELDS = 32  # in one object; more are no request
+# Names of other systems (OpenRouter, llama.cpp, TensorRT-LLM, TGI, Anthropic and others) that resemble names here and mean
+# something else.
+FOREIGN_FIELDS = frozenset(
+    {
+        "auto_max_new_tokens", "ctx_request_id", "inputs", "mode", "models", "presence_penalty_range", "prompt_id",
+        "reasoning_format", "return_tokens", "speed",
+    }
+)  # fmt: skip
+_MAX_CHECKED_FIELDS = 32  # unknown ones of one object that are compared with the known names, which takes time
 
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|list\[.*|dict\[.*|constrained-.*|function-.*)$")
 _SHOWN_CHARS = 60  # of an offending value in a message
@@ -83,27 +94,40 @@ class RequestModel(BaseModel):
             if value is None or name in cls.ignored_fields:
                 continue
             if name in cls.model_fields:
-                kept[name] = value
+                is_whole = isinstance(value, float) and name in _integer_fields(cls) and value.is_integer()
+                kept[name] = int(value) if is_whole else value
             elif name in cls.unsupported_fields:
                 if value not in (False, "", [], cls.neutral_values.get(name)):
                     reason = {"name": name, "reason": cls.unsupported_fields[name]}
                     raise PydanticCustomError("unsupported_parameter", "is not supported: {reason}", reason)
-            else:
+            elif name not in FOREIGN_FIELDS:
                 unknown.append(name)
-        cls._check_unknown(unknown)
+        cls._check_unknown(unknown, given=kept)
         return kept
 
     @classmethod
-    def _check_unknown(cls, names: list[str]) -> None:
-        if len(names) > MAX_UNKNOWN_FIELDS:
-            problem = {"name": names[0], "count": len(names), "limit": MAX_UNKNOWN_FIELDS}
-            raise PydanticCustomError("unknown_parameter", "is one of {count} unknown fields; allowed: {limit}", problem)
+    def _check_unknown(cls, names: list[str], *, given: Mapping[str, Any]) -> None:
+        """Refuse a slip of the pen: a name that is nearly that of a field which was not given."""
         known = {_squashed(name): name for name in cls.model_fields}
-        for name in names:
+        for name in names[:_MAX_CHECKED_FIELDS]:
             near = difflib.get_close_matches(_squashed(name), known, n=1, cutoff=_SLIP_LIKENESS)
-            if near:
+            if near and known[near[0]] not in given:
                 meant = {"name": name, "meant": known[near[0]]}
                 raise PydanticCustomError("unknown_parameter", "is not a known field. Did you mean '{meant}'?", meant)
+
+
+@functools.cache
+def _integer_fields(model: type[RequestModel]) -> frozenset[str]:
+    """The fields that hold an integer and no other number."""
+    return frozenset(name for name, field in model.model_fields.items() if _number_types(field.annotation) == {int})
+
+
+def _number_types(annotation: Any) -> set[type]:
+    if annotation in (int, float):
+        return {annotation}
+    if typing.get_origin(annotation) in (list, dict):
+        return set()
+    return set().union(*map(_number_types, typing.get_args(annotation)))
 
 
 def _squashed(name: str) -> str:
@@ -145,6 +169,8 @@ def _bounded_ids(value: object) -> object:
 
 def _bounded_bias(value: object) -> object:
     """Token ids are JSON object keys, that is strings; `{"123": -5}` becomes `{123: -5}`."""
+    if value == []:  # an empty object, as PHP writes it
+        return {}
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_LOGIT_BIAS:
@@ -170,8 +196,13 @@ class StreamOptions(RequestModel):
     """`stream_options`: what a stream carries besides its deltas."""
 
     include_usage: bool = False  # a last chunk without choices has the counts
-    continuous_usage_stats: bool = False  # with include_usage: every chunk has the counts so far
+    continuous_usage_stats: bool = False  # the same, and every chunk has the counts so far
     include_obfuscation: bool = False  # accepted; streams are never padded
+
+    @property
+    def reports_usage(self) -> bool:
+        """Whether the stream ends with the counts."""
+        return self.include_usage or self.continuous_usage_stats
 
 
 class SampledRequest(RequestModel):

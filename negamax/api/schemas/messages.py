@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -17,10 +17,12 @@ from negamax.api.schemas.structure import form_grammar
 from negamax.api.schemas.tools import check_function, check_tool_count
 from negamax.api.schemas.turns import TurnRequest
 from negamax.api.thinking import EFFORTS, ThinkingChoice, template_switch
+from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar
 
 _THINKING = {"enabled": "enabled", "disabled": "disabled", "adaptive": "adaptive", "between_tools": "adaptive"}
 _DISPLAYS = ("summarized", "omitted")
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # the code of Anthropic's API
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 
 
@@ -31,6 +33,16 @@ def _known(field: str, allowed: tuple[str, ...]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
+    """With a thread `messages` would be a part of the conversation. Clients know this code and go on without it."""
+    raise InvalidRequestError(
+        "thread: the server keeps no conversations",
+        hint="send the whole conversation without thread; its prefix is cached",
+        param="thread",
+        code=THREAD_UNSUPPORTED,
+    )
 
 
 class ThinkingConfig(RequestModel):
@@ -70,6 +82,8 @@ class CountRequest(TurnRequest):
     )  # fmt: skip
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         "mcp_servers": "the server calls no other servers; declare their tools in tools",
+        "compaction": "the server writes no summaries by itself; ask for one in a message",
+        **dict.fromkeys(("conversation", "previous_response_id"), "send the whole conversation; its prefix is cached"),
     }
 
     model: str = Field()  # a name from /v1/models
@@ -81,6 +95,8 @@ class CountRequest(TurnRequest):
     thinking: ThinkingConfig | None = None  # whether the model thinks, and how long
     output_config: OutputConfig = OutputConfig()  # effort, and the form of the text
     output_format: dict[str, Any] | None = None  # the earlier name of output_config.format
+    # refused in a way that clients of threads understand: they send the whole conversation
+    thread: Annotated[dict[str, Any], AfterValidator(_refuse_thread)] | None = None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
@@ -239,9 +255,14 @@ class MessageStop(Struct, frozen=True, tag="message_stop", tag_field="type"):
     pass
 
 
+class MessageErrorDetails(Struct, frozen=True):
+    error_code: str  # a word for programs, such as context_length_exceeded
+
+
 class MessageErrorBody(Struct, frozen=True):
     type: str  # the class of the error by Anthropic's names, such as overloaded_error
     message: str  # what is wrong, the limit, and what to do
+    details: MessageErrorDetails | UnsetType = UNSET  # what programs can tell it by
 
 
 class MessageError(Struct, frozen=True, tag="error", tag_field="type"):
@@ -267,7 +288,9 @@ _ERROR_TYPES = {
 def message_error(status: int, answer: ErrorAnswer, *, request_id: str) -> MessageError:
     """An error of this server in Anthropic's shape."""
     kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return MessageError(MessageErrorBody(kind, answer.error.message), request_id)
+    code = answer.error.code
+    details = UNSET if code is None else MessageErrorDetails(code)
+    return MessageError(MessageErrorBody(kind, answer.error.message, details), request_id)
 
 
 NO_INPUT = msgspec.Raw(b"{}")  # of a call that begins

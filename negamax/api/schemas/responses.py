@@ -92,7 +92,7 @@ class ResponsesRequest(TurnRequest):
         }
     )  # fmt: skip
     unsupported_fields: ClassVar[Mapping[str, str]] = {
-        "conversation": "the server keeps responses, not conversations; use previous_response_id",
+        **dict.fromkeys(("conversation", "thread"), "the server keeps responses, not conversations; use previous_response_id"),
         "prompt": "the server has no prompt templates; send input",
         "messages": "this endpoint takes input; use /v1/chat/completions",
         "max_tokens": "it is called max_output_tokens here",
