@@ -175,16 +175,19 @@ def check_readings(
         steps = stream(format, chunks, tools=tools, in_reasoning=source.in_reasoning, tag_ids=ids)
         events = [event for step in steps for event in step]
         check_well_formed(events)
-        if chunks is by_token[0] and ends_in_tag(format, text):
-            whole = collect(events)  # what may be a cut tag to one reading is text to the other
+        if chunks is by_token[0] and reads_otherwise_by_token(format, text, whole):
+            whole = collect(events)
+            assert format.think_close not in (whole.content or ""), text
         assert collect(events) == whole, (text, [[piece.text for piece in chunk] for chunk in chunks])
     check_packets(steps, whole)
     return len(by_text) + len(by_token)
 
 
-def ends_in_tag(format: OutputFormat, text: str) -> bool:
-    """Whether `text` ends with the beginning of a tag that has a token."""
-    return any(text.endswith(tag[:length]) for tag in format.literals for length in range(1, len(tag)))
+def reads_otherwise_by_token(format: OutputFormat, text: str, whole: ParsedOutput) -> bool:
+    """Whether tokens tell more than the text: it ends with the beginning of a tag that has a token, or
+    there is a think closer in the content, which is a quotation only where it is no token."""
+    ends_in_tag = any(text.endswith(tag[:length]) for tag in format.literals for length in range(1, len(tag)))
+    return ends_in_tag or format.think_close in (whole.content or "")
 
 
 def check_packets(steps: Iterable[Sequence[ParserEvent]], whole: ParsedOutput) -> None:

@@ -47,6 +47,7 @@ from negamax.api.thinking import ThinkingChoice, other_variables
 from negamax.engine.generation import Generation
 from negamax.engine.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
+from negamax.text.formats import may_call
 from negamax.text.output_parser import (
     ContentDelta,
     ParserEvent,
@@ -140,7 +141,7 @@ def _conversation(chat: ChatRequest, tools: list[dict[str, Any]] | None, thinkin
 def _reading_rules(chat: ChatRequest, tools: list[dict[str, Any]] | None, calls: CallChoice) -> ReadingRules:
     return ReadingRules(
         tools=calls.callable_tools(tools),
-        may_call=calls.mode != "none",
+        may_call=calls.mode != "none" and may_call(tools, chat.messages),
         parallel_calls=calls.parallel,
         is_call_forced_by_name=calls.name is not None,
         reasoning=chat.reasoning_place,

@@ -28,7 +28,9 @@ class ContentLogprobs:
     """
 
     def __init__(self, tokenizer: Tokenizer, voice: Voice) -> None:
-        output_format = voice.style.format
+        output_format, self._closer_id = voice.style.format, None
+        if voice.style.thinking is not Thinking.RAW:  # the token is text of no block
+            self._closer_id = voice.tag_ids.get(output_format.think_close)
         self._tokenizer = tokenizer
         tags = sorted({*output_format.literals, *_CALL_CLOSERS}, key=len, reverse=True)
         self._tag = re.compile("|".join(map(re.escape, tags)))
@@ -40,8 +42,6 @@ class ContentLogprobs:
         self._start = 0
         self._at = 0  # where in `_text` the last stretch ended
         self._end = 0  # characters so far
-        if voice.style.thinking is Thinking.APPEND:
-            self._append(output_format.think_open)  # of the prompt
         self._of_block: dict[int, list[ChatLogprob]] = {}  # by the block's index
         self._num_parts: dict[int, int] = {}  # parts of a block that were looked for
         self._latest = -1  # the block looked for last
@@ -49,7 +49,8 @@ class ContentLogprobs:
     def add(self, entries: Sequence[TokenLogprobs]) -> None:
         """The next tokens."""
         for entry in entries:
-            raw = self._tokenizer.token_bytes(entry.token_id)
+            is_closer = entry.token_id == self._closer_id
+            raw = b"" if is_closer else self._tokenizer.token_bytes(entry.token_id)
             if self._is_mid_character and raw and not 0x80 <= raw[0] < 0xC0:
                 self._end_character()
             first = self._end

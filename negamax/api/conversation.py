@@ -317,7 +317,11 @@ class ChoiceReader:
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls  # more than the parser knows
         in_reasoning = prompt.reasoning == "open"
         self._parser = _with_reasoning_in(rules.reasoning, voice.style).new_parser(
-            tools=rules.tools, in_reasoning=in_reasoning, tag_ids=voice.tag_ids or None, may_call=rules.may_call
+            tools=rules.tools,
+            in_reasoning=in_reasoning,
+            tag_ids=voice.tag_ids or None,
+            may_call=rules.may_call,
+            continues=bool(prompt.continued),
         )
         self._counter = ReasoningCounter(voice, in_reasoning=in_reasoning)
         self._held_reasoning: list[str] = []  # that waits for its end

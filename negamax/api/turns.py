@@ -26,13 +26,15 @@ from negamax.api.pacing import PacedPackets
 from negamax.api.schemas.answers import Usage
 from negamax.api.schemas.turns import TurnRequest
 from negamax.api.sse import FIRST_OUTPUT_SECONDS, begun
-from negamax.api.thinking import ThinkingChoice, other_variables
+from negamax.api.thinking import ReasoningPlace, ThinkingChoice, other_variables
 from negamax.base.errors import AbortedError, InvalidRequestError
 from negamax.config.grammar import Grammar
 from negamax.engine.generation import Generation
 from negamax.engine.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
+from negamax.text.formats import may_call
+from negamax.text.output_parser import Thinking
 
 _MESSAGE_PLACE = re.compile(r"messages\[(\d+)\]")
 
@@ -170,7 +172,12 @@ async def begin_answer(
         turn.sampling, context.voice, reasoning=prompt.reasoning, grammar=grammar, budget=turn.thinking.budget
     )
     callable_tools = turn.calls.callable_tools(turn.tools)
-    rules = ReadingRules(tools=callable_tools, may_call=turn.calls.mode != "none", parallel_calls=turn.calls.parallel)
+    rules = ReadingRules(
+        tools=callable_tools,
+        may_call=turn.calls.mode != "none" and may_call(turn.tools, turn.messages),
+        parallel_calls=turn.calls.parallel,
+        reasoning=ReasoningPlace.FIELD if context.voice.style.thinking is Thinking.APPEND else None,
+    )
     generation = context.generate(
         prompt.token_ids,
         sampling,

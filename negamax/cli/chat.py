@@ -167,7 +167,7 @@ class _Session:
         from negamax.api.conversation import ChoiceReader, Conversation, ReadingRules
 
         prompt = await self._prompts.chat(Conversation(messages=self._messages, tools=self._tools), num_bytes=0)
-        reader = ChoiceReader(self._voice, prompt=prompt, rules=ReadingRules(tools=self._tools))
+        reader = ChoiceReader(self._voice, prompt=prompt, rules=ReadingRules(tools=self._tools, may_call=bool(self._tools)))
         printer = _Printer(self._console, self._thinking if self._show_thinking else None)
         generation = self._engine.generate(prompt.token_ids, self._sampling, request_id=f"chat-{secrets.token_hex(8)}")
 

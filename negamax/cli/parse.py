@@ -18,8 +18,8 @@ HELP = """Parse a generated text from standard input, as the server would.
 
 Prints one line of JSON: reasoning and content (null where there is none), and tool_calls as a list of name and arguments.
 Arguments are an object; those of a call that the text breaks off are text, as far as they go.
-Tags count by their text. The text is what the model wrote, without the prompt: M2 answers begin inside thinking, M3 answers
-only with `--thinking-mode enabled`.
+Tags count by their text, and calls also without `--tools`. The text is what the model wrote, without
+the prompt: M2 answers begin inside thinking, M3 answers only with `--thinking-mode enabled`.
 """
 
 THINKING_MODES = ("enabled", "disabled", "adaptive")

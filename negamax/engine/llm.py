@@ -21,7 +21,7 @@ from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
-from negamax.text.formats import output_style
+from negamax.text.formats import may_call, output_style
 from negamax.text.messages import normalize_messages
 from negamax.text.output_parser import ParsedOutput, collect
 from negamax.text.tokenizer import Tokenizer
@@ -124,16 +124,29 @@ class LLM:
         chats: list[Any] = [conversations] if single else list(conversations)
         prompts = [self.render(chat, tools=tools, **template_options) for chat in chats]
         generations = self.generate([self.tokenizer.encode(prompt) for prompt in prompts], sampling_params)
-        for prompt, generation in zip(prompts, generations, strict=True):
+        for chat, prompt, generation in zip(chats, prompts, generations, strict=True):
             for completion in generation.outputs:
-                completion.message = self.parse(prompt, completion, tools=tools)
+                completion.message = self.parse(prompt, completion, tools=tools, messages=chat)
         return generations
 
-    def parse(self, prompt: str, completion: Completion, *, tools: Sequence[Mapping[str, Any]] | None = None) -> ParsedOutput:
-        """The reasoning, content and tool calls of a completion of the rendered `prompt`."""
+    def parse(
+        self,
+        prompt: str,
+        completion: Completion,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Messages = (),
+    ) -> ParsedOutput:
+        """The reasoning, content and tool calls of a completion of `prompt`, rendered from `messages`.
+        Without tools, and calls in the messages, what looks like a call is content."""
         style = output_style(self.info.architecture)
         in_reasoning, tag_ids = style.format.opens_reasoning(prompt), style.format.tag_ids(self.tokenizer)
-        parser = style.new_parser(tools=tools, in_reasoning=in_reasoning, tag_ids=tag_ids or None)
+        parser = style.new_parser(
+            tools=tools,
+            in_reasoning=in_reasoning,
+            tag_ids=tag_ids or None,
+            may_call=may_call(tools, messages),
+        )
         return collect([*parser.feed(completion.pieces), *parser.finish(is_cut=completion.finish_reason != "stop")])
 
     def render(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any) -> str:

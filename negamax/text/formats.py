@@ -55,10 +55,25 @@ class OutputStyle:
         in_reasoning: bool,
         tag_ids: Mapping[str, int] | None,
         may_call: bool = True,
+        continues: bool = False,
     ) -> OutputParser:
-        """A parser for one answer; with `may_call` False it has no calls either."""
+        """A parser for one answer; with `may_call` False it has no calls either. `continues`: the
+        prompt ended inside its content."""
         format = self.format if self.reads_calls and may_call else self.format.without_calls()
-        return OutputParser(format, tools=tools, in_reasoning=in_reasoning, tag_ids=tag_ids, thinking=self.thinking)
+        return OutputParser(
+            format,
+            tools=tools,
+            in_reasoning=in_reasoning,
+            tag_ids=tag_ids,
+            thinking=self.thinking,
+            continues=continues,
+        )
+
+
+def may_call(tools: Sequence[Mapping[str, Any]] | None, messages: Sequence[Any]) -> bool:
+    """Whether an answer to `messages` may have calls: of declared tools, or, where none is declared, of
+    those that the conversation has called already. Any other client would not know what to do with them."""
+    return bool(tools) or any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages)
 
 
 def output_style(model: str, *, tool_call_parser: str | None = AUTO, reasoning_parser: str | None = AUTO) -> OutputStyle:

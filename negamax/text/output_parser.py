@@ -245,6 +245,8 @@ _REASONING, _CONTENT = _State.REASONING, _State.CONTENT  # a look-up in the enum
 class OutputParser:
     """Parses one answer. Feed pieces, take events; call `finish` once at the end. Single writer: the owner of the answer.
 
+    `continues` says that the prompt ended inside content, whose line breaks go on.
+
     `tools` are the declared tools (their schemas decide the types of arguments). `in_reasoning` says that the prompt ended
     inside an open think block. Tags with an entry in `tag_ids` (tag text to token id) count only as their tokens, others by
     their text.
@@ -253,6 +255,7 @@ class OutputParser:
     __slots__ = (
         "_block",
         "_calls",
+        "_closer_is_token",
         "_content",
         "_events",
         "_format",
@@ -264,6 +267,7 @@ class OutputParser:
         "_schemas",
         "_splits",
         "_state",
+        "_thinking",
     )
 
     def __init__(
@@ -274,6 +278,7 @@ class OutputParser:
         in_reasoning: bool,
         tag_ids: Mapping[str, int] | None,
         thinking: Thinking = Thinking.SPLIT,
+        continues: bool = False,
     ) -> None:
         self._format = format
         self._schemas = ToolSchemas(tools)
@@ -285,7 +290,9 @@ class OutputParser:
         )
         self._events: list[ParserEvent] = []  # since the last feed
         emit = self._events.append
+        self._thinking = thinking
         self._splits = thinking is Thinking.SPLIT
+        self._closer_is_token = format.think_close in (tag_ids or {})
         self._content = _TextChannel(emit, event=ContentDelta, is_verbatim=not self._splits)
         self._reasoning = _TextChannel(emit, event=ReasoningDelta) if self._splits else self._content
         self._calls = CallWriter(emit)
@@ -294,6 +301,7 @@ class OutputParser:
         self._opener: list[str] = []  # an undecided call opener and the white space after it
         self._opener_is_loose = False
         self._is_after_block = False  # only white space since a block ended
+        self._content.has_begun = continues
         if thinking is Thinking.APPEND and in_reasoning:
             self._content.write(format.think_open)
 
@@ -370,6 +378,9 @@ class OutputParser:
 
     def _take_think_tag(self, lexeme: Lexeme) -> None:
         is_opener = lexeme.kind is TagKind.THINK_OPEN
+        is_stray = not is_opener and self._state is _CONTENT and self._closer_is_token
+        if is_stray and self._thinking is not Thinking.RAW:
+            return  # it closes nothing, and as a token it is no quotation
         if not self._splits:
             self._write(lexeme.text)
             self._state = _REASONING if is_opener else _CONTENT

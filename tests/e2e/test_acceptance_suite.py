@@ -278,10 +278,13 @@ def test_13_13_a_call_is_reported_although_no_tool_is_declared(http: httpx.Clien
     call = '\n<invoke name="look_up">\n<parameter name="id">007</parameter>\n</invoke>\n'
     form = {"type": "sequence", "elements": [opener, {"type": "const_string", "value": call}, closer]}
     request = {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": form}}, "max_tokens": 200}
-    (choice,) = answered(http, **request)["choices"]
+    (choice,) = answered(http, messages=[*ASKED, RESULT], **request)["choices"]
     (made,) = choice["message"]["tool_calls"]
     assert (made["function"]["name"], made["function"]["arguments"]) == ("look_up", '{"id": "007"}')
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    (choice,) = answered(http, **request)["choices"]  # nobody here knows of calls
+    assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == f"<minimax:tool_call>{call}</minimax:tool_call>"
 
 
 def test_15_thinking_and_tools_over_several_turns(client: openai.OpenAI) -> None:

@@ -12,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.text.tokenizer import Tokenizer
 from tests.e2e.conftest import MODEL, Server, eventually, serving
 
 QUESTION = [{"role": "user", "content": "Tom has 47 apples and buys 38 more. How many apples does he have now?"}]
@@ -319,6 +321,21 @@ def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Cli
     assert eventually(lambda: server.gauge("vllm:kv_cache_usage_perc") == 0)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_closer_that_closes_nothing_is_no_text(client: openai.OpenAI, streamed: bool) -> None:
+    closer = {"type": "token", "token": Tokenizer.from_folder(NANO_FOLDER).token_id("</think>")}
+    words = [{"type": "const_string", "value": word} for word in ("One `</", "think>`", " two.")]
+    form = {"type": "sequence", "elements": [closer, words[0], words[1], closer, words[2], closer]}
+    tag = {"structural_tag": {"type": "structural_tag", "format": form}}
+    body = {"structured_outputs": tag, "thinking": {"type": "disabled"}}
+    options: dict[str, Any] = {"messages": QUESTION, "max_tokens": 50, "extra_body": body}
+    if streamed:
+        text = joined(stream(client, **options), "content")
+    else:
+        text = client.chat.completions.create(model=MODEL, **options).choices[0].message.content or ""
+    assert text == "One `</think>` two."
+
+
 def test_parsers_template_defaults_and_stream_interval_are_the_servers_to_choose(tmp_path: Path) -> None:
     options = ("--reasoning-parser", "minimax-append-think", "--default-chat-template-kwargs", '{"enable_thinking": false}')
     options += ("--stream-interval", "1000")
@@ -334,6 +351,14 @@ def test_parsers_template_defaults_and_stream_interval_are_the_servers_to_choose
         assert thinks["content"].startswith("<think>") and "</think>" in thinks["content"]
         assert thinks["reasoning_content"] is None
         assert message(thinking={"type": "enabled"}, reasoning_split=True)["reasoning_content"]
+
+        # responses and messages have a place of their own for it
+        body: dict[str, Any] = {"input": QUESTION, "temperature": 0, "chat_template_kwargs": {"enable_thinking": True}}
+        thought, said = http.post("/v1/responses", json=body).json()["output"]
+        assert thought["type"] == "reasoning" and "think>" not in said["content"][0]["text"]
+        body = {"model": MODEL, "messages": QUESTION, "max_tokens": 200, "thinking": {"type": "adaptive"}}
+        thought, said = http.post("/v1/messages", json=body).json()["content"]
+        assert thought["type"] == "thinking" and "think>" not in said["text"]
 
         def events(**fields: Any) -> list[str]:
             body = {"messages": QUESTION, "stream": True, "max_tokens": 200, "ignore_eos": True, **fields}

@@ -21,7 +21,7 @@ from negamax.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[2] / "negamax" / "assets" / "nano")
 M2, M3 = output_style("minimax_m2"), output_style("minimax_m3")
-APPENDED = output_style("minimax_m2", reasoning_parser="minimax_m2_append_think")
+RAW = output_style("minimax_m2", reasoning_parser="none")
 M2_CALL = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">Done. It is</parameter>\n</invoke>\n</minimax:tool_call>'
 M3_CALL = '@<tool_call>\n@<invoke name="f">@<x>Done. It is@</x>@</invoke>\n@</tool_call>'.replace("@", "]<]minimax[>[")
 
@@ -35,12 +35,12 @@ ANSWERS = {
     "spaces before the first word": (M2, ["Hm\n</think>\n\n", "    indented = 1\n\n    code = 2"]),
     "content around a call": (M2, ["Look\n</think>\n\n", "I look.", f"\n{M2_CALL}", "\n\nDone. It is so."]),
     "content between calls": (M2, ["Look\n</think>\n\n", "So:", f"\n{M2_CALL}", "\nDone. It is", f"\n{M2_CALL}"]),
-    "tags in the content": (M2, ["Hm\n</think>\n\n", "a </think> b <think> c"]),
+    "tags in the content": (M2, ["Hm\n</think>\n\n", "a <think> b <think> c"]),
     "quoted calls": (M2, ["Hm\n</think>\n\n", 'Write <invoke name="f"> and <minimax:tool_call> like this']),
     "m3": (M3, ["The sum.</mm:think>", "The sum. Is 85 ]<] apples."]),
     "m3 call": (M3, ["The sum.</mm:think>", "I look.", M3_CALL, "Done. It is so."]),
     "m3 thinks again": (M3, ["One.</mm:think>", "Two. Three.", "<mm:think>Three. Four.</mm:think>", "Four. One."]),
-    "reasoning in the content": (APPENDED, ["", "Hm, what?\n</think>\n\nHello </think> there"]),
+    "raw": (RAW, ["", "Hm, what?\n</think>\n\nHello </think> there"]),
 }
 
 
@@ -109,6 +109,13 @@ def test_content_has_its_tokens_and_no_others(name: str, size: int, fragments: i
     assert [[-1024 * entry.logprob for entry in block] for block in found] == places
     for block, content in zip(found, parts[1::2], strict=True):
         assert content.encode() in b"".join(bytes(entry.bytes) for entry in block)
+
+
+@pytest.mark.parametrize(("size", "fragments"), [(1, 200), (1000, 5), (1000, 10_000)])
+def test_a_closer_that_is_left_out_of_the_content_is_none_of_its_tokens(size: int, fragments: int) -> None:
+    token_ids = TOKENIZER.encode("Hm\n</think>\n\nOne,</think> two.")
+    (found,) = read(token_ids, M2, size=size, fragments=fragments)
+    assert b"".join(bytes(entry.bytes) for entry in found).strip() == b"One, two."
 
 
 def test_an_answer_that_ends_within_a_character_keeps_its_tokens() -> None:

@@ -177,6 +177,14 @@ def test_a_call_that_ends_too_early_stays_cut(closer: str, finish: str) -> None:
     assert reader.finish_reason == ("tool_calls" if finish == "stop" else finish)
 
 
+def test_a_continued_answer_keeps_its_line_breaks_and_no_closer() -> None:
+    prompt = ChatPrompt("", [1], "none", continued="One,")
+    reader = ChoiceReader(Voice(STYLE, TAGS, ()), prompt=prompt, rules=ReadingRules())
+    pieces = [TextPiece("\n", 1), TextPiece("two", 2), TextPiece("</think>", 51), TextPiece(" `</think>`", None)]
+    answer = reader.push(output("", pieces=pieces, token_ids=[1, 2, 51, 3], finish="stop"))
+    assert collect(answer).content == "\ntwo `</think>`"
+
+
 def test_reasoning_in_the_content_stands_between_tags() -> None:
     said = collect(read(ANSWER, reasoning=ReasoningPlace.CONTENT)[1])
     assert (said.reasoning, said.content) == (None, "<think>I think.\nHard.\n</think>\n\nSome text.")
