@@ -55,6 +55,7 @@ _TABLE = (
     Flag("revision", MODEL, "Branch, tag or commit of a hub model."),
     Flag("download_dir", MODEL, "Folder for downloads; default: the hub's cache."),
     Flag("dtype", MODEL, "auto, bfloat16, float16 or float32."),
+    Flag("script", MODEL, "Answer by the rules of this TOML file, without weights; 'agents' is bundled."),
     Flag("load_format", MODEL, "auto, safetensors or synthetic (random weights)."),
     Flag("device", MODEL, "auto, cuda or cpu."),
     Flag("num_hidden_layers", MODEL, "Run fewer layers than the model has (synthetic weights)."),

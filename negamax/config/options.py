@@ -27,6 +27,7 @@ class EngineOptions:
     download_dir: str | None = None
     dtype: str = "auto"  # "auto": the checkpoint's, or float32 where the CPU has no bfloat16 arithmetic
     load_format: str = "auto"
+    script: str | None = None  # answers by the rules of this TOML file, without a model
     device: str = "auto"  # "auto": cuda where there is a GPU
     num_hidden_layers: int | None = None  # fewer layers than the spec has; with synthetic weights only
     max_model_len: int | None = None  # tokens, prompt and output; default: the model's window

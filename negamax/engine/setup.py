@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from negamax.base import env
 from negamax.base.errors import ConfigError
@@ -10,13 +10,15 @@ from negamax.base.log import get_logger
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 from negamax.engine.constraints import Constraints
-from negamax.engine.executor import start_executor
+from negamax.engine.executor import Executor, start_executor
 from negamax.engine.loop import EngineLoop
-from negamax.engine.source import locate
+from negamax.engine.scripted_executor import ScriptedExecutor
+from negamax.engine.source import ModelSource, locate
 from negamax.engine.wire import ModelInfo
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
-from negamax.worker.config import WorkerConfig
+from negamax.text.script import read_script
+from negamax.worker.config import WorkerConfig, WorkerReady
 from negamax.worker.device import choose_device
 
 logger = get_logger(__name__)
@@ -39,7 +41,10 @@ STEP_LIMITS = {"cuda": _StepLimits(256, 8192, 64), "cpu": _StepLimits(64, 2048, 
 def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     """Start the executor for `options` and put a scheduler in front of it. Errors: those of the worker."""
     source = locate(options)
+    script = None if options.script is None else read_script(options.script)
     spec = source.spec
+    if script is not None:
+        spec = replace(spec, max_position_embeddings=script.context_length)
     for note in spec.notes:
         logger.info("%s", note)
     max_model_len = _window(options, spec)
@@ -75,7 +80,9 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     if device != "cpu":  # beside the model's start; where cores are few it would cost everybody what only some ask for
         constraints.start()
     try:
-        executor = start_executor(config)
+        executor: Executor = (
+            start_executor(config) if script is None else ScriptedExecutor(script, source, options, block_size=block_size)
+        )
     except BaseException:
         constraints.shutdown()
         raise
@@ -98,24 +105,36 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
             eos_token_ids=frozenset(eos_token_ids),
         )
     )
-    info = ModelInfo(
+    info = _model_info(options, source, config, ready, max_model_len=max_model_len)
+    return EngineLoop(scheduler, executor, constraints=constraints, overlap=options.enable_overlap), info
+
+
+def _model_info(
+    options: EngineOptions,
+    source: ModelSource,
+    config: WorkerConfig,
+    ready: WorkerReady,
+    *,
+    max_model_len: int,
+) -> ModelInfo:
+    """What the front end is told of the engine."""
+    return ModelInfo(
         model=options.model,
         served_model_name=source.name,
-        architecture=spec.architecture,
+        architecture=source.spec.architecture,
         max_model_len=max_model_len,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=eos_token_ids,
-        bos_token_id=spec.bos_token_id,
+        vocab_size=source.spec.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=source.spec.bos_token_id,
         sampling_defaults=source.generation.sampling,
         max_logprobs=options.max_logprobs,
-        max_num_seqs=max_num_seqs,
-        block_size=block_size,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
         num_kv_blocks=ready.num_kv_blocks,
         device=ready.device,
         dtype=ready.dtype,
         memory=ready.memory_summary,
     )
-    return EngineLoop(scheduler, executor, constraints=constraints, overlap=options.enable_overlap), info
 
 
 def default_threads(num_ranks: int) -> int:

@@ -1,0 +1,152 @@
+"""Prepared answers by rule: what `--script` puts in the place of a model.
+
+A script is a TOML file. Its rules are tried in order; the first that fits the prompt answers it.
+It exists to try a client, such as a coding agent whose prompts are long, without the hardware that
+a model needs.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from negamax.base.errors import ConfigError
+from negamax.text.chat_template import ChatTemplate
+from negamax.text.messages import normalize_messages
+from negamax.text.output_parser import OutputFormat
+from negamax.text.tokenizer import Tokenizer
+
+BUNDLED_SCRIPTS = Path(__file__).parent.parent / "assets" / "scripts"
+
+_TURN, _TURN_END = "]~b]", "[e~["
+_MARK = "the-thinking-of-this-answer"
+
+
+class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool call of an answer."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When it fits, and what it answers. Conditions that are left out hold for every prompt."""
+
+    role: Literal["user", "tool"] | None = None  # tool: results have come since the last answer
+    message: str | None = None  # regular expression, searched in what has come since then
+    prompt: str | None = None  # the same in the whole prompt, tools and system prompt included
+    thinking: str = ""
+    content: str = ""
+    calls: list[ScriptedCall] = msgspec.field(name="call", default_factory=list)
+
+    def fits(self, prompt: str, *, role: str, message: str) -> bool:
+        """Whether it answers `prompt`, whose new messages are `message` by `role`."""
+        return (
+            self.role in (None, role)
+            and (self.message is None or re.search(self.message, message) is not None)
+            and (self.prompt is None or re.search(self.prompt, prompt) is not None)
+        )
+
+
+class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of a script file."""
+
+    rules: list[Rule] = msgspec.field(name="rule")
+    context_length: int = 196_608  # tokens, prompt and output
+    tokens_per_second: float = 60.0  # of each stream
+
+
+def read_script(name: str) -> Script:
+    """The script in the file `name`, or the bundled one of that name. Errors: `ConfigError`."""
+    bundled = BUNDLED_SCRIPTS / f"{name}.toml"
+    file = bundled if re.fullmatch(r"\w+", name) and bundled.is_file() else Path(name)
+    try:
+        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+        script = msgspec.convert(raw, Script)
+        for rule in script.rules:
+            for pattern in (rule.message, rule.prompt):
+                re.compile(pattern or "")
+    except OSError as error:
+        known = ", ".join(sorted(path.stem for path in BUNDLED_SCRIPTS.glob("*.toml")))
+        raise ConfigError(
+            f"--script is {name!r}, which cannot be read: {error.strerror}",
+            hint=f"give a TOML file, or the name of a bundled script: {known}",
+        ) from None
+    except (ValueError, re.error) as error:  # no UTF-8, no TOML, no script
+        raise ConfigError(f"the script {str(file)!r} is not valid: {error}") from None
+    if not script.rules or script.context_length < 2 or not script.tokens_per_second > 0:
+        raise ConfigError(
+            f"the script {str(file)!r} needs a rule, a context_length of 2 or more and a tokens_per_second above 0"
+        )
+    return script
+
+
+class ScriptedAnswers:
+    """Answers prompts by the rules of a script, in the words of a model's own template."""
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        output_format: OutputFormat,
+        eos_token_id: int,
+    ) -> None:
+        self._script = script
+        self._tokenizer = tokenizer
+        self._format = output_format
+        self._eos = eos_token_id
+        self._bodies = [_body(rule, template) for rule in script.rules]
+
+    def answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The tokens of the answer, the end of the turn included. Where no rule fits, the answer is
+        only that end."""
+        prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
+        role, message = new_messages(prompt)
+        for rule, body in zip(self._script.rules, self._bodies, strict=True):
+            if rule.fits(prompt, role=role, message=message):
+                return [*self._tokenizer.encode(self._opened(rule, body, prompt)), self._eos]
+        return [self._eos]
+
+    def _opened(self, rule: Rule, body: str, prompt: str) -> str:
+        """The answer's text from where the prompt ends: `body` begins with the end of thinking."""
+        if self._format.opens_reasoning(prompt):
+            return rule.thinking + body
+        return body.partition(self._format.think_close)[2].lstrip("\n")
+
+
+def new_messages(prompt: str) -> tuple[str, str]:
+    """(role, text) of what a rendered prompt has after the assistant's last answer: agents put
+    reminders of their own beside what the user says. The role is "tool" where a result came."""
+    turns = [turn.partition("\n") for turn in prompt.split(_TURN)[1:]]
+    if turns and turns[-1][0] == "ai":
+        turns.pop()  # the answer that is asked for
+    last_answer = max((i for i, (role, _, _) in enumerate(turns) if role == "ai"), default=-1)
+    new = [(role, text) for role, _, text in turns[last_answer + 1 :] if role in ("user", "tool")]
+    if not new:
+        return "user", prompt
+    role = "tool" if any(role == "tool" for role, _ in new) else "user"
+    return role, "\n".join(text.partition(_TURN_END)[0] for _, text in new)
+
+
+def _body(rule: Rule, template: ChatTemplate) -> str:
+    """What follows the thinking in the answer of `rule`, its closing tag included."""
+    calls = [
+        {
+            "type": "function",
+            "id": f"call_{index}",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for index, call in enumerate(rule.calls)
+    ]
+    answer = {"role": "assistant", "content": rule.content, "reasoning_content": _MARK}
+    asked = {"role": "user", "content": "?"}
+    messages = normalize_messages([asked, {**answer, "tool_calls": calls} if calls else answer])
+    text = template.render(messages, add_generation_prompt=False).rpartition(_MARK)[2]
+    return text.rpartition(_TURN_END)[0]

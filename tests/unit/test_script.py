@@ -1,0 +1,118 @@
+"""Scripts: rules and the messages they look at, answers in the template's words, broken files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from negamax.base.errors import ConfigError
+from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.text.chat_template import ChatTemplate
+from negamax.text.formats import FORMATS
+from negamax.text.script import ScriptedAnswers, new_messages, read_script
+from negamax.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.from_folder(NANO_FOLDER)
+TEMPLATE = ChatTemplate.from_folder(NANO_FOLDER)
+EOS = TOKENIZER.eos_token_id
+
+SCRIPT = """
+context_length = 30000
+[[rule]]
+role = "tool"
+message = "sunny"
+content = "It is sunny."
+[[rule]]
+message = "weather"
+prompt = '"name": "get_weather"'
+thinking = "I ask the tool."
+call = [{ name = "get_weather", arguments = { city = "Oslo", days = 2 } }]
+[[rule]]
+content = "I know no other answer."
+"""
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+CALL = (
+    'I ask the tool.\n</think>\n\n\n<minimax:tool_call>\n<invoke name="get_weather">\n'
+    '<parameter name="city">Oslo</parameter>\n<parameter name="days">2</parameter>\n'
+    "</invoke>\n</minimax:tool_call>"
+)
+ASKED = [{"role": "user", "content": "How is the weather?"}]
+CALLED = [
+    *ASKED,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}],
+    },
+    {"role": "tool", "content": "sunny"},
+    {"role": "user", "content": "<system-reminder>Be brief.</system-reminder>"},
+]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> ScriptedAnswers:
+    file = tmp_path_factory.mktemp("script") / "script.toml"
+    file.write_text(SCRIPT)
+    assert TEMPLATE is not None and EOS is not None
+    return ScriptedAnswers(
+        read_script(str(file)),
+        tokenizer=TOKENIZER,
+        template=TEMPLATE,
+        output_format=FORMATS["m2"],
+        eos_token_id=EOS,
+    )
+
+
+def rendered(messages: list[dict], **options: object) -> str:
+    assert TEMPLATE is not None
+    return TEMPLATE.render(messages, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        (rendered(ASKED, tools=[TOOL]), CALL),
+        (rendered(ASKED), "\n</think>\n\nI know no other answer."),
+        (rendered(CALLED, tools=[TOOL]), "\n</think>\n\nIt is sunny."),
+        (rendered(ASKED) + "\n</think>\n\n", "I know no other answer."),
+        ("plain text", "I know no other answer."),
+    ],
+    ids=["call", "no such tool", "tool result", "thinking closed", "no turns"],
+)
+def test_first_rule_that_fits_answers(answers: ScriptedAnswers, prompt: str, answer: str) -> None:
+    tokens = answers.answer(TOKENIZER.encode(prompt))
+    assert tokens[-1] == EOS
+    assert TOKENIZER.decode(tokens[:-1], skip_special_tokens=False) == answer
+
+
+def test_messages_since_the_last_answer_are_looked_at() -> None:
+    assert new_messages(rendered(ASKED)) == ("user", "How is the weather?")
+    role, text = new_messages(rendered(CALLED))
+    assert role == "tool"
+    assert "sunny" in text and "Be brief" in text and "weather" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rule = 1", "not valid"),
+        ("[[rule]]\nmesage = 'x'", "mesage"),
+        ("[[rule]]\nmessage = '('", "not valid"),
+        ("[[rule]]\nrole = 'system'", "role"),
+        ("rule = []", "needs a rule"),
+        ("tokens_per_second = 0.0\n[[rule]]", "tokens_per_second"),
+        ("[[rule", "not valid"),
+    ],
+)
+def test_broken_scripts_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "script.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_script(str(file))
+
+
+def test_unknown_script_names_the_bundled_ones() -> None:
+    with pytest.raises(ConfigError, match="bundled script: agents"):
+        read_script("agent")
+    assert read_script("agents").context_length > 100_000
