@@ -118,10 +118,13 @@ _MODEL_OPTION = Annotated[
 _MODEL_PATH = Annotated[str | None, typer.Option("--model-path", hidden=True)]
 
 
-def with_engine_options(*, defaults: dict[str, Any] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_engine_options(
+    *, defaults: dict[str, Any] | None = None, needs_model: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command that takes `engine: EngineOptions`: it gets MODEL, --model and every option of the table.
 
-    `defaults` replaces defaults of `EngineOptions` for this command.
+    `defaults` replaces defaults of `EngineOptions` for this command; without `needs_model` the
+    name may be missing, and is empty then.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -141,7 +144,7 @@ def with_engine_options(*, defaults: dict[str, Any] | None = None) -> Callable[[
             chosen = chosen_fields(_TABLE, {name: values.pop(name) for name in list(values) if name not in own.parameters})
             if chosen["log_level"] not in log.LEVELS:
                 raise ConfigError(f"--log-level is {chosen['log_level']!r}; allowed: {', '.join(log.LEVELS)}")
-            command(engine=EngineOptions(model=_one_model(names), **chosen), **values)
+            command(engine=EngineOptions(model=_one_model(names, needed=needs_model), **chosen), **values)
 
         wrapper.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
         return wrapper
@@ -195,8 +198,10 @@ def chosen_fields(table: Sequence[Flag], values: dict[str, Any]) -> dict[str, An
     return chosen
 
 
-def _one_model(names: list[str | None]) -> str:
+def _one_model(names: list[str | None], *, needed: bool) -> str:
     given = [name for name in names if name is not None]
+    if not given and not needed:
+        return ""
     if not given:
         raise ConfigError("MODEL is missing", hint="give a folder, a hub id, or 'nano', the embedded model")
     if len(set(given)) > 1:

@@ -12,6 +12,7 @@ import typer
 from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.cli.engine_options import with_engine_options
+from negamax.cli.loading import check_sampling, loading
 from negamax.config.options import EngineOptions
 from negamax.scheduler.request import SamplingParams
 
@@ -67,10 +68,13 @@ def command(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
+    check_sampling(sampling, engine)
     from negamax import LLM  # torch: seconds of import, not needed for --help
 
     options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
-    with LLM(**options) as llm:
+    with loading(engine.model):
+        llm = LLM(**options)
+    with llm:
         if raw:
             generations = llm.generate(prompts, sampling)
         else:

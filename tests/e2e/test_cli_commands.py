@@ -79,10 +79,13 @@ def test_generate_prints_json_lines() -> None:
         assert len(line["token_ids"]) == line["usage"]["completion_tokens"] == 6
 
 
-def test_generate_refuses_what_the_engine_refuses() -> None:
-    done = negamax("generate", MODEL, "--prompt", "x", "--temperature", "9", *FAST)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "negamax: error: temperature is 9.0; allowed: 0.0 to 2.0"
+def test_generate_refuses_bad_sampling_before_it_loads_a_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["generate", MODEL, "--prompt", "x", "--temperature", "9"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "negamax: error: temperature is 9.0; allowed: 0.0 to 2.0"
 
 
 def test_chat_answers_piped_lines_and_knows_its_commands() -> None:

@@ -1,0 +1,84 @@
+"""The model of a chat as an engine of this process's own."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from negamax.api.conversation import (
+    ChoiceReader,
+    Conversation,
+    PromptBuilder,
+    ReadingRules,
+    Voice,
+)
+from negamax.cli.chat_session import TokenCounts
+from negamax.config.options import EngineOptions
+from negamax.engine.output import RequestOutput
+from negamax.engine.supervisor import EngineSupervisor
+from negamax.scheduler.request import SamplingParams
+from negamax.text.formats import output_style
+from negamax.text.output_parser import ParserEvent
+
+
+class EngineBackend:
+    """A started engine. Single user: the chat."""
+
+    def __init__(self, supervisor: EngineSupervisor, runner: asyncio.Runner) -> None:
+        """Use `start`."""
+        engine = supervisor.engine
+        self.model = engine.info.served_model_name
+        self._supervisor = supervisor
+        self._runner = runner
+        self._engine = engine
+        self._voice = Voice.of(output_style(engine.info.architecture), engine.tokenizer)
+        self._prompts = PromptBuilder(
+            engine.tokenizer,
+            engine.chat_template,
+            voice=self._voice,
+            max_model_len=engine.info.max_model_len,
+        )
+
+    @classmethod
+    def start(cls, options: EngineOptions, runner: asyncio.Runner) -> EngineBackend:
+        """Load the model. Errors: those of `EngineSupervisor.start`."""
+        return cls(runner.run(EngineSupervisor.start(options)), runner)
+
+    def answer(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        sampling: SamplingParams,
+        show: Callable[[Sequence[ParserEvent]], None],
+    ) -> TokenCounts:
+        """As of `Backend`."""
+        return self._runner.run(self._answer(messages, tools, sampling, show))
+
+    def shutdown(self) -> None:
+        """Stop the engine."""
+        self._runner.run(self._supervisor.shutdown())
+
+    async def _answer(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        sampling: SamplingParams,
+        show: Callable[[Sequence[ParserEvent]], None],
+    ) -> TokenCounts:
+        conversation = Conversation(messages=messages, tools=tools)
+        prompt = await self._prompts.chat(conversation, num_bytes=0)
+        rules = ReadingRules(tools=tools, may_call=bool(tools))
+        reader = ChoiceReader(self._voice, prompt=prompt, rules=rules)
+        request_id = f"chat-{secrets.token_hex(8)}"
+        generation = self._engine.generate(prompt.token_ids, sampling, request_id=request_id)
+        counts = TokenCounts(len(prompt.token_ids), 0, 0)
+
+        def take(output: RequestOutput) -> None:
+            nonlocal counts
+            counts = TokenCounts(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
+            show(reader.push(output))
+
+        await generation.run(take)
+        return counts

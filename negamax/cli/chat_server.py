@@ -1,0 +1,213 @@
+"""The model of a chat behind an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from negamax.base.errors import ConfigError, InvalidRequestError, UnavailableError
+from negamax.cli.chat_session import TokenCounts
+from negamax.scheduler.request import SamplingParams
+from negamax.text.output_parser import (
+    ContentDelta,
+    ParserEvent,
+    ReasoningDelta,
+    ToolArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+
+_CONNECT_SECONDS = 10.0
+_SILENCE_SECONDS = 600.0  # without a byte from the server
+_MAX_ERROR_BYTES = 64 * 1024
+
+
+class ServerBackend:
+    """A running server. Single user: the chat."""
+
+    def __init__(self, address: str, *, api_key: str | None, model: str) -> None:
+        """Use `connect`."""
+        self.model = model
+        self._address = address
+        self._headers = _headers(api_key)
+
+    @classmethod
+    def connect(cls, url: str, *, api_key: str | None, model: str | None) -> ServerBackend:
+        """The server at `url`, with or without its `/v1`, and the `model` to ask for, the first
+        that it serves by default. Errors: `ConfigError`."""
+        address = url if "://" in url else f"http://{url}"
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            hint = "give an address such as http://localhost:8000"
+            raise ConfigError(f"--url is {url!r}, which is no HTTP address", hint=hint)
+        address = address.rstrip("/").removesuffix("/v1")
+        if model is None:
+            model = _first_model(address, _headers(api_key))
+        return cls(address, api_key=api_key, model=model)
+
+    def answer(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        sampling: SamplingParams,
+        show: Callable[[Sequence[ParserEvent]], None],
+    ) -> TokenCounts:
+        """As of `Backend`. Errors also: `UnavailableError` where the server does not answer."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if tools:
+            body["tools"] = tools
+        if sampling.max_tokens is not None:
+            body["max_tokens"] = sampling.max_tokens
+        if sampling.temperature is not None:
+            body["temperature"] = sampling.temperature
+        connection = _connection(self._address)
+        try:
+            url = f"{self._address}/v1/chat/completions"
+            response = _send(connection, "POST", url, headers=self._headers, body=json.dumps(body))
+            if response.status != 200:
+                raise InvalidRequestError(_error_text(response))
+            return _read_stream(_events(response), show)
+        except (OSError, http.client.HTTPException) as error:
+            raise _unreachable(self._address, error) from None
+        finally:
+            connection.close()
+
+
+def _read_stream(chunks: Iterator[dict[str, Any]], show: Callable[[Sequence[ParserEvent]], None]) -> TokenCounts:
+    """Show the deltas of the first choice as the output parser's events."""
+    counts = TokenCounts(0, 0, 0)
+    open_calls: set[int] = set()
+    for chunk in chunks:
+        if "error" in chunk:
+            raise InvalidRequestError(_message(chunk["error"]))
+        counts = _counts(chunk.get("usage")) or counts
+        for choice in chunk.get("choices") or ():
+            events = list(_delta_events(choice.get("delta") or {}, open_calls))
+            if choice.get("finish_reason") not in (None, "length"):
+                events += [ToolCallEnd(index) for index in sorted(open_calls)]
+                open_calls.clear()
+            show(events)
+    return counts
+
+
+def _delta_events(delta: dict[str, Any], open_calls: set[int]) -> Iterator[ParserEvent]:
+    thought = delta.get("reasoning_content") or delta.get("reasoning")
+    if thought:
+        yield ReasoningDelta(thought)
+    if delta.get("content"):
+        yield ContentDelta(delta["content"])
+    for call in delta.get("tool_calls") or ():
+        index, function = call.get("index", 0), call.get("function") or {}
+        if index not in open_calls:
+            yield from (ToolCallEnd(before) for before in sorted(open_calls))
+            open_calls.clear()
+            open_calls.add(index)
+            yield ToolCallStart(index, function.get("name") or "")
+        if function.get("arguments"):
+            yield ToolArgumentsDelta(index, function["arguments"])
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The JSON of a response's server-sent events. Errors: `UnavailableError` where they break off."""
+    while line := response.readline():
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise UnavailableError(f"the server sent {data[:100]!r}, which is no JSON") from None
+        if isinstance(event, dict):
+            yield event
+    raise UnavailableError("the server ended its answer early")
+
+
+def _first_model(address: str, headers: dict[str, str]) -> str:
+    connection = _connection(address)
+    try:
+        response = _send(connection, "GET", f"{address}/v1/models", headers=headers)
+        if response.status in (401, 403):
+            hint = "give --api-key, or set NEGAMAX_API_KEY"
+            raise ConfigError(f"{address} asks for a key: {_error_text(response)}", hint=hint)
+        if response.status != 200:
+            raise ConfigError(f"{address}/v1/models answers: {_error_text(response)}")
+        served = json.loads(response.read())["data"]
+        return str(served[0]["id"])
+    except (OSError, http.client.HTTPException) as error:
+        raise ConfigError(
+            f"--url is {address}, where no server answers: {error}",
+            hint="start one with `negamax serve MODEL`",
+        ) from None
+    except (ValueError, LookupError, TypeError):
+        hint = "give the model's name as MODEL, or another --url"
+        raise ConfigError(f"{address}/v1/models lists no model", hint=hint) from None
+    finally:
+        connection.close()
+
+
+def _connection(address: str) -> http.client.HTTPConnection:
+    parts = urlsplit(address)
+    assert parts.hostname is not None
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            parts.hostname, parts.port, timeout=_CONNECT_SECONDS, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_CONNECT_SECONDS)
+    return connection
+
+
+def _send(
+    connection: http.client.HTTPConnection,
+    method: str,
+    url: str,
+    *,
+    headers: dict[str, str],
+    body: str | None = None,
+) -> http.client.HTTPResponse:
+    """Connect and send a request. Errors: `OSError`, `HTTPException`."""
+    connection.connect()
+    connection.sock.settimeout(_SILENCE_SECONDS)
+    connection.request(method, urlsplit(url).path, body=body, headers=headers)
+    return connection.getresponse()
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    headers = {"content-type": "application/json"}
+    return headers if api_key is None else headers | {"authorization": f"Bearer {api_key}"}
+
+
+def _counts(usage: dict[str, Any] | None) -> TokenCounts | None:
+    if not usage:
+        return None
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return TokenCounts(usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0))
+
+
+def _error_text(response: http.client.HTTPResponse) -> str:
+    body = response.read(_MAX_ERROR_BYTES)
+    try:
+        return f"{_message(json.loads(body)['error'])} (status {response.status})"
+    except (ValueError, LookupError, TypeError):
+        text = " ".join(body[:300].decode("utf-8", "replace").split())
+        return f"status {response.status} {response.reason}: {text}"
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def _unreachable(address: str, error: Exception) -> UnavailableError:
+    return UnavailableError(f"the server at {address} does not answer: {error or repr(error)}")

@@ -1,0 +1,270 @@
+"""A conversation in the terminal: its messages, its commands, and the loop that reads and answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from negamax.base import env
+from negamax.base.errors import EngineDeadError, NegamaxError
+from negamax.scheduler.request import SamplingParams
+from negamax.text.output_parser import ParserEvent
+
+if TYPE_CHECKING:
+    from negamax.cli.chat_view import ChatView
+
+HISTORY_LINES = 1000
+_HELP = """\
+/help          this list
+/system TEXT   set the system message; without TEXT: show it
+/save FILE     write the conversation to a JSON file
+/load FILE     go on with such a conversation
+/clear         forget the conversation (also /reset)
+/exit          end (also Ctrl-D)
+Ctrl-C stops an answer. A message that begins with a slash: put a space before it."""
+
+
+class TokenCounts(NamedTuple):
+    """Tokens of one answer."""
+
+    prompt: int
+    cached: int  # of the prompt
+    output: int
+
+
+class Backend(Protocol):
+    """What answers."""
+
+    model: str
+
+    def answer(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        sampling: SamplingParams,
+        show: Callable[[Sequence[ParserEvent]], None],
+    ) -> TokenCounts:
+        """Generate the next message; `show` gets the events of each piece as it comes. Errors:
+        `NegamaxError` for what the model or its server refuses."""
+        ...
+
+
+@dataclass
+class _Clock:
+    """When pieces of an answer came, in monotonic seconds. Single writer: the chat."""
+
+    begin: float
+    first: float | None = None
+    last: float = 0.0
+
+    def tick(self) -> None:
+        """A piece came."""
+        self.last = time.monotonic()
+        if self.first is None:
+            self.first = self.last
+
+    def figures(self, counts: TokenCounts) -> str:
+        """Times and tokens, for people."""
+        if self.first is None:
+            return ""
+        parts = [f"{self.first - self.begin:.2f} s to the first token"]
+        if counts.output > 1 and self.last > self.first:
+            rate = (counts.output - 1) / (self.last - self.first)
+            parts.append(f"{rate:.1f} tokens/s")
+        if counts.prompt:
+            cached = f" ({counts.cached} cached)" if counts.cached else ""
+            parts.append(f"{counts.prompt} tokens in{cached}, {counts.output} out")
+        return f"[{', '.join(parts)}]"
+
+
+class ChatSession:
+    """One conversation. Single writer: `talk`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        system: str | None,
+        tools: list[dict[str, Any]] | None,
+        sampling: SamplingParams,
+    ) -> None:
+        self.model = backend.model
+        self._backend = backend
+        self._tools = tools
+        self._sampling = sampling
+        self._system = system
+        self.clear()
+
+    @property
+    def awaited_call(self) -> str | None:
+        """The name of the tool whose result the next line is, or None."""
+        return self._open_calls[0]["function"]["name"] if self._open_calls else None
+
+    def clear(self) -> None:
+        """Forget everything but the system message."""
+        self._messages: list[dict[str, Any]] = []
+        self._open_calls: list[dict[str, Any]] = []
+
+    def add(self, line: str) -> None:
+        """Take a line: the result of the call that waits, or the user's next message."""
+        if self._open_calls:
+            call = self._open_calls.pop(0)
+            self._messages.append({"role": "tool", "tool_call_id": call["id"], "content": line})
+        else:
+            self._messages.append({"role": "user", "content": line})
+
+    def answer(self, view: ChatView) -> None:
+        """Generate the next message and show it as it comes. What is refused, or stopped before it
+        had any content, takes the user's message along."""
+        shown, clock = view.answer(), _Clock(time.monotonic())
+
+        def show(events: Sequence[ParserEvent]) -> None:
+            clock.tick()
+            shown.show(events)
+
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        try:
+            counts = self._backend.answer([*system, *self._messages], self._tools, self._sampling, show)
+        except KeyboardInterrupt:
+            message = shown.finish()
+            message.pop("tool_calls", None)
+            if message["content"]:
+                self._messages.append(message)
+                view.problem("(stopped)")
+            else:
+                self._take_back()
+                view.problem("(stopped; your message was taken back)")
+            return
+        except NegamaxError as error:
+            shown.finish()
+            self._take_back()
+            if isinstance(error, EngineDeadError):
+                raise
+            view.problem(str(error))
+            return
+        message = shown.finish()
+        self._messages.append(message)
+        self._open_calls = list(message.get("tool_calls", ()))
+        view.figures(clock.figures(counts))
+
+    def run_command(self, line: str, view: ChatView) -> bool:
+        """Do what a line with a slash says; False: it says that the chat is over."""
+        name, _, argument = line.strip().partition(" ")
+        argument = argument.strip()
+        match name:
+            case "/exit" | "/quit":
+                return False
+            case "/clear" | "/reset":
+                self.clear()
+                view.note("(the conversation is forgotten)")
+            case "/help":
+                view.note(_HELP)
+            case "/system":
+                self._system = argument or self._system
+                view.note(f"system message: {self._system or 'none'}")
+            case "/save" | "/load" if not argument:
+                view.problem(f"{name} needs the name of a file")
+            case "/save":
+                self._save(Path(argument).expanduser(), view)
+            case "/load":
+                self._load(Path(argument).expanduser(), view)
+            case _:
+                view.problem(f"unknown command {name}; /help lists them")
+        return True
+
+    def is_command(self, line: str) -> bool:
+        """Whether a line is a command. The result of a tool may begin with a slash, too: then only
+        what ends or clears the chat is one."""
+        name = line.partition(" ")[0].strip()
+        if self.awaited_call is not None:
+            return name in ("/exit", "/clear", "/reset")
+        return name.startswith("/")
+
+    def _take_back(self) -> None:
+        """Drop everything from the last user message on: it was not answered."""
+        self._open_calls = []
+        while self._messages and self._messages.pop()["role"] != "user":
+            pass
+
+    def _save(self, path: Path, view: ChatView) -> None:
+        kept = {"model": self.model, "system": self._system, "messages": self._messages}
+        try:
+            path.write_bytes(json.dumps(kept, ensure_ascii=False, indent=1).encode())
+        except (OSError, ValueError) as error:
+            view.problem(f"the conversation cannot be saved: {error}")
+        else:
+            view.note(f"saved to {path} ({len(self._messages)} messages)")
+
+    def _load(self, path: Path, view: ChatView) -> None:
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            messages, system = kept["messages"], kept["system"]
+            if not all(isinstance(message["role"], str) for message in messages):
+                raise TypeError
+            if not isinstance(system, str | None):
+                raise TypeError
+        except OSError as error:
+            view.problem(f"the conversation cannot be loaded: {error}")
+        except (ValueError, LookupError, TypeError):
+            view.problem(f"{path} holds no conversation that /save has written")
+        else:
+            self._messages, self._system, self._open_calls = list(messages), system, []
+            view.note(f"loaded {path} ({len(messages)} messages)")
+
+
+def talk(session: ChatSession, view: ChatView) -> None:
+    """Read a line, do what it says or answer it, until there are no more."""
+    interactive = view.is_interactive
+    if interactive:
+        view.note(f"Chatting with {session.model}: /help lists the commands, Ctrl-C stops an answer.")
+    with _line_history() if interactive else contextlib.nullcontext():
+        while True:
+            awaited = session.awaited_call
+            prompt = f"result of {awaited}> " if awaited else "> "
+            try:
+                line = input(prompt if interactive else "")
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if not interactive:
+                    return
+                view.problem("\n(/exit or Ctrl-D ends the chat)")
+                continue
+            if session.is_command(line):
+                if not session.run_command(line, view):
+                    return
+            elif line.strip() or awaited:
+                session.add(line.removeprefix(" ") if line.startswith(" /") else line)
+                if session.awaited_call is None:
+                    session.answer(view)
+
+
+@contextlib.contextmanager
+def _line_history() -> Iterator[None]:
+    """Lines of earlier chats at the prompt, where Python has readline; they are kept in a file that
+    only this user can read."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    state = Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    path = state / "negamax" / "chat_history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.touch(mode=0o600)
+            readline.write_history_file(path)
+        except OSError as error:
+            print(f"the history cannot be kept: {error}", file=sys.stderr)

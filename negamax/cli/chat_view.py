@@ -1,0 +1,245 @@
+"""What a chat shows: thinking dimmed, content as Markdown while it comes, calls, and figures."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+
+from negamax.text.output_parser import (
+    ContentDelta,
+    ParserEvent,
+    ReasoningDelta,
+    ToolArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+
+_CONTROL_CODES = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+_REFRESH_SECONDS = 0.08
+
+
+class ChatView:
+    """The terminal, or the pipe, of a chat. What a model writes never steers the terminal."""
+
+    def __init__(self, *, show_thinking: bool, is_plain: bool) -> None:
+        self.console = Console(highlight=False, markup=False)
+        # thinking is for people: where standard output is a pipe, it goes to standard error
+        self._errors = Console(stderr=True, highlight=False, markup=False)
+        thinking = self.console if self.console.is_terminal else self._errors
+        self._thinking = thinking if show_thinking else None
+        self._is_markdown = self.console.is_terminal and not is_plain
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether a person types at one end and reads at the other."""
+        return sys.stdin.isatty() and self.console.is_terminal
+
+    def answer(self) -> AnswerView:
+        """Where the next answer is shown."""
+        return AnswerView(self.console, self._thinking, is_markdown=self._is_markdown)
+
+    def note(self, text: str) -> None:
+        """Something about the chat; where standard output is a pipe, it stays out of that."""
+        console = self.console if self.console.is_terminal else self._errors
+        console.print(text.translate(_CONTROL_CODES), style="dim", soft_wrap=True)
+
+    def figures(self, text: str) -> None:
+        """About the last answer; only people want to know."""
+        if self.console.is_terminal:
+            self.console.print(text, style="dim", soft_wrap=True)
+
+    def problem(self, text: str) -> None:
+        """Something that went wrong."""
+        print(text.translate(_CONTROL_CODES), file=sys.stderr)
+
+
+class AnswerView:
+    """Shows the events of one answer and collects them into a message. Single writer: the chat."""
+
+    def __init__(self, console: Console, thinking: Console | None, *, is_markdown: bool) -> None:
+        self._console = console
+        self._thinking = thinking
+        self._markdown = MarkdownStream(console) if is_markdown else None
+        self._reasoning = ""
+        self._content = ""
+        self._calls: list[dict[str, Any]] = []
+        self._complete_calls = 0
+
+    def show(self, events: Sequence[ParserEvent]) -> None:
+        """Show what is new."""
+        for event in events:
+            self._show(event)
+
+    def _show(self, event: ParserEvent) -> None:
+        match event:
+            case ReasoningDelta(text):
+                self._reasoning += text
+                if self._thinking is not None:
+                    self._write(self._thinking, text, style="dim")
+            case ContentDelta(text):
+                if not self._content:
+                    self._break_after_thinking()
+                self._content += text
+                if self._markdown is not None:
+                    self._markdown.push(text.translate(_CONTROL_CODES))
+                else:
+                    self._write(self._console, text)
+            case ToolCallStart(_, name):
+                self._end_content()
+                function = {"name": name, "arguments": ""}
+                call_id = f"call_{secrets.token_hex(12)}"
+                self._calls.append({"id": call_id, "type": "function", "function": function})
+            case ToolArgumentsDelta(index, text):
+                self._calls[index]["function"]["arguments"] += text
+            case ToolCallEnd(index):
+                self._complete_calls += 1
+                function = self._calls[index]["function"]
+                text = f"\n[call] {function['name']}({function['arguments']})"
+                self._write(self._console, text, style="cyan")
+
+    def finish(self) -> dict[str, Any]:
+        """End the answer's last line; the message as it stands in the history. A call that was cut
+        is no part of it."""
+        if self._thinking is not None and self._reasoning and not self._content and not self._calls:
+            self._break_after_thinking()
+        for call in self._calls[self._complete_calls :]:
+            function = call["function"]
+            text = f"\n[call cut off] {function['name']}({function['arguments']}"
+            self._write(self._console, text, style="cyan")
+        if self._markdown is None or self._calls:
+            self._write(self._console, "\n")
+        else:
+            self._markdown.finish()
+        message: dict[str, Any] = {"role": "assistant", "content": self._content}
+        if self._reasoning:
+            message["reasoning_content"] = self._reasoning
+        if self._complete_calls:
+            message["tool_calls"] = self._calls[: self._complete_calls]
+        return message
+
+    def _end_content(self) -> None:
+        """Before the first call."""
+        if self._calls:
+            return
+        if self._content and self._markdown is not None:
+            self._markdown.finish()
+        elif not self._content:
+            self._break_after_thinking()
+
+    def _break_after_thinking(self) -> None:
+        if self._thinking is not None and self._reasoning and not self._calls:
+            self._write(self._thinking, "\n\n" if self._thinking is self._console else "\n")
+
+    def _write(self, console: Console, text: str, style: str | None = None) -> None:
+        if console.is_terminal:
+            text = text.translate(_CONTROL_CODES)
+        console.print(text, end="", style=style, soft_wrap=True)
+        console.file.flush()
+
+
+class MarkdownStream:
+    """Markdown that is rendered while it is written: blocks that are complete are printed once and
+    for all, and only the last one is drawn anew as it grows. Single writer: its answer."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._block = ""  # the last one, which may grow
+        self._live: Live | None = None
+        self._drawn = 0.0  # monotonic seconds
+
+    def push(self, text: str) -> None:
+        """More text."""
+        self._block += text
+        complete, self._block = split_blocks(self._block)
+        if complete:
+            self._erase()
+            self._console.print(_rendered(complete))
+            self._console.print()
+        now = time.monotonic()
+        if self._block.strip() and now - self._drawn >= _REFRESH_SECONDS:
+            self._drawn = now
+            if self._live is None:
+                # what is taller than the terminal cannot be erased: its top is left out until it ends
+                self._live = Live(
+                    console=self._console,
+                    auto_refresh=False,
+                    transient=True,
+                    vertical_overflow="crop",
+                )
+                self._live.start()
+            self._live.update(_tail(self._block, self._console), refresh=True)
+
+    def finish(self) -> None:
+        """Nothing more comes: print the rest."""
+        self._erase()
+        block, self._block = self._block, ""
+        if block.strip():
+            self._console.print(_rendered(block))
+
+    def _erase(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def split_blocks(text: str) -> tuple[str, str]:
+    """The part of Markdown `text` whose blocks are complete, and the rest: it is cut behind the last
+    blank line that is not inside a code fence, a list or a table."""
+    cut, fence, position = 0, "", 0
+    for line in text.splitlines(keepends=True):
+        position += len(line)
+        mark = _FENCE.match(line)
+        if fence:
+            if mark and mark[1].startswith(fence) and not line.strip(" \n`~"):
+                fence = ""
+        elif mark:
+            fence = mark[1]
+        elif not line.strip() and line.endswith("\n") and not _may_continue(text[position:]):
+            cut = position
+    return text[:cut], text[cut:]
+
+
+def _may_continue(rest: str) -> bool:
+    """Whether what follows a blank line may belong to the block before it, or is not known yet."""
+    return not rest.strip(" ") or bool(re.match(r"(?: {2,}|\t|\s*(?:[-+*]|\d+[.)])(?:\s|$))", rest))
+
+
+def _tail(block: str, console: Console) -> Markdown:
+    """As much of the end of a block as fits the terminal."""
+    lines = block.splitlines(keepends=True)
+    most = max(1, console.height - 2)
+    if len(lines) <= most:
+        return _rendered(block)
+    fence = _FENCE.match(lines[0])
+    return _rendered((lines[0] if fence else "") + "".join(lines[1 - most :]))
+
+
+def _rendered(text: str) -> Markdown:
+    """Markdown whose HTML is shown as it is written; links show their addresses."""
+    markdown = Markdown(text, hyperlinks=False)
+    markdown.parsed = list(_without_html(markdown.parsed))
+    return markdown
+
+
+def _without_html(tokens: Sequence[Any]) -> Iterator[Any]:
+    for token in tokens:
+        for child in token.children or ():
+            if child.type == "html_inline":
+                child.type = "text"
+        if token.type != "html_block":
+            yield token
+            continue
+        make = type(token)
+        text = make("text", "", 0, content=token.content.rstrip("\n"))
+        yield make("paragraph_open", "p", 1)
+        yield make("inline", "", 0, content=token.content, children=[text])
+        yield make("paragraph_close", "p", -1)

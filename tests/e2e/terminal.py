@@ -1,0 +1,87 @@
+"""A terminal for a command under test: a pseudo terminal with a screen of its own size."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\x1b[=>]")
+
+
+class Terminal:
+    """Types into a command and reads what it shows. Single user: one test."""
+
+    def __init__(self, process: subprocess.Popen[bytes], controller: int) -> None:
+        self.process = process
+        self._controller = controller
+        self.raw = ""  # everything shown so far, with its escape sequences
+
+    @property
+    def text(self) -> str:
+        """Everything shown so far, as plain text."""
+        return _ESCAPES.sub("", self.raw).replace("\r", "")
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self._controller, text.encode())
+
+    def wait_for(self, words: str, *, seconds: float = 60.0, count: int = 1) -> str:
+        """Read until `words` were shown `count` times; everything shown so far."""
+        deadline = time.monotonic() + seconds
+        while self.text.count(words) < count:
+            left = deadline - time.monotonic()
+            assert left > 0, f"{words!r} was not shown:\n{self.text}"
+            assert self._read(left), f"the command ended before {words!r}:\n{self.text}"
+        return self.text
+
+    def end(self, *, seconds: float = 20.0) -> int:
+        """The exit code, once the command has ended."""
+        deadline = time.monotonic() + seconds
+        while self._read(max(0.0, deadline - time.monotonic())):
+            pass
+        return self.process.wait(max(0.1, deadline - time.monotonic()))
+
+    def _read(self, seconds: float) -> bool:
+        ready, _, _ = select.select([self._controller], [], [], seconds)
+        if not ready:
+            return seconds > 0 and self.process.poll() is None
+        try:
+            data = os.read(self._controller, 65536)
+        except OSError:  # Linux: the other end is closed
+            return False
+        self.raw += data.decode("utf-8", "replace")
+        return bool(data)
+
+
+@contextlib.contextmanager
+def in_terminal(*arguments: str, env: dict[str, str] | None = None, rows: int = 40, columns: int = 100) -> Iterator[Terminal]:
+    """`negamax` with `arguments` in a terminal of its own, until the block ends."""
+    controller, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "negamax", *arguments],
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        env={**os.environ, "TERM": "xterm-256color", **(env or {})},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C becomes SIGINT
+    )
+    os.close(end)
+    try:
+        yield Terminal(process, controller)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        os.close(controller)

@@ -1,0 +1,266 @@
+"""`negamax chat` as people use it: in a terminal and through pipes, with a server and with an engine."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from negamax.cli.main import main
+from tests.e2e.conftest import MODEL, Server
+from tests.e2e.scripted_server import Script, call, scripted
+from tests.e2e.terminal import Terminal, in_terminal
+
+QUESTION = "What is 47 + 38?"
+MARKDOWN = (
+    "# Title\n\nSome **bold** words, `x < y` and <b>tags</b>.\n\n"
+    "```python\nfor i in range(3):\n\n    print(i)\n```\n\n- one\n\n- two\n\n[link](https://a.example)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[tuple[str, Script]]:
+    with scripted() as running:
+        yield running
+
+
+@pytest.fixture
+def script(stage: tuple[str, Script]) -> Script:
+    fresh = Script()
+    stage[1].__dict__.update(fresh.__dict__)
+    return stage[1]
+
+
+@pytest.fixture
+def url(stage: tuple[str, Script]) -> str:
+    return stage[0]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_STATE_HOME": str(tmp_path / "state"), "NEGAMAX_API_KEY": ""}
+
+
+def ask(terminal: Terminal, text: str, *, count: int) -> str:
+    """Type a message and wait for the figures behind the answer, the `count`-th in this chat."""
+    terminal.type(f"{text}\n")
+    return terminal.wait_for("s to the first token", count=count)
+
+
+def last_message(script: Script) -> dict[str, Any]:
+    message: dict[str, Any] = script.bodies[-1]["messages"][-1]
+    return message
+
+
+def test_conversation_with_a_server_in_a_terminal(server: Server, home: dict[str, str], tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    options = ("chat", "--url", server.url, "--temperature", "0")
+    with in_terminal(*options, env=home) as terminal:
+        terminal.wait_for(f"Chatting with {MODEL}")
+        shown = ask(terminal, QUESTION, count=1)
+        assert "85" in shown and "<think>" not in shown
+        assert "\x1b[2m" in terminal.raw  # thinking is dimmed
+        assert "tokens/s" in shown and "tokens in" in shown
+        terminal.type("/nonsense now\n")
+        terminal.wait_for("unknown command /nonsense; /help lists them")
+        terminal.type("/help\n")
+        terminal.wait_for("/system TEXT")
+        terminal.type(f"/save {kept}\n")
+        terminal.wait_for("(2 messages)")
+        terminal.type("/exit\n")
+        assert terminal.end() == 0
+    saved = json.loads(kept.read_text())
+    assert [message["role"] for message in saved["messages"]] == ["user", "assistant"]
+    assert "85" in saved["messages"][1]["content"] and saved["model"] == MODEL
+    history = Path(home["XDG_STATE_HOME"]) / "negamax" / "chat_history"
+    assert QUESTION in history.read_text() and history.stat().st_mode & 0o077 == 0
+
+
+def test_saved_conversation_goes_on_and_lines_are_remembered(
+    url: str, script: Script, home: dict[str, str], tmp_path: Path
+) -> None:
+    script.steps = [{"content": "Four."}]
+    kept = tmp_path / "kept.json"
+    with in_terminal("chat", "--url", url, "--system", "Be brief.", env=home) as terminal:
+        terminal.wait_for("Chatting with scripted")
+        ask(terminal, "Two and two?", count=1)
+        terminal.type(f"/save {kept}\n")
+        terminal.wait_for("(2 messages)")
+        terminal.type("\x04")  # Ctrl-D
+        assert terminal.end() == 0
+    with in_terminal("chat", "--url", url, env=home) as terminal:
+        terminal.wait_for("Chatting with scripted")
+        terminal.type(f"/load {tmp_path}/nowhere\n")
+        terminal.wait_for("cannot be loaded")
+        terminal.type(f"/load {__file__}\n")
+        terminal.wait_for("holds no conversation")
+        terminal.type(f"/load {kept}\n")
+        terminal.wait_for("loaded")
+        ask(terminal, "And three?", count=1)
+        roles = [message["role"] for message in script.bodies[-1]["messages"]]
+        assert roles == ["system", "user", "assistant", "user"]
+        terminal.type("/clear\n")
+        terminal.wait_for("forgotten")
+        terminal.type("/system Shout.\n")
+        terminal.wait_for("system message: Shout.")
+        terminal.type("\x1b[A\x1b[A\x1b[A")  # three lines back
+        terminal.wait_for("And three?", count=2)
+        ask(terminal, "", count=2)
+        assert script.bodies[-1]["messages"] == [
+            {"role": "system", "content": "Shout."},
+            {"role": "user", "content": "And three?"},
+        ]
+
+
+def test_markdown_is_rendered_as_it_comes_and_nothing_is_lost(url: str, script: Script, home: dict[str, str]) -> None:
+    pieces = [MARKDOWN[start : start + 3] for start in range(0, len(MARKDOWN), 3)]
+    script.steps = [step for piece in pieces for step in ({"content": piece}, 0.005)]
+    with in_terminal("chat", "--url", url, env=home, rows=12, columns=60) as terminal:
+        terminal.wait_for("Chatting")
+        shown = ask(terminal, "Show", count=1)
+    final = [line.strip() for line in shown.splitlines()]
+    assert "Some bold words, x < y and <b>tags</b>." in shown
+    assert "**" not in shown and "```" not in shown and "\x1b[1m" in terminal.raw
+    assert any("print(i)" in line for line in final)
+    assert any("https://a.example" in line for line in final)
+    assert "\x1b[2J" not in terminal.raw and "\x1b]8" not in terminal.raw  # no redraw of the screen
+
+
+def test_model_does_not_steer_the_terminal(url: str, script: Script, home: dict[str, str]) -> None:
+    script.steps = [{"reasoning_content": "\x1b]0;owned\x07"}, {"content": "a\x1b[2Jb\x9b31mc"}]
+    for option in ((), ("--plain",)):
+        with in_terminal("chat", "--url", url, *option, env=home) as terminal:
+            terminal.wait_for("Chatting")
+            ask(terminal, "x", count=1)
+            assert "\x1b]0" not in terminal.raw and "\x1b[2J" not in terminal.raw
+            assert "\x9b" not in terminal.raw and "a[2Jb31mc" in terminal.text
+
+
+def test_ctrl_c_stops_the_answer_and_nothing_else(url: str, script: Script, home: dict[str, str]) -> None:
+    script.steps = [{"content": "The beginning "}, 30.0, {"content": "never"}]
+    with in_terminal("chat", "--url", url, "--plain", env=home) as terminal:
+        terminal.wait_for("Chatting")
+        terminal.type("Tell me\n")
+        terminal.wait_for("The beginning")
+        terminal.type("\x03")
+        terminal.wait_for("(stopped)")
+        terminal.type("\x03")  # at the prompt: no end either
+        terminal.wait_for("Ctrl-D ends the chat")
+        script.steps = [{"content": "All of it."}]
+        ask(terminal, "Again", count=1)
+        told = [message["content"] for message in script.bodies[-1]["messages"]]
+        assert told == ["Tell me", "The beginning ", "Again"]
+        script.steps = [30.0]
+        terminal.type("Nothing comes\n")
+        while len(script.bodies) < 3:
+            pass
+        terminal.type("\x03")
+        terminal.wait_for("your message was taken back")
+        script.steps = [{"content": "Fine."}]
+        ask(terminal, "Last", count=2)
+        assert "Nothing comes" not in json.dumps(script.bodies[-1])
+
+
+def test_tools_are_called_and_their_results_typed(url: str, script: Script, home: dict[str, str], tmp_path: Path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps([{"type": "function", "function": {"name": "weather"}}]))
+    script.finish_reason = "tool_calls"
+    script.steps = [
+        *call("weather", '{"city":', ' "Oslo"}'),
+        *call("weather", '{"city": "Rome"}', index=1),
+    ]
+    with in_terminal("chat", "--url", url, "--tools", str(tools), env=home) as terminal:
+        terminal.wait_for("Chatting")
+        terminal.type("Weather?\n")
+        terminal.wait_for("result of weather> ")
+        assert '[call] weather({"city": "Oslo"})' in terminal.text
+        script.steps, script.finish_reason = [{"content": "Cold."}], "stop"
+        terminal.type("/etc is what it says\n")  # no command: a result may look so
+        terminal.wait_for("result of weather> ", count=2)
+        ask(terminal, "warm", count=2)
+    results = [m["content"] for m in script.bodies[-1]["messages"] if m["role"] == "tool"]
+    assert results == ["/etc is what it says", "warm"]
+
+
+def test_call_that_was_cut_is_shown_and_not_kept(url: str, script: Script, home: dict[str, str]) -> None:
+    script.finish_reason = "length"
+    script.steps = call("write", '{"text": "abc')
+    with in_terminal("chat", "--url", url, env=home) as terminal:
+        terminal.wait_for("Chatting")
+        ask(terminal, "Write", count=1)
+        assert '[call cut off] write({"text": "abc' in terminal.text
+        script.steps = [{"content": "Well."}]
+        ask(terminal, "Again", count=2)
+    assert all("tool_calls" not in message for message in script.bodies[-1]["messages"])
+
+
+def test_errors_of_the_server_leave_the_chat_alive(url: str, script: Script, home: dict[str, str]) -> None:
+    script.refusal = (400, {"message": "the prompt is too long", "code": "x"}, {})
+    with in_terminal("chat", "--url", url, env=home) as terminal:
+        terminal.wait_for("Chatting")
+        terminal.type("First\n")
+        terminal.wait_for("the prompt is too long (status 400)")
+        script.refusal = None
+        script.steps = [{"content": "Half "}, {"error": {"message": "the engine died"}}]
+        terminal.type("Second\n")
+        terminal.wait_for("the engine died")
+        script.steps = [{"content": "Whole."}]
+        ask(terminal, "Third", count=1)
+    assert [message["content"] for message in script.bodies[-1]["messages"]] == ["Third"]
+
+
+def test_key_is_sent_and_asked_for(url: str, script: Script, home: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    script.key, script.steps = "secret", [{"content": "Open."}]
+    assert main(["chat", "--url", url]) == 2
+    assert "give --api-key, or set NEGAMAX_API_KEY" in capsys.readouterr().err
+    with in_terminal("chat", "--url", f"{url}/v1/", "--api-key", "secret", env=home) as terminal:
+        terminal.wait_for("Chatting")
+        assert "Open." in ask(terminal, "Hello", count=1)
+
+
+def test_lines_of_a_pipe_are_answered_by_a_server(server: Server) -> None:
+    command = [sys.executable, "-m", "negamax", "chat", MODEL, "--url", server.url]
+    lines = f"{QUESTION}\n/nonsense\n/clear\n{QUESTION}\n"
+    done = subprocess.run([*command, "--temperature", "0"], input=lines, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("85") == 2 and "\x1b" not in done.stdout
+    assert "token" not in done.stdout and "forgotten" not in done.stdout
+    assert "47" in done.stderr and "unknown command /nonsense" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "MODEL is missing (give a folder, a hub id, 'nano', or the --url of a server)"),
+        (("--url", "ftp://a"), "--url is 'ftp://a', which is no HTTP address"),
+        (("--url", "localhost:{port}"), "where no server answers"),
+        ((MODEL, "--temperature", "9"), "temperature is 9.0; allowed: 0.0 to 2.0"),
+    ],
+)
+def test_refusals_come_before_anything_is_loaded(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        port = once.getsockname()[1]
+    assert main(["chat", *(text.format(port=port) for text in arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_embedded_engine_in_a_terminal(home: dict[str, str]) -> None:
+    options = ("chat", MODEL, "--temperature", "0", "--num-threads", "1")
+    with in_terminal(*options, env=home) as terminal:
+        terminal.wait_for(f"loading {MODEL}")
+        terminal.wait_for("> ")
+        terminal.type("\x03")  # the engine does not end with it
+        terminal.wait_for("Ctrl-D ends the chat")
+        assert "85" in ask(terminal, QUESTION, count=1)
+        assert "cached" in ask(terminal, QUESTION, count=2)
+        terminal.type("/exit\n")
+        assert terminal.end() == 0
