@@ -16,7 +16,8 @@ serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 	$(BIN)/negamax serve nano
 
 test: $(VENV)/.dev    ## everything that runs without a GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not install and not serial"
+	$(BIN)/python -m pytest -m serial
 
 test-install: $(VENV)/.dev  ## the wheel alone in an empty environment: commands, server, hub ids
 	$(BIN)/python -m pytest -m install tests/install

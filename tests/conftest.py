@@ -21,6 +21,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env.settle_cpu_products()
+    if config.pluginmanager.has_plugin("hypothesispytest"):
+        from hypothesis import settings
+
+        settings.register_profile("any machine", deadline=None)  # a busy one takes its time
+        settings.load_profile("any machine")
     expression = config.option.markexpr
     may_run_on_gpu = not expression or ("gpu" in expression and "not gpu" not in expression)
     if not (may_run_on_gpu and _gpu_is_here()):

@@ -41,6 +41,7 @@ def test_streams_of_several_prompts_and_choices_add_up_to_the_whole_answer(clien
     assert texts[0].startswith(PROMPT) and texts[2].startswith("Hello")
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("interval", [1, 5, 1000])
 def test_as_many_tokens_as_asked_for_are_sent_together(client: openai.OpenAI, interval: int) -> None:
     extra = {"ignore_eos": True, "return_token_ids": True, "stream_interval": interval}

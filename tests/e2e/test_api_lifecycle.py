@@ -123,6 +123,7 @@ def test_drain_timeout_aborts_what_is_still_open(tmp_path: Path) -> None:
         assert "Traceback" not in server.log
 
 
+@pytest.mark.serial
 def test_server_is_ready_within_seconds_and_an_interrupt_stops_it_at_once(tmp_path: Path) -> None:
     started = time.monotonic()
     with serving(log_file=tmp_path / "log") as server:
@@ -143,6 +144,7 @@ def test_signal_while_the_model_loads_ends_quietly(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.serial
 def test_port_in_use_is_refused_before_the_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -67,6 +67,7 @@ def test_every_name_that_dashboards_read_is_there(http: httpx.Client, client: op
     assert open_metrics.text.endswith("# EOF\n")
 
 
+@pytest.mark.serial
 def test_counts_and_times_of_one_request_add_up(http: httpx.Client, server: Server) -> None:
     body: dict[str, Any] = {"messages": HELLO, "max_tokens": 20, "ignore_eos": True, "cache_salt": "alone"}
     before = http.get("/metrics").text

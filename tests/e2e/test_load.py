@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,6 +46,7 @@ def test_wrong_bodies_are_refused_and_the_server_lives_on(tmp_path: Path) -> Non
     assert found["statuses"]["400"] > 300 and found["statuses"]["200"] > 100
 
 
+@pytest.mark.serial
 def test_server_alone_streams_every_tool_call_at_a_small_cost(tmp_path: Path) -> None:
     found = report("frontend", tmp_path)
     assert found["64 streams, at once"]["streams without their tool call"] == 0

@@ -12,6 +12,7 @@ NUM_CHARS = 100_000
 TEXTS, SHORT_TEXTS = proof.long_outputs(NUM_CHARS), proof.long_outputs(NUM_CHARS // 5)
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("name", TEXTS)
 def test_time_grows_with_the_length_and_no_faster(name: str) -> None:
     format, text = TEXTS[name]
