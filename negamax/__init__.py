@@ -26,3 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return SamplingParams
     raise AttributeError(f"module 'negamax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

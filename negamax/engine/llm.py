@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -56,13 +56,48 @@ class Generation:
 
 
 class LLM:
-    """A model in this process. `options` are the fields of `EngineOptions` (max_model_len, dtype, tensor_parallel_size, ...).
+    """A model in this process. The keywords are the fields of `EngineOptions`, which says what each
+    means, and `chat_template`, a file that replaces the checkpoint's template.
 
     Usable as a context manager; `shutdown` frees the worker threads or processes. Not thread-safe.
+    Errors: `ConfigError` and `ResourceError` for a model or options that cannot work here.
     """
 
-    def __init__(self, model: str, *, chat_template: str | None = None, **options: Any) -> None:
-        self._options = EngineOptions(model=model, **options)
+    def __init__(
+        self,
+        model: str,
+        *,
+        chat_template: str | None = None,
+        revision: str | None = None,
+        download_dir: str | None = None,
+        dtype: str = "auto",
+        load_format: str = "auto",
+        script: str | None = None,
+        device: str = "auto",
+        num_hidden_layers: int | None = None,
+        max_model_len: int | None = None,
+        block_size: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        max_queued_requests: int = 1024,
+        max_queued_tokens: int | None = None,
+        kv_cache_dtype: str = "auto",
+        kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float = 0.92,
+        num_kv_blocks: int | None = None,
+        enable_prefix_caching: bool = True,
+        enable_overlap: bool = True,
+        enforce_eager: bool = False,
+        max_cudagraph_capture_size: int | None = None,
+        tensor_parallel_size: int = 1,
+        num_threads: int | None = None,
+        seed: int = 0,
+        max_logprobs: int = 20,
+        log_level: str = "info",
+        log_format: str = "text",
+    ) -> None:
+        given = dict(locals())
+        self._options = EngineOptions(**{option.name: given[option.name] for option in fields(EngineOptions)})
         source = locate(self._options)
         self.tokenizer = Tokenizer.from_folder(source.tokenizer_folder)
         template = None if chat_template is None else Path(chat_template)
