@@ -57,15 +57,18 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def stop(process: subprocess.Popen[bytes], *, timeout: float) -> None:
-    """Close the child's input, give it `timeout` seconds to end, then kill it."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def stop(*processes: subprocess.Popen[bytes], timeout: float) -> None:
+    """Give children that were told to end `timeout` seconds for it, then kill those that are left."""
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for late in processes:
+                late.kill()
+            process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from negamax.worker.outcome import Outcome
 
 POLL_MS = 500
+SHUTDOWN_SECONDS = 5.0  # in which ranks that are told to end do so
 
 
 class Launched(Protocol):
@@ -117,9 +118,9 @@ class MultiProcessExecutor:
                 layout = dataclasses.replace(config.layout, rank=rank)
                 rank_config = dataclasses.replace(config, layout=layout, init_method=init_method)
                 socket.send(msgspec.msgpack.encode(rank_config))
-            readies = [self._wait_ready(rank) for rank in range(world_size)]
+            readies = self._wait_ready()
         except BaseException:
-            self.shutdown()
+            self._close(timeout=0.0)  # ranks may wait for one that failed, and say so when it goes
             raise
         blocks = {ready.num_kv_blocks for ready in readies}
         assert len(blocks) == 1 or config.num_kv_blocks is None
@@ -151,32 +152,52 @@ class MultiProcessExecutor:
         for socket in self._sockets:
             with contextlib.suppress(zmq.ZMQError):
                 socket.send(b"", zmq.NOBLOCK)
-        for child in self._processes:
-            process.stop(child, timeout=5.0)
+        self._close(timeout=SHUTDOWN_SECONDS)
+
+    def _close(self, *, timeout: float) -> None:
+        """End the ranks, those that still run after `timeout` seconds by force."""
+        process.stop(*self._processes, timeout=timeout)
         for socket in (*self._sockets, self._result_socket):
             socket.close(0)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _wait_ready(self, rank: int) -> WorkerReady:
-        report = msgspec.msgpack.decode(self._receive(self._sockets[rank]), type=RankReport)
-        if isinstance(report, RankFailed):
-            error = ConfigError(report.message)
-            error.exit_code = report.exit_code
-            raise error
-        return report.ready
+    def _wait_ready(self) -> list[WorkerReady]:
+        """What every rank reports. Errors: that of the first rank to fail, `EngineDeadError`."""
+        poller, readies = zmq.Poller(), {}
+        for socket in self._sockets:
+            poller.register(socket, zmq.POLLIN)
+        while len(readies) < len(self._sockets):
+            reported = dict(poller.poll(POLL_MS))
+            for rank, socket in enumerate(self._sockets):
+                if socket in reported:
+                    readies[rank] = _started(socket.recv())
+            if not reported:
+                self._check_alive()
+        return [readies[rank] for rank in range(len(self._sockets))]
 
     def _receive(self, socket: zmq.Socket[bytes]) -> bytes:
         """The next frame of `socket`, while all ranks live."""
         while not socket.poll(POLL_MS):
-            for rank, child in enumerate(self._processes):
-                code = child.poll()
-                if code is None or socket.poll(0):
-                    continue
-                if self._sockets[rank].poll(0):  # it failed in order and left its report
-                    self._wait_ready(rank)
-                raise EngineDeadError(f"rank {rank} ended with exit code {code}")
+            self._check_alive(socket)
         return socket.recv()
+
+    def _check_alive(self, *awaited: zmq.Socket[bytes]) -> None:
+        """Errors: `EngineDeadError` where a rank has ended, and nothing has come from `awaited`."""
+        for rank, child in enumerate(self._processes):
+            code = child.poll()
+            if code is not None and not any(socket.poll(0) for socket in awaited or self._sockets):
+                raise EngineDeadError(f"rank {rank} ended with exit code {code}")
+
+
+def _started(frame: bytes) -> WorkerReady:
+    """What a rank that has started reports. Errors: that of one that has not."""
+    report = msgspec.msgpack.decode(frame, type=RankReport)
+    if isinstance(report, RankFailed):
+        error = ConfigError(report.message)
+        error.exit_code = report.exit_code
+        raise error
+    return report.ready
 
 
 class _RemoteStep:

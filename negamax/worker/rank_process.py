@@ -71,6 +71,7 @@ def main(plans_address: str, results_address: str) -> int:
             worker = Worker(config)
         except NegamaxError as error:
             socket.send(msgspec.msgpack.encode(RankFailed(str(error), error.exit_code)))
+            socket.recv()  # the executor ends all ranks; one that went before would be an error to the others
             return error.exit_code
         gc.freeze()  # what the start left behind lives as long as the process: later collections need not visit it
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
