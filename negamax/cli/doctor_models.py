@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from negamax.base.errors import ConfigError
 from negamax.config.memory import kv_bytes_per_token, weight_bytes
 from negamax.config.model_spec import BUNDLED_NAMES, ModelSpec, bundled_spec
 from negamax.config.options import EngineOptions
-from negamax.parallel.layout import ParallelLayout
+from negamax.kernels.platform import FP8_CAPABILITY
+from negamax.parallel.split import tensor_parallel_sizes
 
 GIB = 2**30
-FP8_CAPABILITY = (8, 9)  # the first with FP8 arithmetic
 # Beside weights and cache on each GPU: a step's workspace, CUDA graphs, the driver. The engine
 # measures it; on an H200 with the default sizes of a step it is 6 GiB.
 GPU_RESERVE = 6 * GIB
@@ -118,18 +117,8 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
 
 def _tensor_parallel_sizes(spec: ModelSpec, most: int) -> Iterator[int]:
     """The numbers of ranks up to `most` that the model can be split over."""
-    for size in range(1, most + 1):
-        layout = ParallelLayout(tp=size)
-        try:
-            layout.attention.heads(spec.num_heads)
-            layout.attention.kv_heads(spec.num_kv_heads)
-            layout.vocab(spec.vocab_size)
-            width = layout.experts.width(spec.intermediate_size)
-        except ConfigError:
-            continue
-        block = spec.quantization.weight_block_size[0] if spec.quantization else 1
-        if len(width) % block == 0:
-            yield size
+    block = spec.quantization.weight_block_size[0] if spec.quantization else 1
+    return tensor_parallel_sizes(spec, block=block, most=most)
 
 
 def _cache_tokens(spec: ModelSpec, weights: int, gpus: Sequence[Gpu]) -> int:

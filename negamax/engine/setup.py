@@ -16,6 +16,8 @@ from negamax.engine.scripted_executor import ScriptedExecutor
 from negamax.engine.source import ModelSource, locate
 from negamax.engine.wire import ModelInfo
 from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.split import check_split
+from negamax.quantization.scheme import stored_block
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.text.script import read_script
 from negamax.worker.config import WorkerConfig, WorkerReady
@@ -49,8 +51,10 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         logger.info("%s", note)
     max_model_len = _window(options, spec)
     layout = ParallelLayout(tp=options.tensor_parallel_size)
-    _check_split(layout, spec)
+    check_split(layout, spec)
     device = _settled_device(options, layout)
+    if device == "cuda" and options.dtype != "float32":
+        check_split(layout, spec, block=stored_block(spec.quantization))
     limits = STEP_LIMITS[device]
     max_num_seqs = options.max_num_seqs or limits.max_num_seqs
     max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens
@@ -153,14 +157,6 @@ def _settled_device(options: EngineOptions, layout: ParallelLayout) -> str:
     if device == "cpu":
         env.settle_cpu_products()
     return device
-
-
-def _check_split(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Refuse a layout that cannot hold the model before any process is started for it."""
-    layout.attention.heads(spec.num_heads)
-    layout.attention.kv_heads(spec.num_kv_heads)
-    layout.vocab(spec.vocab_size)
-    layout.experts.width(spec.intermediate_size)
 
 
 def _window_of_pool(max_model_len: int, pool_tokens: int) -> int:

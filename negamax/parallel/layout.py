@@ -25,7 +25,6 @@ class AttentionView:
         if num_heads % self.size:
             raise ConfigError(
                 f"{num_heads} attention heads cannot be split over {self.size} ranks",
-                hint="choose a --tensor-parallel-size that divides the number of attention heads",
             )
         per_rank = num_heads // self.size
         return range(self.rank * per_rank, (self.rank + 1) * per_rank)

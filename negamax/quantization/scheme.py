@@ -86,6 +86,12 @@ def detect(spec: QuantizationSpec | None) -> QuantScheme | None:
     )
 
 
+def stored_block(spec: QuantizationSpec | None) -> int:
+    """The unit in which matrices are cut where they are kept as the checkpoint stores them."""
+    scheme = detect(spec)
+    return max(scheme.block) if scheme else 1
+
+
 def choose_format(
     spec: QuantizationSpec | None, *, dtype: torch.dtype, device: torch.device, keep_quantized: bool | None = None
 ) -> WeightFormat:
@@ -104,14 +110,10 @@ def choose_format(
 
 def _blocks(part: range, total: int, *, block: int, what: str) -> range:
     if part.start % block or part.stop % block:
-        whole = total // block
-        fitting = [str(ranks) for ranks in range(1, whole + 1) if whole % ranks == 0 and total % block == 0]
         raise ConfigError(
             f"a rank's share of the {total} {what} is {len(part)}, from {part.start} to {part.stop - 1}; "
             f"FP8 blocks of {block} cannot be split",
-            hint=f"split them over {', '.join(fitting)} ranks"
-            if fitting
-            else "use --dtype float32, which dequantises the weights",
+            hint="use fewer ranks" if len(part) < total else "use --device cpu, which dequantises the weights",
         )
     return range(part.start // block, part.stop // block)
 

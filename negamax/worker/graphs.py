@@ -38,6 +38,13 @@ def record(step: Callable[[], Result], pool: tuple[int, int]) -> tuple[torch.cud
     return graph, result
 
 
+def pool_bytes(pool: tuple[int, int]) -> int:
+    """GPU memory that the graphs captured in `pool` hold. What the allocator has reserved in all is no
+    measure: a capture begins by giving unused memory back."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
+
+
 def capture_sizes(largest: int) -> list[int]:
     """Batch sizes worth a graph: each up to 16, then in steps that leave at most an eighth of a step to padding."""
     sizes = [*range(1, 17), *range(20, 65, 4), *range(72, 129, 8), *range(144, 257, 16), *range(288, largest + 1, 32)]
@@ -87,13 +94,13 @@ class DecodeGraphs:
 
     def capture(self, pool: tuple[int, int]) -> str:
         """Run and record every size, the largest first, in the memory of `pool`; a line that says what that took."""
-        started, before = time.monotonic(), torch.cuda.memory_reserved()
+        started, before = time.monotonic(), pool_bytes(pool)
         for size in reversed(self._sizes):
             self._fill(size, slots=[self._rows.padding_slot] * size, positions=[0] * size, active=0)
             self._graphs[size], _ = record(partial(self._run, size, self._kv), pool)
             self._draws[size], _ = record(partial(self._draw, size), pool)
         torch.cuda.synchronize()
-        taken = (torch.cuda.memory_reserved() - before) / 2**20
+        taken = (pool_bytes(pool) - before) / 2**20
         return f"{len(self._sizes)} up to {self.largest} rows: {taken:.0f} MiB, {time.monotonic() - started:.1f} s"
 
     def rehearse(self, layers: int) -> None:

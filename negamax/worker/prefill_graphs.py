@@ -20,7 +20,7 @@ from negamax.kernels.attention.spec import PagedQueries
 from negamax.layers.attention import AttentionInputs, KvView
 from negamax.models.registry import CausalModel
 from negamax.worker.batch import Column, Layout
-from negamax.worker.graphs import record
+from negamax.worker.graphs import pool_bytes, record
 from negamax.worker.rows import Rows
 
 # A generated token in such a step is one query of a whole tile and reads its keys alone: slower than decoding from here on.
@@ -55,12 +55,12 @@ class PrefillGraphs:
 
     def capture(self, pool: tuple[int, int]) -> str:
         """Run and record every size, the largest first, in the memory of `pool`; a line that says what that took."""
-        started, before = time.monotonic(), torch.cuda.memory_reserved()
+        started, before = time.monotonic(), pool_bytes(pool)
         for size in reversed(self._sizes):
             self._fill_with_nothing(size)
             self._graphs[size], _ = record(partial(self._run, size, self._kv), pool)
         torch.cuda.synchronize()
-        taken = (torch.cuda.memory_reserved() - before) / 2**20
+        taken = (pool_bytes(pool) - before) / 2**20
         seconds = time.monotonic() - started
         return f"{len(self._sizes)} up to {self._sizes[-1]} tokens: {taken:.0f} MiB, {seconds:.1f} s"
 

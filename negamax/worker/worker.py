@@ -10,6 +10,7 @@ import torch
 from negamax.base.log import get_logger
 from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
+from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
 from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
@@ -17,7 +18,7 @@ from negamax.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from negamax.worker import batch as batches
 from negamax.worker import kv_pool
 from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
-from negamax.worker.device import HostTensor, choose_dtype, indices, kv_dtype
+from negamax.worker.device import HostTensor, check_platform, choose_dtype, indices, kv_dtype
 from negamax.worker.graphs import DecodeGraphs, DecodeOutputs
 from negamax.worker.masks import LateMasks, RowMasks, WaitForMasks
 from negamax.worker.outcome import Outcome, StepTimes
@@ -41,6 +42,7 @@ class Worker:
         self._on_gpu = device.type == "cuda"
         dtype = choose_dtype(config.dtype, spec=config.spec, device=config.device)
         cache_dtype = kv_dtype(config.kv_cache_dtype, dtype=dtype, device=config.device)
+        check_platform(platform_of(device), config.spec, dtype=dtype, cache_dtype=cache_dtype, rank=config.layout.rank)
         kv_pool.check_weights_fit(config.spec, dtype=dtype, device=device, num_ranks=config.layout.world_size)
         self._context = context = _parallel_context(config, device)
         self._group = context.attention_group

@@ -35,14 +35,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from negamax.kernels.platform import platform_of
+
 triton.knobs.language.default_fp_fusion = True  # off, the kernels' last bits and speed are others
 
 
 @cache
 def launch_options(device: torch.device) -> dict[str, Any]:
     """What a kernel with a parameter `PDL: tl.constexpr` is launched with on `device`, besides its own arguments."""
-    on_hopper = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": True, "launch_pdl": True} if on_hopper else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if platform_of(device).has_dependent_launch else {"PDL": False}
 
 
 @triton.jit

@@ -1,0 +1,86 @@
+"""GPUs that cannot run a model are refused in one sentence before anything is loaded; their capability is faked here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from negamax.base.errors import ConfigError
+from negamax.config.model_spec import bundled_spec
+from negamax.kernels.launch.triton import launch_options
+from negamax.kernels.platform import Platform, platform_of
+from negamax.worker.device import check_platform
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+M2 = bundled_spec("minimax-m2")  # FP8 weights
+FakeGpu = Callable[..., torch.device]
+A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """Lets PyTorch name a GPU that is not there."""
+
+    def fake(name: str, capability: tuple[int, int], hip: str | None = None) -> torch.device:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        return torch.device("cuda", 0)
+
+    platform_of.cache_clear()
+    launch_options.cache_clear()
+    yield fake
+    platform_of.cache_clear()
+    launch_options.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "hip", "cache", "words"),
+    [
+        (*A100, None, BF16, "A100-SXM4-80GB (compute capability 8.0) cannot multiply FP8 weights, which this checkpoint has"),
+        ("Tesla V100", (7, 0), None, BF16, "Tesla V100 (compute capability 7.0) has no bfloat16 arithmetic; 8.0 or higher"),
+        ("Tesla T4", (7, 5), None, BF16, "Tesla T4 (compute capability 7.5) has no bfloat16 arithmetic"),
+        ("AMD Instinct MI300X", (9, 4), "6.2", BF16, "AMD Instinct MI300X: AMD GPUs (ROCm) are not supported yet"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(
+    gpu: FakeGpu, name: str, capability: tuple[int, int], hip: str | None, cache: torch.dtype, words: str
+) -> None:
+    platform = platform_of(gpu(name, capability, hip))
+    with pytest.raises(ConfigError) as caught:
+        check_platform(platform, M2, dtype=BF16, cache_dtype=cache)
+    assert words in str(caught.value) and "--device cpu" in str(caught.value)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_bf16_weights_run_on_an_a100_with_a_warning_and_its_cache_is_not_fp8(
+    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    platform = platform_of(gpu(*A100))
+    plain = replace(M2, quantization=None)
+    with caplog.at_level(logging.WARNING, logger="negamax"):
+        for rank in range(2):
+            check_platform(platform, plain, dtype=BF16, cache_dtype=BF16, rank=rank)
+    (record,) = caplog.records
+    assert "A100" in record.message and "never run" in record.message
+    with pytest.raises(ConfigError, match=r"8.0\) has no FP8 KV cache; 8.9 or higher is needed .drop --kv-cache-dtype"):
+        check_platform(platform, plain, dtype=BF16, cache_dtype=FP8)
+
+
+def test_measured_gpus_and_the_cpu_run_everything_without_a_word(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    platforms = [platform_of(gpu("NVIDIA H200", (9, 0))), platform_of(torch.device("cpu"))]
+    with caplog.at_level(logging.DEBUG, logger="negamax"):
+        for platform in platforms:
+            check_platform(platform, M2, dtype=BF16, cache_dtype=FP8)
+    assert not caplog.records
+    assert platforms[0] == Platform("nvidia", "NVIDIA H200", (9, 0))
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), True), ((10, 0), True), ((8, 9), False)])
+def test_kernels_overlap_their_launches_from_hopper_on(gpu: FakeGpu, capability: tuple[int, int], expected: bool) -> None:
+    assert launch_options(gpu("NVIDIA", capability))["PDL"] is expected
+    assert launch_options(torch.device("cpu")) == {"PDL": False}
