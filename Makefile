@@ -7,7 +7,7 @@ TORCH  ?= torch==2.13.0
 # Everything else in the versions that were tested together.
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test test-install lint types contracts check constraints clean
+.PHONY: demo serve test test-install lint types contracts docs check constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
 	$(BIN)/python examples/demo.py
@@ -31,13 +31,16 @@ types: $(VENV)/.dev
 contracts: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-check: lint types contracts test-install test
+docs: $(VENV)/.docs   ## the rendered documentation, in build/site; every link is checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+check: lint types contracts docs test-install test
 
 constraints:          ## write down the versions that a fresh environment gets, to be tested
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
 	tools/install_torch.sh build/constraints/bin/python "$(TORCH)"
-	build/constraints/bin/python -m pip install --quiet -e ".[dev,plot,uvloop]"
+	build/constraints/bin/python -m pip install --quiet -e ".[dev,docs,plot,uvloop]"
 	{ sed -n '/^#/p' constraints.txt; build/constraints/bin/python -m pip freeze --exclude-editable \
 	  | sed 's/+cpu$$//'; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
@@ -60,6 +63,10 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "Installing Negamax with its tests and linters: about 200 MB, once."
 	$(PIP) -e ".[dev]"
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) -e ".[docs]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
