@@ -270,6 +270,7 @@ class _NativeAnswering:
 def _server_info(context: ApiContext) -> NativeServerInfo:
     engine = context.engine
     info, stats = engine.info, engine.stats
+    generated = sum(one.generated_tokens for one in (*engine.past_stats, stats))
     return NativeServerInfo(
         version=__version__,
         model_path=info.model,
@@ -285,4 +286,5 @@ def _server_info(context: ApiContext) -> NativeServerInfo:
         num_running_reqs=stats.num_running,
         num_queue_reqs=stats.num_waiting,
         num_used_tokens=(stats.num_kv_blocks - stats.num_free_kv_blocks) * info.block_size,
+        num_generated_tokens=generated,
     )

@@ -17,6 +17,10 @@ import httpx
 import openai
 import pytest
 
+from tests.e2e.browser import Browser, browsing
+from tests.e2e.chat_page import begin
+from tests.e2e.scripted_server import NAME, Script, scripted
+
 MODEL = "nano"
 START_SECONDS = 60.0
 _READY = re.compile(r"ready: (https?://\S+)/v1")
@@ -123,3 +127,36 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 def http(server: Server) -> Iterator[httpx.Client]:
     with server.http() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("profile")) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Browser) -> Browser:
+    """The browser with a window of common size, and nothing noted yet."""
+    browser.open("about:blank")
+    browser.look(width=1360, height=860)
+    browser.problems.clear()
+    browser.requests.clear()
+    return browser
+
+
+@pytest.fixture
+def script(page: Browser) -> Iterator[Script]:
+    """A scripted server whose page is open."""
+    with scripted() as (url, script):
+        begin(page, url, NAME)
+        yield script
+        page.open("about:blank")
+
+
+@pytest.fixture
+def nano(page: Browser, server: Server) -> Browser:
+    """The page of the real server."""
+    begin(page, server.url, MODEL)
+    page.write("[name=temperature]", "0")
+    return page

@@ -25,6 +25,14 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 1152},
     "completion_tokens_details": {"reasoning_tokens": 12},
 }
+INFO = {
+    "sampling_defaults": {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "min_p": 0.0, "repetition_penalty": 1.0},
+    "num_running_reqs": 2,
+    "num_queue_reqs": 1,
+    "num_used_tokens": 1500,
+    "max_total_num_tokens": 10_000,
+    "num_generated_tokens": 100,
+}
 
 
 @dataclass
@@ -37,6 +45,7 @@ class Script:
     finish_reason: str = "stop"
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of the requests so far
     hang_ups: int = 0  # streams that the client left
+    num_info_requests: int = 0
 
 
 def call(name: str, *arguments: str, index: int = 0) -> list[dict[str, Any]]:
@@ -59,6 +68,11 @@ def _app(script: Script) -> FastAPI:
     async def models(request: Request) -> Response:
         body = {"object": "list", "data": [{"id": NAME, "max_model_len": 196_608}]}
         return refused(request) or Response(msgspec.json.encode(body), media_type="application/json")
+
+    @app.get("/server_info")
+    async def server_info(request: Request) -> Response:
+        script.num_info_requests += 1
+        return refused(request) or Response(msgspec.json.encode(INFO), media_type="application/json")
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:

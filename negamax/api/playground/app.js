@@ -1,98 +1,71 @@
-// The page: the conversation in memory, what the controls do to it, and one running answer at most.
+// The page: what its controls do, and what stands around the conversation.
 
-import { apiMessages, exported, imported } from "./conversation.js";
+import { Attachments } from "./attachments.js";
+import { Chat } from "./chat.js";
+import { exported, imported } from "./conversation.js";
 import { button, count, download, h } from "./dom.js";
-import { EXAMPLE_TOOLS, parsedTools, readSettings, requestFields, writeSettings } from "./settings.js";
-import { Answer, curlCommand, getJson, ServerError } from "./stream.js";
-import { AnswerView, UserView } from "./view.js";
+import { keep, kept } from "./kept.js";
+import { element, notice } from "./page.js";
+import { getJson, key, ServerError, setKey } from "./server.js";
+import { EXAMPLE_TOOLS, parsedTools, readSettings, requestFields, showDefaults, writeSettings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import { onChange, openStore } from "./store.js";
+import { Answer } from "./stream.js";
+import { bindStrip } from "./strip.js";
+import { bindTheme } from "./theme_button.js";
+import { Conversation } from "./tree.js";
 
-const KEY = "negamax.api_key"; // its name in sessionStorage
-const RENDER_SHARE = 4; // at most one part in four of the time goes into drawing
 const EXAMPLES = [
   { text: "Tom has 47 apples and buys 38 more. How many apples does he have now?" },
   { text: "What is the weather in Paris?", tools: EXAMPLE_TOOLS, note: "with a tool" },
   { text: "Who are you?" },
 ];
+const isNarrow = matchMedia("(max-width: 60rem)");
 
-const element = (id) => document.getElementById(id);
 const composer = element("composer");
 const field = element("prompt");
 const form = element("settings-form");
 const scroller = element("scroller");
+const models = new Map(); // name -> tokens of the window
+let isFollowing = true; // the newest text stays in view
+let keyAction = null; // what to do once there is a key
 
-const state = {
-  messages: [], // {role: "user" | "tool", …} and Answer
-  views: new Map(), // message -> its view
-  models: new Map(), // name -> tokens of the window
-  running: null, // AbortController
-  isFollowing: true, // the newest text stays in view
-  keyAction: null, // what to do once there is a key
-};
+const store = await openStore();
+const attachments = new Attachments(element("files"), { refused: notice });
+const chat = new Chat({
+  store,
+  settings: () => readSettings(form),
+  model: () => element("model").value,
+  isReady,
+  changed,
+  refused: askKey,
+});
+chat.followed = follow;
+const sidebar = new Sidebar({
+  list: element("conversations"),
+  search: element("search"),
+  store,
+  actions: {
+    open: (id) => {
+      location.hash = id;
+      if (isNarrow.matches) showPanel("list", false);
+    },
+    rename,
+    remove,
+    isRunning: (id) => chat.runs.has(id),
+    current: () => chat.conversation.id,
+  },
+});
 
 // ---- the conversation
 
-function add(message, view) {
-  state.messages.push(message);
-  if (view) {
-    state.views.set(message, view);
-    element("messages").append(view.element);
-  }
-  element("welcome").hidden = true;
-}
-
-// Takes back everything from `index` on.
-function cut(index) {
-  for (const message of state.messages.splice(index)) {
-    state.views.get(message)?.element.remove();
-    state.views.delete(message);
-  }
-  element("welcome").hidden = state.messages.length > 0;
-}
-
-function addUser(content) {
-  const message = { role: "user", content };
-  add(message, new UserView(message, { edited }));
-}
-
-function addResult(callId, content) {
-  add({ role: "tool", callId, content });
-  for (const view of [...state.views.values()].reverse()) {
-    const call = view instanceof AnswerView && view.callById(callId);
-    if (call) return call.close(content);
-  }
-}
-
-function edited(message, content) {
-  if (state.running || !isReady()) return;
-  cut(state.messages.indexOf(message));
-  addUser(content);
-  answer();
-}
-
-function regenerate() {
-  if (state.running || !isReady()) return;
-  cut(state.messages.length - 1);
-  answer();
-}
-
-function lastView() {
-  return state.views.get(state.messages.at(-1));
-}
-
-function pendingCalls() {
-  const view = lastView();
-  return view instanceof AnswerView ? view.pending : [];
-}
-
 function send() {
   const text = field.value.trim();
-  const calls = pendingCalls();
-  if (state.running || (!text && !calls.length) || !isReady()) return;
-  for (const call of calls) addResult(call.call.id, call.field.value);
-  if (text) addUser(text);
+  if (chat.running || !(text || attachments.files.length || chat.pendingCalls.length) || !isReady()) return;
   field.value = "";
   fit(field);
-  answer();
+  isFollowing = true;
+  chat.send(text, attachments.handOver());
 }
 
 // Whether a request can be made of the settings; says why not.
@@ -105,164 +78,107 @@ function isReady() {
     return false;
   }
   if (form.checkValidity()) return true;
-  showSettings(true);
+  showPanel("settings", true);
   form.reportValidity();
   return false;
 }
 
-async function answer() {
-  const settings = readSettings(form);
-  const request = {
-    model: element("model").value,
-    messages: apiMessages(state.messages, settings.system),
-    stream: true,
-    stream_options: { include_usage: true, continuous_usage_stats: true },
-    ...requestFields(settings),
-  };
-  const message = new Answer();
-  const command = () => curlCommand(request, Boolean(key()));
-  const view = new AnswerView(message, { model: request.model, regenerate, command });
-  add(message, view);
-  state.running = new AbortController();
-  state.isFollowing = true;
-  controls();
-  announce("The model is answering");
-  const drawing = new Drawing(() => view.update());
-  await message.fetch(request, { key: key(), signal: state.running.signal, changed: () => drawing.request() });
-  drawing.finish();
-  state.running = null;
-  finished(message, view);
+// The conversation that the address names, or a new one.
+async function openAddressed() {
+  const id = location.hash.slice(1);
+  if (id === chat.conversation.id) return;
+  const record = id ? await store.load(id) : null;
+  if (id && !record) history.replaceState(null, "", location.pathname);
+  show(record ? Conversation.restored(record) : new Conversation());
 }
 
-function finished(message, view) {
-  if (!message.error && !message.isStopped) view.askResults();
-  controls();
-  showWindow(message.usage?.total_tokens ?? null);
+function show(conversation) {
+  isFollowing = true;
+  chat.open(conversation);
   follow();
-  const tokens = message.usage ? `, ${message.usage.completion_tokens} tokens` : "";
-  announce(message.error ? "" : message.isStopped ? "Stopped" : `The answer is complete${tokens}`);
-  if (message.error?.status === 401) askKey(message.error, regenerate);
-  else if (view.pending.length && !field.value) view.pending[0].field.focus();
+  sidebar.refresh();
 }
 
-// Draws at most once per frame, and less often where drawing is slow.
-class Drawing {
-  constructor(draw) {
-    this.draw = draw;
-    this.earliest = 0;
-    this.timer = setInterval(() => this.request(), 100); // seconds of thinking go on between events
-    this.isAsked = false;
-  }
-
-  request() {
-    if (this.isAsked) return;
-    this.isAsked = true;
-    const wait = this.earliest - performance.now();
-    if (document.hidden) setTimeout(() => this.now(), 250); // no frames there
-    else setTimeout(() => requestAnimationFrame(() => this.now()), Math.max(0, wait));
-  }
-
-  now() {
-    this.isAsked = false;
-    if (this.timer === null) return;
-    const start = performance.now();
-    this.draw();
-    follow();
-    const end = performance.now();
-    this.earliest = end + (RENDER_SHARE - 1) * (end - start);
-  }
-
-  finish() {
-    clearInterval(this.timer);
-    this.timer = null;
-    this.draw();
-  }
+function begin() {
+  if (location.hash) history.pushState(null, "", location.pathname);
+  show(new Conversation());
+  notice("");
+  if (isNarrow.matches) showPanel("list", false);
+  field.focus();
 }
 
-// ---- the key
-
-function key() {
-  return sessionStorage.getItem(KEY);
+async function rename(id, title) {
+  const isShown = id === chat.conversation.id;
+  const conversation = isShown ? chat.conversation : (chat.runs.get(id)?.conversation ?? Conversation.restored(await store.load(id)));
+  conversation.rename(title);
+  await store.save(conversation.record());
 }
 
-function askKey(error, action) {
-  state.keyAction = action;
-  element("key-reason").textContent = error ? error.message : "Sent with every request to this server.";
-  element("key-forget").hidden = !key();
-  element("key").value = "";
-  element("key-dialog").showModal();
-}
-
-function useKey(event) {
-  event.preventDefault();
-  sessionStorage.setItem(KEY, element("key").value.trim());
-  element("key-dialog").close();
-  const action = state.keyAction;
-  state.keyAction = null;
-  connect().then((isConnected) => isConnected && action?.());
-}
-
-// Asks for the models; whether the server gave them.
-async function connect() {
-  const select = element("model");
-  try {
-    const { data } = await getJson("v1/models", key());
-    const chosen = select.value;
-    state.models = new Map(data.map((card) => [card.id, card.max_model_len ?? null]));
-    select.replaceChildren(...data.map((card) => h("option", {}, card.id)));
-    if (state.models.has(chosen)) select.value = chosen;
+async function remove(id) {
+  chat.runs.get(id)?.controller.abort();
+  const record = await store.load(id);
+  await store.remove(id);
+  if (id === chat.conversation.id) begin();
+  sidebar.refresh();
+  const restore = async () => {
+    await store.save(record);
     notice("");
-    modelChanged();
-    return true;
-  } catch (error) {
-    if (!(error instanceof ServerError)) throw error;
-    select.replaceChildren(h("option", { value: "" }, "not connected"));
-    if (error.status === 401) askKey(error, null);
-    else notice(error.message, button("Try again", connect));
-    return false;
-  }
+    sidebar.refresh();
+  };
+  notice(`“${record.title || "Untitled"}” was deleted.`, button("Undo", restore), { isCalm: true });
 }
 
-// ---- what is around the conversation
+function load(text) {
+  const { messages, settings } = imported(text);
+  const conversation = new Conversation();
+  for (const message of messages) {
+    conversation.add(message.role === "assistant" ? Object.assign(new Answer(), message, { isDone: true, finishReason: "stop" }) : message);
+  }
+  writeSettings(form, settings);
+  settingsChanged();
+  show(conversation);
+  chat.save(conversation);
+}
+
+// ---- what follows the conversation
+
+function changed({ isSaved = false } = {}) {
+  const isIdle = !chat.running;
+  const calls = chat.pendingCalls;
+  const { conversation } = chat;
+  const path = conversation.path();
+  element("welcome").hidden = path.length > 0;
+  element("send").textContent = isIdle ? (calls.length ? "Send results" : "Send") : "Stop";
+  element("send").classList.toggle("stop", !isIdle);
+  field.placeholder = calls.length ? "Give the results above; add a message if you like" : "Write a message";
+  const last = chat.lastView;
+  for (const view of chat.views.values()) view?.enable(isIdle, view === last);
+  if (calls.length && !field.value && document.activeElement === field) calls[0].field.focus();
+  if (isIdle) showWindow(path.findLast((message) => message.usage)?.usage.total_tokens ?? 0);
+  if (isSaved) sidebar.refresh();
+  if (isSaved && path.length && location.hash.slice(1) !== conversation.id) history.pushState(null, "", `#${conversation.id}`);
+  follow();
+}
 
 function modelChanged() {
   const name = element("model").value;
   document.title = `${name} · Negamax`;
   element("welcome-model").textContent = name;
-  showWindow(state.messages.findLast((message) => message.usage)?.usage.total_tokens ?? 0);
+  showWindow(chat.conversation.path().findLast((message) => message.usage)?.usage.total_tokens ?? 0);
 }
 
 function showWindow(tokens) {
-  const window = state.models.get(element("model").value);
+  const window = models.get(element("model").value);
   element("window").hidden = !window;
-  if (!window || tokens === null) return;
+  if (!window) return;
   element("window-text").textContent = tokens ? `${count(tokens)} of ${count(window)} tokens` : `${count(window)} tokens`;
   element("window-bar").value = tokens / window;
   element("window-bar").hidden = !tokens;
 }
 
-function controls() {
-  const isIdle = !state.running;
-  const calls = isIdle ? pendingCalls() : [];
-  element("send").textContent = isIdle ? (calls.length ? "Send results" : "Send") : "Stop";
-  element("send").classList.toggle("stop", !isIdle);
-  field.placeholder = calls.length ? "Give the results above; add a message if you like" : "Write a message";
-  const last = lastView();
-  for (const view of state.views.values()) view.enable(isIdle, view === last);
-}
-
-function notice(text, action = null) {
-  element("notice").hidden = !text;
-  element("notice").replaceChildren(text, ...(action ? [action] : []));
-}
-
-function announce(text) {
-  element("announcer").textContent = text;
-}
-
 function follow() {
-  if (state.isFollowing) scroller.scrollTop = scroller.scrollHeight;
-  element("latest").hidden = state.isFollowing;
+  if (isFollowing) scroller.scrollTop = scroller.scrollHeight;
+  element("latest").hidden = isFollowing;
 }
 
 function fit(area) {
@@ -270,57 +186,90 @@ function fit(area) {
   while (area.rows < 10 && area.scrollHeight > area.clientHeight + 2) area.rows += 1;
 }
 
-function showSettings(isShown) {
-  document.body.classList.toggle("with-settings", isShown);
-  element("settings-toggle").setAttribute("aria-expanded", String(isShown));
+// ---- the server
+
+function askKey(error, action) {
+  keyAction = action;
+  element("key-reason").textContent = error ? error.message : "Sent with every request to this server.";
+  element("key-forget").hidden = !key();
+  element("key").value = "";
+  element("key-dialog").showModal();
 }
 
-function settingsShown() {
-  return document.body.classList.contains("with-settings");
+async function useKey(event) {
+  event.preventDefault();
+  setKey(element("key").value.trim());
+  element("key-dialog").close();
+  const action = keyAction;
+  keyAction = null;
+  if (await connect()) action?.();
 }
 
-function showTools() {
-  const label = element("tools-state");
+// Asks for the models; whether the server gave them.
+async function connect() {
+  const select = element("model");
+  try {
+    const { data } = await getJson("v1/models");
+    const chosen = select.value;
+    models.clear();
+    for (const card of data) models.set(card.id, card.max_model_len ?? null);
+    select.replaceChildren(...data.map((card) => h("option", {}, card.id)));
+    if (models.has(chosen)) select.value = chosen;
+    notice("");
+    modelChanged();
+  } catch (error) {
+    if (!(error instanceof ServerError)) throw error;
+    select.replaceChildren(h("option", { value: "" }, "not connected"));
+    if (error.status === 401) askKey(error, null);
+    else notice(error.message, button("Try again", connect));
+    return false;
+  }
+  const info = await getJson("server_info").catch(() => null);
+  if (info) showDefaults(form, info.sampling_defaults);
+  return true;
+}
+
+// ---- panels and settings
+
+// `name`: "list" (of conversations) or "settings".
+function showPanel(name, isShown) {
+  document.body.classList.toggle(`with-${name}`, isShown);
+  element(`${name}-toggle`).setAttribute("aria-expanded", String(isShown));
+  if (!isNarrow.matches) keep(`panel.${name}`, isShown);
+}
+
+function isPanelShown(name) {
+  return document.body.classList.contains(`with-${name}`);
+}
+
+function bindPanel(name, first) {
+  element(`${name}-toggle`).addEventListener("click", () => {
+    showPanel(name, !isPanelShown(name));
+    if (isPanelShown(name)) first().focus();
+  });
+  element(`${name}-close`).addEventListener("click", () => {
+    showPanel(name, false);
+    element(`${name}-toggle`).focus();
+  });
+}
+
+function settingsChanged() {
+  keep("settings", readSettings(form));
+  const state = element("tools-state");
+  let isBad = false;
   try {
     const names = parsedTools(form.elements.tools.value).map((tool) => tool.function.name);
-    label.textContent = names.length ? names.join(", ") : "No tools";
-    label.classList.remove("bad");
+    state.textContent = names.length ? `${names.length} ${names.length === 1 ? "tool" : "tools"}: ${names.join(", ")}` : "No tools";
   } catch (error) {
-    label.textContent = error.message;
-    label.classList.add("bad");
+    state.textContent = error.message;
+    isBad = true;
   }
+  state.classList.toggle("bad", isBad);
 }
 
 function setTools(tools) {
   form.elements.tools.value = tools.length ? JSON.stringify(tools, null, 2) : "";
-  showTools();
-}
-
-function load(text) {
-  const { messages, settings } = imported(text);
-  cut(0);
-  writeSettings(form, settings);
-  showTools();
-  for (const message of messages) {
-    if (message.role === "user") addUser(message.content);
-    else if (message.role === "tool") addResult(message.callId, message.content);
-    else addImported(message);
-  }
-  const last = lastView();
-  if (last instanceof AnswerView) last.askResults();
-  controls();
-  follow();
-}
-
-function addImported(message) {
-  const answered = Object.assign(new Answer(), message, { isDone: true, started: null });
-  add(answered, new AnswerView(answered, { model: element("model").value, regenerate, command: null }));
-}
-
-function chooseTheme() {
-  const root = document.documentElement;
-  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = isDark ? "light" : "dark";
+  settingsChanged();
 }
 
 function showExamples() {
@@ -338,7 +287,7 @@ function showExamples() {
 
 composer.addEventListener("submit", (event) => {
   event.preventDefault();
-  if (state.running) state.running.abort();
+  if (chat.running) chat.stop();
   else send();
 });
 field.addEventListener("input", () => fit(field));
@@ -347,52 +296,64 @@ field.addEventListener("keydown", (event) => {
   event.preventDefault();
   send();
 });
+field.addEventListener("paste", (event) => {
+  if (!event.clipboardData?.files.length) return;
+  event.preventDefault();
+  attachments.take(event.clipboardData.files);
+});
+element("attach").addEventListener("click", () => element("attach-file").click());
+element("attach-file").addEventListener("change", (event) => {
+  attachments.take([...event.target.files]).then(() => (event.target.value = ""));
+  field.focus();
+});
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  attachments.take(event.dataTransfer?.files ?? []);
+});
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || element("key-dialog").open) return;
-  if (state.running) state.running.abort();
-  else if (settingsShown() && matchMedia("(max-width: 60rem)").matches) {
-    showSettings(false);
-    element("settings-toggle").focus();
+  if (chat.running) return chat.stop();
+  for (const name of isNarrow.matches ? ["settings", "list"] : []) {
+    if (!isPanelShown(name)) continue;
+    showPanel(name, false);
+    element(`${name}-toggle`).focus();
   }
 });
 scroller.addEventListener("scroll", () => {
-  state.isFollowing = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 40;
-  element("latest").hidden = state.isFollowing;
+  isFollowing = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 40;
+  element("latest").hidden = isFollowing;
 });
 new ResizeObserver(follow).observe(scroller);
 element("latest").addEventListener("click", () => {
-  state.isFollowing = true;
+  isFollowing = true;
   follow();
 });
-element("new").addEventListener("click", () => {
-  state.running?.abort();
-  cut(0);
-  controls();
-  showWindow(0);
-  field.focus();
+isNarrow.addEventListener("change", () => {
+  if (isNarrow.matches) for (const name of ["list", "settings"]) showPanel(name, false);
 });
-element("theme").addEventListener("click", chooseTheme);
+element("new").addEventListener("click", begin);
 element("model").addEventListener("change", modelChanged);
-element("settings-toggle").addEventListener("click", () => {
-  showSettings(!settingsShown());
-  if (settingsShown()) form.elements.system.focus();
-});
-element("settings-close").addEventListener("click", () => {
-  showSettings(false);
-  element("settings-toggle").focus();
-});
+bindTheme(element("theme"));
+bindPanel("settings", () => form.elements.system);
+bindPanel("list", () => element("search"));
 form.addEventListener("submit", (event) => event.preventDefault());
-form.elements.tools.addEventListener("input", showTools);
+form.addEventListener("input", settingsChanged);
+form.addEventListener("change", settingsChanged);
+element("settings-reset").addEventListener("click", () => {
+  form.reset();
+  settingsChanged();
+});
 element("tools-example").addEventListener("click", () => setTools(EXAMPLE_TOOLS));
 element("tools-clear").addEventListener("click", () => setTools([]));
 element("export").addEventListener("click", () => {
-  download("conversation.json", exported(state.messages, readSettings(form)), "application/json");
+  download("conversation.json", exported(chat.conversation.path(), readSettings(form)), "application/json");
 });
 element("import").addEventListener("click", () => element("import-file").click());
 element("import-file").addEventListener("change", async (event) => {
   const [file] = event.target.files;
   event.target.value = "";
-  if (!file || state.running) return;
+  if (!file) return;
   try {
     load(await file.text());
     notice("");
@@ -404,11 +365,25 @@ element("key-change").addEventListener("click", () => askKey(null, null));
 element("key-form").addEventListener("submit", useKey);
 element("key-cancel").addEventListener("click", () => element("key-dialog").close());
 element("key-forget").addEventListener("click", () => {
-  sessionStorage.removeItem(KEY);
+  setKey(null);
   element("key-dialog").close();
 });
+addEventListener("hashchange", openAddressed);
+onChange(async (id) => {
+  sidebar.refresh();
+  if (id !== chat.conversation.id || chat.running) return;
+  const record = await store.load(id);
+  if (record) chat.open(Conversation.restored(record));
+});
 
-showSettings(matchMedia("(min-width: 75rem)").matches);
+writeSettings(form, kept("settings", {}));
+settingsChanged();
+showPanel("settings", !isNarrow.matches && kept("panel.settings", false));
+showPanel("list", !isNarrow.matches && kept("panel.list", matchMedia("(min-width: 75rem)").matches));
+element("fleeting").hidden = store.isLasting;
 showExamples();
-controls();
-connect();
+changed();
+await openAddressed();
+sidebar.refresh();
+if (await connect()) element("server").hidden = false;
+bindStrip(element("server"));

@@ -1,5 +1,7 @@
 // The conversation as data: what the API is sent, what is exported and imported, tool calls as text.
 
+import { withFiles } from "./attachments.js";
+
 const ROLES = ["user", "assistant", "tool"];
 
 // The messages that the API is sent: without failed answers that have no text, and without calls that have no result.
@@ -15,7 +17,7 @@ function plainMessages(messages, isKept) {
 
 function plainMessage(message, isKept) {
   if (message.role === "tool") return { role: "tool", tool_call_id: message.callId, content: message.content };
-  if (message.role === "user") return { role: "user", content: message.content };
+  if (message.role === "user") return { role: "user", content: withFiles(message.content, message.attachments) };
   const calls = completeCalls(message)
     .filter(isKept)
     .map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));

@@ -1,7 +1,10 @@
 // The settings panel: reads and writes its form, and turns it into fields of a request.
 
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
-const NAMES = [...NUMBERS, "system", "thinking", "effort", "budget", "tools", "tool_choice"];
+const NUMBERS = [
+  "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+  "max_tokens", "min_tokens", "seed",
+];
+const NAMES = [...NUMBERS, "stop", "system", "thinking", "effort", "budget", "tools", "tool_choice"];
 
 export const EXAMPLE_TOOLS = [
   {
@@ -35,12 +38,22 @@ export function writeSettings(form, settings) {
   if (typeof settings.parallel === "boolean") form.elements.parallel.checked = settings.parallel;
 }
 
+// Shows the server's own values where a field is empty: {temperature: 1, …}.
+export function showDefaults(form, defaults) {
+  for (const [name, value] of Object.entries(defaults)) {
+    const isOff = name === "top_k" && value === 0;
+    if (form.elements[name]) form.elements[name].placeholder = isOff ? "off" : String(value);
+  }
+}
+
 // The fields of a request that the settings ask for; what is left empty is the server's to choose. Throws Error for bad tools.
 export function requestFields(settings) {
   const fields = {};
   for (const name of NUMBERS) {
     if (settings[name]) fields[name] = Number(settings[name]);
   }
+  const stop = settings.stop.split("\n").filter(Boolean).map(unescaped);
+  if (stop.length) fields.stop = stop;
   if (settings.thinking) fields.thinking = { type: settings.thinking };
   if (settings.effort) fields.reasoning_effort = settings.effort;
   if (settings.budget) fields.thinking_token_budget = Number(settings.budget);
@@ -51,6 +64,11 @@ export function requestFields(settings) {
     if (!settings.parallel) fields.parallel_tool_calls = false;
   }
   return fields;
+}
+
+// A line with \\n and \\t in it as the text that it means.
+function unescaped(line) {
+  return line.replace(/\\([nt\\])/g, (_, letter) => ({ n: "\n", t: "\t", "\\": "\\" })[letter]);
 }
 
 // The list of tools in `text`. Throws Error that says where it is not one.

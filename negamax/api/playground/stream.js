@@ -1,55 +1,12 @@
 // One answer of the server: the request, its events, and what was measured on the way.
 
+import { addressOf, authorization, errorOf, reached, ServerError } from "./server.js";
+
 const CHAT = "v1/chat/completions";
-
-export class ServerError extends Error {
-  constructor(message, details = {}) {
-    super(message);
-    Object.assign(this, { status: null, code: null, requestId: null, retryAfter: null }, details);
-  }
-}
-
-// The JSON of a GET route. Throws ServerError.
-export async function getJson(path, key) {
-  const response = await reached(fetch(addressOf(path), { headers: authorization(key) }));
-  if (!response.ok) throw await errorOf(response);
-  return response.json();
-}
-
-// Where a route is, seen from the page; without the credentials that may stand in the page's own address.
-function addressOf(path) {
-  const url = new URL(path, document.baseURI);
-  url.username = url.password = "";
-  return url.href;
-}
-
-// Without a key of the page's own, the browser may have been asked for one; the header says that this page sends it, which
-// no other site can.
-function authorization(key) {
-  return key ? { authorization: `Bearer ${key}` } : { "x-negamax-page": "1" };
-}
-
-async function reached(fetching) {
-  try {
-    return await fetching;
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new ServerError("The server cannot be reached.", { code: "unreachable" });
-  }
-}
-
-async function errorOf(response) {
-  const details = {
-    status: response.status,
-    requestId: response.headers.get("x-request-id"),
-    retryAfter: response.headers.get("retry-after"),
-  };
-  const body = await response.json().catch(() => null);
-  return new ServerError(body?.error?.message ?? `The server answered ${response.status} ${response.statusText}`, {
-    ...details,
-    code: body?.error?.code ?? body?.error?.type ?? null,
-  });
-}
+const KEPT = [
+  "id", "parent", "model", "content", "reasoning", "calls", "started", "firstAt", "lastAt", "thinkingAt", "thoughtAt",
+  "firstTokens", "usage", "finishReason", "requestId", "isStopped",
+]; // of an answer, by the store
 
 // The `data:` of each server-sent event in a body, up to `[DONE]`.
 export async function* serverEvents(body) {
@@ -92,6 +49,8 @@ export class Answer {
     this.thoughtAt = null; // its first content or call after that
     this.firstTokens = 0; // tokens that came with the first text
     this.usage = null;
+    this.earlier = null; // the usage before the latest request, of an answer that goes on
+    this.model = null;
     this.finishReason = null;
     this.requestId = null;
     this.error = null;
@@ -99,14 +58,42 @@ export class Answer {
     this.isDone = false;
   }
 
+  // An answer from its record. One that was cut off by the end of the page counts as stopped.
+  static restored(record) {
+    const answer = Object.assign(new Answer(), record, { isDone: true });
+    answer.isStopped ||= !record.finishReason && !record.error;
+    if (answer.thinkingAt !== null) answer.thoughtAt ??= answer.lastAt;
+    return answer;
+  }
+
+  // The answer as plain data.
+  record() {
+    const error = this.error && { message: this.error.message, ...this.error };
+    return structuredClone({ role: this.role, error, ...Object.fromEntries(KEPT.map((name) => [name, this[name]])) });
+  }
+
+  // Whether more of it can be asked for: it is cut off somewhere in its text or its thinking.
+  get canGoOn() {
+    return this.isDone && this.finishReason !== "stop" && !this.calls.length && Boolean(this.content || this.reasoning);
+  }
+
+  // Makes ready for more of the same answer. The time in between does not count.
+  goOn() {
+    const pause = now() - (this.lastAt ?? now());
+    for (const name of ["started", "firstAt", "lastAt", "thinkingAt", "thoughtAt"]) if (this[name] !== null) this[name] += pause;
+    if (!this.content) this.thoughtAt = null;
+    this.earlier = this.usage;
+    Object.assign(this, { error: null, isStopped: false, isDone: false, finishReason: null });
+  }
+
   // Asks the server and takes in what it says; `changed` is called after every event. Never throws: see `error`.
-  async fetch(request, { key, signal, changed }) {
-    this.started = now();
+  async fetch(request, { signal, changed }) {
+    if (this.firstAt === null) this.started = now();
     try {
       const response = await reached(
         fetch(addressOf(CHAT), {
           method: "POST",
-          headers: { "content-type": "application/json", ...authorization(key) },
+          headers: { "content-type": "application/json", ...authorization() },
           body: JSON.stringify(request),
           signal,
         }),
@@ -136,7 +123,7 @@ export class Answer {
 
   take(chunk) {
     if (chunk.error) throw new ServerError(chunk.error.message, { code: chunk.error.code ?? chunk.error.type });
-    if (chunk.usage) this.usage = chunk.usage;
+    if (chunk.usage) this.usage = this.earlier ? added(this.earlier, chunk.usage) : chunk.usage;
     const choice = chunk.choices?.[0];
     if (!choice) return;
     if (choice.finish_reason) this.finishReason = choice.finish_reason;
@@ -181,6 +168,13 @@ export class Answer {
     const seconds = (this.lastAt ?? 0) - (this.firstAt ?? 0);
     return tokens > 0 && seconds > 0 ? tokens / seconds : null;
   }
+}
+
+// The counts of an answer that was written by two requests: the second one read what the first one wrote.
+function added(earlier, usage) {
+  const tokens = earlier.completion_tokens + usage.completion_tokens;
+  const thought = (earlier.completion_tokens_details?.reasoning_tokens ?? 0) + (usage.completion_tokens_details?.reasoning_tokens ?? 0);
+  return { ...usage, prompt_tokens: earlier.prompt_tokens, completion_tokens: tokens, completion_tokens_details: { reasoning_tokens: thought } };
 }
 
 function now() {

@@ -1,24 +1,50 @@
 // How messages look. Each view shows one message of the conversation and follows it while it grows.
 
 import { completeCalls, isJson, prettyJson } from "./conversation.js";
+import { bytes } from "./attachments.js";
 import { button, copyButton, count, duration, h } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 
 const FINISHED = { length: "token limit reached", abort: "aborted by the server" };
 
-// What a person wrote, with a way to change it and ask again.
+// Which of several versions of a message is shown, with a way to the others.
+class VersionSwitch {
+  constructor(message, { versions, choose }) {
+    this.place = h("span", { class: "place" });
+    const step = (by, label, mark) =>
+      button(mark, () => choose(versions(message)[versions(message).indexOf(message) + by]), { class: by < 0 ? "quiet back" : "quiet on", "aria-label": label });
+    this.back = step(-1, "Previous version", "‹");
+    this.on = step(1, "Next version", "›");
+    this.element = h("span", { class: "versions", hidden: true }, this.back, this.place, this.on);
+    this.update = (isIdle) => {
+      const all = versions(message);
+      const index = all.indexOf(message);
+      this.element.hidden = all.length < 2;
+      this.place.textContent = `${index + 1}/${all.length}`;
+      this.back.disabled = !isIdle || index === 0;
+      this.on.disabled = !isIdle || index === all.length - 1;
+    };
+  }
+}
+
+// What a person wrote, with a way to change it and ask again. `actions`: {edit, remove, versions, choose}.
 export class UserView {
-  constructor(message, { edited }) {
+  constructor(message, actions) {
     this.message = message;
-    this.edited = edited;
-    this.body = h("div", { class: "bubble" }, message.content);
-    this.edit = button("Edit", () => this.open(), { class: "quiet", "aria-label": "Edit this message and ask again" });
-    this.tools = h("div", { class: "actions" }, this.edit, copyButton(() => message.content, { title: "Copy your message" }));
+    this.edited = actions.edit;
+    const files = (message.attachments ?? []).map(fileElement);
+    this.body = h("div", { class: "bubble" }, ...files, message.content);
+    this.versions = new VersionSwitch(message, actions);
+    this.edit = button("Edit", () => this.open(), { class: "quiet edit", "aria-label": "Edit this message and ask again" });
+    this.remove = button("Delete", () => actions.remove(message), { class: "quiet delete", "aria-label": "Delete this message and what follows" });
+    const copy = copyButton(() => message.content, { title: "Copy your message" });
+    this.tools = h("div", { class: "actions" }, this.versions.element, this.edit, copy, this.remove);
     this.element = h("article", { class: "message user", "aria-label": "You" }, this.body, this.tools);
   }
 
   enable(isIdle) {
-    this.edit.disabled = !isIdle;
+    this.edit.disabled = this.remove.disabled = !isIdle;
+    this.versions.update(isIdle);
   }
 
   open() {
@@ -30,7 +56,7 @@ export class UserView {
       this.edit.focus();
     };
     const send = () => {
-      if (field.value.trim()) this.edited(this.message, field.value.trim());
+      if (field.value.trim() || this.message.attachments?.length) this.edited(this.message, field.value.trim());
     };
     field.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();
@@ -47,9 +73,16 @@ export class UserView {
   }
 }
 
+// A file of a message, folded.
+function fileElement({ name, text }) {
+  const size = h("span", { class: "state" }, ` ${bytes(new Blob([text]).size)}`);
+  return h("details", { class: "attached" }, h("summary", {}, name, size), h("pre", { tabindex: "0" }, text));
+}
+
 // What the model wrote: thinking, text, calls, figures, and what went wrong.
 export class AnswerView {
-  constructor(answer, { model, regenerate, command }) {
+  // `actions`: {regenerate, goOn, remove, versions, choose}; `command()` gives the request as a command, where it is known.
+  constructor(answer, actions, command = null) {
     this.answer = answer;
     this.calls = [];
     this.thinking = thinkingElements();
@@ -58,15 +91,17 @@ export class AnswerView {
     this.callList = h("div", { class: "calls" });
     this.problem = h("div", { class: "problem", role: "alert", hidden: true });
     this.figures = h("dl", { class: "figures" });
-    this.again = button("Regenerate", regenerate, { class: "quiet", hidden: true });
+    this.versions = new VersionSwitch(answer, actions);
+    this.again = button("Regenerate", () => actions.regenerate(answer), { class: "quiet again" });
+    this.more = button("Continue", () => actions.goOn(answer), { class: "quiet more", "aria-label": "Continue this answer", hidden: true });
+    this.remove = button("Delete", () => actions.remove(answer), { class: "quiet delete", "aria-label": "Delete this answer and what follows" });
     this.copy = copyButton(() => answer.content, { title: "Copy the answer" });
-    const actions = [this.copy, this.again];
-    if (command) actions.push(copyButton(command, { label: "Copy as curl", title: "Copy this request as a curl command" }));
-    this.actions = h("div", { class: "actions" }, ...actions);
+    const copyCommand = command && copyButton(command, { label: "Copy as curl", title: "Copy this request as a curl command" });
+    this.actions = h("div", { class: "actions" }, this.versions.element, this.copy, this.again, this.more, copyCommand, this.remove);
     this.waiting = h("div", { class: "waiting", "aria-hidden": "true" }, h("i"), h("i"), h("i"));
     this.foot = h("div", { class: "foot", hidden: true }, this.figures, this.actions);
     const parts = [this.thinking.box, this.text, this.callList, this.waiting, this.problem, this.foot];
-    this.element = h("article", { class: "message assistant", "aria-label": model, "aria-busy": "true" }, ...parts);
+    this.element = h("article", { class: "message assistant", "aria-label": answer.model ?? "Answer", "aria-busy": "true" }, ...parts);
     this.update();
   }
 
@@ -89,10 +124,11 @@ export class AnswerView {
     this.showFigures();
   }
 
-  // Only the last answer can be made anew, and only while nothing runs.
+  // Only the last answer can go on, and nothing can be changed while one runs.
   enable(isIdle, isLast) {
-    this.again.hidden = !isLast || !this.answer.isDone;
-    this.again.disabled = !isIdle;
+    this.more.hidden = !isLast || !this.answer.canGoOn;
+    for (const control of [this.again, this.more, this.remove]) control.disabled = !isIdle;
+    this.versions.update(isIdle);
   }
 
   // Opens fields for the results of the calls; `results` of a view are read when they are sent.

@@ -211,3 +211,4 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     num_running_reqs: int  # sequences that run
     num_queue_reqs: int  # sequences that wait
     num_used_tokens: int  # of the KV cache, in use
+    num_generated_tokens: int  # since the server started

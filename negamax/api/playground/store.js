@@ -1,0 +1,129 @@
+// Conversations in the browser's own database, for this address only; in memory where the browser keeps nothing.
+
+const DATABASE = "negamax";
+const VERSION = 1;
+const changes = typeof BroadcastChannel === "function" ? new BroadcastChannel(DATABASE) : null;
+
+// Calls `listener` with the id of a conversation that another tab has changed.
+export function onChange(listener) {
+  changes?.addEventListener("message", (event) => listener(event.data));
+}
+
+// The store; `isLasting` says whether what it holds outlives the tab.
+export async function openStore() {
+  try {
+    return new Store(await opened());
+  } catch {
+    return new MemoryStore();
+  }
+}
+
+function opened() {
+  return new Promise((resolve, reject) => {
+    const request = indexedDB.open(DATABASE, VERSION);
+    request.onupgradeneeded = () => {
+      request.result.createObjectStore("heads", { keyPath: "id" }); // what the list shows
+      request.result.createObjectStore("conversations", { keyPath: "id" });
+    };
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = request.onblocked = () => reject(request.error);
+  });
+}
+
+function result(request) {
+  return new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+}
+
+function headOf({ id, title, created, updated }) {
+  return { id, title, created, updated };
+}
+
+// Whether a conversation has `words` in its title or its messages.
+function hasWords({ title, messages }, words) {
+  return [title, ...messages.map((message) => message.content)].some((text) => text.toLowerCase().includes(words));
+}
+
+class Store {
+  isLasting = true;
+
+  constructor(database) {
+    this.database = database;
+    database.onversionchange = () => database.close(); // another tab has a newer page
+  }
+
+  // {id, title, created, updated} of all conversations, the latest first.
+  async heads() {
+    const heads = await result(this.database.transaction("heads").objectStore("heads").getAll());
+    return heads.sort((a, b) => b.updated - a.updated);
+  }
+
+  // A conversation's record, or undefined.
+  load(id) {
+    return result(this.database.transaction("conversations").objectStore("conversations").get(id));
+  }
+
+  save(record) {
+    return this.change(record.id, (heads, conversations) => {
+      heads.put(headOf(record));
+      conversations.put(record);
+    });
+  }
+
+  remove(id) {
+    return this.change(id, (heads, conversations) => {
+      heads.delete(id);
+      conversations.delete(id);
+    });
+  }
+
+  // The ids of the conversations that have `words`, in small letters.
+  async search(words) {
+    const found = new Set();
+    const request = this.database.transaction("conversations").objectStore("conversations").openCursor();
+    for (let cursor = await result(request); cursor; cursor = await result(request)) {
+      if (hasWords(cursor.value, words)) found.add(cursor.value.id);
+      cursor.continue();
+    }
+    return found;
+  }
+
+  change(id, write) {
+    const transaction = this.database.transaction(["heads", "conversations"], "readwrite");
+    write(transaction.objectStore("heads"), transaction.objectStore("conversations"));
+    return new Promise((resolve, reject) => {
+      transaction.onabort = () => reject(transaction.error); // above all: no space left
+      transaction.oncomplete = () => {
+        changes?.postMessage(id);
+        resolve();
+      };
+    });
+  }
+}
+
+class MemoryStore {
+  isLasting = false;
+  records = new Map();
+
+  async heads() {
+    return [...this.records.values()].map(headOf).sort((a, b) => b.updated - a.updated);
+  }
+
+  async load(id) {
+    return this.records.get(id);
+  }
+
+  async save(record) {
+    this.records.set(record.id, structuredClone(record));
+  }
+
+  async remove(id) {
+    this.records.delete(id);
+  }
+
+  async search(words) {
+    return new Set([...this.records.values()].filter((record) => hasWords(record, words)).map((record) => record.id));
+  }
+}

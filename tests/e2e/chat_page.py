@@ -1,0 +1,42 @@
+"""What tests of the chat page do in a browser: begin, ask, and read what was sent and shown."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.e2e.browser import Browser
+
+IDLE = "document.querySelector('#send').textContent.startsWith('Send')"
+ANSWERS = "document.querySelectorAll('.assistant .foot .actions:not([hidden])').length"
+
+
+def begin(page: Browser, url: str, model: str) -> None:
+    """Open the page of a server as a new visitor, with its settings shown."""
+    page.call("Storage.clearDataForOrigin", origin=url, storageTypes="all")
+    page.open(f"{url}/")
+    page.wait("document.querySelector('#model').value === model", model=model)
+    page.click("#settings-toggle")
+
+
+def ask(page: Browser, text: str) -> None:
+    """Send a message and wait for the end of its answer."""
+    before = page.run(f"return {ANSWERS}")
+    page.write("#prompt", text)
+    page.press("Enter")
+    page.wait(f"{ANSWERS} > before && {IDLE}", before=before)
+
+
+def figures(page: Browser) -> dict[str, str]:
+    """The figures of the last answer."""
+    pairs = page.run(
+        "return [...[...document.querySelectorAll('.figures')].at(-1).children].map((e) => e.innerText.split('\\n'))"
+    )
+    return dict(pairs)
+
+
+def sent(page: Browser) -> dict[str, Any]:
+    """The body of the last chat request."""
+    bodies = [request["postData"] for request in page.requests if request["url"].endswith("/v1/chat/completions")]
+    body: dict[str, Any] = json.loads(bodies[-1])
+    return body
