@@ -20,6 +20,7 @@ from negamax.api.request_log import RequestLog
 from negamax.api.request_record import Observers, RequestRecord, RequestRecorder
 from negamax.api.schemas.common import nearest, shown
 from negamax.api.sse import EventStream, Say, Source
+from negamax.api.tracing import RequestTracer
 from negamax.base.errors import NotFoundError
 from negamax.config.options import ServerOptions
 from negamax.engine.client import AsyncEngine
@@ -63,6 +64,13 @@ class ApiContext:
     model_names: tuple[str, ...]  # the first is the one answers carry when the request names none
     started: int  # seconds since 1970
     request_log: RequestLog | None
+    tracer: RequestTracer | None
+
+    @property
+    def request_ended(self) -> list[Callable[[RequestRecord], None]]:
+        """Who takes the record of a request that is over; usually nobody."""
+        takers = (self.request_log, self.tracer)
+        return [taker.ended for taker in takers if taker is not None]
 
     @classmethod
     def create(cls, engine: AsyncEngine, options: ServerOptions, seat: Seat) -> ApiContext:
@@ -92,9 +100,10 @@ class ApiContext:
             options=options,
             model_names=names,
             started=int(time.time()),
-            request_log=(
-                RequestLog(engine.tokenizer, max_prompt_chars=options.max_log_len) if options.enable_log_requests else None
-            ),
+            request_log=RequestLog(engine.tokenizer, max_prompt_chars=options.max_log_len)
+            if options.enable_log_requests
+            else None,
+            tracer=RequestTracer(options.otlp_traces_endpoint) if options.otlp_traces_endpoint else None,
         )
 
     def model_name(self, requested: str | None) -> str:
@@ -130,7 +139,7 @@ class ApiContext:
         server's own limit of time counts beside the request's; its interval where the request has none. `http` is where
         it came from."""
         observer: Observer = self.metrics.meter(sampling, arrival=arrival)
-        if self.request_log is not None:
+        if self.request_ended:
             record = RequestRecord(
                 request_id=request_id,
                 http_request_id=http.state.request_id,
@@ -142,7 +151,7 @@ class ApiContext:
                 arrival=arrival,
                 sampling=sampling,
             )
-            observer = Observers([observer, RequestRecorder(record, self._record_ended)])
+            observer = Observers([observer, RequestRecorder(record, self.request_ended)])
         limits = [limit for limit in (wanted.timeout, self.options.request_timeout) if limit is not None]
         generation = self.engine.generate(
             prompt_token_ids,
@@ -154,15 +163,16 @@ class ApiContext:
             observer=observer,
             interval=(stream_interval or self.options.stream_interval) if wanted.stream else _WHOLE_INTERVAL,
         )
-        if self.request_log is not None:
+        if self.request_ended:
             record.sampling = msgspec.structs.replace(generation.sampling, n=sampling.n)
+        if self.request_log is not None:
             self.request_log.began(record, prompt_token_ids)
         return generation
 
-    def _record_ended(self, record: RequestRecord) -> None:
-        """Write down a request that is over."""
-        if self.request_log is not None:
-            self.request_log.ended(record)
+    async def close(self) -> None:
+        """Nothing more is served."""
+        if self.tracer is not None:
+            await self.tracer.close()
 
     def event_stream(self, tell: Callable[[Say], Awaitable[None]], *, source: Source) -> EventStream:
         """The response that sends what `tell` says, with comments in its pauses where the server was told so."""

@@ -55,11 +55,11 @@ class RequestRecorder:
     """The observer that fills a record in, and hands it on at the end. Single writer: the request's
     stream."""
 
-    __slots__ = ("_record", "_take")
+    __slots__ = ("_record", "_takers")
 
-    def __init__(self, record: RequestRecord, take: Callable[[RequestRecord], None]) -> None:
+    def __init__(self, record: RequestRecord, takers: Sequence[Callable[[RequestRecord], None]]) -> None:
         self._record = record
-        self._take = take
+        self._takers = takers
 
     def started(self, at: float) -> None:
         """As of `Observer`."""
@@ -80,7 +80,8 @@ class RequestRecorder:
         """As of `Observer`."""
         self._record.error = error
         self._record.end = time.monotonic()
-        self._take(self._record)
+        for take in self._takers:
+            take(self._record)
 
 
 class Observers:

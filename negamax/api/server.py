@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -50,6 +51,8 @@ logger = get_logger(__name__)
 _BACKLOG = 2048
 _GC_THRESHOLD = 10_000  # new containers between two collections of the youngest
 _CLOSE_SECONDS = 5  # for connections to close after the last answer
+# FastAPI's own, which variables of OpenTelemetry could turn on; versions without it ignore this.
+_NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 _ROUTERS = (
     health_router,
     models_router,
@@ -67,7 +70,13 @@ def create_app(context: ApiContext) -> FastAPI:
     """The ASGI app in front of a started engine."""
     options = context.options
     app = FastAPI(
-        title="Negamax", version=__version__, docs_url=None, redoc_url=None, exception_handlers=HANDLERS, redirect_slashes=False
+        title="Negamax",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers=HANDLERS,
+        redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
     )
     app.add_middleware(Guard, context=context)  # the innermost layer first
     if options.allowed_origins:
@@ -319,6 +328,7 @@ class HttpServer(uvicorn.Server):
         for task in self._tasks:
             task.cancel()
         await super().shutdown(sockets)
+        await self._context.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -49,7 +49,10 @@ def command(
 
 def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, started: float) -> None:
     from negamax.api import server  # the HTTP stack: not needed for --help
+    from negamax.api.tracing import check_endpoint
 
+    if server_options.otlp_traces_endpoint is not None:
+        check_endpoint(server_options.otlp_traces_endpoint)
     listener = server.open_listener(server_options)
 
     def announce(url: str, engine: AsyncEngine) -> None:

@@ -73,6 +73,7 @@ _TABLE = (
         turns_off=True,
     ),
     Flag("log_stats_interval", LOGS, "Seconds between two such lines."),
+    Flag("otlp_traces_endpoint", LOGS, "OpenTelemetry collector that gets a span per request (HTTP)."),
 )
 
 

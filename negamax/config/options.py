@@ -111,6 +111,7 @@ class ServerOptions:
     enable_access_log: bool = False  # a line per HTTP request
     log_stats: bool = True  # a line every log_stats_interval while the engine is busy
     log_stats_interval: float = 10.0
+    otlp_traces_endpoint: str | None = None  # of an OpenTelemetry collector, OTLP over HTTP
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 REQUIRED = [Requirement(line) for line in PROJECT["dependencies"]]
 EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
 DEVELOPMENT = ("test", "dev")  # extras that the package itself never imports
-IMPORTED_AS = {"pyzmq": "zmq"}  # others are imported by their name, with "_" for "-"
+IMPORTED_AS = {"pyzmq": "zmq", "opentelemetry-sdk": "opentelemetry"}  # others are imported by their name, with "_" for "-"
 
 
 def import_name(requirement: Requirement) -> str:

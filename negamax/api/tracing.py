@@ -1,0 +1,179 @@
+"""Traces of requests for an OpenTelemetry collector (`--otlp-traces-endpoint`): one span per request to
+the engine, under the names that vLLM gives them.
+
+OpenTelemetry is imported only here, and only where the option is set. Spans are sent in batches by a
+thread of the SDK; what cannot be sent is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlsplit
+
+from negamax import __version__
+from negamax.api.request_record import RequestRecord
+from negamax.base import env
+from negamax.base.errors import ConfigError
+from negamax.base.log import get_logger
+
+logger = get_logger(__name__)
+
+FLAG = "--otlp-traces-endpoint"
+SPAN_NAME = "llm_request"
+_DEFAULT_PATH = "/v1/traces"
+_EXPORT_SECONDS = 5.0  # that sending a batch may take, retries included
+_CLOSE_SECONDS = 3.0  # that a server which stops waits for its last spans
+_PARENT_HEADERS = ("traceparent", "tracestate")
+
+
+def check_endpoint(endpoint: str) -> str:
+    """The address that spans are sent to; `/v1/traces` where it names no path. Errors: `ConfigError`,
+    also where OpenTelemetry is not installed."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        hint = "give a collector's address for OTLP over HTTP, such as http://localhost:4318"
+        raise ConfigError(f"{FLAG} is {endpoint!r}, which is no HTTP address", hint=hint)
+    try:
+        is_installed = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+        is_installed = is_installed and find_spec("opentelemetry.sdk.trace") is not None
+    except ImportError:
+        is_installed = False
+    if not is_installed:
+        hint = "pip install 'negamax[otlp]'"
+        raise ConfigError(f"{FLAG} needs OpenTelemetry, which is not installed", hint=hint)
+    if parts.path in ("", "/"):
+        return f"{parts.scheme}://{parts.netloc}{_DEFAULT_PATH}"
+    return endpoint
+
+
+class RequestTracer:
+    """Makes a span of every request that is over. Single user: the event loop."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint` as of `check_endpoint`. Errors: `ConfigError`."""
+        address = check_endpoint(endpoint)
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        service = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "negamax"}
+        self._provider = TracerProvider(resource=Resource.create(service), shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint=address, timeout=_EXPORT_SECONDS)
+        self._provider.add_span_processor(BatchSpanProcessor(_told(exporter, address)))
+        self._tracer = self._provider.get_tracer("negamax", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._kind = SpanKind.SERVER
+        self._failed = Status(StatusCode.ERROR)
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request is over."""
+        offset = time.time_ns() - int(time.monotonic() * 1e9)  # of monotonic times
+        headers = record.headers
+        carrier = {name: headers[name] for name in _PARENT_HEADERS if name in headers}
+        span = self._tracer.start_span(
+            SPAN_NAME,
+            context=self._propagator.extract(carrier),
+            kind=self._kind,
+            attributes=span_attributes(record),
+            start_time=int(record.arrival * 1e9) + offset,
+        )
+        if record.error is not None:
+            span.set_attribute("error.type", type(record.error).__name__)
+            span.set_status(self._failed)
+        span.end(end_time=int(record.end * 1e9) + offset)
+
+    async def close(self) -> None:
+        """Send what is left, for a few seconds at most."""
+        thread = threading.Thread(target=self._provider.shutdown, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while thread.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+
+def span_attributes(record: RequestRecord) -> dict[str, Any]:
+    """What a span says; latencies in seconds."""
+    sampling = record.sampling
+    start, first = record.start, record.first_token
+    attributes = {
+        "gen_ai.request.id": record.request_id,
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.n": sampling.n,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.finish_reasons": record.finish_reason.split(","),
+        "gen_ai.usage.num_sequences": sampling.n,
+        "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.completion_tokens": record.num_output_tokens,
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # the conventions' newer names
+        "gen_ai.usage.output_tokens": record.num_output_tokens,
+        "gen_ai.usage.cached_tokens": record.num_cached_tokens,
+        "gen_ai.latency.time_in_queue": _between(record.arrival, start),
+        "gen_ai.latency.time_to_first_token": _between(record.arrival, first),
+        "gen_ai.latency.time_in_model_prefill": _between(start, first),
+        "gen_ai.latency.time_in_model_decode": _between(first, record.end),
+        "gen_ai.latency.time_in_model_inference": _between(start, record.end),
+        "gen_ai.latency.e2e": _between(record.arrival, record.end),
+        "http.route": record.route,
+        "http.request.header.x-request-id": record.http_request_id,
+    }
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else max(0.0, end - start)
+
+
+class _LastMessage(logging.Handler):
+    """Keeps what the SDK says about its failures: it says so for every batch and every dropped span."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
+def _told(exporter: Any, address: str) -> Any:
+    """`exporter`, whose failures are logged once until it succeeds again."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    said = _LastMessage()
+    sdk_logger = logging.getLogger("opentelemetry")
+    sdk_logger.handlers[:], sdk_logger.propagate = [said], False
+
+    class Told(SpanExporter):
+        """Single writer: the SDK's thread."""
+
+        def __init__(self) -> None:
+            self._works = True
+
+        def export(self, spans: Sequence[Any]) -> Any:
+            """Send a batch."""
+            result = exporter.export(spans)
+            works = result is SpanExportResult.SUCCESS
+            if self._works and not works:
+                logger.warning("traces cannot be sent to %s and are dropped: %s", address, said.text)
+            elif works and not self._works:
+                logger.warning("traces are sent to %s again", address)
+            self._works = works
+            return result
+
+        def shutdown(self) -> None:
+            """Nothing more comes."""
+            exporter.shutdown()
+
+    return Told()

@@ -1,0 +1,157 @@
+"""Spans for an OpenTelemetry collector, which here is a small one of the test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from negamax.cli.main import main
+from tests.e2e.conftest import MODEL, eventually, serving
+
+trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "top_p": 0.5, "n": 2}
+
+
+@dataclass
+class Collector:
+    """What has arrived."""
+
+    paths: set[str] = field(default_factory=set)
+    spans: list[Any] = field(default_factory=list)
+    services: set[str] = field(default_factory=set)
+
+
+@contextlib.contextmanager
+def collecting(port: int) -> Iterator[Collector]:
+    """An OTLP collector on `port` of this machine."""
+    collector = Collector()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            request = trace_service.ExportTraceServiceRequest()
+            request.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
+            collector.paths.add(self.path)
+            for resource in request.resource_spans:
+                named = {entry.key: entry.value.string_value for entry in resource.resource.attributes}
+                collector.services.add(named["service.name"])
+                for scope in resource.scope_spans:
+                    collector.spans += scope.spans
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            """Say nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    found = {}
+    for entry in span.attributes:
+        kind = entry.value.WhichOneof("value")
+        value = getattr(entry.value, kind)
+        found[entry.key] = [v.string_value for v in value.values] if kind == "array_value" else value
+    return found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        port: int = once.getsockname()[1]
+        return port
+
+
+def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    path, log_file = "/v1/chat/completions", tmp_path / "log"
+    options = ("--otlp-traces-endpoint", endpoint, "--log-format", "json")
+    with serving(*options, log_file=log_file) as server, server.http() as http_client:
+        for _ in range(3):  # nobody listens at the endpoint yet
+            assert http_client.post(path, json=BODY).status_code == 200
+        assert eventually(lambda: "cannot be sent" in server.log)
+        with collecting(port) as collector:
+            assert http_client.post(path, json=BODY).status_code == 200
+            assert eventually(lambda: "are sent to" in server.log)
+            before = time.time_ns()
+            for flags in ("00", "01"):  # the first one's parent is not recorded, and neither is it
+                headers = {"traceparent": f"00-{TRACE}-{PARENT}-{flags}", "x-request-id": flags}
+                answer = http_client.post(path, json=BODY, headers=headers).json()
+            after = time.time_ns()
+            refused = http_client.post(path, json=BODY | {"temperature": 9})
+            assert refused.status_code == 400
+            started = time.monotonic()
+            assert server.stop() == 0  # what is left is sent
+            assert time.monotonic() - started < 10
+    ids = "http.request.header.x-request-id"
+    (span,) = [each for each in collector.spans if attributes(each)[ids] in ("00", "01")]
+    assert collector.paths == {"/v1/traces"} and collector.services == {"negamax"}
+    assert span.name == "llm_request" and span.kind == span.SPAN_KIND_SERVER
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
+    assert before < span.start_time_unix_nano < span.end_time_unix_nano < after
+    found = attributes(span)
+    assert found["gen_ai.request.id"].startswith(answer["id"])
+    assert found["gen_ai.usage.prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert found["gen_ai.usage.completion_tokens"] == answer["usage"]["completion_tokens"]
+    assert found["gen_ai.response.model"] == MODEL
+    assert found["gen_ai.request.n"] == 2 and found["gen_ai.request.top_p"] == 0.5
+    reasons = [choice["finish_reason"] for choice in answer["choices"]]
+    assert found["gen_ai.response.finish_reasons"] == reasons
+    queue, first, whole = (found[f"gen_ai.latency.{name}"] for name in ("time_in_queue", "time_to_first_token", "e2e"))
+    assert 0 <= queue < first <= whole
+    assert whole * 1e9 == pytest.approx(span.end_time_unix_nano - span.start_time_unix_nano, abs=1e6)
+    lines = [json.loads(line) for line in log_file.read_text().splitlines()]
+    said = [line for line in lines if line["logger"] == "negamax.api.tracing"]
+    assert len(said) == 2, said  # one line for the outage, and one for its end
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "missing", "words"),
+    [
+        ("localhost:4318", False, "is 'localhost:4318', which is no HTTP address"),
+        ("http://localhost:4318", True, "(pip install 'negamax[otlp]')"),
+    ],
+)
+def test_endpoint_that_cannot_be_used_is_refused_at_once(
+    endpoint: str,
+    missing: bool,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if missing:
+        for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
+    assert main(["serve", MODEL, "--port", "0", "--otlp-traces-endpoint", endpoint]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_nothing_is_imported_for_a_server_without_traces() -> None:
+    code = (  # FastAPI imports OpenTelemetry's API
+        "import sys, negamax.api.server;assert not {'opentelemetry.sdk', 'opentelemetry.exporter'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
