@@ -112,7 +112,7 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
         command += f" --max-model-len {tokens // 1024 * 1024}"
     form = "FP8 as stored" if spec.quantization is not None else "bf16"
     detail = f"{form}, {_gib(weights // size)} of weights per GPU"
-    return Verdict(model, True, command, f"{detail}, KV cache of about {tokens // 1000},000 tokens")
+    return Verdict(model, True, command, f"{detail}, KV cache of about {tokens // 1000 * 1000:,} tokens")
 
 
 def _tensor_parallel_sizes(spec: ModelSpec, most: int) -> Iterator[int]:
