@@ -21,6 +21,7 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.base.log import get_logger
+from negamax.base.progress import format_bytes
 from negamax.checkpoint.finite import FiniteCheck
 from negamax.checkpoint.names import layer_of, mtp_layers, place
 from negamax.checkpoint.reader import CheckpointReader, TensorEntry, first_names, open_checkpoint
@@ -30,10 +31,9 @@ from negamax.quantization.scheme import QuantScheme, detect
 
 logger = get_logger(__name__)
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+ShowProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")
-LOG_SECONDS = 5.0  # between progress lines
 READ_THREADS = 4  # that bring tensors into pinned memory
 READ_AHEAD = 16  # tensors
 # Files in which other tools describe formats that no scheme reads yet.
@@ -94,10 +94,10 @@ class _Move:
         return 2 if self.scale else 1
 
 
-def load_weights(model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progress: Progress | None = None) -> LoadReport:
+def load_weights(model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progress: ShowProgress | None = None) -> LoadReport:
     """Fill the slots of `model` from the safetensors files in `folder`. The caller packs the model afterwards.
 
-    `progress` is called after each tensor; without it, a line is logged every few seconds.
+    `progress` is called after each tensor.
     Errors: `CheckpointError` naming the files or tensors that are missing, unknown, surplus,
     mis-shaped, of a wrong dtype, or with values that are NaN or infinite.
     """
@@ -117,7 +117,6 @@ def load_weights(model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progre
             )  # fmt: skip
         for reason, names in skipped.items():
             logger.warning("skipped %d tensors: %s (%s)", len(names), reason, first_names(list(names)))
-        progress = progress or _log_progress()
         done = 0
         check = FiniteCheck()
         for move, part in _parts(reader, needed, scheme=scheme):
@@ -125,7 +124,8 @@ def load_weights(model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progre
             # A GPU has many scales of a few numbers each; they are copied as they are.
             check.add(part if move.is_scale else written, move.tensor, *([move.scale] if move.scale else []))
             done += move.num_bytes
-            progress(done, total)
+            if progress:
+                progress(done, total)
         check.finish(reader)
     return LoadReport(
         num_tensors=sum(move.num_tensors for move in moves),
@@ -272,26 +272,3 @@ def _refuse_foreign_quantization(folder: Path, spec: ModelSpec) -> None:
                 f"{folder} is quantised in a format described by {name}, which is not supported yet",
                 hint="use MiniMax's own FP8 checkpoint, or a BF16 one",
             )
-
-
-def _log_progress() -> Progress:
-    """A progress callback that logs a line every `LOG_SECONDS`."""
-    began = last = time.monotonic()
-
-    def log(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= LOG_SECONDS:
-            last = now
-            rate = done / (now - began)
-            logger.info(
-                "weights: %s of %s, %s/s, %.0f s left",
-                format_bytes(done), format_bytes(total), format_bytes(int(rate)), (total - done) / rate,
-            )  # fmt: skip
-
-    return log
-
-
-def format_bytes(count: int) -> str:
-    """`count` bytes with a unit, for people."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

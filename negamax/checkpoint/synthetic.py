@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.checkpoint.loader import HasWeightSlots
+from negamax.checkpoint.loader import HasWeightSlots, ShowProgress
 from negamax.config.model_spec import ModelSpec
 from negamax.layers.weights import WeightSlot
 from negamax.quantization.scheme import detect
@@ -41,17 +41,26 @@ DRAW_ELEMENTS = 2**27
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def fill_synthetic(model: HasWeightSlots, spec: ModelSpec, seed: int, *, device: torch.device | None = None) -> None:
+def fill_synthetic(
+    model: HasWeightSlots,
+    spec: ModelSpec,
+    seed: int,
+    *,
+    device: torch.device | None = None,
+    progress: ShowProgress | None = None,
+) -> None:
     """Write every slot of `model` that this rank needs, from draws made on `device` (None: the CPU).
 
-    The caller packs the model afterwards.
+    The caller packs the model afterwards. `progress` is called with the elements drawn and those in
+    all, after each draw.
     """
+    wanted = [draw for draw in _draws(model.weight_slots().values()) if any(slot.needed for slot in draw[2])]
+    sizes = [sum(math.prod(slot.shape) for slot in slots) for _, _, slots in wanted]
+    done = 0
     generator = torch.Generator(device or "cpu")
     scheme = detect(spec.quantization)
     suffix = scheme.scale_suffix if scheme else None
-    for name, number, slots in _draws(model.weight_slots().values()):
-        if not any(slot.needed for slot in slots):
-            continue
+    for (name, number, slots), size in zip(wanted, sizes, strict=True):
         digest = hashlib.sha256(f"{seed}:{name}:{number}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
         if suffix and name.endswith(suffix):
@@ -63,6 +72,9 @@ def fill_synthetic(model: HasWeightSlots, spec: ModelSpec, seed: int, *, device:
         for slot, tensor in zip(slots, tensors, strict=True):
             if slot.needed:
                 slot.write(tensor)
+        done += size
+        if progress:
+            progress(done, sum(sizes))
 
 
 def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightSlot]]]:

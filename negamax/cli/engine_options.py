@@ -104,6 +104,14 @@ _TABLE = (
     Flag("num_threads", PARALLEL, "CPU threads per rank; default: all cores, shared out."),
     Flag("log_level", LOGS, "debug, info, warning or error."),
     Flag("log_format", LOGS, "text, or json (an object per line)."),
+    Flag(
+        "show_progress",
+        LOGS,
+        "Do not show how far loading is.",
+        flags=("--no-progress",),
+        also=("--no-use-tqdm-on-load",),
+        turns_off=True,
+    ),
 )
 _NO_OPS = ("--enable-prefix-caching", "--async-scheduling")  # switches for what is on anyway
 _ALSO = "also_"  # prefix of the hidden parameters

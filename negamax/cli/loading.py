@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from negamax.base.progress import CLEAR_LINE
 from negamax.config.options import EngineOptions
 from negamax.scheduler.request import SamplingParams
 
@@ -18,12 +20,13 @@ def check_sampling(sampling: SamplingParams, engine: EngineOptions) -> None:
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """A line that moves and counts the seconds on a terminal; nothing where nobody looks."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn(f"loading {model}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        bar.add_task("", total=None)
+    """On a terminal a line, until the engine's own progress (`base.progress`) takes its place; it is
+    gone when the model is there. Elsewhere nothing."""
+    is_shown = sys.stderr.isatty()
+    if is_shown:
+        print(f"loading {model} ...", end="", file=sys.stderr, flush=True)
+    try:
         yield
+    finally:
+        if is_shown:
+            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)

@@ -50,6 +50,7 @@ class EngineOptions:
     max_logprobs: int = 20
     log_level: str = "info"
     log_format: str = "text"
+    show_progress: bool = True  # of loading, on standard error
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, DTYPES)

@@ -95,6 +95,7 @@ class LLM:
         max_logprobs: int = 20,
         log_level: str = "info",
         log_format: str = "text",
+        show_progress: bool = True,
     ) -> None:
         given = dict(locals())
         self._options = EngineOptions(**{option.name: given[option.name] for option in fields(EngineOptions)})

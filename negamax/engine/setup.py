@@ -78,6 +78,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         cudagraph_size=0 if options.enforce_eager else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
         num_threads=options.num_threads or default_threads(layout.world_size),
         seed=options.seed,
+        show_progress=options.show_progress,
         init_method=None,
     )
     constraints = Constraints(source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids)

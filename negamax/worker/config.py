@@ -31,6 +31,7 @@ class WorkerConfig:
     cudagraph_size: int  # sequences of the largest captured step; 0: no graphs
     num_threads: int
     seed: int
+    show_progress: bool
     init_method: str | None  # rendezvous of the ranks; None where there is one rank
 
 

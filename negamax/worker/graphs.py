@@ -92,10 +92,11 @@ class DecodeGraphs:
     def largest(self) -> int:
         return self._sizes[-1]
 
-    def capture(self, pool: tuple[int, int]) -> str:
+    def capture(self, pool: tuple[int, int], progress: Callable[[int, int], None]) -> str:
         """Run and record every size, the largest first, in the memory of `pool`; a line that says what that took."""
         started, before = time.monotonic(), pool_bytes(pool)
-        for size in reversed(self._sizes):
+        for number, size in enumerate(reversed(self._sizes)):
+            progress(number, len(self._sizes))
             self._fill(size, slots=[self._rows.padding_slot] * size, positions=[0] * size, active=0)
             self._graphs[size], _ = record(partial(self._run, size, self._kv), pool)
             self._draws[size], _ = record(partial(self._draw, size), pool)

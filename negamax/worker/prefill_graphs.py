@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -53,10 +53,11 @@ class PrefillGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._hidden = torch.empty(0, device=device)  # [largest, hidden], what every replay fills from the front
 
-    def capture(self, pool: tuple[int, int]) -> str:
+    def capture(self, pool: tuple[int, int], progress: Callable[[int, int], None]) -> str:
         """Run and record every size, the largest first, in the memory of `pool`; a line that says what that took."""
         started, before = time.monotonic(), pool_bytes(pool)
-        for size in reversed(self._sizes):
+        for number, size in enumerate(reversed(self._sizes)):
+            progress(number, len(self._sizes))
             self._fill_with_nothing(size)
             self._graphs[size], _ = record(partial(self._run, size, self._kv), pool)
         torch.cuda.synchronize()

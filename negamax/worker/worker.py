@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from negamax.base.log import get_logger
+from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.kernels.platform import platform_of
@@ -133,8 +134,12 @@ class Worker:
             self._graphs.rehearse(LAYERS)
             self._prefill_graphs.rehearse(LAYERS)
         pool = torch.cuda.graph_pool_handle()
-        prefills = self._prefill_graphs.capture(pool)
-        return f"; CUDA graphs: {self._graphs.capture(pool)}; {prefills}"
+        shown = config.show_progress and config.layout.rank == 0
+        with Progress("recording CUDA graphs of prefills", enabled=shown) as progress:
+            prefills = self._prefill_graphs.capture(pool, progress)
+        with Progress("recording CUDA graphs of decodes", enabled=shown) as progress:
+            decodes = self._graphs.capture(pool, progress)
+        return f"; CUDA graphs: {decodes}; {prefills}"
 
     def _run(self, plan: StepPlan, late_masks: LateMasks) -> Outcome:
         """The step itself: gather, forward, sample, remember. Writes are idempotent, so it may be repeated."""
@@ -287,14 +292,21 @@ def _load(model: CausalModel, config: WorkerConfig, *, device: torch.device) -> 
     took 2 to 4 s for the 22 MiB of nano on two busy cores, where one thread takes 0.2 s.
     """
     torch.set_num_threads(1)
+    shown = config.show_progress and config.layout.rank == 0
     if config.folder is None:
-        fill_synthetic(model, config.spec, config.seed, device=device)
+        with Progress("drawing synthetic weights", unit=_millions, enabled=shown) as progress:
+            fill_synthetic(model, config.spec, config.seed, device=device, progress=progress)
         summary = f"synthetic weights, seed {config.seed}"
     else:
-        summary = load_weights(model, config.spec, Path(config.folder)).summary()
+        with Progress("loading weights", unit=format_bytes, enabled=shown) as progress:
+            summary = load_weights(model, config.spec, Path(config.folder), progress=progress).summary()
     model.finish_loading()
     torch.set_num_threads(config.num_threads)
     return summary
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.0f} M"
 
 
 def _single_row(plan: StepPlan, row: int) -> StepPlan:

@@ -1,0 +1,68 @@
+"""Progress of long work on standard error: one line that is redrawn on a terminal, log lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from negamax.base import log
+
+logger = log.get_logger(__name__)
+
+PATIENCE_SECONDS = 0.5  # work that is done by then shows nothing
+REDRAW_SECONDS = 0.2
+LOG_SECONDS = 5.0
+CLEAR_LINE = "\r\x1b[K"
+
+
+class Progress:
+    """Call it with what is done and what there is in all; use it as a context manager, which clears
+    the line. Single writer: one thread.
+
+    Where standard error is no terminal, or the log is in JSON, a line is logged every 5 s; where the
+    log level hides it (`negamax chat` and others log from warning on), it is written as it is, but
+    never at level error. `enabled` False: nothing at all.
+    """
+
+    def __init__(self, what: str, *, unit: Callable[[int], str] = str, enabled: bool = True) -> None:
+        """`what` is being done, `unit` spells an amount."""
+        self._what = what
+        self._unit = unit
+        self._enabled = enabled
+        self._on_terminal = sys.stderr.isatty() and not log.settings().endswith("json")
+        self._began = time.monotonic()
+        self._next = self._began + (PATIENCE_SECONDS if self._on_terminal else LOG_SECONDS)
+        self._is_drawn = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._is_drawn:
+            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if not self._enabled or now < self._next or not done:
+            return
+        rate = done / (now - self._began)
+        line = f"{self._what}: {self._unit(done)} of {self._unit(total)}"
+        if self._unit is not str:
+            line += f", {self._unit(int(rate))}/s"
+        line += f", {(total - done) / rate:.0f} s left"
+        self._next = now + (REDRAW_SECONDS if self._on_terminal else LOG_SECONDS)
+        if self._on_terminal:
+            self._is_drawn = True
+            print(f"{CLEAR_LINE}{line}", end="", file=sys.stderr, flush=True)
+        elif logger.isEnabledFor(logging.INFO):
+            logger.info("%s", line)
+        elif logger.isEnabledFor(logging.WARNING):
+            print(line, file=sys.stderr, flush=True)
+
+
+def format_bytes(count: int) -> str:
+    """`count` bytes with a unit."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,66 @@
+"""Progress of long work: a redrawn line on a terminal, log lines elsewhere, nothing for short work."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+
+from negamax.base import log, progress
+from negamax.base.progress import Progress, format_bytes
+
+GIB = 2**30
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def load(clock: pytest.MonkeyPatch, *, seconds: int, **options: object) -> None:
+    """A load of 10 GiB, told about every tenth of it."""
+    now = [100.0]
+    clock.setattr(progress.time, "monotonic", lambda: now[0])
+    with Progress("loading weights", unit=format_bytes, **options) as shown:  # type: ignore[arg-type]
+        for part in range(1, 11):
+            now[0] += seconds / 10
+            shown(part * GIB, 10 * GIB)
+
+
+def test_a_terminal_gets_one_line_with_amount_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    load(monkeypatch, seconds=20)
+    drawn = terminal.getvalue()
+    assert "loading weights: 2.0 GiB of 10.0 GiB, 512.0 MiB/s, 16 s left" in drawn
+    assert "\n" not in drawn and drawn.endswith("\r\x1b[K")
+
+
+def test_short_work_and_work_that_is_to_be_quiet_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    load(monkeypatch, seconds=0)
+    load(monkeypatch, seconds=60, enabled=False)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", 5), ("warning", 5), ("error", 0)])
+def test_elsewhere_a_line_is_written_now_and_then_unless_only_errors_are_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], level: str, lines: int
+) -> None:
+    log.setup(level)
+    load(monkeypatch, seconds=30)
+    written = capsys.readouterr().err.splitlines()
+    assert len(written) == lines
+    assert all("loading weights: " in line and "s left" in line for line in written)
+    log.setup()
+
+
+def test_a_json_log_on_a_terminal_stays_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    log.setup("info", "json")
+    load(monkeypatch, seconds=30)
+    written = terminal.getvalue().splitlines()
+    assert written and all(line.startswith("{") for line in written)
+    logging.getLogger().handlers[:] = []
+    log.setup()
