@@ -111,6 +111,7 @@ SECTIONS = (
         "Responses",
         {
             ("POST", "/v1/responses"): _RESPONSE,
+            ("POST", "/v1/responses/input_tokens"): Route(responses.ResponsesRequest, response_items.InputTokenCount),
             ("GET", "/v1/responses/{response_id}"): Route(answer=response_items.ResponseAnswer),
             ("DELETE", "/v1/responses/{response_id}"): Route(answer=response_items.DeletedResponse),
             ("GET", "/v1/responses/{response_id}/input_items"): Route(answer=response_items.ItemList),
@@ -130,7 +131,8 @@ SECTIONS = (
             ("POST", f"{prefix}/{name}"): route
             for prefix in ("", "/v1")
             for name, route in (("tokenize", _TOKENIZE), ("detokenize", _DETOKENIZE))
-        },
+        }
+        | {("GET", "/tokenizer_info"): Route(answer=tokens.TokenizerInfo)},
     ),
     Section(
         "SGLang's native API",

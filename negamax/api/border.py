@@ -222,18 +222,19 @@ async def _mended(body: bytes) -> object:
 async def _read_body(request: Request, *, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > max_bytes:
-        raise _too_large(int(declared), max_bytes)
+        raise too_large(int(declared), max_bytes)
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
-            raise _too_large(size, max_bytes)
+            raise too_large(size, max_bytes)
         parts.append(part)
     return b"".join(parts)
 
 
-def _too_large(size: int, max_bytes: int) -> PayloadTooLargeError:
+def too_large(size: int, max_bytes: int) -> PayloadTooLargeError:
+    """The error of a body that is larger than allowed."""
     return PayloadTooLargeError(f"the body has {size} bytes or more; allowed: {max_bytes}", code="body_too_large")
 
 

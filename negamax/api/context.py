@@ -175,8 +175,8 @@ class ApiContext:
             await self.tracer.close()
 
     def event_stream(self, tell: Callable[[Say], Awaitable[None]], *, source: Source) -> EventStream:
-        """The response that sends what `tell` says, with comments in its pauses where the server was told so."""
+        """The response that sends what `tell` says, with comments in its pauses."""
         seconds = self.options.sse_keep_alive_interval
-        if seconds is None:
+        if not seconds:
             return EventStream(tell, source=source)
         return EventStream(tell, source=source, ping=KEEP_ALIVE, ping_seconds=seconds)

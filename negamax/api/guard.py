@@ -13,9 +13,10 @@ import time
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from negamax.api.border import negamax_error
+from negamax.api.border import negamax_error, too_large
 from negamax.api.context import ApiContext
 from negamax.api.playground import browser_key
+from negamax.api.unpacking import Unpacker, packed_as
 from negamax.base.errors import (
     AuthenticationError,
     ForbiddenError,
@@ -34,6 +35,7 @@ MAX_HEADER_BYTES = 32 * 1024
 BODY_SECONDS = 120.0  # for a body to arrive
 BODIES_IN_FLIGHT = 8  # bodies of the largest size that may be in the server's memory at a time
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # no longer true once the body is unpacked
 _ALL = "*"
 _Headers = list[tuple[bytes, bytes]]
 
@@ -50,20 +52,28 @@ class Guard:
         is_open = bool(self._keys) or options.allow_unauthenticated or _ALL in hosts
         self._hosts = None if is_open else hosts
         self._body_budget = BODIES_IN_FLIGHT * options.max_body_bytes  # bytes
+        self.max_packed_bytes = options.max_body_bytes  # of one body, as it comes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        encoding: bytes | None = None  # of the body
         try:
             self._check(scope)
+            if scope["method"] not in _SAFE_METHODS:
+                encoding = packed_as(scope["headers"])
         except NegamaxError as error:
             await negamax_error(Request(scope), error)(scope, receive, send)
             return
         if scope["method"] in _SAFE_METHODS:
+            if scope["method"] == "HEAD":  # the routes answer as to GET, the connection leaves the body out
+                scope = {**scope, "method": "GET"}
             await self._app(scope, receive, send)
             return
-        body = _Body(receive, self)
+        if encoding is not None:
+            scope = {**scope, "headers": [header for header in scope["headers"] if header[0] not in _PACKED_HEADERS]}
+        body = _Body(receive, self, encoding=encoding)
         lifecycle = self._context.lifecycle
         lifecycle.opened()
         try:
@@ -97,24 +107,25 @@ class Guard:
 
 
 class _Body:
-    """Receives one request's body, which must come in time and fit into memory with the others. Single reader: the route."""
+    """Receives one request's body, unpacked, which must come in time and fit into memory with the others. Single reader: the
+    route."""
 
-    def __init__(self, receive: Receive, guard: Guard) -> None:
+    def __init__(self, receive: Receive, guard: Guard, *, encoding: bytes | None = None) -> None:
         self._receive = receive
+        self._unpacker = None if encoding is None else Unpacker(encoding)
+        self._num_packed_bytes = 0
+        self._is_all_packed = False  # whether all that is to be unpacked has come
         self._guard = guard
         self._end = time.monotonic() + BODY_SECONDS
         self._is_complete = False
         self.num_bytes = 0
 
     async def receive(self) -> Message:
-        """The next message. Errors: `RequestTimeoutError`, `OverloadedError`."""
+        """The next message. Errors: `RequestTimeoutError`, `OverloadedError`, and for a body that was sent compressed
+        `PayloadTooLargeError` and `InvalidRequestError`."""
         if self._is_complete:
             return await self._receive()
-        try:
-            async with asyncio.timeout(max(0.0, self._end - time.monotonic())):
-                message = await self._receive()
-        except TimeoutError:
-            raise RequestTimeoutError(f"the body did not arrive within {BODY_SECONDS:g} s", code="body_timeout") from None
+        message = await (self._arrived() if self._unpacker is None else self._unpacked(self._unpacker))
         if message["type"] != "http.request":
             return message
         count = len(message.get("body", b""))
@@ -122,6 +133,32 @@ class _Body:
         self.num_bytes += count
         self._is_complete = not message.get("more_body", False)
         return message
+
+    async def _unpacked(self, unpacker: Unpacker) -> Message:
+        """The next message, its body unpacked."""
+        await asyncio.sleep(0)  # so that others go on between the pieces
+        while not (piece := unpacker.take()):
+            if self._is_all_packed:
+                unpacker.finish()
+                break
+            message = await self._arrived()
+            if message["type"] != "http.request":
+                return message
+            packed = message.get("body", b"")
+            self._num_packed_bytes += len(packed)
+            if self._num_packed_bytes > self._guard.max_packed_bytes:
+                raise too_large(self._num_packed_bytes, self._guard.max_packed_bytes)
+            self._is_all_packed = not message.get("more_body", False)
+            unpacker.feed(packed)
+        return {"type": "http.request", "body": piece, "more_body": bool(piece)}
+
+    async def _arrived(self) -> Message:
+        """The next message as it comes."""
+        try:
+            async with asyncio.timeout(max(0.0, self._end - time.monotonic())):
+                return await self._receive()
+        except TimeoutError:
+            raise RequestTimeoutError(f"the body did not arrive within {BODY_SECONDS:g} s", code="body_timeout") from None
 
 
 def _check_size(headers: _Headers, *, url_bytes: int) -> None:

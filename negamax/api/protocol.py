@@ -134,6 +134,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         channel: Any = BodyChannel(self, self.cycle)
         self.scope["extensions"] = {BODY_CHANNEL: channel}  # before the app's task begins
+        if self.scope["http_version"] == "1.0":
+            _send_without_chunks(self.cycle)
 
     def send_400_response(self, msg: str) -> None:
         """What could not be parsed is answered in the shape of every other error."""
@@ -191,3 +193,21 @@ class LimitedProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _send_without_chunks(response: Any) -> None:
+    """HTTP/1.0 knows no chunks: a body whose length is not said ends with the connection. `response`: uvicorn's cycle, which
+    closes such a connection anyway."""
+    send = response.send
+    has_length = True
+
+    async def send_plain(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+        if not has_length:
+            response.chunked_encoding = False
+            response.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    response.send = send_plain

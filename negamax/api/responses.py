@@ -19,11 +19,18 @@ from negamax.api.response_telling import ResponseTeller
 from negamax.api.responses_history import history_of
 from negamax.api.schemas.answers import encode
 from negamax.api.schemas.common import refuse, shown
-from negamax.api.schemas.response_items import DeletedResponse, ItemList, ReasoningEcho, ResponseAnswer, TextEcho
+from negamax.api.schemas.response_items import (
+    DeletedResponse,
+    InputTokenCount,
+    ItemList,
+    ReasoningEcho,
+    ResponseAnswer,
+    TextEcho,
+)
 from negamax.api.schemas.responses import ResponsesRequest
 from negamax.api.sse import while_connected
 from negamax.api.thought_signature import ThoughtSigner
-from negamax.api.turns import Turn, begin_answer
+from negamax.api.turns import Turn, begin_answer, turn_prompt
 from negamax.base.errors import InvalidRequestError, NotFoundError
 from negamax.base.log import get_logger
 
@@ -49,6 +56,16 @@ def responses_router(context: ApiContext) -> APIRouter:
         if keeper != context.seat.index:
             return await context.peers.relay(request, to=keeper, body=msgspec.json.encode(body))
         return await responses.create(request, wanted, num_bytes=num_bytes, arrival=arrival)
+
+    @router.post("/v1/responses/input_tokens", openapi_extra={"requestBody": body_schema})
+    async def input_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a response has."""
+        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
+        wanted = ResponsesRequest.parse(body)
+        keeper = context.seat.keeper_of(wanted.previous_response_id)
+        if keeper != context.seat.index:
+            return await context.peers.relay(request, to=keeper, body=msgspec.json.encode(body))
+        return json_response(await responses.count(wanted, num_bytes=num_bytes))
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
@@ -111,14 +128,9 @@ class _Responses:
             refuse("background", "a response in the background is fetched later; it needs store=true and stream=false")
         if wanted.top_logprobs > context.engine.info.max_logprobs:
             refuse("top_logprobs", f"{wanted.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}")
-        parent = self._parent(wanted.previous_response_id)
-        given = await self._given(wanted)
-        kept_bytes = 0 if parent is None else parent.total_bytes
-        turn = await off_loop(lambda: self._turn(wanted, parent, given), num_bytes=num_bytes + kept_bytes)
+        parent, given, turn, num_bytes = await self._understood(wanted, num_bytes=num_bytes)
         blank = self._blank(wanted, model=model, turn=turn)
-        answer = await begin_answer(
-            context, request, turn, wanted, request_id=blank.id, num_bytes=num_bytes + kept_bytes, arrival=arrival
-        )
+        answer = await begin_answer(context, request, turn, wanted, request_id=blank.id, num_bytes=num_bytes, arrival=arrival)
         logprobs = None if wanted.wanted_logprobs is None else ContentLogprobs(context.engine.tokenizer, context.voice)
         teller = ResponseTeller(
             answer,
@@ -142,6 +154,21 @@ class _Responses:
         if wanted.store:
             self._keep(response, parent=parent, input_items=input_items)
         return json_response(response)
+
+    async def count(self, wanted: ResponsesRequest, *, num_bytes: int) -> InputTokenCount:
+        """Count the tokens of a request's prompt."""
+        self._context.model_name(wanted.model)
+        _, _, turn, num_bytes = await self._understood(wanted, num_bytes=num_bytes)
+        prompt = await turn_prompt(self._context, turn, wanted, num_bytes=num_bytes)
+        return InputTokenCount(len(prompt.token_ids))
+
+    async def _understood(self, wanted: ResponsesRequest, *, num_bytes: int) -> tuple[KeptTurn | None, list[Item], Turn, int]:
+        """What a request goes on from, its own items, what they ask for together, and how many bytes that is."""
+        parent = self._parent(wanted.previous_response_id)
+        given = await self._given(wanted)
+        num_bytes += 0 if parent is None else parent.total_bytes
+        turn = await off_loop(lambda: self._turn(wanted, parent, given), num_bytes=num_bytes)
+        return parent, given, turn, num_bytes
 
     def delete(self, response_id: str) -> None:
         """Forget a response; one that runs ends. Errors: `NotFoundError`."""

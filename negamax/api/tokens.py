@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what the model's tokenizer makes of texts, conversations and token ids."""
+"""/tokenize, /detokenize and /tokenizer_info: what the model's tokenizer makes of texts, conversations and token ids."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from negamax.api.border import json_response, read_json
 from negamax.api.context import ApiContext
 from negamax.api.conversation import Conversation, off_loop
 from negamax.api.schemas.common import refuse
-from negamax.api.schemas.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from negamax.api.schemas.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest, TokenizerInfo
 from negamax.api.thinking import ThinkingChoice, other_variables, template_switch
+from negamax.text.tokenizer import token_text
 
 
 def tokens_router(context: ApiContext) -> APIRouter:
@@ -61,6 +62,12 @@ def tokens_router(context: ApiContext) -> APIRouter:
 
     tokenize_schema = {"content": {"application/json": {"schema": TokenizeRequest.model_json_schema()}}, "required": True}
     detokenize_schema = {"content": {"application/json": {"schema": DetokenizeRequest.model_json_schema()}}, "required": True}
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """The tokenizer's named tokens and the chat template."""
+        return json_response(_info(context))
+
     for prefix in ("", "/v1"):
         router.add_api_route(f"{prefix}/tokenize", tokenize, methods=["POST"], openapi_extra={"requestBody": tokenize_schema})
         router.add_api_route(
@@ -78,6 +85,24 @@ def _conversation(wanted: TokenizeRequest) -> Conversation:
         template_kwargs=other_variables(variables),
         add_generation_prompt=wanted.add_generation_prompt and not wanted.continue_final_message,
         continue_final_message=wanted.continue_final_message,
+    )
+
+
+def _info(context: ApiContext) -> TokenizerInfo:
+    engine = context.engine
+    config, template = engine.tokenizer.config, engine.chat_template
+    others = config.get("additional_special_tokens")
+    return TokenizerInfo(
+        tokenizer_class=str(config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
+        model_max_length=engine.info.max_model_len,
+        bos_token=token_text(config.get("bos_token")),
+        eos_token=token_text(config.get("eos_token")),
+        unk_token=token_text(config.get("unk_token")),
+        pad_token=token_text(config.get("pad_token")),
+        additional_special_tokens=[
+            text for other in (others if isinstance(others, list) else ()) if (text := token_text(other)) is not None
+        ],
+        chat_template=None if template is None else template.source,
     )
 
 

@@ -87,6 +87,13 @@ class PayloadTooLargeError(NegamaxError):
     error_type = "invalid_request_error"
 
 
+class UnsupportedMediaTypeError(NegamaxError):
+    """A request body in an encoding that is not read here (415)."""
+
+    http_status = 415
+    error_type = "invalid_request_error"
+
+
 class UrlTooLongError(NegamaxError):
     """A URL over the size limit (414)."""
 

@@ -35,7 +35,7 @@ _TABLE = (
     Flag("tool_call_parser", FORMAT, f"One of {', '.join(TOOL_CALL_PARSERS)}."),
     Flag("reasoning_parser", FORMAT, f"One of {', '.join(REASONING_PARSERS)}."),
     Flag("stream_interval", SERVER, "Tokens of a stream that are sent together: more of them cost less."),
-    Flag("sse_keep_alive_interval", SERVER, "Seconds between comments in a silent stream; default: none are sent."),
+    Flag("sse_keep_alive_interval", SERVER, "Seconds between comments in a silent stream; 0: none are sent."),
     Flag(
         "api_keys",
         SECURITY,

@@ -103,7 +103,7 @@ class ServerOptions:
     drain_timeout: float = 30.0  # that open requests get after SIGTERM
     slow_client_timeout: float = 60.0  # a client that does not read what is sent is cut off after this
     stream_interval: int = 1  # tokens of a stream that are sent together; a request may ask for another number
-    sse_keep_alive_interval: float | None = None  # of comments in a stream that has nothing to say
+    sse_keep_alive_interval: float = 15.0  # of comments in a stream that has nothing to say; 0: none
     max_engine_restarts: int = 3  # within engine_restart_window; after that the server ends
     engine_restart_window: float = 600.0
     engine_hang_timeout: float = 300.0  # that the engine's loop may stand still while there is work
@@ -131,11 +131,10 @@ class ServerOptions:
         _above_zero("--log-stats-interval", self.log_stats_interval)
         _above_zero("--request-timeout", self.request_timeout)
         _above_zero("--slow-client-timeout", self.slow_client_timeout)
-        _above_zero("--sse-keep-alive-interval", self.sse_keep_alive_interval)
         _above_zero("--engine-restart-window", self.engine_restart_window)
         _above_zero("--engine-hang-timeout", self.engine_hang_timeout)
-        if not 0.0 <= self.drain_timeout < float("inf"):
-            raise ConfigError(f"--drain-timeout is {self.drain_timeout}; allowed: 0 seconds or more")
+        _zero_or_more("--sse-keep-alive-interval", self.sse_keep_alive_interval)
+        _zero_or_more("--drain-timeout", self.drain_timeout)
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -146,6 +145,11 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(flag: str, value: int | None, low: int) -> None:
     if value is not None and value < low:
         raise ConfigError(f"{flag} is {value}; allowed: {low} or more")
+
+
+def _zero_or_more(flag: str, value: float) -> None:
+    if not 0.0 <= value < float("inf"):  # NaN fails the comparison and is refused
+        raise ConfigError(f"{flag} is {value}; allowed: 0 seconds or more")
 
 
 def _above_zero(flag: str, value: float | None) -> None:

@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
 from negamax.base.unicode import valid_unicode
+from negamax.text.tokenizer import token_text
 
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
 
@@ -35,6 +36,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._variables = dict(variables or {})
+        self.source = source
         try:
             self._reads = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
             self._template = environment.from_string(source)
@@ -52,7 +54,7 @@ class ChatTemplate:
         Errors: `ConfigError` for an override that cannot be read, `CheckpointError` for a broken file of the checkpoint.
         """
         config = _read_config(path / "tokenizer_config.json")
-        variables = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+        variables = {name: text for name in _NAMED_TOKENS if (text := token_text(config.get(name))) is not None}
         file = override if override is not None else path / "chat_template.jinja"
         if override is not None or file.exists():
             try:
@@ -139,11 +141,6 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
-
-
-def _token_text(value: Any) -> str | None:
-    text = value.get("content") if isinstance(value, Mapping) else value
-    return text if isinstance(text, str) else None
 
 
 def _read_config(path: Path) -> dict[str, Any]:

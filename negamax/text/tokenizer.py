@@ -43,6 +43,7 @@ class Tokenizer:
         parsed = json.loads(definition)
         _check_byte_level(parsed, source=source)
         self._definition = parsed
+        self.config = config  # the content of tokenizer_config.json
         self._added: dict[int, str] = {}
         special: set[int] = set()
         config_flags = _config_special_flags(config)
@@ -127,13 +128,20 @@ class Tokenizer:
 
     def _named_token(self, config: Mapping[str, Any], field: str, *, source: str) -> int | None:
         value = config.get(field)
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if text is None:
+        if value is None:
             return None
-        token_id = self.token_id(text) if isinstance(text, str) else None
+        text = token_text(value)
+        token_id = None if text is None else self.token_id(text)
         if token_id is None:
-            raise CheckpointError(f"tokenizer_config.json names {field} {text!r}, which {source} does not have", hint=_REMEDY)
+            shown = value if text is None else text
+            raise CheckpointError(f"tokenizer_config.json names {field} {shown!r}, which {source} does not have", hint=_REMEDY)
         return token_id
+
+
+def token_text(value: Any) -> str | None:
+    """The text of a token as tokenizer_config.json names it: by itself, or as the content of an object."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
 
 
 def _byte_alphabet() -> dict[str, int]:

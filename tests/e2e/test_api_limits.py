@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.e2e.conftest import Server, eventually, serving
@@ -25,8 +26,9 @@ RUNNING = "vllm:num_requests_running"
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with low limits: two sequences run, two wait, with 400 prompt tokens in all."""
     limits = ("--max-num-seqs", "2", "--max-queued-requests", "2", "--max-queued-tokens", "400")
-    times = ("--slow-client-timeout", "1", "--request-timeout", "30", "--max-body-bytes", "100KiB")
-    with serving(*limits, *times, log_file=tmp_path_factory.mktemp("small") / "log") as server:
+    times = ("--slow-client-timeout", "1", "--request-timeout", "30", "--sse-keep-alive-interval", "0.2")
+    bodies = ("--max-body-bytes", "100KiB")
+    with serving(*limits, *times, *bodies, log_file=tmp_path_factory.mktemp("small") / "log") as server:
         yield server
         assert "Traceback" not in server.log
 
@@ -149,6 +151,27 @@ def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> N
     finally:
         for connection in running:
             connection.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HELLO, "max_tokens": 400}),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 400}),
+    ],
+    ids=["chat", "responses"],
+)
+def test_silent_stream_says_comments_which_clients_skip(small: Server, path: str, body: dict[str, Any]) -> None:
+    silent = body | {"ignore_eos": True, "stream": True, "stream_interval": 1000}
+    with small.http() as http:
+        text = http.post(path, json=silent).text
+    assert text.count(": keep-alive\n\n") >= 2
+    with small.openai() as client:
+        chunks: Any = client.post(
+            path.removeprefix("/v1"), cast_to=object, body=silent, stream=True, stream_cls=openai.Stream[object]
+        )
+        events = list(chunks)
+    assert len(events) > 2 and "keep-alive" not in json.dumps(events)
 
 
 def test_client_that_does_not_read_is_cut_off(small: Server) -> None:

@@ -165,6 +165,24 @@ def test_kept_response_is_fetched_gone_on_from_and_deleted(client: openai.OpenAI
     assert error.value.code == "previous_response_not_found"
 
 
+def test_input_tokens_are_those_that_a_response_counts(client: openai.OpenAI) -> None:
+    question: dict[str, Any] = {"model": MODEL, "input": ASK_WEATHER, "instructions": "Be brief.", "tools": [TOOL]}
+    first = client.responses.create(**question, temperature=0)
+    counted = client.responses.input_tokens.count(**question)
+    assert first.usage and counted.object == "response.input_tokens"
+    assert counted.input_tokens == first.usage.input_tokens
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "19"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    further: dict[str, Any] = {"model": MODEL, "input": results, "previous_response_id": first.id, "tools": [TOOL]}
+    second = client.responses.create(**further, max_output_tokens=2)
+    assert second.usage and client.responses.input_tokens.count(**further).input_tokens == second.usage.input_tokens
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(**further | {"previous_response_id": "resp_none"})
+
+
 def test_response_that_is_not_to_be_kept_is_not(http: httpx.Client) -> None:
     response = asked(http, store=False, max_output_tokens=4)
     assert response["store"] is False
@@ -287,7 +305,7 @@ def test_tools_of_a_namespace_are_called_with_it(http: httpx.Client) -> None:
         ({"input": [{"type": "magic"}]}, 400, "input[0].type"),
         ({"input": [{"role": "wizard", "content": "x"}]}, 400, "input[0].role"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "instructions": "Hi"},
+            {"input": [{"role": "user", "content": [{"type": "magic"}]}], "instructions": "Hi"},
             400,
             "input[0].content[0]",
         ),

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.e2e.conftest import MODEL
 from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION
@@ -24,6 +25,17 @@ def test_text_survives_the_way_there_and_back(http: httpx.Client, prefix: str) -
     assert back == {"prompt": TEXT, "text": TEXT}
     shorter = http.post(f"{prefix}/detokenize", json={"tokens": tokens["tokens"], "skip_special_tokens": True}).json()
     assert shorter["text"] == TEXT.replace("[e~[", "")
+
+
+def test_tokenizer_info_is_enough_to_make_the_same_prompts(http: httpx.Client) -> None:
+    """For clients that render the template, and look up the ids of the named tokens."""
+    info = http.get("/tokenizer_info").json()
+    assert info["eos_token"] == "[e~[" and info["bos_token"] == "]~!b[" and info["model_max_length"] == 4096
+    for name in ("eos_token", "bos_token", "unk_token"):
+        assert http.post("/tokenize", json={"prompt": info[name], "add_special_tokens": False}).json()["count"] == 1
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    prompt = environment.from_string(info["chat_template"]).render(messages=QUESTION, add_generation_prompt=True)
+    assert prompt == http.post("/v1/chat/completions/render", json={"messages": QUESTION}).json()["prompt"]
 
 
 def test_lists_give_lists(http: httpx.Client) -> None:

@@ -136,6 +136,11 @@ class DeletedResponse(Struct, frozen=True):
     deleted: bool = True  # it is gone
 
 
+class InputTokenCount(Struct, frozen=True):
+    input_tokens: int  # of the prompt that the model would read
+    object: str = "response.input_tokens"  # what it is
+
+
 class ItemList(Struct, frozen=True, kw_only=True):
     """The input items of a response."""
 

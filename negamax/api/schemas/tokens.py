@@ -94,6 +94,19 @@ class TokenizeAnswer(Struct, frozen=True):
     token_strs: list[str] | list[list[str]] | UnsetType | None = UNSET  # their texts, with return_token_strs
 
 
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """What clients that make prompts themselves need to know, as in tokenizer_config.json."""
+
+    tokenizer_class: str  # of the transformers library
+    model_max_length: int  # tokens of the window, answer included
+    bos_token: str | None  # the text of the token that begins a text
+    eos_token: str | None  # of the one that ends an answer
+    unk_token: str | None  # of the one for what has none
+    pad_token: str | None  # of the one that fills up
+    additional_special_tokens: list[str]  # beside them
+    chat_template: str | None  # Jinja; the one in use
+
+
 class DetokenizeAnswer(Struct, frozen=True):
     """The text by its names at vLLM and at SGLang; lists of texts for several."""
 

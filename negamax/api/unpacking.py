@@ -1,0 +1,95 @@
+"""Bodies that clients send compressed, unpacked in pieces, so that a small body cannot become a large one unseen."""
+
+from __future__ import annotations
+
+import zlib
+
+from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
+
+PIECE_BYTES = 256 * 1024  # unpacked at a time
+_ENCODINGS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}  # zlib's names of the formats
+_FRAME_BYTES = 2  # that tell whether there is a frame
+_RAW_DEFLATE = -15  # without the frame that the standard asks for, as some clients send it
+
+
+def packed_as(headers: list[tuple[bytes, bytes]]) -> bytes | None:
+    """The encoding of a body, None if it has none. Errors: `UnsupportedMediaTypeError` for one that is not read here."""
+    given = b",".join(value for name, value in headers if name == b"content-encoding").lower().split(b",")
+    encodings = [name.strip() for name in given if name.strip() not in (b"", b"identity")]
+    if not encodings:
+        return None
+    if len(encodings) > 1 or encodings[0] not in _ENCODINGS:
+        shown = b", ".join(encodings)[:60].decode("latin-1")
+        raise UnsupportedMediaTypeError(
+            f"the content encoding is {shown!r}; allowed: 'gzip', 'deflate', or none", code="unsupported_encoding"
+        )
+    return encodings[0]
+
+
+class Unpacker:
+    """Unpacks one body. Single writer: the request that reads it."""
+
+    def __init__(self, encoding: bytes) -> None:
+        """`encoding` is one that `packed_as` has found."""
+        self._encoding = encoding
+        self._decoder = zlib.decompressobj(_ENCODINGS[encoding])
+        self._packed = b""
+        self._has_begun = False
+        self._holds_more = False  # whether the decoder may, although it has consumed what came
+
+    def feed(self, packed: bytes) -> None:
+        """Add what has come, after `take` has returned nothing."""
+        self._packed += packed
+
+    def take(self) -> bytes:
+        """Up to `PIECE_BYTES` of the body; b"" until more is fed. Errors: `InvalidRequestError`."""
+        if not self._has_begun and not self._begin():
+            return b""
+        while self._packed or self._holds_more:
+            if self._decoder.eof:
+                self._begin_next_part()
+                continue
+            piece = self._unpack()
+            if piece:
+                return piece
+        return b""
+
+    def finish(self) -> None:
+        """All has been fed and taken. Errors: `InvalidRequestError` for a body that is cut."""
+        if self._packed or (self._has_begun and not self._decoder.eof):
+            raise self._error("it is cut")
+
+    def _begin(self) -> bool:
+        """Whether enough has come to tell the format."""
+        if len(self._packed) < _FRAME_BYTES:
+            return False
+        self._has_begun = True
+        if self._encoding == b"deflate" and not _has_frame(self._packed):
+            self._decoder = zlib.decompressobj(_RAW_DEFLATE)
+        return True
+
+    def _unpack(self) -> bytes:
+        try:
+            piece = self._decoder.decompress(self._packed, PIECE_BYTES)
+        except zlib.error as error:
+            raise self._error(str(error)) from None
+        is_over = self._decoder.eof
+        self._packed = self._decoder.unused_data if is_over else self._decoder.unconsumed_tail
+        self._holds_more = not is_over and len(piece) == PIECE_BYTES
+        return piece
+
+    def _begin_next_part(self) -> None:
+        """gzip bodies may have several parts, and zeros behind the last."""
+        self._packed = self._packed.lstrip(b"\0")
+        if self._packed and self._encoding == b"deflate":
+            raise self._error("something follows it")
+        if self._packed:
+            self._decoder = zlib.decompressobj(_ENCODINGS[self._encoding])
+
+    def _error(self, problem: str) -> InvalidRequestError:
+        return InvalidRequestError(f"the body is not valid {self._encoding.decode()}: {problem}", code="invalid_encoding")
+
+
+def _has_frame(packed: bytes) -> bool:
+    """Whether deflated data begins with the header of zlib's format."""
+    return packed[0] & 15 == 8 and int.from_bytes(packed[:2]) % 31 == 0

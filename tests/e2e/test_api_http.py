@@ -1,0 +1,100 @@
+"""HTTP as clients speak it that are no SDK: HEAD, compressed bodies, HTTP/1.0."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import zlib
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import MODEL, Server
+from tests.e2e.test_api_errors import error_of
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/livez",
+        "/readyz",
+        "/health",
+        "/ping",
+        "/version",
+        "/metrics",
+        "/v1",
+        "/v1/models",
+        f"/v1/models/{MODEL}",
+        "/openapi.json",
+    ],
+)
+def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
+    said, whole = http.head(path), http.get(path)
+    assert (said.status_code, said.content) == (200, b"")
+    assert said.headers["content-type"] == whole.headers["content-type"]
+    if path != "/metrics":  # which says something else each time
+        assert said.headers["content-length"] == whole.headers["content-length"] == str(len(whole.content))
+    assert http.get("/livez").status_code == 200  # the connection is still in step
+
+
+def test_head_of_what_is_not_there_or_not_for_reading(http: httpx.Client) -> None:
+    assert http.head("/nothing").status_code == 404
+    assert http.head(CHAT).status_code == 405
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_a_compressed_body_is_read(http: httpx.Client, encoding: str, path: str) -> None:
+    body = json.dumps(BODY).encode()
+    content = gzip.compress(body) if encoding == "gzip" else zlib.compress(body)
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    answer = http.post(path, content=content, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]
+
+
+def test_a_small_body_that_unpacks_to_a_large_one_is_a_413(http: httpx.Client) -> None:
+    content = gzip.compress(b'{"messages": "' + b"x" * (300 * 2**20) + b'"}', compresslevel=1)
+    assert len(content) < 2**21
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    assert error_of(http.post(CHAT, content=content, headers=headers), 413)["code"] == "body_too_large"
+
+
+def test_what_is_not_unpacked_is_refused(http: httpx.Client) -> None:
+    headers = {"content-type": "application/json"}
+    for encoding, content, status, code in (
+        ("br", b"x", 415, "unsupported_encoding"),
+        ("gzip, gzip", b"x", 415, "unsupported_encoding"),
+        ("gzip", b"no gzip", 400, "invalid_encoding"),
+        ("gzip", gzip.compress(json.dumps(BODY).encode())[:-9], 400, "invalid_encoding"),
+        ("gzip", b"", 400, "invalid_json"),
+    ):
+        answer = http.post(CHAT, content=content, headers={**headers, "content-encoding": encoding})
+        assert error_of(answer, status)["code"] == code
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_http_1_0_gets_no_chunks(server: Server, http: httpx.Client, stream: bool) -> None:
+    body = json.dumps({**BODY, "stream": stream}).encode()
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+        head = (
+            f"POST {CHAT} HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + body)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    told, _, content = answer.partition(b"\r\n\r\n")
+    assert b" 200 " in told.splitlines()[0] and b"transfer-encoding" not in told.lower()
+    assert b"connection: close" in told.lower()
+    if not stream:
+        assert json.loads(content)["choices"]
+        return
+    events = content.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: "))["id"] for event in events[:-2])

@@ -1,0 +1,72 @@
+"""Compressed bodies: every form that clients send, however it is cut into packets, and never more at a time than a piece."""
+
+from __future__ import annotations
+
+import gzip
+import random
+import zlib
+
+import pytest
+
+from negamax.api.unpacking import PIECE_BYTES, Unpacker, packed_as
+from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
+
+SAYS = b'{"messages": [{"role": "user", "content": "' + random.Random(1).randbytes(50_000).hex().encode() + b'"}]}'
+RAW = zlib.compressobj(wbits=-15)
+FORMS = {
+    "gzip": (b"gzip", gzip.compress(SAYS)),
+    "x-gzip": (b"x-gzip", gzip.compress(SAYS)),
+    "gzip in two parts": (b"gzip", gzip.compress(SAYS[:7]) + gzip.compress(SAYS[7:]) + bytes(512)),
+    "deflate": (b"deflate", zlib.compress(SAYS)),
+    "raw deflate": (b"deflate", RAW.compress(SAYS) + RAW.flush()),
+}
+
+
+def unpacked(encoding: bytes, packed: bytes, *, packet_bytes: int) -> bytes:
+    unpacker = Unpacker(encoding)
+    pieces = []
+    for start in range(0, len(packed), packet_bytes):
+        unpacker.feed(packed[start : start + packet_bytes])
+        while piece := unpacker.take():
+            assert len(piece) <= PIECE_BYTES
+            pieces.append(piece)
+    unpacker.finish()
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("packet_bytes", [1, 3, 1000, 10**6])
+def test_every_form_is_unpacked_however_it_is_cut(form: str, packet_bytes: int) -> None:
+    assert unpacked(*FORMS[form], packet_bytes=packet_bytes) == SAYS
+
+
+@pytest.mark.parametrize("num_bytes", [0, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, PIECE_BYTES + 200, 3 * PIECE_BYTES])
+def test_what_ends_near_a_piece_is_whole(num_bytes: int) -> None:
+    said = b"ab" * (num_bytes // 2) + b"c" * (num_bytes % 2)
+    assert unpacked(b"gzip", gzip.compress(said), packet_bytes=10**6) == said
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_body_that_is_cut_or_broken_is_refused(form: str) -> None:
+    encoding, packed = FORMS[form]
+    packed = packed.rstrip(b"\0")
+    for broken in (packed[:-20], packed[: len(packed) // 2], b"\xff" * 100, packed + b"more" * 10):
+        if form == "raw deflate" and broken.endswith(b"more"):
+            broken = broken[:10] + b"\xff" * 100
+        with pytest.raises(InvalidRequestError, match="the body is not valid"):
+            unpacked(encoding, broken, packet_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("value", "encoding"),
+    [(b"gzip", b"gzip"), (b"GZIP", b"gzip"), (b" identity", None), (b"", None), (b"identity, deflate", b"deflate")],
+)
+def test_encodings_that_are_read(value: bytes, encoding: bytes | None) -> None:
+    assert packed_as([(b"host", b"x"), (b"content-encoding", value)]) == encoding
+
+
+@pytest.mark.parametrize("value", [b"br", b"zstd", b"gzip, gzip", b"x" * 1000])
+def test_other_encodings_are_named_in_the_refusal(value: bytes) -> None:
+    with pytest.raises(UnsupportedMediaTypeError, match=r"allowed: 'gzip', 'deflate', or none") as error:
+        packed_as([(b"content-encoding", value)])
+    assert value[:20].decode() in error.value.message and len(error.value.message) < 150
