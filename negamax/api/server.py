@@ -99,11 +99,9 @@ def create_app(context: ApiContext) -> FastAPI:
     return app
 
 
-def open_listener(options: ServerOptions) -> socket.socket:
-    """A bound socket for the host and port of `options` (0: any free port), made before the model is loaded so that what
-    cannot work is told at once; with several server processes, others can be bound beside it. Errors: `ResourceError` for a
-    port in use, `ConfigError` for a host that is not this machine's, one that others can reach without a key, and for TLS files
-    that do not fit."""
+def resolve_address(options: ServerOptions) -> tuple[int, int, int, Any]:
+    """Family, kind, protocol and address to listen on. Errors: `ConfigError` for a host that is not found, and for one that
+    others can reach without a key."""
     host, port = options.host, options.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -116,6 +114,16 @@ def open_listener(options: ServerOptions) -> socket.socket:
             f"--host is {host!r}, which other machines can reach, and there is no API key",
             hint="set NEGAMAX_API_KEY or --api-key, or say --allow-unauthenticated",
         )
+    return family, kind, protocol, address
+
+
+def open_listener(options: ServerOptions) -> socket.socket:
+    """A bound socket for the host and port of `options` (0: any free port), made before the model is loaded so that what
+    cannot work is told at once; with several server processes, others can be bound beside it. Errors: `ResourceError` for a
+    port in use, `ConfigError` for a host that is not this machine's, one that others can reach without a key, and for TLS files
+    that do not fit."""
+    family, kind, protocol, address = resolve_address(options)
+    host, port = options.host, options.port
     _check_tls(options)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

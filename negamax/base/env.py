@@ -17,6 +17,11 @@ def extended(name: str, value: str) -> dict[str, str]:
     return {**os.environ, name: value}
 
 
+def names(prefix: str) -> list[str]:
+    """The environment variables whose names begin with `prefix`."""
+    return sorted(name for name in os.environ if name.startswith(prefix))
+
+
 def set_default(name: str, value: str) -> None:
     """Set environment variable `name` of this process (and its children) unless somebody has set it."""
     os.environ.setdefault(name, value)

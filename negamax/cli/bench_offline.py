@@ -12,6 +12,7 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.cli.bench_options import OUTPUT, WORKLOAD, JsonFile, parse_counts
 from negamax.cli.engine_options import with_engine_options
+from negamax.cli.explain import with_explanation
 from negamax.config.options import EngineOptions
 
 HELP = (
@@ -20,6 +21,7 @@ HELP = (
 
 
 @with_engine_options(defaults={"log_level": "warning"})
+@with_explanation()
 def command(
     *,
     engine: EngineOptions,

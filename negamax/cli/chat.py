@@ -14,6 +14,7 @@ import typer
 from negamax.base import env, log
 from negamax.base.errors import ConfigError
 from negamax.cli.engine_options import with_engine_options
+from negamax.cli.explain import with_explanation
 from negamax.cli.loading import check_sampling, loading
 from negamax.config.options import EngineOptions
 from negamax.scheduler.request import SamplingParams
@@ -25,6 +26,7 @@ KEY_VARIABLE = "NEGAMAX_API_KEY"
 
 
 @with_engine_options(defaults={"max_num_seqs": 4, "log_level": "warning"}, needs_model=False)
+@with_explanation()
 def command(
     *,
     engine: EngineOptions,

@@ -12,6 +12,7 @@ import typer
 from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.cli.engine_options import with_engine_options
+from negamax.cli.explain import with_explanation
 from negamax.cli.loading import check_sampling, loading
 from negamax.config.options import EngineOptions
 from negamax.scheduler.request import SamplingParams
@@ -25,6 +26,7 @@ SAMPLING = "Sampling"
 
 
 @with_engine_options(defaults={"log_level": "warning"})
+@with_explanation()
 def command(
     *,
     engine: EngineOptions,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from negamax.base import log
 from negamax.cli.engine_options import with_engine_options
+from negamax.cli.explain import with_explanation
 from negamax.cli.server_options import with_server_options
 from negamax.config.options import EngineOptions, ServerOptions
 
@@ -18,32 +16,20 @@ if TYPE_CHECKING:
 
 HELP = "Serve MODEL over an OpenAI-compatible HTTP API."
 
-COMPATIBLE = "Accepted for compatibility"
+
+def _check(*, engine: EngineOptions, server: ServerOptions) -> None:
+    from negamax.api.server import resolve_address
+
+    resolve_address(server)
 
 
 @with_engine_options()
 @with_server_options
-def command(
-    *,
-    engine: EngineOptions,
-    server: ServerOptions,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Never needed.", rich_help_panel=COMPATIBLE)
-    ] = False,
-    enable_auto_tool_choice: Annotated[
-        bool, typer.Option("--enable-auto-tool-choice", help="Always on.", rich_help_panel=COMPATIBLE)
-    ] = False,
-) -> None:
+@with_explanation(_check)
+def command(*, engine: EngineOptions, server: ServerOptions) -> None:
     """Serve until SIGINT or SIGTERM. Keys may also stand in the environment variable NEGAMAX_API_KEY."""
     started = time.monotonic()
     log.setup(engine.log_level, engine.log_format)
-    notes = {
-        "--trust-remote-code": trust_remote_code and "never needed: no code of a checkpoint is run",
-        "--enable-auto-tool-choice": enable_auto_tool_choice and "always on",
-    }
-    for flag, note in notes.items():
-        if note:
-            print(f"note: {flag} has no effect: {note}", file=sys.stderr)
     _serve(engine, server, started=started)
 
 

@@ -1,4 +1,4 @@
-"""The HTTP server's options on the command line; vLLM's names are shown, SGLang's accepted."""
+"""The HTTP server's options on the command line; vLLM's names first, SGLang's beside them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from negamax.base import env
 from negamax.base.errors import ConfigError
-from negamax.cli.engine_options import LOGS, Flag, chosen_fields, flag_parameters, parameter
+from negamax.cli.engine_options import LOGS
+from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
 from negamax.config.options import ServerOptions
 from negamax.text.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, output_style
 
@@ -32,8 +32,8 @@ _TABLE = (
     ),
     Flag("served_model_name", SERVER, "Name in the API; may be repeated."),
     Flag("chat_template", FORMAT, "File that replaces the checkpoint's template."),
-    Flag("tool_call_parser", FORMAT, f"One of {', '.join(TOOL_CALL_PARSERS)}."),
-    Flag("reasoning_parser", FORMAT, f"One of {', '.join(REASONING_PARSERS)}."),
+    Flag("tool_call_parser", FORMAT, "Format of tool calls; auto: the model's.", choices=TOOL_CALL_PARSERS),
+    Flag("reasoning_parser", FORMAT, "Where thinking goes; auto: apart from the content.", choices=REASONING_PARSERS),
     Flag("stream_interval", SERVER, "Tokens of a stream that are sent together: more of them cost less."),
     Flag("sse_keep_alive_interval", SERVER, "Seconds between comments in a silent stream; 0: none are sent."),
     Flag(
@@ -41,6 +41,7 @@ _TABLE = (
         SECURITY,
         f"Key that requests must carry; may be repeated. Better: {KEY_VARIABLE}, or --api-key-file.",
         flags=("--api-key",),
+        adds_up=True,
     ),
     Flag("allow_unauthenticated", SECURITY, "Listen beyond this machine without a key."),
     Flag("allowed_origins", SECURITY, "Web origin that may call the server (CORS); may be repeated, '*' is all."),
@@ -99,13 +100,12 @@ def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
-        chosen = chosen_fields(_TABLE, {flag.name: values.pop(flag.name, None) for flag in flags})
+        chosen = chosen_fields(_TABLE, {flag.field: values.pop(flag.field) for flag in _TABLE})
         chosen["served_model_name"] = tuple(chosen["served_model_name"] or ())
         chosen["allowed_origins"] = _texts("--allowed-origins", chosen["allowed_origins"])
         chosen["allowed_hosts"] = _texts("--allowed-hosts", chosen["allowed_hosts"])
-        file_keys = _keys_of_file(values.pop("api_key_file", None))
-        chosen["api_keys"] = (*(chosen["api_keys"] or ()), *file_keys, *_keys_of_environment())
-        chosen["default_chat_template_kwargs"] = _template_kwargs(values.pop("default_chat_template_kwargs", None))
+        chosen["api_keys"] = (*(chosen["api_keys"] or ()), *_keys_of_file(values.pop("api_key_file")))
+        chosen["default_chat_template_kwargs"] = _template_kwargs(values.pop("default_chat_template_kwargs"))
         template = chosen["chat_template"]
         if template is not None and not Path(template).is_file():
             raise ConfigError(f"--chat-template is {template!r}, which is not a file", hint="give a Jinja template file")
@@ -114,6 +114,7 @@ def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
         command(server=ServerOptions(**chosen), **values)
 
     wrapper.__signature__ = own.replace(parameters=[*parameters, *flags, *special])  # type: ignore[attr-defined]
+    wrapper.flags = _TABLE  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -160,7 +161,3 @@ def _keys_of_file(path: str | None) -> tuple[str, ...]:
     if not keys:
         raise ConfigError(f"--api-key-file is {path!r}, which holds no key", hint="write one key per line")
     return keys
-
-
-def _keys_of_environment() -> tuple[str, ...]:
-    return tuple(key.strip() for key in (env.get(KEY_VARIABLE) or "").split(",") if key.strip())

@@ -25,7 +25,7 @@ def test_version_and_help() -> None:
     assert negamax("--version").stdout == f"negamax {__version__}\n"
     assert negamax().stdout == negamax("--help").stdout
     text = negamax("serve", "--help").stdout
-    for panel in ("Server", "Model", "Batching and memory", "Parallelism", "Accepted for compatibility"):
+    for panel in ("Server", "Model", "Batching and memory", "Parallelism", "Logs"):
         assert panel in text
     assert "…" not in text  # no flag is cut in a terminal of 80 columns
 

@@ -9,7 +9,9 @@ import pytest
 import typer
 
 from negamax.base.errors import ConfigError
-from negamax.cli.engine_options import parse_bytes, with_engine_options
+from negamax.cli.engine_options import with_engine_options
+from negamax.cli.flags import parse_bytes
+from negamax.cli.resolve import resolve
 from negamax.config.options import EngineOptions
 
 
@@ -22,8 +24,11 @@ def parsed(*arguments: str, **defaults: Any) -> EngineOptions:
         seen.append(engine)
 
     app = typer.Typer()
-    app.command()(command)
-    app(args=list(arguments), standalone_mode=False)
+    app.command("run")(command)
+    app.callback()(lambda: None)
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    app(args=resolve(group, ["run", *arguments]).words, standalone_mode=False)
     return seen[0]
 
 

@@ -1,0 +1,142 @@
+"""A dataclass's fields as flags of a command: one table per dataclass, read by typer, by the resolver and by the docs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from negamax.base.errors import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {unit + "i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+_COUNT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?)\s*([kKmMgG]?)")
+AUTO = "auto"
+
+
+class Kind(Enum):
+    """What follows a name on the command line."""
+
+    SWITCH = "nothing"
+    VALUE = "one value"
+    LIST = "one value or more"
+    JSON = "one value, which is JSON"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One field of an options class as a flag."""
+
+    field: str
+    panel: str
+    help: str
+    flags: tuple[str, ...] = ()  # default: the field's name
+    also: tuple[str, ...] = ()  # other servers' names for it
+    choices: tuple[str, ...] = ()  # the only values
+    turns_off: bool = False  # a switch that sets the field to False
+    is_size: bool = False  # bytes, with units
+    is_count: bool = False  # a number, with units
+    adds_up: bool = False  # a list to which flags, environment and file contribute
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The flags that are listed."""
+        return self.flags or (f"--{self.field.replace('_', '-')}",)
+
+    @property
+    def listed_help(self) -> str:
+        """The help with the values that it may have, and the other names."""
+        values = f" ({', '.join(self.choices)})" if self.choices else ""
+        also = f" [also: {', '.join(self.also)}]" if self.also else ""
+        return f"{self.help}{values}{also}"
+
+
+def parse_bytes(text: str | int) -> int | None:
+    """'1500000', '4GiB', '4g', '512M' as bytes; 'auto' is None; a default comes as the number it is."""
+    if isinstance(text, int):
+        return text
+    if text == AUTO:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    units = _UNITS | _BINARY_UNITS
+    if match is None or match[2].lower() not in units:
+        raise typer.BadParameter(f"{text[:60]!r} is not a size; allowed: bytes, or a number with K, M, G or Ki, Mi, Gi")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def parse_count(text: str | int) -> int | None:
+    """'131072', '128k' (thousands), '128K' (of 1024) as a number, as vLLM reads them; 'auto' is None."""
+    if isinstance(text, int):
+        return text
+    if text == AUTO:
+        return None
+    match = _COUNT.fullmatch(text.strip())
+    unit = "" if match is None else match[2]
+    value = 0.5 if match is None else float(match[1]) * (_UNITS | _BINARY_UNITS)[unit.lower() + "i" * unit.isupper()]
+    if not value.is_integer():
+        raise typer.BadParameter(
+            f"{text[:60]!r} is not a number; allowed: such as 131072, 128k (thousands), 128K (of 1024), auto"
+        )
+    return int(value)
+
+
+def parameter(name: str, default: object, annotation: object) -> inspect.Parameter:
+    """One option of a command, as typer reads it."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def flag_parameters(options: type, table: Sequence[Flag], *, defaults: dict[str, Any]) -> list[inspect.Parameter]:
+    """The parameters that typer reads for `table`, fields of the dataclass `options`. `defaults` replaces
+    those of the class."""
+    types = get_type_hints(options)
+    fields = {field.name: field.default for field in dataclasses.fields(options)} | defaults
+    parameters = []
+    for flag in table:
+        kind, default = types[flag.field], False if flag.turns_off else fields[flag.field]
+        if kind == tuple[str, ...]:
+            kind, default = list[str] | None, None
+        option = typer.Option(
+            *flag.names,
+            help=flag.listed_help,
+            rich_help_panel=flag.panel,
+            show_default=not flag.turns_off and default is not None,
+            parser=_parser(flag),
+            metavar=_metavar(flag),
+            autocompletion=_completion(flag.choices) if flag.choices else None,
+        )
+        parameters.append(parameter(flag.field, default, Annotated[kind, option]))
+    return parameters
+
+
+def chosen_fields(table: Sequence[Flag], values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `table`, from the parameters. Errors: `ConfigError` for a value that is not among a flag's choices."""
+    chosen = {}
+    for flag in table:
+        value = values[flag.field]
+        if flag.choices and value not in flag.choices:
+            raise ConfigError(f"{flag.names[0]} is {value!r}; allowed: {', '.join(flag.choices)}")
+        chosen[flag.field] = not value if flag.turns_off else value
+    return chosen
+
+
+def _parser(flag: Flag) -> Callable[[str], int | None] | None:
+    if flag.is_size:
+        return parse_bytes
+    return parse_count if flag.is_count else None
+
+
+def _metavar(flag: Flag) -> str | None:
+    if flag.is_size:
+        return "SIZE"
+    return "NUMBER" if flag.is_count else None
+
+
+def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
+    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]

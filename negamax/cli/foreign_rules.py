@@ -1,0 +1,116 @@
+"""What other servers' options mean here where it depends on their value or on the rest of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GRAPHS = "whole steps run as CUDA graphs; --enforce-eager turns that off"
+EXPERTS = "experts are split over the ranks of --tensor-parallel-size; the answers are the same"
+STORED = "weights run as the checkpoint stores them"
+TRANSFER = "the KV cache stays in the server that computed it"
+TOKENIZER = "the tokenizer is the checkpoint's"
+
+# Values of our own options as other servers call them, by parameter.
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
+    "load_format": {
+        "dummy": "synthetic",
+        **dict.fromkeys(("hf", "fastsafetensors", "runai_streamer", "instanttensor", "layered"), "safetensors"),
+    },
+    "kv_cache_dtype": {"bf16": "bfloat16", "fp16": "float16"},
+    "max_model_len": {"-1": "auto", "None": "auto"},
+    "max_num_batched_tokens": {"-1": "auto"},
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of an option: others in its place (name and value), a note that says why nothing does, or a refusal."""
+
+    instead: tuple[tuple[str, str], ...] = ()
+    note: str | None = None
+    refusal: str | None = None
+    remedy: str | None = None
+
+
+# From the value (a text, a list of them, what JSON holds, or a boolean) and the options of the line, as texts by parameter.
+Rule = Callable[[Any, Mapping[str, str]], Verdict]
+
+
+def compilation(value: Any, line: Mapping[str, str]) -> Verdict:
+    """--compilation-config, or its level: what it says of CUDA graphs counts, there is no compiler to configure."""
+    config = value if isinstance(value, dict) else {}
+    instead = []
+    if str(config.get("cudagraph_mode", "")).upper() in ("NONE", "0") or value == 0:
+        instead.append(("--enforce-eager", ""))
+    sizes = config.get("max_cudagraph_capture_size") or config.get("cudagraph_capture_sizes")
+    if sizes:
+        instead += capture_sizes(sizes, line).instead
+    return Verdict(tuple(instead), note=None if instead else GRAPHS)
+
+
+def capture_sizes(value: Any, line: Mapping[str, str]) -> Verdict:
+    """Batch sizes of CUDA graphs: the largest counts."""
+    words = [str(size) for size in (value if isinstance(value, list) else [value])]
+    sizes = [int(word) for text in words for word in text.strip("[]").replace(",", " ").split() if word.isdigit()]
+    if not sizes:
+        return Verdict(note=GRAPHS)
+    return Verdict((("--max-cudagraph-capture-size", str(max(sizes))),))
+
+
+def graph_backend(value: Any, line: Mapping[str, str]) -> Verdict:
+    """How decode steps are captured."""
+    return Verdict((("--enforce-eager", ""),)) if value == "disabled" else Verdict(note=GRAPHS)
+
+
+def no_decode_graphs(value: Any, line: Mapping[str, str]) -> Verdict:
+    """A switch that runs decode steps without CUDA graphs."""
+    return Verdict((("--enforce-eager", ""),)) if value else Verdict()
+
+
+def expert_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
+    """A switch, or a number of ranks. From eight ranks on other servers need it for FP8 blocks; here they need fewer ranks."""
+    if value in (False, "1", "0"):
+        return Verdict()
+    if line.get("data_parallel_size", "1") != "1":
+        return Verdict()  # refused for that
+    ranks = line.get("tensor_parallel_size", "1")
+    if ranks.isdigit() and int(ranks) > 4:
+        refusal = f"there is no expert parallelism, and MiniMax's FP8 checkpoints are split over 1, 2 or 4 ranks, not {ranks}"
+        return Verdict(refusal=refusal, remedy="use --tensor-parallel-size 4 in its place, and a second server for more GPUs")
+    return Verdict(note=EXPERTS)
+
+
+def data_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
+    """Replicas of the model."""
+    if value in ("1", "0"):
+        return Verdict()
+    ranks = line.get("tensor_parallel_size", "4")
+    return Verdict(
+        refusal="there is no data parallelism",
+        remedy=f"use --tensor-parallel-size {ranks}, and start one server per group of GPUs (CUDA_VISIBLE_DEVICES)",
+    )
+
+
+def quantization(value: Any, line: Mapping[str, str]) -> Verdict:
+    """How weights are stored."""
+    if value in ("fp8", "auto"):
+        return Verdict(note=STORED)
+    return Verdict(refusal=STORED, remedy="leave it out, and serve a checkpoint in FP8 blocks or bf16")
+
+
+def kv_transfer(value: Any, line: Mapping[str, str]) -> Verdict:
+    """Connectors of the KV cache: one that only keeps it elsewhere changes no answer."""
+    role = value.get("kv_role", "kv_both") if isinstance(value, dict) else ""
+    if role == "kv_both":
+        return Verdict(note=TRANSFER)
+    return Verdict(refusal="prefill and decode run in one server", remedy="start one server without it")
+
+
+def tokenizer(value: Any, line: Mapping[str, str]) -> Verdict:
+    """Another tokenizer than the model's."""
+    if str(value).rstrip("/") == line.get("model", "").rstrip("/"):
+        return Verdict()
+    return Verdict(refusal=TOKENIZER, remedy="leave it out, or put the files into a local folder with the checkpoint")

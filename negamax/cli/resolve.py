@@ -1,0 +1,215 @@
+"""From the words after `negamax` to the options of a command: aliases, other servers' options, a file and the environment.
+
+An option's value is that of its flag, else of `NEGAMAX_<OPTION>`, else of the file that `--config`
+names, else its default. What comes out is a list of words with one name for each option, which typer
+parses, and where each value came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from negamax.base import env
+from negamax.base.errors import ConfigError
+from negamax.cli import config_file
+from negamax.cli.flags import Flag, Kind
+from negamax.cli.foreign_flags import TABLE, Foreign
+from negamax.cli.foreign_rules import VALUES, Verdict
+from negamax.cli.words import HELP, Given, Names, Option, is_model_option, merged, nearest, split
+
+PREFIX = "NEGAMAX_"
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_ONLY_FLAGS = frozenset({"help", "explain", "version", "config"})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for an option, as words for typer, and where: a flag as it was written, a variable, a key of a file."""
+
+    words: tuple[str, ...]
+    source: str
+
+
+@dataclass
+class Resolved:
+    """A command line after `resolve`, its single writer."""
+
+    words: list[str]
+    choices: dict[str, Choice] = field(default_factory=dict)  # by parameter
+    notes: list[str] = field(default_factory=list)  # on what has no effect
+
+
+def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
+    """Resolve a whole command line. Errors: `ConfigError` for unknown names, for what is refused, and for the file."""
+    command, path, rest = find_command(root, words)
+    if isinstance(command, TyperGroup):
+        return Resolved(list(words))
+    options = options_of(command)
+    names = Names([*options, HELP], TABLE if getattr(command.callback, "takes_foreign_flags", False) else {})
+    line = split(rest, names, takes_model=any(is_model_option(option) for option in options))
+    if any(given.name in HELP.names for given in line.given):
+        return Resolved([*path, "--help"])
+    levels = [
+        _of_file(line.given, names),
+        _of_environment(options),
+        line.given,
+    ]
+    if line.model is not None:  # MODEL stands for itself, whatever the file and the environment say
+        levels[:2] = [[given for given in level if given.name != "--model"] for level in levels[:2]]
+    resolved = Resolved([])
+    resolved.choices = _choose(_translated(levels, names, line.model, resolved.notes), names)
+    resolved.notes += _misspelled_variables(options)
+    chosen = [word for choice in resolved.choices.values() for word in choice.words]
+    resolved.words = [*path, *chosen, *line.positional, *line.after_dashes]
+    return resolved
+
+
+def find_command(root: TyperGroup, words: Sequence[str]) -> tuple[TyperCommand | TyperGroup, list[str], list[str]]:
+    """The innermost command that `words` name, the words up to it, and the others."""
+    command: Any = root
+    for place, word in enumerate(words):
+        if not isinstance(command, TyperGroup):
+            return command, list(words[:place]), list(words[place:])
+        if word in command.commands:
+            command = command.commands[word]
+        elif not word.startswith("-"):
+            break
+    return command, list(words), []
+
+
+def options_of(command: TyperCommand) -> list[Option]:
+    """The options of a command: its parameters, and what its tables of flags say of them."""
+    flags: dict[str | None, Flag] = {flag.field: flag for flag in getattr(command.callback, "flags", ())}
+    return [
+        Option.of(parameter, flags.get(parameter.name)) for parameter in command.params if parameter.param_type_name == "option"
+    ]
+
+
+# Where values come from
+
+
+def _of_file(given: Sequence[Given], names: Names) -> list[Given]:
+    if "--config" not in names.own:
+        return []
+    named = [item.values[0] for item in given if item.name == "--config"]
+    path = named[-1] if named else env.get(PREFIX + "CONFIG")
+    if path is None:
+        return []
+    found = []
+    for key, value in config_file.read(path).items():
+        name = names.of_key(key)
+        if name is None or names.key_of(name) in _ONLY_FLAGS:
+            known = [option.key for option in names.options if option.key not in _ONLY_FLAGS]
+            hint = nearest(key.replace("-", "_"), known) or "keys are the names of options, see --help"
+            raise ConfigError(f"{path} has the unknown key {key!r}", hint=hint)
+        source = f"{key} in {path}"
+        found.append(config_file.given(name, names.kind(name), value, source=source))
+    return found
+
+
+def _of_environment(options: Sequence[Option]) -> list[Given]:
+    found = []
+    for option in options:
+        text = None if option.key in _ONLY_FLAGS else env.get(option.variable)
+        if text is None:
+            continue
+        values: tuple[str, ...] = (text,)
+        is_set = True
+        if option.kind is Kind.LIST:
+            values = tuple(part.strip() for part in text.split(",") if part.strip())
+        elif option.kind is Kind.SWITCH:
+            if text.lower() not in _BOOLEANS:
+                raise ConfigError(f"{option.variable} is {text[:60]!r}; allowed: {', '.join(_BOOLEANS)}")
+            values, is_set = (), _BOOLEANS[text.lower()] != option.turns_off
+        found.append(Given(option.flag, values, option.variable, is_set=is_set))
+    return found
+
+
+def _misspelled_variables(options: Sequence[Option]) -> list[str]:
+    known = [option.variable for option in options]
+    return [
+        f"the environment variable {name} has no effect ({suggestion})"
+        for name in env.names(PREFIX)
+        if name not in known and (suggestion := nearest(name, known))
+    ]
+
+
+# Other servers' options
+
+
+def _translated(levels: Sequence[Sequence[Given]], names: Names, model: str | None, notes: list[str]) -> list[list[Given]]:
+    """The levels with our own options only: those that others mean come first, so that ours win. Adds to `notes`."""
+    own = [[item for item in level if item.name in names.own] for level in levels]
+    line = {name: choice.words[-1].partition("=")[2] for name, choice in _choose(own, names).items() if choice.words}
+    line["model"] = model or line.get("model_option", "")
+    without_effect: dict[str, list[str]] = {}
+    refusals: list[str] = []
+    for place, level in enumerate(levels):
+        instead = []
+        for item in _once_each([item for item in level if item.name not in names.own]):
+            verdict = _judge(TABLE[item.name], item, line)
+            if verdict.refusal is not None:
+                refusals.append(f"{item.shown}: {verdict.refusal} ({verdict.remedy})")
+            if verdict.note is not None:
+                without_effect.setdefault(verdict.note, []).append(item.source)
+            instead += [Given(name, (value,) if value else (), item.source) for name, value in verdict.instead]
+        own[place] = [*instead, *own[place]]
+    if refusals:
+        raise ConfigError("; ".join(refusals))
+    for reason, flags in without_effect.items():
+        once = list(dict.fromkeys(flags))
+        notes.append(f"{', '.join(once)} {'has' if len(once) == 1 else 'have'} no effect: {reason}")
+    return own
+
+
+def _once_each(items: Sequence[Given]) -> list[Given]:
+    """One item for each name: the last, or all JSON objects merged."""
+    found: dict[str, Given] = {}
+    for item in items:
+        found[item.name] = merged(found[item.name], item) if item.name in found else item
+    return list(found.values())
+
+
+def _judge(entry: Foreign, item: Given, line: Mapping[str, str]) -> Verdict:
+    """What becomes of an option of another server."""
+    value: Any = item.parsed(entry.kind)
+    if entry.rule is not None:
+        return entry.rule(value, line)
+    if entry.remedy is None:
+        return Verdict(note=entry.reason)
+    asks_for_nothing = not item.is_set or (entry.kind is not Kind.SWITCH and str(value).lower() in entry.unless)
+    return Verdict() if asks_for_nothing else Verdict(refusal=entry.reason, remedy=entry.remedy)
+
+
+# The choice
+
+
+def _choose(levels: Sequence[Sequence[Given]], names: Names) -> dict[str, Choice]:
+    """The words for each option: those of the last level that says something of it, or of all where a list adds up."""
+    chosen: dict[str, Choice] = {}
+    for level in levels:
+        found: dict[str, Given] = {}
+        for item in level:
+            option = names.own[item.name].option
+            before = found.get(option.name)
+            found[option.name] = item if before is None else merged(before, item, adds_up=option.kind is Kind.LIST)
+        for name, item in found.items():
+            option = names.own[item.name].option
+            choice = Choice(_words(item, names), item.source)
+            if option.adds_up and name in chosen:
+                before_it = chosen[name]
+                choice = Choice((*before_it.words, *choice.words), f"{before_it.source}, {choice.source}")
+            chosen[name] = choice
+    return chosen
+
+
+def _words(item: Given, names: Names) -> tuple[str, ...]:
+    option, is_opposite = names.own[item.name].option, names.own[item.name].is_opposite
+    if option.kind is Kind.SWITCH:
+        return (option.flag,) if item.is_set != is_opposite else ()
+    renamed = VALUES.get(option.name, {})
+    return tuple(f"{option.flag}={renamed.get(value, value)}" for value in item.values)

@@ -1,0 +1,285 @@
+"""The words of a command line as options and what stands behind them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from negamax.base.errors import ConfigError
+from negamax.cli.flags import Flag, Kind
+from negamax.cli.foreign_flags import Foreign
+
+_TRUTHS = {"true": True, "false": False}
+_SIMILARITY = 0.8  # of a name that is suggested
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of ours. Of a switch, `names` set the parameter and `opposites` do not."""
+
+    name: str  # the parameter
+    key: str  # in files and environment variables
+    flag: str  # what typer is given
+    kind: Kind
+    names: tuple[str, ...]
+    opposites: tuple[str, ...]
+    turns_off: bool
+    adds_up: bool
+    is_secret: bool
+    takes_many: bool  # values after one flag
+
+    @classmethod
+    def of(cls, parameter: Any, flag: Flag | None) -> Option:
+        """From typer's parameter, and from the table where it has one."""
+        is_in_table = flag is not None
+        flag = flag or Flag(parameter.name, "", "")
+        listed = next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
+        key = listed.removeprefix("--")
+        if flag.turns_off:
+            key = key.removeprefix("no-") if key.startswith("no-") else flag.field
+        names = (*parameter.opts, *flag.also)
+        kind = Kind.SWITCH if parameter.is_flag else Kind.LIST if parameter.multiple else Kind.VALUE
+        if kind is Kind.VALUE and parameter.metavar == "JSON":
+            kind = Kind.JSON
+        opposites: tuple[str, ...] = ()
+        if kind is Kind.SWITCH:
+            opposites = tuple(_opposite(name) for name in names if name.startswith("--"))
+            opposites += (_name_of(key),) if flag.turns_off else ()
+        return cls(
+            name=parameter.name,
+            key=key.replace("-", "_"),
+            flag=listed,
+            kind=kind,
+            names=names,
+            opposites=opposites,
+            turns_off=flag.turns_off,
+            adds_up=flag.adds_up,
+            is_secret=listed == "--api-key",
+            takes_many=kind is Kind.LIST and is_in_table,
+        )
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return f"NEGAMAX_{self.key.upper()}"
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a name says: an option, or of a switch its opposite."""
+
+    option: Option
+    is_opposite: bool = False
+
+
+@dataclass(frozen=True)
+class Given:
+    """A name and its values; `is_set` False: a switch that is switched off. `source` is for people."""
+
+    name: str
+    values: tuple[str, ...]
+    source: str
+    is_set: bool = True
+
+    @property
+    def shown(self) -> str:
+        """It and its value, as it was given."""
+        return f"{self.source} is {' '.join(self.values)[:60]!r}" if self.values else self.source
+
+    def parsed(self, kind: Kind) -> Any:
+        """Its value as a boolean, a list, a text, or what its JSON holds. Errors: `ConfigError`."""
+        if kind is Kind.SWITCH:
+            return self.is_set
+        if kind is Kind.LIST:
+            return list(self.values)
+        text = self.values[-1] if self.values else ""
+        if kind is Kind.VALUE or not text.strip().startswith(("{", "[")):
+            return int(text) if kind is Kind.JSON and text.isdigit() else text
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{self.source} is no JSON: {error}", hint='quote it: \'{"key": "value"}\'') from None
+
+
+def merged(first: Given, second: Given, *, adds_up: bool = False) -> Given:
+    """Two of a kind as one: the later, or the values of both, or two JSON objects as one."""
+    if adds_up:
+        return replace(second, values=(*first.values, *second.values))
+    texts = [*first.values, *second.values]
+    if len(texts) == 2 and all(text.startswith("{") for text in texts):
+        objects = [given.parsed(Kind.JSON) for given in (first, second)]
+        return replace(second, values=(json.dumps(_deep(*objects)),))
+    return second
+
+
+HELP = Option("help", "help", "--help", Kind.SWITCH, ("--help", "-h"), (), *[False] * 4)
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """'did you mean X?' for the one of `known` that is spelled much like `word`."""
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=_SIMILARITY)
+    return f"did you mean {matches[0]}?" if matches else None
+
+
+class Names:
+    """All names that a command knows: those of its own options, and of other servers'."""
+
+    def __init__(self, options: Sequence[Option], foreign: Mapping[str, Foreign]) -> None:
+        self.options = options
+        self.own = {name: Meaning(option) for option in options for name in option.names}
+        for option in options:
+            for name in option.opposites:
+                self.own.setdefault(name, Meaning(option, is_opposite=True))
+        self.foreign = foreign
+
+    def kind(self, name: str) -> Kind:
+        """What follows `name`."""
+        return self.own[name].option.kind if name in self.own else self.foreign[name].kind
+
+    def key_of(self, name: str) -> str | None:
+        """The key of an option of ours."""
+        return self.own[name].option.key if name in self.own else None
+
+    def of_key(self, key: str) -> str | None:
+        """The name that a file's key stands for."""
+        name = _name_of(key)
+        return name if name in self.own or name in self.foreign else None
+
+    def suggestions(self) -> list[str]:
+        """The names worth suggesting: those with an effect, or a reason to have none."""
+        ours = [name for name in self.own if name.startswith("--") and not self.own[name].is_opposite]
+        return [*ours, *(name for name, entry in self.foreign.items() if entry.remedy is None and name.startswith("--"))]
+
+
+@dataclass(frozen=True)
+class Line:
+    """The words after a command, sorted."""
+
+    positional: tuple[str, ...]
+    given: tuple[Given, ...]
+    after_dashes: tuple[str, ...]  # with the dashes
+    model: str | None  # the first positional word of commands that take MODEL
+
+
+def is_model_option(option: Option) -> bool:
+    """Is it the --model of commands that take MODEL?"""
+    return option.name == "model_option"
+
+
+def split(words: Sequence[str], names: Names, *, takes_model: bool) -> Line:
+    """Sort the words of a command line. Errors: `ConfigError` for a name that is not known."""
+    reader = _Reader(list(words), names)
+    while reader.words:
+        reader.read()
+    given = reader.given
+    if takes_model and not reader.positional and not any(item.name in ("--model", "--model-path") for item in given):
+        given, reader.positional = _without_model(given, names)
+    model = reader.positional[0] if takes_model and reader.positional else None
+    return Line(tuple(reader.positional), tuple(given), tuple(reader.after_dashes), model)
+
+
+def _without_model(given: Sequence[Given], names: Names) -> tuple[list[Given], list[str]]:
+    """The last word after an option that takes many is MODEL where no other word can be."""
+    for place in reversed(range(len(given))):
+        item = given[place]
+        if item.name in names.own and names.own[item.name].option.takes_many and len(item.values) > 1:
+            shorter = replace(item, values=item.values[:-1])
+            return [*given[:place], shorter, *given[place + 1 :]], [item.values[-1]]
+    return list(given), []
+
+
+class _Reader:
+    """Takes options from the front of `words`. Single writer: `split`."""
+
+    def __init__(self, words: list[str], names: Names) -> None:
+        self.words = words
+        self.names = names
+        self.positional: list[str] = []
+        self.given: list[Given] = []
+        self.after_dashes: list[str] = []
+
+    def read(self) -> None:
+        """Take one option with its values, or one word."""
+        word = self.words.pop(0)
+        if word == "--":
+            self.after_dashes = ["--", *self.words]
+            self.words = []
+        elif not word.startswith("-") or word == "-":
+            self.positional.append(word)
+        else:
+            self.given.append(self._option(word))
+
+    def _option(self, word: str) -> Given:
+        written, equals, value = word.partition("=")
+        written, dot, path = written.partition(".")
+        name, is_set = self._name(written), True
+        attached = [value] if equals else []
+        if name is None and not word.startswith("--") and (short := self._name(word[:2])) is not None:  # -n2, -O3
+            name, written, attached, dot = short, word[:2], [word[2:]], ""
+        opposite = self._name(_opposite(written)) if written.startswith("--") else None
+        if name is None and opposite in self.names.foreign:
+            name, is_set = opposite, False
+        if name is None:
+            raise self._unknown(written)
+        kind = self.names.kind(name)
+        if dot and kind is Kind.JSON:
+            text = (attached or self._values(Kind.VALUE, own=False) or ["true"])[0]
+            return Given(name, (json.dumps(_nested(path.split("."), text)),), written)
+        if kind is Kind.SWITCH:
+            if not attached and self.words and self.words[0].lower() in _TRUTHS:
+                attached = [self.words.pop(0)]
+            return Given(name, (), written, is_set=is_set == _TRUTHS.get((attached or ["true"])[0].lower(), True))
+        is_own = name in self.names.own
+        values = attached or self._values(kind, own=is_own, name=name)
+        if is_own and not values:
+            raise ConfigError(f"{written} needs a value", hint="see --help")
+        return Given(name, tuple(values), written)
+
+    def _name(self, written: str) -> str | None:
+        name = "--" + written[2:].replace("_", "-") if written.startswith("--") else written
+        return name if name in self.names.own or name in self.names.foreign else None
+
+    def _values(self, kind: Kind, *, own: bool, name: str = "") -> list[str]:
+        """The words that belong to an option: of ours any word, as typer has it; of others none that looks like an option."""
+        many = kind is Kind.LIST and (not own or self.names.own[name].option.takes_many)
+        values = [self.words.pop(0)] if self.words and (own or _is_value(self.words[0])) else []
+        while many and self.words and _is_value(self.words[0]):
+            values.append(self.words.pop(0))
+        return values
+
+    def _unknown(self, written: str) -> ConfigError:
+        near = nearest("--" + written.lstrip("-").replace("_", "-"), self.names.suggestions())
+        return ConfigError(f"no such option: {written}", hint=near or "see --help")
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("-") or word[1:2].isdigit() or word == "-"
+
+
+def _opposite(name: str) -> str:
+    name = name.replace("_", "-")
+    return "--" + name.removeprefix("--no-") if name.startswith("--no-") else "--no-" + name.removeprefix("--")
+
+
+def _name_of(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+def _nested(path: Sequence[str], text: str) -> dict[str, Any]:
+    """{'a': {'b': value}} for the path a.b."""
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        value = text
+    for key in reversed(path):
+        value = {key: value}
+    return value  # type: ignore[no-any-return]
+
+
+def _deep(first: Any, second: Any) -> Any:
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return second
+    return first | {key: _deep(first.get(key), value) for key, value in second.items()}
