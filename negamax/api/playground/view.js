@@ -96,7 +96,7 @@ export class AnswerView {
     this.more = button("Continue", () => actions.goOn(answer), { class: "quiet more", "aria-label": "Continue this answer", hidden: true });
     this.remove = button("Delete", () => actions.remove(answer), { class: "quiet delete", "aria-label": "Delete this answer and what follows" });
     this.copy = copyButton(() => answer.content, { title: "Copy the answer" });
-    const copyCommand = command && copyButton(command, { label: "Copy as curl", title: "Copy this request as a curl command" });
+    const copyCommand = command && copyButton(command, { label: "Copy as curl", title: "Copy as curl command" });
     this.actions = h("div", { class: "actions" }, this.versions.element, this.copy, this.again, this.more, copyCommand, this.remove);
     this.waiting = h("div", { class: "waiting", "aria-hidden": "true" }, h("i"), h("i"), h("i"));
     this.foot = h("div", { class: "foot", hidden: true }, this.figures, this.actions);

@@ -1,0 +1,38 @@
+// Prometheus text: values by name, and quantiles of what histograms gained between two readings.
+
+const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
+
+// The metrics in `text`: `values` summed over labels, and for histograms `buckets`: name -> [[upper bound, count]].
+export function parseMetrics(text) {
+  const values = new Map();
+  const buckets = new Map();
+  for (const line of text.split("\n")) {
+    const [, name, labels, written] = LINE.exec(line) ?? [];
+    if (!name) continue;
+    const value = Number(written.replace("Inf", "Infinity"));
+    const [, bound] = /(?:^|,)le="([^"]+)"/.exec(labels ?? "") ?? [];
+    if (bound === undefined) {
+      values.set(name, (values.get(name) ?? 0) + value);
+      continue;
+    }
+    const base = name.replace(/_bucket$/, "");
+    const counts = buckets.get(base) ?? new Map();
+    const upper = Number(bound.replace("Inf", "Infinity"));
+    buckets.set(base, counts.set(upper, (counts.get(upper) ?? 0) + value));
+  }
+  return { values, buckets: new Map([...buckets].map(([name, counts]) => [name, [...counts].sort((a, b) => a[0] - b[0])])) };
+}
+
+// The quantile `share` (0 to 1) of what a histogram gained from `before` to `after`, within its bucket by rule of three; null
+// where it gained nothing.
+export function quantile(before, after, share) {
+  const gained = after.map(([bound, count], index) => [bound, count - (before?.[index]?.[1] ?? 0)]);
+  const total = gained.at(-1)?.[1] ?? 0;
+  if (!(total > 0)) return null;
+  const rank = share * total;
+  const index = gained.findIndex(([, count]) => count >= rank);
+  const [lower, below] = index > 0 ? gained[index - 1] : [0, 0];
+  const [upper, count] = gained[index];
+  if (upper === Infinity) return lower;
+  return count === below ? upper : lower + ((upper - lower) * (rank - below)) / (count - below);
+}
