@@ -1,9 +1,35 @@
-"""`python -m negamax` is the `negamax` command."""
+"""The `negamax` command, also as `python -m negamax`.
+
+Where a package is missing, only `negamax doctor` works, and says which.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from negamax.cli.main import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line; the process's exit code."""
+    try:
+        from negamax.cli.main import main as run
+    except ImportError as error:
+        return _broken(error)
+    return run()
+
+
+def _broken(error: ImportError) -> int:
+    if sys.argv[1:2] == ["doctor"]:
+        import typer
+
+        from negamax.cli import doctor
+
+        app = typer.Typer(add_completion=False, help=doctor.HELP)
+        app.command()(doctor.command)
+        app(args=sys.argv[2:], prog_name="negamax doctor")
+    hint = "install negamax again; `negamax doctor` says what is missing"
+    print(f"negamax: error: {' '.join(str(error).split())} ({hint})", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

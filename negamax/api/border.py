@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from negamax.api.lifecycle import Lifecycle
 from negamax.api.playground import CHALLENGE, PAGE_PATHS
-from negamax.api.request_log import log_access
+from negamax.api.request_log import log_access, log_refusal
 from negamax.api.schemas.answers import ErrorAnswer, encode, error_answer
 from negamax.api.schemas.common import nearest
 from negamax.api.schemas.messages import message_error
@@ -131,6 +131,9 @@ def negamax_error(request: Request, error: Exception) -> Response:
     status, answer = error_of(error)
     if status == 500:
         logger.error("request %s failed: %s", request.state.request_id, error, exc_info=error)
+    else:
+        is_asked_for = request.app.state.logs_requests
+        log_refusal(request, status, answer.error.message, is_asked_for=is_asked_for)
     challenge = CHALLENGE if request.url.path in PAGE_PATHS else "Bearer"
     headers = {"www-authenticate": challenge} if status == 401 else {}
     if isinstance(error, NegamaxError) and error.retry_after is not None:

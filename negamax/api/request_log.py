@@ -3,10 +3,12 @@ never logged, and URLs without their query: either may hold a key."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from fastapi import Request
 
 from negamax.api.request_record import RequestRecord
 from negamax.base.log import get_logger
@@ -88,6 +90,25 @@ class RequestLog:
         few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # a token has a character or more
         text = self._tokenizer.decode(few, skip_special_tokens=False)
         return text if len(text) <= limit and len(few) == len(prompt_token_ids) else text[:limit] + "…"
+
+
+def log_refusal(request: Request, status: int, reason: str, *, is_asked_for: bool) -> None:
+    """A request that was not served, and why; for those who did not ask for it, at debug."""
+    fields = {
+        "x_request_id": request.state.request_id,
+        "route": request.url.path,
+        "status": status,
+        "reason": reason,
+    }
+    logger.log(
+        logging.INFO if is_asked_for else logging.DEBUG,
+        "request %s: %r refused (%d): %r",
+        request.state.request_id,
+        request.url.path,
+        status,
+        reason,
+        extra={"fields": fields},
+    )
 
 
 def log_access(*, client: str, method: str, path: str, status: int, seconds: float, request_id: str) -> None:

@@ -93,6 +93,7 @@ def create_app(context: ApiContext) -> FastAPI:
         app.include_router(router)
     app.include_router(playground_router())
     app.state.metrics = context.metrics
+    app.state.logs_requests = options.enable_log_requests
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     app.state.paths = [route.path for route in routes]
     app.state.endpoints = [f"{method} {route.path}" for route in routes for method in sorted(route.methods or ())]

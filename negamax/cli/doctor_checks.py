@@ -55,7 +55,12 @@ class Check:
 def software(probe: dict[str, Any]) -> Iterator[Check]:
     """Versions of what Negamax needs; `probe` is what `doctor_probe` found."""
     part = "Software"
-    yield Check(part, "negamax", "ok", __version__)
+    broken = probe.get("negamax_error")
+    if broken:
+        detail = f"{__version__}, cannot be imported: {broken}"
+        yield Check(part, "negamax", "fail", detail, "install it again")
+    else:
+        yield Check(part, "negamax", "ok", __version__)
     yield Check(part, "python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield Check(part, "system", "ok", platform.platform())
     for name in _required_packages():

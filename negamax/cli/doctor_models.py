@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from negamax.base.errors import ConfigError
 from negamax.config.memory import kv_bytes_per_token, weight_bytes
 from negamax.config.model_spec import BUNDLED_NAMES, ModelSpec, bundled_spec
 from negamax.config.options import EngineOptions
-from negamax.kernels.platform import FP8_CAPABILITY
+from negamax.kernels.platform import Platform
 from negamax.parallel.split import tensor_parallel_sizes
 
 GIB = 2**30
@@ -28,6 +29,11 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int]
+
+    @property
+    def platform(self) -> Platform:
+        """As the engine sees it."""
+        return Platform("nvidia", self.name, self.capability)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def verdicts(machine: Machine) -> list[Verdict]:
     if machine.memory_bytes < _NANO_BYTES and not machine.gpus:
         missing = f"needs 1 GiB of main memory, {_gib(machine.memory_bytes)} are free"
         nano = Verdict("nano", False, "", missing)
-    elif machine.gpus and min(gpu.capability for gpu in machine.gpus) < FP8_CAPABILITY:
+    elif _refusal(bundled_spec(BUNDLED_NAMES[0]), machine.gpus):  # nano is stored in FP8, too
         detail = "the embedded model, on the CPU of this machine"
         nano = Verdict("nano", True, "negamax serve nano --device cpu", detail)
     return [nano, *(_with_disk(_verdict(name, machine), name, machine) for name in BUNDLED_NAMES)]
@@ -86,11 +92,9 @@ def _verdict(name: str, machine: Machine) -> Verdict:
 
 def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
     weights = weight_bytes(spec, dtype_bytes=2, keep_quantized=True)
-    weakest = min(gpu.capability for gpu in gpus)
-    if spec.quantization is not None and weakest < FP8_CAPABILITY:
-        found = ".".join(map(str, weakest))
-        reason = f"its FP8 weights need compute capability 8.9 (Hopper: 9.0), found {found}"
-        return Verdict(model, False, "", reason)
+    refusal = _refusal(spec, gpus)
+    if refusal:
+        return Verdict(model, False, "", refusal)
     best = (0, 0)  # tokens, GPUs
     for size in _tensor_parallel_sizes(spec, len(gpus)):
         tokens = _cache_tokens(spec, weights, gpus[:size])
@@ -112,7 +116,20 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
         command += f" --max-model-len {tokens // 1024 * 1024}"
     form = "FP8 as stored" if spec.quantization is not None else "bf16"
     detail = f"{form}, {_gib(weights // size)} of weights per GPU"
-    return Verdict(model, True, command, f"{detail}, KV cache of about {tokens // 1000 * 1000:,} tokens")
+    detail += f", KV cache of about {tokens // 1000 * 1000:,} tokens"
+    if not all(gpu.platform.is_measured for gpu in gpus[:size]):
+        detail += "; never measured on such a GPU"
+    return Verdict(model, True, command, detail)
+
+
+def _refusal(spec: ModelSpec, gpus: Sequence[Gpu]) -> str | None:
+    """Why the engine would not run the model's weights on one of these GPUs, if it would not."""
+    for gpu in gpus:
+        try:
+            gpu.platform.check(fp8_weights=spec.quantization is not None, fp8_cache=False)
+        except ConfigError as error:
+            return str(error)
+    return None
 
 
 def _tensor_parallel_sizes(spec: ModelSpec, most: int) -> Iterator[int]:

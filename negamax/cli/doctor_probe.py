@@ -1,4 +1,5 @@
-"""What PyTorch sees of this machine, as JSON: `python -m negamax.cli.doctor_probe`, run by `negamax doctor`.
+"""What can be imported here, and what PyTorch sees of this machine, as JSON on standard output:
+`python -m negamax.cli.doctor_probe`, run by `negamax doctor`.
 
 A process of its own: PyTorch takes seconds to import, and one that is broken can end the process.
 """
@@ -6,16 +7,29 @@ A process of its own: PyTorch takes seconds to import, and one that is broken ca
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from typing import Any
+
+_MODULES = ("negamax.cli.main", "negamax.api.server")  # import all that a server process needs
 
 
 def main() -> None:
     """Print the findings; an error of the import is one of them."""
+    found: dict[str, Any] = {}
     try:
-        found = _look()
+        found |= _look()
     except Exception as error:
-        found = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+        found["error"] = _text(error)
+    try:
+        for module in _MODULES:
+            import_module(module)
+    except Exception as error:
+        found["negamax_error"] = _text(error)
     print(json.dumps(found))
+
+
+def _text(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _look() -> dict[str, Any]:

@@ -92,14 +92,18 @@ def test_request_is_logged_at_its_begin_and_end_and_never_with_a_key(
     assert KEY not in server.log
 
 
-def test_refused_request_is_in_the_access_log(talkative: tuple[Server, str]) -> None:
+def test_refused_request_is_in_the_logs(talkative: tuple[Server, str]) -> None:
     server, _ = talkative
     with server.http() as http:
+        headers = {"authorization": f"Bearer {KEY}"}
+        http.post(CHAT, json={"messages": [], "temperature": 9}, headers=headers)
         http.get("/v1/nowhere", headers={"authorization": f"Bearer {KEY}"})
         http.get("/v1/models", headers={"authorization": "Bearer wrong"})
     assert eventually(lambda: len(logged(server, "api.request_log", path="/v1/models")) == 1)
     assert logged(server, "api.request_log", path="/v1/nowhere")[0]["status"] == 404
     assert logged(server, "api.request_log", path="/v1/models")[0]["status"] == 401
+    (refused,) = logged(server, "api.request_log", route=CHAT, status=400)
+    assert "temperature" in refused["reason"] or "messages" in refused["reason"]
 
 
 def test_busy_server_says_so_in_one_process_and_an_idle_one_is_silent(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,8 @@ def test_model_that_fits_comes_with_its_command(here: Machine, command: str) -> 
     [
         (machine(1, gib=139.8), "it takes about 2 free GPUs like these"),
         (machine(3, gib=79.1), "it takes about 4 free GPUs like these"),
-        (machine(8, gib=79.1, capability=(8, 0)), "compute capability 8.9"),
+        (machine(8, gib=79.1, capability=(8, 0)), "cannot multiply FP8 weights"),
+        (machine(8, gib=79.1, capability=(7, 5)), "no bfloat16 arithmetic"),
         (machine(4, gib=139.8, used=100), "39.8 GiB are free per GPU"),  # somebody else is there
         (machine(0), "needs 426.0 GiB of main memory in bf16"),
         (machine(0, cpu_bfloat16=False), "needs 851.9 GiB of main memory in fp32"),
@@ -96,3 +100,21 @@ def test_broken_torch_is_a_finding(
     text = capsys.readouterr().out
     assert "FAIL  torch" in text and "nothing: see the lines marked FAIL" in text
     assert "hf_verysecret" not in text + json.dumps(told)
+
+
+def test_installation_that_lacks_a_package_still_has_its_doctor(tmp_path: Path) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ModuleNotFoundError(\"No module named 'msgspec'\")")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "negamax", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    served = run("serve", "nano")
+    assert served.returncode == 1
+    (line,) = served.stderr.splitlines()
+    assert "No module named 'msgspec'" in line and "`negamax doctor`" in line
+    seen = run("doctor")
+    assert seen.returncode == 1
+    assert "FAIL  negamax" in seen.stdout and "No module named 'msgspec'" in seen.stdout
+    assert "torch " in seen.stdout and not seen.stderr
