@@ -82,7 +82,7 @@ def chat_router(context: ApiContext) -> APIRouter:
         conversation = _conversation(chat, tools, thinking)
         prompt = await context.prompts.chat(conversation, num_bytes=num_bytes, cache_salt=chat.cache_salt)
         sampling = constrained(sampling, context.voice, reasoning=prompt.reasoning, grammar=grammar, budget=thinking.budget)
-        rules = _reading_rules(chat, tools, calls)
+        rules = _reading_rules(chat, tools, calls, sampling)
         readers = [ChoiceReader(context.voice, prompt=prompt, rules=rules) for _ in range(chat.n)]
         answer = _ChatAnswering(context, chat, model=model, prompt=prompt, readers=readers)
         generation = context.generate(
@@ -93,6 +93,7 @@ def chat_router(context: ApiContext) -> APIRouter:
             arrival=arrival,
             stream_interval=chat.stream_interval,
             http=request,
+            readers=None if chat.token_limit == 0 else readers,
         )
         if chat.stream:
             # a grammar is compiled first, and may be refused
@@ -138,7 +139,9 @@ def _conversation(chat: ChatRequest, tools: list[dict[str, Any]] | None, thinkin
     )
 
 
-def _reading_rules(chat: ChatRequest, tools: list[dict[str, Any]] | None, calls: CallChoice) -> ReadingRules:
+def _reading_rules(
+    chat: ChatRequest, tools: list[dict[str, Any]] | None, calls: CallChoice, sampling: SamplingParams
+) -> ReadingRules:
     return ReadingRules(
         tools=calls.callable_tools(tools),
         may_call=calls.mode != "none" and may_call(tools, chat.messages),
@@ -146,6 +149,8 @@ def _reading_rules(chat: ChatRequest, tools: list[dict[str, Any]] | None, calls:
         is_call_forced_by_name=calls.name is not None,
         reasoning=chat.reasoning_place,
         stream_reasoning=chat.stream_reasoning,
+        stop=sampling.stop,
+        includes_stop=sampling.include_stop_str_in_output,
     )
 
 

@@ -25,6 +25,7 @@ from negamax.base.errors import NotFoundError
 from negamax.config.options import ServerOptions
 from negamax.engine.client import AsyncEngine
 from negamax.engine.generation import Generation, Observer
+from negamax.engine.output import TextReader
 from negamax.scheduler.request import SamplingParams
 from negamax.text.formats import output_style
 
@@ -134,10 +135,11 @@ class ApiContext:
         arrival: float,
         stream_interval: int | None,
         http: Request,
+        readers: Sequence[TextReader] | None = None,
     ) -> Generation:
         """A request to the engine, measured. Errors at the call are the engine's; `arrival` is a `time.monotonic()`. The
         server's own limit of time counts beside the request's; its interval where the request has none. `http` is where
-        it came from."""
+        it came from; `readers` are as of `AsyncEngine.generate`."""
         observer: Observer = self.metrics.meter(sampling, arrival=arrival)
         if self.request_ended:
             record = RequestRecord(
@@ -161,6 +163,7 @@ class ApiContext:
             cache_salt=wanted.cache_salt,
             deadline=arrival + min(limits) if limits else None,
             observer=observer,
+            readers=readers,
             interval=(stream_interval or self.options.stream_interval) if wanted.stream else _WHOLE_INTERVAL,
         )
         if self.request_ended:

@@ -21,6 +21,7 @@ from negamax.base.errors import ContextLengthError, EngineError, InvalidRequestE
 from negamax.config.grammar import Marker
 from negamax.engine.output import RequestOutput
 from negamax.text.chat_template import ChatTemplate
+from negamax.text.detokenizer import TextPiece
 from negamax.text.encoding_cache import EncodingCache
 from negamax.text.formats import OutputStyle
 from negamax.text.messages import normalize_messages, plain_text
@@ -282,6 +283,8 @@ class ReadingRules:
     is_call_forced_by_name: bool = False  # then a call is the answer, and it ends with "stop", as in OpenAI's API
     reasoning: ReasoningPlace | None = None  # None: where the server's parser puts it
     stream_reasoning: bool = True  # False: reasoning comes in one piece when it is complete
+    stop: tuple[str, ...] = ()  # strings that end the answer where they occur in its content
+    includes_stop: bool = False  # the one that did stays there
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +301,11 @@ def new_call_id() -> str:
 
 
 class ChoiceReader:
-    """One choice of a chat answer: its outputs in, events out. Single writer: the request's handler."""
+    """One choice of a chat answer: its outputs in, events out. Single writer: the request's handler.
+
+    Where there are stop strings, the engine's client reads with it (`TextReader`), because it must
+    know when one has ended the answer; its outputs then bring the events along.
+    """
 
     __slots__ = (
         "_counter",
@@ -322,6 +329,8 @@ class ChoiceReader:
             tag_ids=voice.tag_ids or None,
             may_call=rules.may_call,
             continues=bool(prompt.continued),
+            stop=rules.stop,
+            includes_stop=rules.includes_stop,
         )
         self._counter = ReasoningCounter(voice, in_reasoning=in_reasoning)
         self._held_reasoning: list[str] = []  # that waits for its end
@@ -337,10 +346,15 @@ class ChoiceReader:
     def push(self, output: RequestOutput) -> list[ParserEvent]:
         """The events of `output`. Errors: `EngineError` if the engine gave up on the request."""
         check_failed(output)
-        events = self._parse(output)
         is_end = output.finish_reason is not None
-        if is_end:
-            events = [*events, *self._parser.finish(is_cut=output.finish_reason != "stop")]
+        counter = self._counter
+        if counter.knows_tags:
+            counter.push(output.token_ids)
+        events = self.feed(output.pieces) if output.events is None else output.events
+        if counter.is_undecided and not self._parser.in_reasoning:
+            counter.call_began()
+        if is_end and output.events is None:
+            events = [*events, *self.finish(is_cut=output.finish_reason != "stop")]
         if self._holds_back:
             events = list(self._chosen(events, is_end=is_end))
         for event in events:
@@ -350,20 +364,25 @@ class ChoiceReader:
             self.finish_reason, self.stop_reason = self._finish_reason(output.finish_reason), output.stop_reason
         return events
 
-    def _parse(self, output: RequestOutput) -> list[ParserEvent]:
-        """Parse and count. Where tags are no tokens of their own, the parser says which pieces are reasoning."""
-        counter = self._counter
-        if counter.knows_tags:
-            counter.push(output.token_ids)
-            events = self._parser.feed(output.pieces)
-            if counter.is_undecided and not self._parser.in_reasoning:
-                counter.call_began()
-            return events
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the answer, or None."""
+        return self._parser.matched_stop
+
+    def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
+        """Read the next pieces, as of `OutputParser`. Where tags are no tokens of their own, the parser
+        says which pieces count as reasoning."""
+        if self._counter.knows_tags:
+            return self._parser.feed(pieces, may_stop=may_stop)
         events = []
-        for piece in output.pieces:
-            events += self._parser.feed([piece])
-            counter.add(self._parser.in_reasoning)
+        for piece in pieces:
+            events += self._parser.feed([piece], may_stop=may_stop)
+            self._counter.add(self._parser.in_reasoning)
         return events
+
+    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
+        """The text is over, as of `OutputParser`."""
+        return self._parser.finish(is_cut=is_cut)
 
     def _finish_reason(self, of_engine: str) -> str:
         ends_with_calls = of_engine == "stop" and self.calls and not self._rules.is_call_forced_by_name

@@ -177,7 +177,10 @@ async def begin_answer(
         may_call=turn.calls.mode != "none" and may_call(turn.tools, turn.messages),
         parallel_calls=turn.calls.parallel,
         reasoning=ReasoningPlace.FIELD if context.voice.style.thinking is Thinking.APPEND else None,
+        stop=sampling.stop,
+        includes_stop=sampling.include_stop_str_in_output,
     )
+    reader = ChoiceReader(context.voice, prompt=prompt, rules=rules)
     generation = context.generate(
         prompt.token_ids,
         sampling,
@@ -186,8 +189,9 @@ async def begin_answer(
         arrival=arrival,
         stream_interval=wanted.stream_interval,
         http=request,
+        readers=None if turn.reads_only else [reader],
     )
     if wanted.stream:  # a grammar is compiled first, and may be refused
         seconds = FIRST_OUTPUT_SECONDS if grammar is None else None
         await begun(request.receive, generation, seconds=seconds)
-    return TurnAnswer(generation, ChoiceReader(context.voice, prompt=prompt, rules=rules), reads_only=turn.reads_only)
+    return TurnAnswer(generation, reader, reads_only=turn.reads_only)

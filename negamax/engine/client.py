@@ -17,7 +17,7 @@ from negamax.engine import wire
 from negamax.engine.admission import Admission
 from negamax.engine.connection import BEAT_SECONDS, EngineChannel
 from negamax.engine.generation import Generation, Observer, joined
-from negamax.engine.output import ChoiceStream, admit
+from negamax.engine.output import ChoiceStream, TextReader, admit
 from negamax.engine.source import locate
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate
@@ -138,10 +138,12 @@ class AsyncEngine:
         deadline: float | None = None,
         observer: Observer | None = None,
         interval: int = 1,
+        readers: Sequence[TextReader] | None = None,
     ) -> Generation:
         """Continue a prompt; the outputs of the `n` choices come interleaved as they are generated. Run it, or close it.
 
-        `deadline` is a `time.monotonic()`, `interval` the tokens that outputs should have. Errors: `InvalidRequestError`,
+        `deadline` is a `time.monotonic()`, `interval` the tokens that outputs should have, `readers` those of the choices that
+        say where stop strings count (left out: everywhere). Errors: `InvalidRequestError`,
         `ContextLengthError`, `OverloadedError`, `UnavailableError`; of what it raises later `Generation` tells.
         """
         self.check_alive()
@@ -168,6 +170,7 @@ class AsyncEngine:
                 request_id=request_id,
                 index=index,
                 num_prompt_tokens=len(prompt),
+                reader=None if readers is None else readers[index],
             )
             for index, request in enumerate(requests)
         }

@@ -23,7 +23,7 @@ from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
 from negamax.text.formats import may_call, output_style
 from negamax.text.messages import normalize_messages
-from negamax.text.output_parser import ParsedOutput, collect
+from negamax.text.output_parser import OutputParser, ParsedOutput, ParserEvent, collect
 from negamax.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -129,10 +129,7 @@ class LLM:
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         params = self._admit(token_ids, sampling_params)
-        generations = [
-            Generation(prompt_token_ids=prompt, outputs=[Completion(index) for index in range(sampling.n)])
-            for prompt, sampling in zip(token_ids, params, strict=True)
-        ]
+        generations = _blank(token_ids, params)
         for position, output in self._run(token_ids, params):
             _collect(generations[position], output)
         return generations
@@ -154,15 +151,28 @@ class LLM:
         """Answer one conversation or several; `outputs[i].message` holds reasoning, content and tool calls.
 
         `template_options` reach the chat template as they are. Errors: as `generate`, and `InvalidRequestError` for messages
-        the template cannot express.
+        the template cannot express. Stop strings count in the content only.
         """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         chats: list[Any] = [conversations] if single else list(conversations)
         prompts = [self.render(chat, tools=tools, **template_options) for chat in chats]
-        generations = self.generate([self.tokenizer.encode(prompt) for prompt in prompts], sampling_params)
-        for chat, prompt, generation in zip(chats, prompts, generations, strict=True):
-            for completion in generation.outputs:
-                completion.message = self.parse(prompt, completion, tools=tools, messages=chat)
+        token_ids = [self.tokenizer.encode(prompt) for prompt in prompts]
+        params = self._admit(token_ids, sampling_params)
+        parsers = [
+            [self._parser(prompt, tools=tools, messages=chat, sampling=sampling) for _ in range(sampling.n)]
+            for prompt, chat, sampling in zip(prompts, chats, params, strict=True)
+        ]
+        generations = _blank(token_ids, params)
+        events: dict[tuple[int, int], list[ParserEvent]] = {}  # by prompt and choice
+        for position, output in self._run(token_ids, params, parsers):
+            _collect(generations[position], output)
+            said = events.setdefault((position, output.index), [])
+            parser = parsers[position][output.index]
+            said += parser.feed(output.pieces) if output.events is None else output.events
+            if output.finish_reason is not None:
+                if output.events is None:
+                    said += parser.finish(is_cut=output.finish_reason != "stop")
+                generations[position].outputs[output.index].message = collect(said)
         return generations
 
     def parse(
@@ -175,20 +185,26 @@ class LLM:
     ) -> ParsedOutput:
         """The reasoning, content and tool calls of a completion of `prompt`, rendered from `messages`.
         Without tools, and calls in the messages, what looks like a call is content."""
-        style = output_style(self.info.architecture)
-        in_reasoning, tag_ids = style.format.opens_reasoning(prompt), style.format.tag_ids(self.tokenizer)
-        parser = style.new_parser(
-            tools=tools,
-            in_reasoning=in_reasoning,
-            tag_ids=tag_ids or None,
-            may_call=may_call(tools, messages),
-        )
+        parser = self._parser(prompt, tools=tools, messages=messages, sampling=SamplingParams())
         return collect([*parser.feed(completion.pieces), *parser.finish(is_cut=completion.finish_reason != "stop")])
 
     def render(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any) -> str:
         """The prompt text of a conversation."""
         normal = normalize_messages([dict(message) for message in messages], has_root=self.chat_template.has_root_role)
         return self.chat_template.render(normal, tools=None if tools is None else list(tools), **template_options)
+
+    def _parser(
+        self, prompt: str, *, tools: Sequence[Mapping[str, Any]] | None, messages: Messages, sampling: SamplingParams
+    ) -> OutputParser:
+        style = output_style(self.info.architecture)
+        return style.new_parser(
+            tools=tools,
+            in_reasoning=style.format.opens_reasoning(prompt),
+            tag_ids=style.format.tag_ids(self.tokenizer) or None,
+            may_call=may_call(tools, messages),
+            stop=sampling.stop,
+            includes_stop=sampling.include_stop_str_in_output,
+        )
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -205,9 +221,15 @@ class LLM:
             raise InvalidRequestError(f"{len(params)} sampling parameters for {len(prompts)} prompts; give one or as many")
         return [admit(prompt, param, info=self.info) for prompt, param in zip(prompts, params, strict=True)]
 
-    def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[tuple[int, RequestOutput]]:
-        """Drive the loop until every choice of every prompt has ended; yields (position of the prompt, output)."""
-        waiting = deque(self._sequences(prompts, params))
+    def _run(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        parsers: Sequence[Sequence[OutputParser]] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Drive the loop until every choice of every prompt has ended; yields (position of the prompt, output). `parsers` of
+        the choices of each prompt say where stop strings count."""
+        waiting = deque(self._sequences(prompts, params, parsers))
         running: dict[str, tuple[int, ChoiceStream]] = {}
         held: dict[str, list[_Sequence]] = {}  # by id of a prompt's first choice: the others, which will find its prefix
 
@@ -241,7 +263,12 @@ class LLM:
         finally:
             self._loop.abort(list(running))
 
-    def _sequences(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[list[_Sequence]]:
+    def _sequences(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        parsers: Sequence[Sequence[OutputParser]] | None,
+    ) -> Iterator[list[_Sequence]]:
         """For each prompt, in order, its choices."""
         for position, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
@@ -251,10 +278,24 @@ class LLM:
                 choice = msgspec.structs.replace(sampling, n=1, seed=seed + index)
                 request = GenerateRequest(request_id=f"{name}/{index}", prompt_token_ids=tuple(prompt), sampling=choice)
                 stream = ChoiceStream(
-                    self.tokenizer, choice, info=self.info, request_id=name, index=index, num_prompt_tokens=len(prompt)
+                    self.tokenizer,
+                    choice,
+                    info=self.info,
+                    request_id=name,
+                    index=index,
+                    num_prompt_tokens=len(prompt),
+                    reader=None if parsers is None else parsers[position][index],
                 )
                 choices.append((position, request, stream))
             yield choices
+
+
+def _blank(prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
+    """What is to come of each prompt."""
+    return [
+        Generation(prompt_token_ids=prompt, outputs=[Completion(index) for index in range(sampling.n)])
+        for prompt, sampling in zip(prompts, params, strict=True)
+    ]
 
 
 def _collect(generation: Generation, output: RequestOutput) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -11,7 +12,22 @@ from negamax.engine.wire import ModelInfo
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.detokenizer import Detokenizer, TextPiece
+from negamax.text.output_parser import ParserEvent
 from negamax.text.tokenizer import Tokenizer
+
+
+class TextReader(Protocol):
+    """Reads the text of a choice where stop strings count in a part of it only, and says where one ended it."""
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the text, or None."""
+
+    def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool) -> list[ParserEvent]:
+        """Take the next pieces. With `may_stop` False stop strings that are complete in them do not count."""
+
+    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
+        """The text is over; `is_cut`: not the model ended it."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -29,6 +45,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_output_tokens: int  # so far
     num_cached_tokens: int
     error: str | None
+    events: list[ParserEvent] | None = None  # what a reader made of `pieces`, if the choice has one
 
     @property
     def text(self) -> str:
@@ -42,25 +59,33 @@ def joined_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutpu
     earlier.pieces.extend(later.pieces)
     if earlier.logprobs is not None:
         earlier.logprobs.extend(later.logprobs or ())
+    if earlier.events is not None:
+        earlier.events.extend(later.events or ())
     return msgspec.structs.replace(
         later,
         token_ids=earlier.token_ids,
         pieces=earlier.pieces,
         logprobs=earlier.logprobs,
         prompt_logprobs=earlier.prompt_logprobs,
+        events=earlier.events,
     )
 
 
 class ChoiceStream:
-    """Turns the updates of one sequence into outputs. Single writer: whoever receives the updates."""
+    """Turns the updates of one sequence into outputs. Single writer: whoever receives the updates.
+
+    Stop strings count in the whole text, or, where the choice has a `reader`, where that says.
+    """
 
     __slots__ = (
         "_detokenizer",
         "_has_stop_strings",
         "_index",
         "_keep_stop_token",
+        "_min_tokens",
         "_num_output_tokens",
         "_num_prompt_tokens",
+        "_reader",
         "_request_id",
         "_stop_ids",
         "finished",
@@ -75,6 +100,7 @@ class ChoiceStream:
         request_id: str,
         index: int,
         num_prompt_tokens: int,
+        reader: TextReader | None = None,
     ) -> None:
         self._request_id = request_id
         self._index = index
@@ -83,10 +109,12 @@ class ChoiceStream:
         self._stop_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._keep_stop_token = sampling.include_stop_str_in_output
         self._has_stop_strings = bool(sampling.stop)
+        self._reader = reader if sampling.stop else None  # without stop strings its owner reads, many tokens at a time
+        self._min_tokens = sampling.min_tokens
         self._detokenizer = Detokenizer(
             tokenizer,
             skip_special_tokens=sampling.skip_special_tokens,
-            stop=sampling.stop,
+            stop=sampling.stop if self._reader is None else (),
             include_stop_str_in_output=sampling.include_stop_str_in_output,
             min_tokens=sampling.min_tokens,
         )
@@ -100,19 +128,18 @@ class ChoiceStream:
         text_ids: Sequence[int] = token_ids
         if finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_ids and not self._keep_stop_token:
             text_ids = token_ids[:-1]
-        if self._has_stop_strings and len(text_ids) > 1:
-            pieces, num_used = self._push_until_stop(text_ids)
-            if num_used < len(text_ids):  # what came after the stop string does not belong to the answer
+        events: list[ParserEvent] | None = None if self._reader is None else []
+        if self._has_stop_strings:
+            pieces, num_used = self._push_until_stop(text_ids, events)
+            if self._matched_stop is not None:  # what came after it does not belong to the answer
                 token_ids, logprobs = token_ids[:num_used], None if logprobs is None else logprobs[:num_used]
         else:
             pieces = self._detokenizer.push(text_ids)
-        matched: int | str | None = stop_reason
-        if self._detokenizer.matched_stop is not None:
-            finish_reason, matched = "stop", self._detokenizer.matched_stop
-        elif finish_reason is not None:
-            pieces += self._detokenizer.finish()
-            if self._detokenizer.matched_stop is not None:
-                finish_reason, matched = "stop", self._detokenizer.matched_stop
+        if finish_reason is not None and self._matched_stop is None:
+            pieces += self._finish(events, is_cut=finish_reason != "stop")
+        reason: int | str | None = stop_reason
+        if self._matched_stop is not None:
+            finish_reason, reason = "stop", self._matched_stop
         self._num_output_tokens += len(token_ids)
         self.finished = finish_reason is not None
         return RequestOutput(
@@ -123,21 +150,40 @@ class ChoiceStream:
             logprobs=logprobs,
             prompt_logprobs=update.prompt_logprobs,
             finish_reason=finish_reason,
-            stop_reason=matched,
+            stop_reason=reason,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_cached_tokens=update.num_cached_tokens,
             error=update.error,
+            events=events,
         )
 
-    def _push_until_stop(self, token_ids: Sequence[int]) -> tuple[list[TextPiece], int]:
-        """The text of several tokens, and how many of them it took to complete a stop string (all, where there is none)."""
+    @property
+    def _matched_stop(self) -> str | None:
+        return self._detokenizer.matched_stop if self._reader is None else self._reader.matched_stop
+
+    def _push_until_stop(self, token_ids: Sequence[int], events: list[ParserEvent] | None) -> tuple[list[TextPiece], int]:
+        """The text of the next tokens, and how many of them it took to complete a stop string (all, where
+        there is none). What the reader makes of the text is added to `events`."""
         pieces: list[TextPiece] = []
         for position, token_id in enumerate(token_ids, start=1):
-            pieces += self._detokenizer.push([token_id])
-            if self._detokenizer.matched_stop is not None:
+            new = self._detokenizer.push([token_id])
+            pieces += new
+            if self._reader is not None and events is not None:
+                may_stop = self._num_output_tokens + position >= self._min_tokens
+                events += self._reader.feed(new, may_stop=may_stop)
+            if self._matched_stop is not None:
                 return pieces, position
         return pieces, len(token_ids)
+
+    def _finish(self, events: list[ParserEvent] | None, *, is_cut: bool) -> list[TextPiece]:
+        """The text that was held back."""
+        pieces = self._detokenizer.finish()
+        if self._reader is not None and events is not None:
+            events += self._reader.feed(pieces, may_stop=True)
+            if self._reader.matched_stop is None:
+                events += self._reader.finish(is_cut=is_cut)
+        return pieces
 
 
 def admit(prompt_token_ids: Sequence[int], sampling: SamplingParams, *, info: ModelInfo) -> SamplingParams:

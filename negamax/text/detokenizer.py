@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from negamax.base.errors import InvalidRequestError
+from negamax.text.stop_strings import StopMatcher
 from negamax.text.tokenizer import Tokenizer
 
 
@@ -58,8 +58,6 @@ class Detokenizer:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        if "" in stop:
-            raise InvalidRequestError("stop has an empty string; give each stop string at least 1 character", param="stop")
         self._tokenizer = tokenizer
         self._whole = _whole_pieces.setdefault(tokenizer, {})
         self._skip_special = skip_special_tokens
@@ -68,7 +66,7 @@ class Detokenizer:
         self._num_tokens = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._mid_character = False
-        self._stops = _StopMatcher(stop) if stop else None
+        self._stops = StopMatcher(stop) if stop else None
         self._stop_state = 0
         self._held: deque[TextPiece] = deque()
         self._held_chars = 0
@@ -159,59 +157,3 @@ class Detokenizer:
             ready.append(piece)
             num_chars -= len(piece.text)
             self._held_chars -= len(piece.text)
-
-
-class _StopMatcher:
-    """Aho-Corasick automaton over the stop strings: one step per character, whatever their number.
-
-    A state is the longest suffix of the text that begins some stop string; state 0 is the empty one.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._next: list[dict[str, int]] = [{}]
-        self._fallback = [0]  # state of the longest proper suffix
-        self._depth = [0]
-        self._match: list[str | None] = [None]  # longest stop string that ends in this state
-        for stop in stops:
-            self._insert(stop)
-        queue = deque(self._next[0].values())
-        while queue:
-            state = queue.popleft()
-            fallback = self._fallback[state]
-            self._match[state] = self._match[state] or self._match[fallback]
-            for char, child in self._next[state].items():
-                self._fallback[child] = self._step(fallback, char)
-                queue.append(child)
-
-    def scan(self, text: str, *, state: int, may_match: bool) -> tuple[str | None, int, int]:
-        """Walk `text` from `state`: the stop string that is complete first, the offset where it ends, the new state."""
-        for offset, char in enumerate(text):
-            state = self._step(state, char)
-            matched = self._match[state]
-            if matched is not None and may_match:
-                return matched, offset + 1, state
-        while state and not self._next[state]:  # a whole stop string that did not count begins nothing longer
-            state = self._fallback[state]
-        return None, len(text), state
-
-    def depth(self, state: int) -> int:
-        """Number of characters to hold back in `state`."""
-        return self._depth[state]
-
-    def _insert(self, stop: str) -> None:
-        state = 0
-        for char in stop:
-            child = self._next[state].get(char)
-            if child is None:
-                child = self._next[state][char] = len(self._next)
-                self._next.append({})
-                self._fallback.append(0)
-                self._depth.append(self._depth[state] + 1)
-                self._match.append(None)
-            state = child
-        self._match[state] = stop
-
-    def _step(self, state: int, char: str) -> int:
-        while state and char not in self._next[state]:
-            state = self._fallback[state]
-        return self._next[state].get(char, 0)

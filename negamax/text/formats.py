@@ -56,9 +56,11 @@ class OutputStyle:
         tag_ids: Mapping[str, int] | None,
         may_call: bool = True,
         continues: bool = False,
+        stop: Sequence[str] = (),
+        includes_stop: bool = False,
     ) -> OutputParser:
-        """A parser for one answer; with `may_call` False it has no calls either. `continues`: the
-        prompt ended inside its content."""
+        """A parser for one answer; with `may_call` False it has no calls either. The rest is as of
+        `OutputParser`."""
         format = self.format if self.reads_calls and may_call else self.format.without_calls()
         return OutputParser(
             format,
@@ -67,6 +69,8 @@ class OutputStyle:
             tag_ids=tag_ids,
             thinking=self.thinking,
             continues=continues,
+            stop=stop,
+            includes_stop=includes_stop,
         )
 
 

@@ -30,11 +30,12 @@ import msgspec
 
 from negamax.text.detokenizer import TextPiece
 from negamax.text.schema_values import ToolSchemas, json_string, json_string_body
+from negamax.text.stop_strings import StopMatcher, StoppableText
 from negamax.text.tag_lexer import NO_BEGINNINGS, TEXT, Lexeme, TagBeginnings, TagKind, TagLexer, TagPattern
+from negamax.text.text_channel import TextChannel
 from negamax.text.tokenizer import Tokenizer
 
 _ASSISTANT_TURN, _TURN_END = "]~b]ai\n", "[e~["  # in rendered prompts of every family
-_QUOTES = frozenset("`'\"“‘«")
 # What makes an undecided call opener one.
 _AFTER_OPENER = frozenset({TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN, TagKind.CUT})
 _AFTER_LOOSE_OPENER = frozenset({TagKind.INVOKE_OPEN})
@@ -209,6 +210,11 @@ class OutputFormat:
         think_tags = {tag: self.literals[tag] for tag in (self.think_open, self.think_close)}
         return dataclasses.replace(self, literals=think_tags, patterns=(), beginnings=NO_BEGINNINGS)
 
+    @property
+    def ends_in_content(self) -> bool:
+        """Whether nothing but content follows the reasoning."""
+        return not (self.patterns or self.may_think_again or self.call_open in self.literals)
+
     def tag_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
         """The token ids of the tags with a fixed text; tags that `tokenizer` has no token for are left out."""
         found = {tag: tokenizer.token_id(tag) for tag in self.literals}
@@ -247,6 +253,9 @@ class OutputParser:
 
     `continues` says that the prompt ended inside content, whose line breaks go on.
 
+    A string of `stop` ends the answer where it occurs in the content, but not in reasoning and calls; `includes_stop` leaves it
+    there. Nothing comes out after `matched_stop` is set.
+
     `tools` are the declared tools (their schemas decide the types of arguments). `in_reasoning` says that the prompt ended
     inside an open think block. Tags with an entry in `tag_ids` (tag text to token id) count only as their tokens, others by
     their text.
@@ -257,6 +266,7 @@ class OutputParser:
         "_calls",
         "_closer_is_token",
         "_content",
+        "_emit_content",
         "_events",
         "_format",
         "_is_after_block",
@@ -267,6 +277,7 @@ class OutputParser:
         "_schemas",
         "_splits",
         "_state",
+        "_stoppable",
         "_thinking",
     )
 
@@ -279,6 +290,8 @@ class OutputParser:
         tag_ids: Mapping[str, int] | None,
         thinking: Thinking = Thinking.SPLIT,
         continues: bool = False,
+        stop: Sequence[str] = (),
+        includes_stop: bool = False,
     ) -> None:
         self._format = format
         self._schemas = ToolSchemas(tools)
@@ -293,8 +306,24 @@ class OutputParser:
         self._thinking = thinking
         self._splits = thinking is Thinking.SPLIT
         self._closer_is_token = format.think_close in (tag_ids or {})
-        self._content = _TextChannel(emit, event=ContentDelta, is_verbatim=not self._splits)
-        self._reasoning = _TextChannel(emit, event=ReasoningDelta) if self._splits else self._content
+
+        def emit_reasoning(text: str) -> None:
+            emit(ReasoningDelta(text))
+
+        def emit_content(text: str) -> None:
+            emit(ContentDelta(text))
+
+        self._emit_content = emit_content
+        self._stoppable: StoppableText | None = None
+        if stop:
+            self._stoppable = StoppableText(emit_content, StopMatcher(stop), is_included=includes_stop)
+            self._stoppable.begin(is_before_word=not continues)
+        self._content = TextChannel(
+            self._stop_or_emit if stop else emit_content,
+            is_verbatim=not self._splits,
+            holds_space=not format.ends_in_content,
+        )
+        self._reasoning = TextChannel(emit_reasoning) if self._splits else self._content
         self._calls = CallWriter(emit)
         self._state = _State.REASONING if in_reasoning else _State.CONTENT
         self._block: CallBlock | None = None
@@ -310,8 +339,16 @@ class OutputParser:
         """Whether what comes next is reasoning, as far as is certain."""
         return self._state is _State.REASONING
 
-    def feed(self, pieces: Sequence[TextPiece]) -> list[ParserEvent]:
-        """Take the next pieces; return what is certain now."""
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the answer, or None."""
+        return None if self._stoppable is None else self._stoppable.matched
+
+    def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
+        """Take the next pieces; return what is certain now. With `may_stop` False stop strings that are
+        complete in them do not count."""
+        if self._stoppable is not None:
+            self._stoppable.may_match = may_stop
         for lexeme in self._lexer.feed(pieces):
             self._take(lexeme)
         return self._taken_events()
@@ -329,15 +366,19 @@ class OutputParser:
         may_end_in_space = self._state is _CONTENT or not self._splits
         if may_end_in_space and not self._opener and not self._is_after_block:
             self._content.flush()
+        if self._stoppable is not None:
+            self._stoppable.release()
         return self._taken_events()
 
     def _take(self, lexeme: Lexeme) -> None:
+        if self._stoppable is not None and self._stoppable.matched is not None:
+            return
         if self._opener and self._decide_opener(lexeme):
             return
         if self._block is not None:
             if self._block.take(lexeme):
                 self._block = None
-                self._state = _CONTENT
+                self._enter(_CONTENT)
                 self._is_after_block = True
             return
         if lexeme.kind is TEXT:
@@ -383,19 +424,19 @@ class OutputParser:
             return  # it closes nothing, and as a token it is no quotation
         if not self._splits:
             self._write(lexeme.text)
-            self._state = _REASONING if is_opener else _CONTENT
+            self._enter(_REASONING if is_opener else _CONTENT)
             return
         match self._state:
             case _State.REASONING if not is_opener:
                 self._reasoning.drop_space()
-                self._state = _CONTENT
+                self._enter(_CONTENT)
             case _State.REASONING if self._reasoning.has_begun:
                 self._write(lexeme.text)
             case _State.CONTENT if self._content.has_begun and not (is_opener and self._thinks_again()):
                 self._write(lexeme.text)
             case _State.CONTENT if is_opener:
                 self._content.drop_space()
-                self._state = _REASONING
+                self._enter(_REASONING)
             case _:
                 pass  # a repeated opener or closer
 
@@ -415,14 +456,28 @@ class OutputParser:
     def _open_block(self, *, has_opener: bool) -> None:
         self._reasoning.drop_space()
         self._content.drop_space()
+        self._enter(_State.BLOCK)
         self._block = self._format.new_block(self._calls, schemas=self._schemas, has_opener=has_opener)
-        self._state = _State.BLOCK
+
+    def _enter(self, state: _State) -> None:
+        """Go to another state; a stop string does not span what lies between two stretches of content."""
+        if self._stoppable is not None:
+            self._stoppable.begin(is_before_word=True)
+        self._state = state
 
     def _write(self, text: str) -> None:
         channel = self._reasoning if self._state is _REASONING else self._content
         channel.write(text)
         if self._is_after_block and not text.isspace():
             self._is_after_block = False
+
+    def _stop_or_emit(self, text: str) -> None:
+        """Emit content up to a stop string, and reasoning that stays in the content as it is."""
+        if self._state is _REASONING:
+            self._emit_content(text)
+        else:
+            assert self._stoppable is not None
+            self._stoppable.write(text)
 
     def _taken_events(self) -> list[ParserEvent]:
         events = self._events.copy()
@@ -468,59 +523,6 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
         for index, (name, parts) in enumerate(zip(names, arguments, strict=True))
     ]
     return ParsedOutput("".join(reasoning) or None, "".join(content) or None, calls)
-
-
-class _TextChannel:
-    """Reasoning or content: drops line breaks before the first word (unless verbatim) and holds white space until a word
-    follows it."""
-
-    __slots__ = ("_emit", "_event", "_is_verbatim", "_last_char", "_space", "has_begun")
-
-    def __init__(
-        self,
-        emit: Callable[[ParserEvent], None],
-        *,
-        event: type[ReasoningDelta] | type[ContentDelta],
-        is_verbatim: bool = False,
-    ) -> None:
-        self._emit = emit
-        self._event = event
-        self._is_verbatim = is_verbatim
-        self._space: list[str] = []
-        self._last_char = ""
-        self.has_begun = False
-
-    def write(self, text: str) -> None:
-        words = text.rstrip()
-        if not words:
-            self._space.append(text)
-            return
-        out = "".join(self._space) + words if self._space else words
-        if not self.has_begun:
-            if not self._is_verbatim:
-                indent = len(out) - len(out.lstrip())
-                out = out[out.rfind("\n", 0, indent) + 1 :]
-            self.has_begun = True
-        num_words = len(words)
-        self._space = [text[num_words:]] if num_words < len(text) else []
-        self._last_char = out[-1]
-        self._emit(self._event(out))
-
-    def is_at_line_start(self) -> bool:
-        return not self.has_begun or any("\n" in space for space in self._space)
-
-    def ends_in_quote(self) -> bool:
-        """Whether a quotation mark is the last that was written."""
-        return not self._space and self._last_char in _QUOTES
-
-    def drop_space(self) -> None:
-        self._space = []
-
-    def flush(self) -> None:
-        """Release held white space at the end of the output; an answer of nothing else stays empty."""
-        if self.has_begun and self._space:
-            self._emit(self._event("".join(self._space)))
-        self._space = []
 
 
 def _merged(events: list[ParserEvent]) -> list[ParserEvent]:

@@ -1,0 +1,123 @@
+"""Stop strings: where the first of them ends in a text that grows, and content that ends there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from negamax.base.errors import InvalidRequestError
+
+
+class StopMatcher:
+    """Aho-Corasick automaton over the stop strings: one step per character, whatever their number.
+
+    A state is the longest suffix of the text that begins some stop string; state 0 is the empty one.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Errors: `InvalidRequestError` for an empty stop string."""
+        if "" in stops:
+            raise InvalidRequestError("stop has an empty string; give each stop string at least 1 character", param="stop")
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]  # state of the longest proper suffix
+        self._depth = [0]
+        self._match: list[str | None] = [None]  # longest stop string that ends in this state
+        for stop in stops:
+            self._insert(stop)
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            fallback = self._fallback[state]
+            self._match[state] = self._match[state] or self._match[fallback]
+            for char, child in self._next[state].items():
+                self._fallback[child] = self._step(fallback, char)
+                queue.append(child)
+
+    def scan(self, text: str, *, state: int, may_match: bool) -> tuple[str | None, int, int]:
+        """Walk `text` from `state`: the stop string that is complete first, the offset where it ends, the new state."""
+        for offset, char in enumerate(text):
+            state = self._step(state, char)
+            matched = self._match[state]
+            if matched is not None and may_match:
+                return matched, offset + 1, state
+        while state and not self._next[state]:  # a whole stop string that did not count begins nothing longer
+            state = self._fallback[state]
+        return None, len(text), state
+
+    def depth(self, state: int) -> int:
+        """Number of characters to hold back in `state`."""
+        return self._depth[state]
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            child = self._next[state].get(char)
+            if child is None:
+                child = self._next[state][char] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self._depth.append(self._depth[state] + 1)
+                self._match.append(None)
+            state = child
+        self._match[state] = stop
+
+    def _step(self, state: int, char: str) -> int:
+        while state and char not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(char, 0)
+
+
+class StoppableText:
+    """Content on its way out, up to the first stop string. Holds back what may become one. White space
+    before the first word counts for none. Single writer: its parser.
+    """
+
+    __slots__ = ("_held", "_is_before_word", "_is_included", "_out", "_state", "_stops", "matched", "may_match")
+
+    def __init__(self, out: Callable[[str], None], stops: StopMatcher, *, is_included: bool) -> None:
+        """`is_included`: the stop string goes out, too."""
+        self._out = out
+        self._stops = stops
+        self._is_included = is_included
+        self._state = 0
+        self._held = ""
+        self._is_before_word = True
+        self.may_match = True
+        self.matched: str | None = None  # the stop string that ended the text
+
+    def write(self, text: str) -> None:
+        """Take more text; what comes after a stop string is dropped."""
+        if self.matched is not None:
+            return
+        if self._is_before_word:
+            text = self._passed_space(text)
+        self.matched, end, self._state = self._stops.scan(text, state=self._state, may_match=self.may_match)
+        end += len(self._held)
+        text = self._held + text
+        if self.matched is None:
+            end -= self._stops.depth(self._state)
+        elif not self._is_included:
+            end -= len(self.matched)
+        self._held = "" if self.matched is not None else text[end:]
+        if end:
+            self._out(text[:end])
+
+    def release(self) -> None:
+        """The text ends or is interrupted: what was held back is no stop string."""
+        if self._held:
+            self._out(self._held)
+        self._held = ""
+        self._state = 0
+
+    def begin(self, *, is_before_word: bool) -> None:
+        """The text begins (again); `is_before_word`: at a place where white space is layout."""
+        self.release()
+        self._is_before_word = is_before_word
+
+    def _passed_space(self, text: str) -> str:
+        """`text` without the white space that it begins with, which goes out."""
+        rest = text.lstrip()
+        if len(rest) < len(text):
+            self._out(text[: len(text) - len(rest)])
+        self._is_before_word = not rest
+        return rest
