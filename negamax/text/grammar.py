@@ -100,10 +100,22 @@ def _after(reasoning: Reasoning | None, content: Format) -> Format:
     return sequence([optional(any_of([block, closer])), content])
 
 
+def _with_bounded_whitespace(part: Any) -> Any:
+    """A part of a client's format, in which JSON has no more white space than elsewhere."""
+    if isinstance(part, list):
+        return [_with_bounded_whitespace(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    made = {key: value if key == "json_schema" else _with_bounded_whitespace(value) for key, value in part.items()}
+    if made.get("type") == "json_schema" and made.get("max_whitespace_cnt") is None:
+        made["max_whitespace_cnt"] = MAX_WHITESPACE
+    return made
+
+
 def _given_format(value: Any) -> Format:
     """The format in a structural tag as clients send it: `format`, or the older list of `structures` with their `triggers`."""
     if isinstance(value.get("format"), dict):
-        given: Format = value["format"]
+        given: Format = _with_bounded_whitespace(value["format"])
         return given
     structures, triggers = value.get("structures"), value.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):

@@ -128,6 +128,27 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(grammar: Grammar, wo
         matcher(grammar)
 
 
+def tag_of(**inner: Any) -> Grammar:
+    return Grammar(kind="structural_tag", text=json.dumps({"format": {"type": "sequence", "elements": [inner]}}))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar(kind="json_object"),
+        schema({"type": "object"}),
+        schema(True),
+        tag_of(type="json_schema", json_schema={"type": "object"}),
+        tag_of(type="json_schema", json_schema={"type": "object"}, max_whitespace_cnt=None),
+    ],
+)
+def test_json_has_a_limit_of_white_space_between_its_parts(grammar: Grammar) -> None:
+    """Else a model may write nothing else until its tokens are used up."""
+    gaps = ("{%s}", '{"a":%s1}', '{"a":1%s}', '{"a":[%s1]}', '{"a":[1,%s2]}', '{"a":{%s"b":1}}')
+    assert all(takes(grammar, gap % ("\n" + " " * 8)) for gap in gaps)
+    assert not any(takes(grammar, gap % (white * 21)) for gap in gaps for white in (" ", "\n", "\t"))
+
+
 def test_a_schema_that_is_not_strict_is_enforced_as_far_as_possible() -> None:
     grammar = schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, strict=False)
     assert takes(grammar, "[1, 1]") and not takes(grammar, '["a"]')
