@@ -320,6 +320,23 @@ def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Cli
     assert eventually(lambda: server.gauge("vllm:kv_cache_usage_perc") == 0)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_without_tools_what_looks_like_a_call_is_text(http: httpx.Client, path: str) -> None:
+    opener = "<minimax:tool_call>"
+    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
+    body["logit_bias"] = {str(Tokenizer.from_folder(NANO_FOLDER).token_id(opener)): 100}
+    if path == "/v1/responses":
+        (item,) = http.post(path, json={**body, "input": QUESTION, "max_output_tokens": 3}).json()["output"]
+        said = item["content"][0]["text"]
+    elif path == "/v1/messages":
+        body |= {"messages": QUESTION, "max_tokens": 3, "thinking": {"type": "disabled"}}
+        (block,) = http.post(path, json=body).json()["content"]
+        said = block["text"]
+    else:
+        said = http.post(path, json={**body, "messages": QUESTION, "max_tokens": 3}).json()["choices"][0]["message"]["content"]
+    assert said == opener * 3
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_closer_that_closes_nothing_is_no_text(client: openai.OpenAI, streamed: bool) -> None:
     closer = {"type": "token", "token": Tokenizer.from_folder(NANO_FOLDER).token_id("</think>")}

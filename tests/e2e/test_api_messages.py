@@ -183,8 +183,9 @@ def test_stream_adds_up_to_the_whole_answer(http: httpx.Client, fields: dict[str
 def test_reasons_to_stop(http: httpx.Client) -> None:
     cut = asked(http, max_tokens=20)
     assert (cut["stop_reason"], cut["usage"]["output_tokens"]) == ("max_tokens", 20)
-    stopped = asked(http, stop_sequences=["never", "= 85"])
-    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "= 85")
+    stopped = asked(http, stop_sequences=["never", "85"])  # in the thinking, too, where it stops nothing
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "85")
+    assert "85" in stopped["content"][0]["thinking"]
     forced = asked(
         http, messages=WEATHER_QUESTION, tools=[TOOL], tool_choice={"type": "tool", "name": "get_weather"}, max_tokens=200
     )
