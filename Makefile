@@ -13,7 +13,7 @@ demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a to
 	$(BIN)/python examples/demo.py
 
 serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
-	$(BIN)/negamax serve nano
+	$(BIN)/negamax serve nano $(ARGS)
 
 test: $(VENV)/.dev    ## everything that runs without a GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not install and not serial"
