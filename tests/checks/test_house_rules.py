@@ -101,3 +101,9 @@ def test_every_room_and_module_says_what_it_is_for() -> None:
 def test_embedded_assets_stay_small() -> None:
     size = sum(path.stat().st_size for path in (PACKAGE / "assets").rglob("*") if path.is_file())
     assert 0 < size <= ASSET_BYTES
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """pytest imports them as modules of one name space: a second file of a name ends the whole run."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
