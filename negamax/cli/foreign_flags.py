@@ -283,17 +283,23 @@ _IGNORED = (
     ),
     _group("requests say it: leave `tools` out where no call is wanted", switches="exclude-tools-when-tool-choice-none"),
     _group("requests say it: return_token_ids", switches="return-tokens-as-token-ids return-input-ids return-output-ids"),
+    _group("off unless --enable-log-requests is given", switches="disable-log-requests"),
+    _group(
+        "off unless --enable-access-log is given",
+        switches="disable-uvicorn-access-log",
+        values="disable-access-log-for-endpoints",
+    ),
     _group(
         "--log-level says how much is logged, /metrics has the figures",
-        switches="""disable-log-requests enable-log-outputs enable-server-load-tracking
+        switches="""enable-log-outputs enable-server-load-tracking
         log-error-stack show-time-cost enable-request-time-stats-logging aggregate-engine-logging
         enable-logging-iteration-details enable-per-request-metrics enable-mfu-metrics
-        disable-uvicorn-access-log enable-trace enable-forward-pass-metrics
+        enable-trace enable-forward-pass-metrics
         export-metrics-to-file fail-on-environ-validation""",
         values="""uvicorn-log-level log-level-http log-requests-level log-requests-format
-        decode-log-interval disable-access-log-for-endpoints log-config-file
+        decode-log-interval log-config-file
         show-hidden-metrics-for-version extra-metric-labels otlp-service-name
-        otlp-traces-endpoint load-snapshot-publish-interval load-publish-endpoint
+        load-snapshot-publish-interval load-publish-endpoint
         gc-warning-threshold-secs trace-modules tokenizer-metrics-custom-labels-header
         forward-pass-metrics-worker-id forward-pass-metrics-ipc-name stat-loggers
         export-metrics-to-file-dir crash-dump-folder fingerprint-mode fingerprint-value

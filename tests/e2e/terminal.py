@@ -44,6 +44,24 @@ class Terminal:
             assert self._read(left), f"the command ended before {words!r}:\n{self.text}"
         return self.text
 
+    def interrupt(self, words: str) -> None:
+        """Press Ctrl-C, and read until `words` are shown; press again where that came in the moment
+        before the command began to wait, in which Python does not notice it."""
+        for _ in range(10):
+            self.type("\x03")
+            deadline = time.monotonic() + 2.0
+            while (left := deadline - time.monotonic()) > 0 and self._read(left):
+                if words in self.text:
+                    return
+        raise AssertionError(f"{words!r} was not shown:\n{self.text}")
+
+    def wait_for_prompt(self, *, seconds: float = 60.0) -> None:
+        """Read until the command waits for a line: what is typed before goes another way."""
+        deadline = time.monotonic() + seconds
+        while not self.text.endswith("> "):
+            left = deadline - time.monotonic()
+            assert left > 0 and self._read(left), f"there is no prompt:\n{self.text}"
+
     def end(self, *, seconds: float = 20.0) -> int:
         """The exit code, once the command has ended."""
         deadline = time.monotonic() + seconds

@@ -49,6 +49,7 @@ def home(tmp_path: Path) -> dict[str, str]:
 
 def ask(terminal: Terminal, text: str, *, count: int) -> str:
     """Type a message and wait for the figures behind the answer, the `count`-th in this chat."""
+    terminal.wait_for_prompt()
     terminal.type(f"{text}\n")
     return terminal.wait_for("s to the first token", count=count)
 
@@ -92,6 +93,7 @@ def test_saved_conversation_goes_on_and_lines_are_remembered(
         ask(terminal, "Two and two?", count=1)
         terminal.type(f"/save {kept}\n")
         terminal.wait_for("(2 messages)")
+        terminal.wait_for_prompt()
         terminal.type("\x04")  # Ctrl-D
         assert terminal.end() == 0
     with in_terminal("chat", "--url", url, env=home) as terminal:
@@ -109,9 +111,11 @@ def test_saved_conversation_goes_on_and_lines_are_remembered(
         terminal.wait_for("forgotten")
         terminal.type("/system Shout.\n")
         terminal.wait_for("system message: Shout.")
+        terminal.wait_for_prompt()
         terminal.type("\x1b[A\x1b[A\x1b[A")  # three lines back
         terminal.wait_for("And three?", count=2)
-        ask(terminal, "", count=2)
+        terminal.type("\n")
+        terminal.wait_for("s to the first token", count=2)
         assert script.bodies[-1]["messages"] == [
             {"role": "system", "content": "Shout."},
             {"role": "user", "content": "And three?"},
@@ -148,10 +152,9 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(url: str, script: Script, home
         terminal.wait_for("Chatting")
         terminal.type("Tell me\n")
         terminal.wait_for("The beginning")
-        terminal.type("\x03")
-        terminal.wait_for("(stopped)")
-        terminal.type("\x03")  # at the prompt: no end either
-        terminal.wait_for("Ctrl-D ends the chat")
+        terminal.interrupt("(stopped)")
+        terminal.wait_for_prompt()
+        terminal.interrupt("Ctrl-D ends the chat")  # at the prompt: no end either
         script.steps = [{"content": "All of it."}]
         ask(terminal, "Again", count=1)
         told = [message["content"] for message in script.bodies[-1]["messages"]]
@@ -160,8 +163,7 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(url: str, script: Script, home
         terminal.type("Nothing comes\n")
         while len(script.bodies) < 3:
             pass
-        terminal.type("\x03")
-        terminal.wait_for("your message was taken back")
+        terminal.interrupt("your message was taken back")
         script.steps = [{"content": "Fine."}]
         ask(terminal, "Last", count=2)
         assert "Nothing comes" not in json.dumps(script.bodies[-1])
@@ -257,9 +259,8 @@ def test_embedded_engine_in_a_terminal(home: dict[str, str]) -> None:
     options = ("chat", MODEL, "--temperature", "0", "--num-threads", "1")
     with in_terminal(*options, env=home) as terminal:
         terminal.wait_for(f"loading {MODEL}")
-        terminal.wait_for("> ")
-        terminal.type("\x03")  # the engine does not end with it
-        terminal.wait_for("Ctrl-D ends the chat")
+        terminal.wait_for_prompt()
+        terminal.interrupt("Ctrl-D ends the chat")  # the engine does not end with it
         assert "85" in ask(terminal, QUESTION, count=1)
         assert "cached" in ask(terminal, QUESTION, count=2)
         terminal.type("/exit\n")
