@@ -17,14 +17,14 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class TextReader(Protocol):
-    """Reads the text of a choice where stop strings count in a part of it only, and says where one ended it."""
+    """Reads the text of a choice in which stop strings count in some places only, and finds them."""
 
     @property
     def matched_stop(self) -> str | None:
         """The stop string that ended the text, or None."""
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool) -> list[ParserEvent]:
-        """Take the next pieces. With `may_stop` False stop strings that are complete in them do not count."""
+        """Take the next pieces. With `may_stop` False stop strings that end in them do not count."""
 
     def finish(self, *, is_cut: bool) -> list[ParserEvent]:
         """The text is over; `is_cut`: not the model ended it."""

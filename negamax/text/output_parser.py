@@ -11,6 +11,7 @@ Rules for every format:
   behind a quotation mark begins reasoning again).
 - A call opener begins a block where it begins a line of content, or where an invoke or the end of the output follows it, or in
   content its closer. Anywhere else it is quoted text.
+- A closer that closes nothing is dropped where it is a token of its own: it is no quotation then.
 - White space between content and a call block is layout. Line breaks at the edges of reasoning and before content are too.
 - Tools that were not declared are reported like any other. At the end of the output a beginning of a tag is text again, except
   inside a call block, where it is dropped: a name that was cut gives no call.
@@ -251,14 +252,12 @@ _REASONING, _CONTENT = _State.REASONING, _State.CONTENT  # a look-up in the enum
 class OutputParser:
     """Parses one answer. Feed pieces, take events; call `finish` once at the end. Single writer: the owner of the answer.
 
-    `continues` says that the prompt ended inside content, whose line breaks go on.
-
-    A string of `stop` ends the answer where it occurs in the content, but not in reasoning and calls; `includes_stop` leaves it
-    there. Nothing comes out after `matched_stop` is set.
-
     `tools` are the declared tools (their schemas decide the types of arguments). `in_reasoning` says that the prompt ended
-    inside an open think block. Tags with an entry in `tag_ids` (tag text to token id) count only as their tokens, others by
-    their text.
+    inside an open think block, `continues` that it ended inside content, whose line breaks go on. Tags
+    with an entry in `tag_ids` (tag text to token id) count only as their tokens, others by their text.
+
+    A string of `stop` ends the answer where it occurs in the content, not in reasoning or calls;
+    `includes_stop` leaves it there. Nothing comes out after `matched_stop` is set.
     """
 
     __slots__ = (
