@@ -11,13 +11,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
+from negamax.cli.examples import epilog
 
-app = typer.Typer(help="Measure a model or its kernels: accuracy, speed, where the time goes.", no_args_is_help=True)
-app.command("offline", help=bench_offline.HELP)(bench_offline.command)
-app.command("kernels", help=bench_kernels.HELP)(bench_kernels.command)
-app.command("profile", help=bench_profile.HELP)(bench_profile.command)
-app.command("serve", help=bench_serve.HELP)(bench_serve.command)
-app.command("compare", help=bench_compare.HELP)(bench_compare.command)
+app = typer.Typer(
+    help="Measure a model or its kernels: accuracy, speed, where the time goes.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+app.command("offline", help=bench_offline.HELP, epilog=epilog("bench offline"))(bench_offline.command)
+app.command("kernels", help=bench_kernels.HELP, epilog=epilog("bench kernels"))(bench_kernels.command)
+app.command("profile", help=bench_profile.HELP, epilog=epilog("bench profile"))(bench_profile.command)
+app.command("serve", help=bench_serve.HELP, epilog=epilog("bench serve"))(bench_serve.command)
+app.command("compare", help=bench_compare.HELP, epilog=epilog("bench compare"))(bench_compare.command)
 
 
 @app.callback()
@@ -25,7 +30,7 @@ def bench() -> None:
     """Measure a model or its kernels."""
 
 
-@app.command()
+@app.command(epilog=epilog("bench accuracy"))
 def accuracy(
     model: Annotated[str, typer.Option(help="Local folder, hub id or 'nano'.")] = "nano",
     suite: Annotated[list[str] | None, typer.Option(help="nano-math or nano-tools; repeat for both. Default: both.")] = None,

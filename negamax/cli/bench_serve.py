@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import Parameter, Signature
+from inspect import Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ from negamax.base import env
 from negamax.base.errors import ConfigError, NegamaxError
 from negamax.bench.serve_options import DATASET_ALIASES, DATASETS, METRICS, BenchOptions
 from negamax.cli.bench_options import OUTPUT, WORKLOAD, parse_counts, parse_numbers
+from negamax.cli.flags import Flag, chosen_fields, flag_parameters
 
 if TYPE_CHECKING:
     from negamax.bench.serve import Measurement, Progress
@@ -30,79 +31,63 @@ SERVER, LOAD, SAMPLING = "Server", "Load", "Sampling"
 _REFRESH_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
-class _Flag:
-    """One field of `BenchOptions` as a flag. `also` are names that users of other servers know, accepted but not listed."""
-
-    field: str
-    panel: str
-    help: str
-    also: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()  # default: the field's name
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.flags or (f"--{self.field.replace('_', '-')}",)
-
-
 _TABLE = (
-    _Flag("base_url", SERVER, "Such as http://127.0.0.1:8000; instead of --host and --port."),
-    _Flag("host", SERVER, "Where the server listens."),
-    _Flag("port", SERVER, "Where the server listens."),
-    _Flag("backend", SERVER, "Name of the API: openai, vllm, sglang-oai (completions), or one of them with -chat."),
-    _Flag("endpoint", SERVER, "/v1/completions or /v1/chat/completions; default: by --backend and dataset."),
-    _Flag("model", SERVER, "Name in the API; default: the first of /v1/models.", also=("--served-model-name",)),
-    _Flag("api_key", SERVER, "Bearer token; default: OPENAI_API_KEY."),
-    _Flag("request_timeout", SERVER, "Seconds after which a request counts as failed."),
-    _Flag("ready_check_timeout_sec", SERVER, "Seconds to wait for a server that is starting."),
-    _Flag("request_rate", LOAD, "Arrivals per second (of sessions, where there are turns); inf sends all at once."),
-    _Flag("burstiness", LOAD, "Of arrivals: 1 is a Poisson process, less is burstier, more steadier."),
-    _Flag("num_warmups", LOAD, "Requests before the timed ones.", also=("--warmup-requests",)),
-    _Flag("seed", LOAD, "Of prompts and arrivals."),
-    _Flag("dataset_name", WORKLOAD, f"One of {', '.join(DATASETS)}."),
-    _Flag("dataset_path", WORKLOAD, "ShareGPT JSON, or a JSONL of recorded requests (custom, agent)."),
-    _Flag("tokenizer", WORKLOAD, "Folder, hub id or nano: whose ids prompts are drawn from, and who counts ShareGPT answers."),
-    _Flag("prompt_format", WORKLOAD, "ids (exact lengths; /v1/completions), text (sized by the server's own counts) or auto."),
-    _Flag("random_input_len", WORKLOAD, "Prompt tokens.", also=("--input-len", "--random-input")),
-    _Flag("random_output_len", WORKLOAD, "Output tokens.", also=("--output-len", "--random-output")),
-    _Flag(
+    Flag("base_url", SERVER, "Such as http://127.0.0.1:8000; instead of --host and --port."),
+    Flag("host", SERVER, "Where the server listens."),
+    Flag("port", SERVER, "Where the server listens."),
+    Flag("backend", SERVER, "Name of the API: openai, vllm, sglang-oai (completions), or one of them with -chat."),
+    Flag("endpoint", SERVER, "/v1/completions or /v1/chat/completions; default: by --backend and dataset."),
+    Flag("model", SERVER, "Name in the API; default: the first of /v1/models.", also=("--served-model-name",)),
+    Flag("api_key", SERVER, "Bearer token; default: OPENAI_API_KEY."),
+    Flag("request_timeout", SERVER, "Seconds after which a request counts as failed."),
+    Flag("ready_check_timeout_sec", SERVER, "Seconds to wait for a server that is starting."),
+    Flag("request_rate", LOAD, "Arrivals per second (of sessions, where there are turns); inf sends all at once."),
+    Flag("burstiness", LOAD, "Of arrivals: 1 is a Poisson process, less is burstier, more steadier."),
+    Flag("num_warmups", LOAD, "Requests before the timed ones.", also=("--warmup-requests",)),
+    Flag("seed", LOAD, "Of prompts and arrivals."),
+    Flag("dataset_name", WORKLOAD, f"One of {', '.join(DATASETS)}."),
+    Flag("dataset_path", WORKLOAD, "ShareGPT JSON, or a JSONL of recorded requests (custom, agent)."),
+    Flag("tokenizer", WORKLOAD, "Folder, hub id or nano: whose ids prompts are drawn from, and who counts ShareGPT answers."),
+    Flag("prompt_format", WORKLOAD, "ids (exact lengths; /v1/completions), text (sized by the server's own counts) or auto."),
+    Flag("random_input_len", WORKLOAD, "Prompt tokens.", also=("--input-len", "--random-input")),
+    Flag("random_output_len", WORKLOAD, "Output tokens.", also=("--output-len", "--random-output")),
+    Flag(
         "random_range_ratio",
         WORKLOAD,
         "Lengths vary evenly by this share, up and down; as in SGLang: from this share up.",
     ),
-    _Flag(
+    Flag(
         "random_range_rule",
         WORKLOAD,
         "Whose --random-range-ratio: vllm, sglang or auto (by --backend).",
     ),
-    _Flag("random_prefix_len", WORKLOAD, "Tokens that all prompts begin with, on top."),
-    _Flag("prefix_repetition_prefix_len", WORKLOAD, "Tokens of each prefix.", also=("--gsp-system-prompt-len",)),
-    _Flag("prefix_repetition_suffix_len", WORKLOAD, "Tokens after it.", also=("--gsp-question-len",)),
-    _Flag("prefix_repetition_num_prefixes", WORKLOAD, "Prefixes.", also=("--gsp-num-groups",)),
-    _Flag("prefix_repetition_output_len", WORKLOAD, "Output tokens.", also=("--gsp-output-len",)),
-    _Flag("sharegpt_output_len", WORKLOAD, "Output tokens; default: as long as the recorded answer."),
-    _Flag("sharegpt_context_len", WORKLOAD, "Leave longer conversations out; default: the model's window."),
-    _Flag("custom_output_len", WORKLOAD, "Output tokens of recorded requests that name none."),
-    _Flag("agent_turns", WORKLOAD, "Requests per session, unless the window ends it earlier."),
-    _Flag("agent_system_len", WORKLOAD, "Tokens of the system prompt, without the tools."),
-    _Flag("agent_tools", WORKLOAD, "Tools declared."),
-    _Flag("agent_result_len", WORKLOAD, "Tokens of a step's tool results, on average."),
-    _Flag("agent_reasoning_len", WORKLOAD, "Tokens of thinking per turn that are sent back."),
-    _Flag("agent_output_len", WORKLOAD, "Output tokens of each turn."),
-    _Flag("agent_pause", WORKLOAD, "Seconds between an answer and the next turn."),
-    _Flag("agent_history", WORKLOAD, "recorded (the same requests each time) or live (the server's answers are sent back)."),
-    _Flag("ignore_eos", SAMPLING, "Generate exactly the output tokens asked for (vLLM, SGLang, Negamax)."),
-    _Flag("temperature", SAMPLING, "Default of this and the others: not sent."),
-    _Flag("top_p", SAMPLING, "Nucleus."),
-    _Flag("top_k", SAMPLING, "Candidates."),
-    _Flag("min_p", SAMPLING, "Smallest share of the best."),
-    _Flag("frequency_penalty", SAMPLING, "By count."),
-    _Flag("presence_penalty", SAMPLING, "By presence."),
-    _Flag("repetition_penalty", SAMPLING, "By factor."),
-    _Flag("itl_rule", OUTPUT, "gap (each gap between chunks once) or token (divided by the chunk's tokens)."),
-    _Flag("label", OUTPUT, "In the result and its file's name."),
+    Flag("random_prefix_len", WORKLOAD, "Tokens that all prompts begin with, on top."),
+    Flag("prefix_repetition_prefix_len", WORKLOAD, "Tokens of each prefix.", also=("--gsp-system-prompt-len",)),
+    Flag("prefix_repetition_suffix_len", WORKLOAD, "Tokens after it.", also=("--gsp-question-len",)),
+    Flag("prefix_repetition_num_prefixes", WORKLOAD, "Prefixes.", also=("--gsp-num-groups",)),
+    Flag("prefix_repetition_output_len", WORKLOAD, "Output tokens.", also=("--gsp-output-len",)),
+    Flag("sharegpt_output_len", WORKLOAD, "Output tokens; default: as long as the recorded answer."),
+    Flag("sharegpt_context_len", WORKLOAD, "Leave longer conversations out; default: the model's window."),
+    Flag("custom_output_len", WORKLOAD, "Output tokens of recorded requests that name none."),
+    Flag("agent_turns", WORKLOAD, "Requests per session, unless the window ends it earlier."),
+    Flag("agent_system_len", WORKLOAD, "Tokens of the system prompt, without the tools."),
+    Flag("agent_tools", WORKLOAD, "Tools declared."),
+    Flag("agent_result_len", WORKLOAD, "Tokens of a step's tool results, on average."),
+    Flag("agent_reasoning_len", WORKLOAD, "Tokens of thinking per turn that are sent back."),
+    Flag("agent_output_len", WORKLOAD, "Output tokens of each turn."),
+    Flag("agent_pause", WORKLOAD, "Seconds between an answer and the next turn."),
+    Flag("agent_history", WORKLOAD, "recorded (the same requests each time) or live (the server's answers are sent back)."),
+    Flag("ignore_eos", SAMPLING, "Generate exactly the output tokens asked for (vLLM, SGLang, Negamax)."),
+    Flag("temperature", SAMPLING, "Default of this and the others: not sent."),
+    Flag("top_p", SAMPLING, "Nucleus."),
+    Flag("top_k", SAMPLING, "Candidates."),
+    Flag("min_p", SAMPLING, "Smallest share of the best."),
+    Flag("frequency_penalty", SAMPLING, "By count."),
+    Flag("presence_penalty", SAMPLING, "By presence."),
+    Flag("repetition_penalty", SAMPLING, "By factor."),
+    Flag("itl_rule", OUTPUT, "gap (each gap between chunks once) or token (divided by the chunk's tokens)."),
+    Flag("label", OUTPUT, "In the result and its file's name."),
 )
-_ALSO = "also_"
 
 
 def _listed(flag: str, panel: str, help: str) -> Any:
@@ -287,23 +272,15 @@ def _write(file: Path, text: str) -> None:
 
 def _command() -> Any:
     """`_run` with an option per flag of the table."""
-    types = get_type_hints(BenchOptions)
-    defaults = {field.name: field.default for field in dataclasses.fields(BenchOptions)}
     own = Signature.from_callable(_run, eval_str=True).parameters
     parameters = [parameter for name, parameter in own.items() if name != "values"]
-    for flag in _TABLE:
-        kind, default = types[flag.field], defaults[flag.field]
-        listed = typer.Option(*flag.names, help=flag.help, rich_help_panel=flag.panel, show_default=default is not None)
-        parameters.append(Parameter(flag.field, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, listed]))
-        if flag.also:
-            hidden = typer.Option(*flag.also, hidden=True)
-            name, note = _ALSO + flag.field, Annotated[kind | None, hidden]
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=note))
+    parameters += flag_parameters(BenchOptions, _TABLE, defaults={})
 
     def run(**values: Any) -> None:
         _run(**values)
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.flags = _TABLE  # type: ignore[attr-defined]
     return run
 
 
@@ -311,11 +288,8 @@ command = _command()
 
 
 def _chosen(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `BenchOptions` from the listed and the hidden parameters."""
-    chosen = {}
-    for flag in _TABLE:
-        other = values.get(_ALSO + flag.field)
-        chosen[flag.field] = values[flag.field] if other is None else other
+    """The fields of `BenchOptions` that stand in the table."""
+    chosen = chosen_fields(_TABLE, values)
     chosen["dataset_name"] = DATASET_ALIASES.get(chosen["dataset_name"], chosen["dataset_name"])
     chosen["api_key"] = chosen["api_key"] or env.get("OPENAI_API_KEY")
     return chosen

@@ -16,8 +16,10 @@ def read(path: str) -> dict[str, Any]:
     """The keys and values of a TOML file. Errors: `ConfigError`."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config is {path!r}, which cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--config is {path!r}, which cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config is {path!r}, which is no UTF-8", hint="give a TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config is {path!r}, which is no TOML: {error}", hint="lines such as: max-num-seqs = 64") from None
 

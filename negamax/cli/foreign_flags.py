@@ -62,7 +62,6 @@ _IGNORED = (
         disable-fastapi-docs enable-log-deltas enable-metrics-for-all-schedulers
         disable-sliding-window disable-hybrid-kv-cache-manager disable-hybrid-swa-memory
         disable-cascade-attn skip-server-warmup""",
-        values="task runner convert",
     ),
     _group(
         "kernels are chosen at start, for the GPU and the model",
@@ -247,9 +246,8 @@ _IGNORED = (
     ),
     _group(
         "weights are read from safetensors by all ranks at once",
-        switches="""weight-loader-disable-mmap
-        weight-loader-drop-cache-after-load enable-cumem-allocator
-        weight-loader-prefetch-checkpoints""",
+        switches="""weight-loader-disable-mmap weight-loader-drop-cache-after-load
+        enable-cumem-allocator weight-loader-prefetch-checkpoints""",
         values="""safetensors-load-strategy safetensors-prefetch-num-threads
         safetensors-prefetch-block-size pt-load-map-location startup-weight-load-mode
         weight-loader-prefetch-num-threads model-checksum weight-cache-mode config-format
@@ -291,15 +289,14 @@ _IGNORED = (
     ),
     _group(
         "--log-level says how much is logged, /metrics has the figures",
-        switches="""enable-log-outputs enable-server-load-tracking
-        log-error-stack show-time-cost enable-request-time-stats-logging aggregate-engine-logging
+        switches="""enable-log-outputs enable-server-load-tracking log-error-stack show-time-cost
+        enable-request-time-stats-logging aggregate-engine-logging
         enable-logging-iteration-details enable-per-request-metrics enable-mfu-metrics
-        enable-trace enable-forward-pass-metrics
-        export-metrics-to-file fail-on-environ-validation""",
+        enable-trace enable-forward-pass-metrics export-metrics-to-file
+        fail-on-environ-validation""",
         values="""uvicorn-log-level log-level-http log-requests-level log-requests-format
-        decode-log-interval log-config-file
-        show-hidden-metrics-for-version extra-metric-labels otlp-service-name
-        load-snapshot-publish-interval load-publish-endpoint
+        decode-log-interval log-config-file show-hidden-metrics-for-version extra-metric-labels
+        otlp-service-name load-snapshot-publish-interval load-publish-endpoint
         gc-warning-threshold-secs trace-modules tokenizer-metrics-custom-labels-header
         forward-pass-metrics-worker-id forward-pass-metrics-ipc-name stat-loggers
         export-metrics-to-file-dir crash-dump-folder fingerprint-mode fingerprint-value
@@ -469,7 +466,9 @@ _REFUSED = (
     _group(
         "the models served here generate text",
         remedy="leave it out",
+        unless="generate",
         switches="is-embedding enable-mis",
+        values="task runner convert",
         json="pooler-config override-pooler-config",
     ),
     _group(

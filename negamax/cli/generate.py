@@ -30,9 +30,13 @@ SAMPLING = "Sampling"
 def command(
     *,
     engine: EngineOptions,
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="Prompts; default: standard input.", show_default=False),
+    ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", help="May be repeated; default: standard input.", rich_help_panel=SAMPLING),
+        typer.Option("--prompt", "-p", help="The same as PROMPT; may be repeated.", rich_help_panel=SAMPLING),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.", rich_help_panel=SAMPLING)
@@ -58,9 +62,9 @@ def command(
 ) -> None:
     """Print what the model writes."""
     log.setup(engine.log_level, engine.log_format)
-    prompts = prompt or [sys.stdin.read()]
+    prompts = [*(texts or ()), *(prompt or ())] or [sys.stdin.read()]
     if not all(prompts):
-        raise ConfigError("the prompt is empty", hint="give --prompt TEXT, or pipe text in")
+        raise ConfigError("the prompt is empty", hint="give a PROMPT, or pipe text in")
     sampling = SamplingParams(
         n=n,
         temperature=temperature,

@@ -11,6 +11,7 @@ import typer
 from negamax import __version__
 from negamax.base.errors import NegamaxError
 from negamax.cli import bench, chat, doctor, generate, parse, serve
+from negamax.cli.examples import epilog
 from negamax.cli.resolve import Resolved, find_command, resolve
 from negamax.cli.words import nearest
 
@@ -22,11 +23,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-app.command("serve", help=serve.HELP)(serve.command)
-app.command("chat", help=chat.HELP)(chat.command)
-app.command("generate", help=generate.HELP)(generate.command)
-app.command("doctor", help=doctor.HELP)(doctor.command)
-app.command("parse", help=parse.HELP)(parse.command)
+app.command("serve", help=serve.HELP, epilog=epilog("serve"))(serve.command)
+app.command("chat", help=chat.HELP, epilog=epilog("chat"))(chat.command)
+app.command("generate", help=generate.HELP, epilog=epilog("generate"))(generate.command)
+app.command("doctor", help=doctor.HELP, epilog=epilog("doctor"))(doctor.command)
+app.command("parse", help=parse.HELP, epilog=epilog("parse"))(parse.command)
 app.add_typer(bench.app, name="bench")
 
 _BAD_VALUE = re.compile(r"Invalid value for ((?:'[^']+'(?: / )?)+): (.*)")
@@ -49,16 +50,17 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the process's exit code. 2: the command was refused, in one line on standard error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    commands: typer.core.TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
     resolved = Resolved(given)
     try:
-        resolved = resolve(typer.main.get_command(app), given)  # type: ignore[arg-type]
+        resolved = resolve(commands, given)
         for note in resolved.notes:
             print(f"note: {note}", file=sys.stderr)
-        result = app(args=resolved.words or ["--help"], prog_name="negamax", standalone_mode=False, obj=resolved)
+        result = commands.main(resolved.words or ["--help"], "negamax", standalone_mode=False, obj=resolved)
     except NegamaxError as error:
         return _fail(" ".join(str(error).split()), error.exit_code)
     except typer.TyperException as error:
-        return _fail(_one_line(error.format_message(), resolved), error.exit_code)
+        return _fail(_one_line(error.format_message(), resolved, commands), error.exit_code)
     except typer.Abort:
         return 130
     except BrokenPipeError:
@@ -72,7 +74,7 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _one_line(message: str, resolved: Resolved) -> str:
+def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup) -> str:
     """`message` on one line; a bad value is shown with where it came from, an unknown command gets the nearest known one."""
     text = " ".join(message.split())
     bad = _BAD_VALUE.match(text)
@@ -82,7 +84,7 @@ def _one_line(message: str, resolved: Resolved) -> str:
     unknown = _UNKNOWN_COMMAND.search(text)
     if unknown is None:
         return text
-    command = find_command(typer.main.get_command(app), resolved.words)[0]  # type: ignore[arg-type]
+    command = find_command(commands, resolved.words)[0]
     names = list(command.commands) if isinstance(command, typer.core.TyperGroup) else []
     known = f"known: {', '.join(names)}"
     return f"no such command: {unknown[1]} ({nearest(unknown[1], names) or known})"

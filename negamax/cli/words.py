@@ -120,8 +120,9 @@ HELP = Option("help", "help", "--help", Kind.SWITCH, ("--help", "-h"), (), *[Fal
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
     """'did you mean X?' for the one of `known` that is spelled much like `word`."""
-    matches = difflib.get_close_matches(word, known, n=1, cutoff=_SIMILARITY)
-    return f"did you mean {matches[0]}?" if matches else None
+    names = {name.lstrip("-"): name for name in known}
+    matches = difflib.get_close_matches(word.lstrip("-"), names, n=1, cutoff=_SIMILARITY)
+    return f"did you mean {names[matches[0]]}?" if matches else None
 
 
 class Names:
@@ -251,7 +252,7 @@ class _Reader:
         return values
 
     def _unknown(self, written: str) -> ConfigError:
-        near = nearest("--" + written.lstrip("-").replace("_", "-"), self.names.suggestions())
+        near = nearest(written.replace("_", "-"), self.names.suggestions())
         return ConfigError(f"no such option: {written}", hint=near or "see --help")
 
 

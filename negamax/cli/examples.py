@@ -1,0 +1,44 @@
+"""What people type: the examples at the end of each command's help, which the command reference has too."""
+
+from __future__ import annotations
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "serve": (
+        "negamax serve nano",
+        "negamax serve MiniMaxAI/MiniMax-M2.5 --tensor-parallel-size 4",
+        "negamax serve ./checkpoint --host 0.0.0.0 --api-key-file keys.txt --max-model-len 128k",
+        "negamax serve --config server.toml --explain",
+    ),
+    "chat": (
+        "negamax chat nano",
+        "negamax chat nano --system 'Answer in one word.' --temperature 0",
+        "negamax chat --url http://127.0.0.1:8000",
+    ),
+    "generate": (
+        "negamax generate nano 'What is 47 + 38?'",
+        "negamax generate nano --raw --max-tokens 16 'Tom has'",
+        "negamax generate nano --json -n 4 < prompt.txt",
+    ),
+    "doctor": ("negamax doctor", "negamax doctor --json --network"),
+    "parse": (
+        "negamax parse --format m2 < answer.txt",
+        "negamax parse --format m3 --thinking-mode enabled --tools tools.json < answer.txt",
+    ),
+    "bench serve": (
+        "negamax bench serve --port 8000 --num-prompts 64 --random-input-len 512 --random-output-len 128",
+        "negamax bench serve --dataset-name agent --max-concurrency 1,4,16 --save-result --plot load.png",
+    ),
+    "bench offline": (
+        "negamax bench offline nano --concurrency 1,8 --input-len 256 --output-len 64",
+        "negamax bench offline minimax-m2 --load-format synthetic -tp 4 --json result.json",
+    ),
+    "bench kernels": ("negamax bench kernels", "negamax bench kernels --op norm.add_rms --json kernels.json"),
+    "bench profile": ("negamax bench profile nano --batch 1,16 --steps 5",),
+    "bench accuracy": ("negamax bench accuracy", "negamax bench accuracy --suite nano-math --count 100"),
+    "bench compare": ("negamax bench compare before.json after.json",),
+}
+
+
+def epilog(command: str) -> str:
+    """The end of a command's help, in Markdown: the examples as code."""
+    return "\n".join(["Examples:", "", "```text", *EXAMPLES[command], "```"])

@@ -1,0 +1,281 @@
+"""Where options come from: flags, other servers' flags, NEGAMAX_ variables, a file; and what is said of each."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from negamax.base.errors import ConfigError
+from negamax.cli.examples import EXAMPLES
+from negamax.cli.flags import Kind
+from negamax.cli.foreign_flags import TABLE
+from negamax.cli.main import app, main
+from negamax.cli.resolve import options_of, resolve
+
+GROUP: Any = typer.main.get_command(app)
+
+
+@pytest.fixture
+def explained(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `negamax serve ... --explain`: value and source by option, and the notes."""
+
+    def run(line: str, *more: str) -> tuple[dict[str, tuple[str, str]], str]:
+        code = main(["serve", *shlex.split(line), *more, "--explain"])
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        rows = [row.split("  ") for row in out.splitlines()]
+        cells = [[cell.strip() for cell in row if cell] for row in rows]
+        return {row[0]: (row[1], row[2]) for row in cells}, err
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command that is refused: its one line."""
+
+    def run(line: str) -> str:
+        code = main(shlex.split(line))
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        (message,) = err.splitlines()
+        return str(message.removeprefix("negamax: error: "))
+
+    return run
+
+
+def test_flag_before_variable_before_file_before_default(
+    explained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('model = "nano"\nmax-num-seqs = 5\nblock_size = 32\nport = 1\nenforce-eager = true\n')
+    monkeypatch.setenv("NEGAMAX_MAX_NUM_SEQS", "6")
+    monkeypatch.setenv("NEGAMAX_PORT", "2")
+    values, _ = explained(f"--config {file} --port 3")
+    assert values["port"] == ("3", "--port")
+    assert values["max-num-seqs"] == ("6", "NEGAMAX_MAX_NUM_SEQS")
+    assert values["block-size"] == ("32", f"block_size in {file}")
+    assert values["model"] == ("nano", f"model in {file}")
+    assert values["seed"] == ("0", "default")
+    assert values["enforce-eager"][0] == "on"
+    monkeypatch.setenv("NEGAMAX_ENFORCE_EAGER", "0")
+    assert explained(f"--config {file}")[0]["enforce-eager"] == ("off", "NEGAMAX_ENFORCE_EAGER")
+    monkeypatch.setenv("NEGAMAX_CONFIG", str(file))
+    values, _ = explained("other --no-enforce-eager")
+    assert values["model"] == ("other", "MODEL")
+    assert values["enforce-eager"] == ("off", "--no-enforce-eager")
+    assert values["block-size"][0] == "32"
+
+
+def test_the_file_takes_lists_tables_and_other_servers_names(explained: Any, tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        'served-model-name = ["a", "b"]\nmax-running-requests = 7\nenable-prefix-caching = false\ntrust-remote-code = true\n'
+        'compilation-config = {cudagraph_capture_sizes = [1, 4]}\n\n[default-chat-template-kwargs]\nthinking_mode = "enabled"\n'
+    )
+    values, notes = explained(f"nano --config {file}")
+    assert values["served-model-name"][0] == "a, b"
+    assert values["max-num-seqs"] == ("7", f"max-running-requests in {file}")
+    assert values["enable-prefix-caching"][0] == "off"
+    assert values["max-cudagraph-capture-size"] == ("4", f"compilation-config in {file}")
+    assert values["default-chat-template-kwargs"][0] == '{"thinking_mode": "enabled"}'
+    assert notes == f"note: trust-remote-code in {file} has no effect: no code of a checkpoint is ever run\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_num_seq = 3", "has the unknown key 'max_num_seq' (did you mean max_num_seqs?)"),
+        ("colour = 3", "has the unknown key 'colour' (keys are the names of options, see --help)"),
+        ("explain = true", "has the unknown key 'explain'"),
+        ("max_num_seqs = [3]", "is [3]; allowed: one value"),
+        ("enforce_eager = 1", "is 1; allowed: true or false"),
+        ("port = 'x'", "is 'x': input should be a valid integer"),
+        ("max-model-len 3", "which is no TOML"),
+        ("pipeline-parallel-size = 2", "is '2': layers are not split"),
+    ],
+)
+def test_a_wrong_file_is_refused(refused: Any, tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(text)
+    assert words in refused(f"serve nano --config {file}")
+
+
+def test_a_missing_file_is_refused(refused: Any) -> None:
+    assert refused("serve nano --config no.toml") == "--config is 'no.toml', which cannot be read: No such file or directory"
+
+
+def test_variables_are_named_where_they_are_wrong(refused: Any, explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEGAMAX_MAX_NUM_SEQ", "3")
+    notes = explained("nano")[1]
+    assert notes == ("note: the environment variable NEGAMAX_MAX_NUM_SEQ has no effect (did you mean NEGAMAX_MAX_NUM_SEQS?)\n")
+    monkeypatch.delenv("NEGAMAX_MAX_NUM_SEQ")
+    monkeypatch.setenv("NEGAMAX_BLOCK_SIZE", "many")
+    assert refused("serve nano").startswith("NEGAMAX_BLOCK_SIZE is 'many': ")
+    monkeypatch.setenv("NEGAMAX_BLOCK_SIZE", "16")
+    monkeypatch.setenv("NEGAMAX_ENFORCE_EAGER", "perhaps")
+    assert refused("serve nano").startswith("NEGAMAX_ENFORCE_EAGER is 'perhaps'; allowed: 1, true")
+
+
+def test_every_option_of_every_command_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {Kind.SWITCH: "1", Kind.LIST: "x,y", Kind.JSON: "{}", Kind.VALUE: "7"}
+    for name in ("serve", "chat", "generate", "parse", "doctor"):
+        options = options_of(GROUP.commands[name])
+        variables = [option.variable for option in options]
+        assert len(set(variables)) == len(options)
+        for option in options:
+            if option.key not in ("config", "explain"):
+                with monkeypatch.context() as context:
+                    context.setenv(option.variable, values[option.kind])
+                    choice = resolve(GROUP, [name]).choices[option.name]
+                assert choice.source == option.variable
+                assert choice.words or option.turns_off
+
+
+def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEGAMAX_API_KEY", "first, second")
+    values, _ = explained("nano --api-key third")
+    assert values["api-key"] == ("(not shown)", "NEGAMAX_API_KEY, --api-key")
+    chosen = resolve(GROUP, ["serve", "nano", "--api-key", "third"]).choices["api_keys"]
+    assert chosen.words == ("--api-key=first", "--api-key=second", "--api-key=third")
+
+
+@pytest.mark.parametrize(
+    ("line", "option", "value"),
+    [
+        ("nano --max_model_len 4096", "max-model-len", "4096"),
+        ("nano --max-model-len 128k", "max-model-len", "128000"),
+        ("nano --max-model-len 128K", "max-model-len", "131072"),
+        ("nano --max-model-len=25.6k", "max-model-len", "25600"),
+        ("nano --max-model-len auto", "max-model-len", "-"),
+        ("nano --max-model-len -1", "max-model-len", "-"),
+        ("nano --kv-cache-memory auto", "kv-cache-memory", "-"),
+        ("nano --kv-cache-memory-bytes 4GiB", "kv-cache-memory", str(4 * 2**30)),
+        ("nano --dtype half", "dtype", "float16"),
+        ("nano --dtype bf16", "dtype", "bfloat16"),
+        ("nano --load-format dummy", "load-format", "synthetic"),
+        ("nano --served-model-name a b c", "served-model-name", "a, b, c"),
+        ("--served-model-name a b nano", "served-model-name", "a, b"),
+        ("--served-model-name a nano", "model", "nano"),
+        ("nano --served-model-name a --served_model_name=b", "served-model-name", "a, b"),
+        ("--model-path nano", "model", "nano"),
+        ("nano -tp 2", "tensor-parallel-size", "2"),
+        ("nano -tp=2", "tensor-parallel-size", "2"),
+        ("nano --port 1 --port 2", "port", "2"),
+        ("nano --enable-prefix-caching", "enable-prefix-caching", "on"),
+        ("nano --no-enable-prefix-caching", "enable-prefix-caching", "off"),
+        ("nano --enable-prefix-caching false", "enable-prefix-caching", "off"),
+        ("nano --enforce-eager=true", "enforce-eager", "on"),
+        (
+            "nano --default-chat-template-kwargs.thinking_mode enabled",
+            "default-chat-template-kwargs",
+            '{"thinking_mode": "enabled"}',
+        ),
+        ('nano --compilation-config \'{"cudagraph_mode": "NONE"}\'', "enforce-eager", "on"),
+        ("nano --compilation_config.cudagraph_mode=NONE -cc.mode 3", "enforce-eager", "on"),
+        ("nano -O0", "enforce-eager", "on"),
+        ("nano -O3", "enforce-eager", "off"),
+        ("nano --optimization-level 0", "enforce-eager", "on"),
+        ("nano --cudagraph-capture-sizes 1 2 4", "max-cudagraph-capture-size", "4"),
+        ("nano --cuda-graph-bs 1 2 8 --cuda-graph-max-bs 16", "max-cudagraph-capture-size", "16"),
+        ("nano --cuda-graph-backend-decode disabled", "enforce-eager", "on"),
+        ("nano --pipeline-parallel-size 1 --data-parallel-size 1 --ep-size 1 --nnodes 1", "tensor-parallel-size", "1"),
+        ("nano --tokenizer nano", "model", "nano"),
+    ],
+)
+def test_values_and_names_of_other_servers(explained: Any, line: str, option: str, value: str) -> None:
+    assert explained(line)[0][option][0] == value
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--speculative-config '{\"method'", "--speculative-config is no JSON"),
+        ('--kv-transfer-config \'{"kv_role": "kv_producer"}\'', "prefill and decode run in one server"),
+        ("--hf-overrides.rope_theta 1", "edit config.json"),
+        ("--pipeline-parallel-size 2", "use --tensor-parallel-size"),
+        ("--data-parallel-size 2", "CUDA_VISIBLE_DEVICES"),
+        ("-dp 2 --tp 2", "use --tensor-parallel-size 2"),
+        (
+            "--enable-lora --uds /tmp/x",
+            "--enable-lora: adapters are not loaded (merge the adapter into the checkpoint); --uds is",
+        ),
+        ("--tokenizer other", "--tokenizer is 'other': the tokenizer is the checkpoint's"),
+        ("--quantization awq", "leave it out"),
+        ("--admin-api-key k", "every key opens every route"),
+        ("--dtype int3", "allowed: auto, bfloat16, float16, float32"),
+        ("--port", "--port needs a value"),
+        ("--max-model-len 12x", "allowed: such as 131072, 128k (thousands)"),
+        ("--max-numseqs 3", "no such option: --max-numseqs (did you mean --max-num-seqs?)"),
+        ("--trust-remote-cod", "did you mean --trust-remote-code?"),
+        ("--size 3", "no such option: --size (see --help)"),
+        ("--sequences 3", "no such option: --sequences (see --help)"),
+    ],
+)
+def test_refusals(refused: Any, line: str, words: str) -> None:
+    assert words in refused(f"serve nano {line}")
+
+
+def test_what_has_no_effect_is_said_once_for_each_reason(explained: Any) -> None:
+    _, notes = explained("nano --attention-backend FLASHINFER --moe-backend triton --speculative-num-steps 3 --no-enable-lora")
+    assert notes.splitlines() == [
+        "note: --attention-backend, --moe-backend have no effect: kernels are chosen at start, for the GPU and the model",
+        "note: --speculative-num-steps has no effect: there is no speculative decoding; the answers are the same without it",
+    ]
+
+
+def test_every_foreign_option_is_judged() -> None:
+    """With a value that asks for something: a note, options of ours, or a refusal with a remedy; never a crash."""
+    own = {name for option in options_of(GROUP.commands["serve"]) for name in (*option.names, *option.opposites)}
+    samples = {Kind.SWITCH: [], Kind.VALUE: ["7"], Kind.LIST: ["7", "8"], Kind.JSON: ['{"seven": 7}']}
+    for name, entry in TABLE.items():
+        if name in own:
+            continue
+        try:
+            resolved = resolve(GROUP, ["serve", "nano", name, *samples[entry.kind]])
+        except ConfigError as refusal:
+            assert str(refusal).startswith(name) and str(refusal).endswith(")"), refusal
+            assert entry.remedy is not None or entry.rule is not None, name
+            continue
+        assert entry.remedy is None, name
+        sources = [choice.source for choice in resolved.choices.values()]
+        assert resolved.notes == [f"{name} has no effect: {entry.reason}"] or sources == [name], name
+
+
+def test_generate_takes_prompts_after_the_model(refused: Any) -> None:
+    assert resolve(GROUP, ["generate", "nano", "Hello", "-p", "--", "-n2"]).words == [
+        "generate",
+        "--prompt=--",
+        "--n=2",
+        "nano",
+        "Hello",
+    ]
+    assert "did you mean --max-tokens?" in refused("generate nano --max-token 3 Hello")
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines if "--config" not in line])
+def test_examples_of_the_help_are_understood(line: str) -> None:
+    words = shlex.split(line.partition(" < ")[0])[1:]
+    resolved = resolve(GROUP, words)
+    assert resolved.notes == []
+    command = GROUP.commands[words[0]]
+    command = command.commands[words[1]] if words[0] == "bench" else command
+    command.make_context("negamax", resolved.words[1 + (words[0] == "bench") :])  # typer takes them
+
+
+def test_completion_knows_options_and_their_values(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for line, expected in (
+        ("negamax serve nano --max-num-s", "--max-num-seqs"),
+        ("negamax serve nano --dtype b", "bfloat16"),
+        ("negamax ser", "serve"),
+    ):
+        monkeypatch.setenv("_NEGAMAX_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+        with pytest.raises(SystemExit):
+            main([])
+        assert capsys.readouterr().out.split() == [expected]
