@@ -1,12 +1,24 @@
-"""The documentation's links lead to files and headings that exist."""
+"""The documentation's links lead to files and headings that exist; its commands are understood, and
+its code and data can be read."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import json
 import re
+import shlex
+import tomllib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
+
+from negamax.cli.main import app
+from negamax.cli.resolve import find_command, resolve
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -44,3 +56,80 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not is_there or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+COMMANDS_OF = [page for page in PAGES if "decisions" not in page.parts and page.name != "CHANGELOG.md"]
+
+
+def blocks(page: Path, language: str) -> Iterator[str]:
+    """The code blocks of `page` in `language`; indented ones are commands."""
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^( *)```(\w+)\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE):
+        if match[2] == language:
+            yield match[3]
+    if language == "sh":
+        fenced = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.DOTALL | re.MULTILINE)
+        yield "\n".join(re.findall(r"^ {4}(.*\S.*)$", fenced, re.MULTILINE))
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every command on `page`: in code blocks, and in the text where it has options and
+    nothing to fill in."""
+    lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    inline = re.findall(r"`(negamax [^`\n]+ --[^`\n]+)`", page.read_text(encoding="utf-8"))
+    inline = [line for line in inline if not re.search(r"\.\.\.|\b[A-Z]+\b", line)]
+    for line in (*lines, *inline):
+        for part in re.split(r"\s(?:&&|\||&|;)(?:\s|$)|\s[<>]\s", line):
+            if part.split()[:1] and part.split()[0] in ("negamax", "make", "python", "python3"):
+                yield shlex.split(part, comments=True)
+
+
+def understand(words: list[str]) -> None:
+    """Errors: whatever the command line refuses."""
+    root = typer.main.get_command(app)
+    resolved = resolve(root, words)  # type: ignore[arg-type]
+    command, path, rest = find_command(root, resolved.words)  # type: ignore[arg-type]
+    assert path, f"no command: {words}"
+    with contextlib.suppress(typer.Exit):  # --help
+        command.make_context(path[-1], list(rest))
+
+
+@pytest.mark.parametrize("page", COMMANDS_OF, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_are_understood(page: Path) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands(page):
+        match words:
+            case ["make", *wanted]:
+                assert [word for word in wanted if "=" not in word and word not in targets] == []
+            case ["negamax", *rest]:
+                understand(rest)
+            case [_, file, *_] if file.endswith(".py"):
+                assert (ROOT / file).is_file(), file
+
+
+@pytest.mark.parametrize("page", COMMANDS_OF, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_code_and_data_can_be_read(page: Path) -> None:
+    for language, read in (("python", ast.parse), ("json", json.loads), ("toml", tomllib.loads)):
+        for block in blocks(page, language):
+            read(block)
+
+
+def test_commands_of_the_deployment_files_are_understood() -> None:
+    for file in (ROOT / "deploy" / "compose").glob("*.yaml"):
+        for command in _listed_commands(file):
+            understand(command)
+    for command in _listed_commands(ROOT / "deploy" / "kubernetes.yaml"):
+        understand(command)
+
+
+def _listed_commands(file: Path) -> Iterator[list[str]]:
+    """Lists that begin with `serve`, wherever they stand in a YAML file."""
+    waiting = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+            if value[:1] == ["serve"]:
+                yield value
