@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,6 +53,7 @@ CASE_FILES = (
 )
 FORMATS = {"m2": MINIMAX_M2, "m3": MINIMAX_M3}
 MEGABYTE = 1_000_000
+_MARKED_THINK_TAG = re.compile(rf"{re.escape(MARKER)}\s*</?mm:think>")
 
 # Policy cases in which we choose otherwise, and why; docs/parsing.md tells more.
 OTHER_CHOICE = {
@@ -184,10 +186,12 @@ def check_readings(
 
 
 def reads_otherwise_by_token(format: OutputFormat, text: str, whole: ParsedOutput) -> bool:
-    """Whether tokens tell more than the text: it ends with the beginning of a tag that has a token, or
-    there is a think closer in the content, which is a quotation only where it is no token."""
+    """Whether tokens tell more than the text: it ends with the beginning of a tag that has a token,
+    there is a think closer in the content, which is a quotation only where it is no token, or M3's
+    marker stands before a think tag, which is an element of that name only where it is no token."""
     ends_in_tag = any(text.endswith(tag[:length]) for tag in format.literals for length in range(1, len(tag)))
-    return ends_in_tag or format.think_close in (whole.content or "")
+    is_marked = _MARKED_THINK_TAG.search(text) is not None
+    return ends_in_tag or is_marked or format.think_close in (whole.content or "")
 
 
 def check_packets(steps: Iterable[Sequence[ParserEvent]], whole: ParsedOutput) -> None:
