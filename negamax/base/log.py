@@ -10,6 +10,8 @@ import datetime
 import json
 import logging
 import sys
+import threading
+from types import TracebackType
 from typing import Any
 
 from negamax.base import env
@@ -32,6 +34,9 @@ def setup(level: str | int = "info", log_format: str = "text") -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger("negamax").setLevel(level.upper() if isinstance(level, str) else level)
     logging.captureWarnings(True)
+    if log_format == "json":
+        sys.excepthook = _log_uncaught
+        threading.excepthook = lambda end: _log_uncaught(end.exc_type, end.exc_value or end.exc_type(), end.exc_traceback)
 
 
 def setup_as_parent() -> None:
@@ -51,6 +56,14 @@ def settings() -> str:
 def get_logger(name: str) -> logging.Logger:
     """The logger of module `name` (pass `__name__`)."""
     return logging.getLogger(name)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """In place of Python's own hooks, whose lines are no JSON."""
+    if issubclass(kind, KeyboardInterrupt | SystemExit):
+        return
+    logger = logging.getLogger("negamax")
+    logger.critical("uncaught %s", kind.__name__, exc_info=(kind, error, traceback))
 
 
 class _JsonFormatter(logging.Formatter):

@@ -215,10 +215,10 @@ def _may_continue(rest: str) -> bool:
 
 def _tail(block: str, console: Console) -> Markdown:
     """As much of the end of a block as fits the terminal."""
-    lines = block.splitlines(keepends=True)
     most = max(1, console.height - 2)
+    lines = block.splitlines(keepends=True)
     if len(lines) <= most:
-        return _rendered(block)
+        return _rendered(block[-most * console.width :])
     fence = _FENCE.match(lines[0])
     return _rendered((lines[0] if fence else "") + "".join(lines[1 - most :]))
 

@@ -93,6 +93,19 @@ def test_child_logs_as_its_parent(level: str, log_format: str) -> None:
         assert json.loads(lines[1])["tokens"] == 3 and "ZeroDivisionError" in lines[1]
 
 
+def test_uncaught_errors_of_all_threads_are_json_lines() -> None:
+    code = (
+        "import threading; from negamax.base import log; log.setup('info', 'json');"
+        "thread = threading.Thread(target=lambda: 1 // 0); thread.start(); thread.join();"
+        "raise ValueError('the end')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    first, second = [json.loads(line) for line in done.stderr.splitlines()]
+    assert first["level"] == "critical" and "ZeroDivisionError" in first["exception"]
+    assert second["message"] == "uncaught ValueError" and "the end" in second["exception"]
+
+
 def in_the_child() -> None:
     """What the test above spawns."""
     log.setup_as_parent()
