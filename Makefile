@@ -17,7 +17,7 @@ serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 
 test: $(VENV)/.dev    ## everything that runs without a GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not install and not serial"
-	$(BIN)/python -m pytest -m serial
+	$(BIN)/python -m pytest -m serial $$(grep -rl pytest.mark.serial tests)
 
 test-install: $(VENV)/.dev  ## the wheel alone in an empty environment: commands, server, hub ids
 	$(BIN)/python -m pytest -m install tests/install
