@@ -326,6 +326,7 @@ def test_16_broken_history_is_refused(http: httpx.Client, messages: list[Any], p
 
 
 def test_16_12_arguments_that_are_no_json_are_taken_as_text(http: httpx.Client) -> None:
+    """The suite asks for a 400: docs/decisions/0014."""
     broken = {**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Pa'}}
     answered(http, messages=[*ASKED[:1], {"role": "assistant", "tool_calls": [broken]}, RESULT])
 
