@@ -14,8 +14,8 @@ from negamax.parallel.split import tensor_parallel_sizes
 
 GIB = 2**30
 # Beside weights and cache on each GPU: a step's workspace, CUDA graphs, the driver. The engine
-# measures it; on an H200 with the default sizes of a step it is 6 GiB.
-GPU_RESERVE = 6 * GIB
+# measures it; on an H200 with the default sizes of a step it is 7.0 GiB.
+GPU_RESERVE = 15 * GIB // 2
 _LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
 _NANO_BYTES = GIB
 _KV_DTYPE_BYTES = 2

@@ -36,7 +36,6 @@ def verdict(here: Machine, model: str = M2) -> Verdict:
         (machine(4, gib=139.8), f"negamax serve {M2} --tensor-parallel-size 4"),
         (machine(8, gib=79.1), f"negamax serve {M2} --tensor-parallel-size 4"),
         (machine(1, gib=287), f"negamax serve {M2}"),
-        # a number of 1,024s below what was measured there: 122,496 tokens
         (machine(2, gib=139.8), f"negamax serve {M2} --tensor-parallel-size 2 --max-model-len"),
         (machine(0, memory_bytes=500 * GIB), f"negamax serve {M2}"),
     ],
@@ -45,7 +44,8 @@ def test_model_that_fits_comes_with_its_command(here: Machine, command: str) -> 
     found = verdict(here)
     assert found.runs and found.command.startswith(command)
     if "--max-model-len" in command:
-        assert 100_000 < int(found.command.split()[-1]) < 140_000
+        # the engine takes it: measured on these GPUs, its cache holds 122,496 tokens
+        assert 110_000 < int(found.command.split()[-1]) < 122_496
 
 
 @pytest.mark.parametrize(
