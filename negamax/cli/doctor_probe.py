@@ -35,6 +35,8 @@ def _text(error: Exception) -> str:
 def _look() -> dict[str, Any]:
     import torch
 
+    from negamax.kernels.platform import cpu_computes_bf16
+
     cuda = torch.cuda
     count = cuda.device_count() if cuda.is_available() else 0
     gpus = []
@@ -54,7 +56,7 @@ def _look() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "gpus": gpus,
-        "cpu_bfloat16": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        "cpu_bfloat16": cpu_computes_bf16(),
     }
 
 

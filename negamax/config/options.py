@@ -25,7 +25,7 @@ class EngineOptions:
     model: str  # local folder, hub id, bundled spec with load_format=synthetic, or "nano"
     revision: str | None = None  # of a hub model
     download_dir: str | None = None
-    dtype: str = "auto"  # "auto": the checkpoint's, or float32 where the CPU has no bfloat16 arithmetic
+    dtype: str = "auto"  # "auto": the checkpoint's, or float32 on CPUs without bf16 instructions
     load_format: str = "auto"
     script: str | None = None  # answers by the rules of this TOML file, without a model
     device: str = "auto"  # "auto": cuda where there is a GPU

@@ -1,10 +1,11 @@
-"""What this machine's accelerator is, asked once, and what is known not to run on it.
+"""What this machine's processors are, asked once, and what is known not to run on them.
 
 Imports no torch until a device is asked for.
 """
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -79,3 +80,13 @@ def platform_of(device: torch.device) -> Platform:
     if torch.version.hip is not None:
         return Platform("amd", name)
     return Platform("nvidia", name, torch.cuda.get_device_capability(device))
+
+
+def cpu_computes_bf16() -> bool:
+    """Whether this CPU multiplies bf16 by instructions of its own. oneDNN also takes bf16 on AVX-512
+    without them, and is then slower than in fp32 (docs/performance.md)."""
+    import torch
+
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return platform.machine().lower() not in ("x86_64", "amd64") or torch.cpu._is_avx512_bf16_supported()

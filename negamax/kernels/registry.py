@@ -45,7 +45,7 @@ OPS: dict[str, Op] = {
 _LINEARS: tuple[Kernel, ...] = (*gemm_vendor.KERNELS, *gemm_padded.KERNELS, OPS["gemm.linear"].reference)
 KERNELS: tuple[Kernel, ...] = (
     *_LINEARS[:-1],
-    *native_rows.kernels(_LINEARS[0]),
+    *(kernel for linear in gemm_vendor.KERNELS for kernel in native_rows.kernels(linear)),
     *bucketed.KERNELS,
     *moe_sorted.kernels(_LINEARS),
     *(op.reference for op in OPS.values()),

@@ -17,7 +17,7 @@ from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import DEVICES
-from negamax.kernels.platform import Platform
+from negamax.kernels.platform import Platform, cpu_computes_bf16
 from negamax.quantization.scheme import choose_format
 
 logger = get_logger(__name__)
@@ -50,7 +50,7 @@ def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
         if device == "cuda" and name == "float32":
             logger.info("the checkpoint is in float32: computing in bfloat16 (--dtype bfloat16)")
             name = "bfloat16"
-        elif device == "cpu" and name != "float32" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        elif device == "cpu" and name != "float32" and not cpu_computes_bf16():
             logger.info("this CPU has no bfloat16 arithmetic: computing in float32 (--dtype float32)")
             name = "float32"
     if device == "cuda" and name == "float32":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -12,8 +13,10 @@ import torch
 from negamax.base.errors import ConfigError
 from negamax.config.model_spec import bundled_spec
 from negamax.kernels.launch.triton import launch_options
+from negamax.kernels.native import library
 from negamax.kernels.platform import Platform, platform_of
-from negamax.worker.device import check_platform
+from negamax.kernels.registry import providers, resolve
+from negamax.worker.device import check_platform, choose_dtype
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 M2 = bundled_spec("minimax-m2")  # FP8 weights
@@ -50,9 +53,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 def test_what_cannot_run_is_refused_by_name(
     gpu: FakeGpu, name: str, capability: tuple[int, int], hip: str | None, cache: torch.dtype, words: str
 ) -> None:
-    platform = platform_of(gpu(name, capability, hip))
+    found = platform_of(gpu(name, capability, hip))
     with pytest.raises(ConfigError) as caught:
-        check_platform(platform, M2, dtype=BF16, cache_dtype=cache)
+        check_platform(found, M2, dtype=BF16, cache_dtype=cache)
     assert words in str(caught.value) and "--device cpu" in str(caught.value)
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
 
@@ -60,22 +63,22 @@ def test_what_cannot_run_is_refused_by_name(
 def test_bf16_weights_run_on_an_a100_with_a_warning_and_its_cache_is_not_fp8(
     gpu: FakeGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
-    platform = platform_of(gpu(*A100))
+    found = platform_of(gpu(*A100))
     plain = replace(M2, quantization=None)
     with caplog.at_level(logging.WARNING, logger="negamax"):
         for rank in range(2):
-            check_platform(platform, plain, dtype=BF16, cache_dtype=BF16, rank=rank)
+            check_platform(found, plain, dtype=BF16, cache_dtype=BF16, rank=rank)
     (record,) = caplog.records
     assert "A100" in record.message and "never run" in record.message
     with pytest.raises(ConfigError, match=r"8.0\) has no FP8 KV cache; 8.9 or higher is needed .drop --kv-cache-dtype"):
-        check_platform(platform, plain, dtype=BF16, cache_dtype=FP8)
+        check_platform(found, plain, dtype=BF16, cache_dtype=FP8)
 
 
 def test_measured_gpus_and_the_cpu_run_everything_without_a_word(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
     platforms = [platform_of(gpu("NVIDIA H200", (9, 0))), platform_of(torch.device("cpu"))]
     with caplog.at_level(logging.DEBUG, logger="negamax"):
-        for platform in platforms:
-            check_platform(platform, M2, dtype=BF16, cache_dtype=FP8)
+        for found in platforms:
+            check_platform(found, M2, dtype=BF16, cache_dtype=FP8)
     assert not caplog.records
     assert platforms[0] == Platform("nvidia", "NVIDIA H200", (9, 0))
 
@@ -84,3 +87,32 @@ def test_measured_gpus_and_the_cpu_run_everything_without_a_word(gpu: FakeGpu, c
 def test_kernels_overlap_their_launches_from_hopper_on(gpu: FakeGpu, capability: tuple[int, int], expected: bool) -> None:
     assert launch_options(gpu("NVIDIA", capability))["PDL"] is expected
     assert launch_options(torch.device("cpu")) == {"PDL": False}
+
+
+@pytest.mark.parametrize(
+    ("machine", "onednn", "instructions", "dtype"),
+    [
+        ("x86_64", True, True, BF16),
+        ("x86_64", True, False, torch.float32),  # AVX-512 alone: oneDNN widens every value
+        ("x86_64", False, False, torch.float32),
+        ("aarch64", True, False, BF16),
+    ],
+)
+def test_a_cpu_computes_in_bf16_only_where_it_has_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, machine: str, onednn: bool, instructions: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    assert choose_dtype("auto", spec=M2, device="cpu") == dtype
+    assert choose_dtype("bfloat16", spec=M2, device="cpu") == BF16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_native_kernels_run_in_both_dtypes_of_the_cpu(dtype: torch.dtype) -> None:
+    linear = providers("gemm.linear", platform="cpu", dtype=dtype)[0]
+    if library.load() is None or linear.provider != "onednn":
+        pytest.skip("no C compiler, or no oneDNN products in this dtype")
+    table = resolve(platform="cpu", dtype=dtype)
+    native = [op for op, kernel in table.kernels.items() if kernel.provider.startswith("native")]
+    assert len(native) == 6 and table["attention.decode"].provider == "native"

@@ -22,8 +22,9 @@ COMPILE_SECONDS = 60.0
 
 
 @cache
-def load() -> ctypes.PyDLL | None:
-    """The library, or None where there is no compiler or it fails; the reason is logged once.
+def load(*, fp32: bool = False) -> ctypes.PyDLL | None:
+    """The library for tensors in bf16, or in fp32; None where there is no compiler or it fails, and
+    the reason is logged once.
 
     `PyDLL` keeps the interpreter lock: the calls are shorter than handing it over.
     """
@@ -32,23 +33,23 @@ def load() -> ctypes.PyDLL | None:
         logger.info("no C compiler found: the CPU runs without the native row kernels")
         return None
     try:
-        return ctypes.PyDLL(str(_compiled(compiler)))
+        return ctypes.PyDLL(str(_compiled(compiler, flags=(*FLAGS, "-DELEMENT_FP32") if fp32 else FLAGS)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("the native row kernels cannot be built, the CPU runs without them: %s", error)
         return None
 
 
-def _compiled(compiler: str) -> Path:
+def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
     """The shared object for this source, compiler and processor, from the user's cache or made now."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stdout
-    identity = b"\0".join((SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _processor()))
+    identity = b"\0".join((SOURCE.read_bytes(), version, " ".join(flags).encode(), _processor()))
     folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "negamax" / "native"
     library = folder / f"rows-{hashlib.sha256(identity).hexdigest()[:24]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = Path(scratch) / "rows.so"
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh), "-lm"]
+            command = [compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm"]
             subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS, check=True)
             fresh.replace(library)
     return library

@@ -1,15 +1,21 @@
-/* Row-wise bf16 ops for the CPU, the arithmetic of negamax/kernels/<family>/spec.py in one pass over each row.
+/* Row-wise ops for the CPU, the arithmetic of negamax/kernels/<family>/spec.py in one pass over each row.
 
-   Sums run over 16 fixed lanes, so a row's result depends on that row alone. bf16 is carried as uint16_t and rounded to
-   nearest even, in the places where the definitions round. Tensors are contiguous; sizes are in elements. */
+   Compiled once per dtype of the tensors: bf16, or fp32 with -DELEMENT_FP32. Sums run over 16 fixed lanes, so a row's result
+   depends on that row alone. bf16 is carried as uint16_t and rounded to nearest even, in the places where the definitions
+   round. Tensors are contiguous; sizes are in elements. */
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #define LANES 16
 #define WIDTH 8
-typedef uint16_t bf16;
+#ifdef ELEMENT_FP32
+typedef float element;
+#else
+typedef uint16_t element; /* bf16 */
+#endif
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 
 static inline vec load(const float *x) {
@@ -22,19 +28,29 @@ static inline void store(float *x, vec value) { memcpy(x, &value, sizeof value);
 
 static inline float across(vec v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
 
-static inline float widen(bf16 value) {
+#ifdef ELEMENT_FP32
+static const float LARGEST = FLT_MAX;
+
+static inline float widen(element value) { return value; }
+
+static inline element narrow(float value) { return value; }
+#else
+static const float LARGEST = 0x1.fep127f;
+
+static inline float widen(element value) {
     uint32_t bits = (uint32_t)value << 16;
     float out;
     memcpy(&out, &bits, sizeof out);
     return out;
 }
 
-static inline bf16 narrow(float value) {
+static inline element narrow(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (bf16)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded); /* NaN stays NaN */
+    return (element)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded); /* NaN stays NaN */
 }
+#endif
 
 static inline float fold(const float *lanes) {
     float part[LANES];
@@ -85,14 +101,14 @@ static inline float exponential(float x) {
     return p * scale;
 }
 
-/* residual += x (x may be NULL), out = rms_norm(residual) * weight. All [rows, width] bf16. */
-void negamax_add_rms(const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, int64_t rows, int64_t width, float eps) {
+/* residual += x (x may be NULL), out = rms_norm(residual) * weight. All [rows, width]. */
+void negamax_add_rms(const element *x, element *residual, const element *weight, element *out, int64_t rows, int64_t width, float eps) {
     float scratch[width];
     for (int64_t row = 0; row < rows; row++) {
-        bf16 *restrict sum = residual + row * width;
-        bf16 *restrict y = out + row * width;
+        element *restrict sum = residual + row * width;
+        element *restrict y = out + row * width;
         if (x) {
-            const bf16 *restrict add = x + row * width;
+            const element *restrict add = x + row * width;
             for (int64_t i = 0; i < width; i++) sum[i] = narrow(widen(sum[i]) + widen(add[i]));
         }
         for (int64_t i = 0; i < width; i++) scratch[i] = widen(sum[i]);
@@ -110,18 +126,17 @@ static void scaled(float *restrict x, const float *restrict weight, int64_t coun
 /* qkv [tokens, (heads + 2 kv_heads) * dim] -> q_out [tokens, heads * dim], keys and values into the caches at rows
    [tokens * kv_heads]; cos, sin [tokens, rotary] fp32. Values that are not finite become finite first: a cache block outlives
    the sequence that wrote it. */
-void negamax_qk_norm_rope_write(const bf16 *qkv, const float *weight, const float *cosines, const float *sines, bf16 *k_cache,
-                                bf16 *v_cache, const int64_t *rows, bf16 *q_out, int64_t tokens, int64_t heads, int64_t kv_heads,
+void negamax_qk_norm_rope_write(const element *qkv, const float *weight, const float *cosines, const float *sines, element *k_cache,
+                                element *v_cache, const int64_t *rows, element *q_out, int64_t tokens, int64_t heads, int64_t kv_heads,
                                 int64_t dim, int64_t rotary, float eps) {
     int64_t q_width = heads * dim, kv_width = kv_heads * dim, width = q_width + 2 * kv_width, half = rotary / 2;
-    const float largest = widen(0x7f7f);
     float scratch[width];
     for (int64_t token = 0; token < tokens; token++) {
-        const bf16 *source = qkv + token * width;
+        const element *source = qkv + token * width;
         for (int64_t i = 0; i < width; i++) {
             float value = widen(source[i]);
             value = value != value ? 0.0f : value;
-            scratch[i] = value > largest ? largest : value < -largest ? -largest : value;
+            scratch[i] = value > LARGEST ? LARGEST : value < -LARGEST ? -LARGEST : value;
         }
         scaled(scratch, weight, q_width, eps);
         scaled(scratch + q_width, weight + q_width, kv_width, eps);
@@ -134,11 +149,11 @@ void negamax_qk_norm_rope_write(const bf16 *qkv, const float *weight, const floa
                 x[i + half] = high * c[i + half] + low * s[i + half];
             }
         }
-        bf16 *q = q_out + token * q_width;
+        element *q = q_out + token * q_width;
         for (int64_t i = 0; i < q_width; i++) q[i] = narrow(scratch[i]);
         for (int64_t head = 0; head < kv_heads; head++) {
             const float *key = scratch + q_width + head * dim, *value = key + kv_width;
-            bf16 *k = k_cache + rows[token * kv_heads + head] * dim, *v = v_cache + rows[token * kv_heads + head] * dim;
+            element *k = k_cache + rows[token * kv_heads + head] * dim, *v = v_cache + rows[token * kv_heads + head] * dim;
             for (int64_t i = 0; i < dim; i++) k[i] = narrow(key[i]);
             for (int64_t i = 0; i < dim; i++) v[i] = narrow(value[i]);
         }
@@ -180,20 +195,20 @@ static void four_mixed(float *mixed, const float *fade, const float *p, const fl
     }
 }
 
-/* `count` rows of `dim` bf16 values as fp32 rows of `padded` values; what is padded stays as it was. */
-static void widen_rows(const bf16 *restrict rows, float *restrict out, int64_t count, int64_t dim, int64_t padded) {
+/* `count` rows of `dim` values as fp32 rows of `padded` values; what is padded stays as it was. */
+static void widen_rows(const element *restrict rows, float *restrict out, int64_t count, int64_t dim, int64_t padded) {
     for (int64_t row = 0; row < count; row++)
         for (int64_t i = 0; i < dim; i++) out[row * padded + i] = widen(rows[row * dim + i]);
 }
 
-static void prefetch_block(const bf16 *block, int64_t count) {
-    for (int64_t i = 0; i < count; i += 32) __builtin_prefetch(block + i);
+static void prefetch_block(const element *block, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(element)) __builtin_prefetch(block + i);
 }
 
 /* One query per sequence against its paged keys and values, block by block with a running softmax. q, out [seqs, heads, dim];
    caches [blocks, kv_heads, block_size, dim]; tables [seqs, table_width] block numbers; lengths [seqs] keys, at least 1. */
-void negamax_decode(const bf16 *q, const bf16 *k_cache, const bf16 *v_cache, const int64_t *tables, const int64_t *lengths,
-                    bf16 *out, int64_t seqs, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
+void negamax_decode(const element *q, const element *k_cache, const element *v_cache, const int64_t *tables, const int64_t *lengths,
+                    element *out, int64_t seqs, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                     int64_t table_width) {
     int64_t group = heads / kv_heads, rows = (group + 3) / 4 * 4, stride = (block_size + 1) / 2 * 2;
     int64_t padded = (dim + WIDTH - 1) / WIDTH * WIDTH, block_count = block_size * dim;
@@ -238,13 +253,13 @@ void negamax_decode(const bf16 *q, const bf16 *k_cache, const bf16 *v_cache, con
     }
 }
 
-/* x [tokens, hidden] bf16, gate [experts, hidden] fp32, bias [experts] fp32 -> the top_k experts of sigmoid(gate x) + bias, and
+/* x [tokens, hidden], gate [experts, hidden] fp32, bias [experts] fp32 -> the top_k experts of sigmoid(gate x) + bias, and
    their sigmoids divided by the sum; ids, weights [tokens, top_k]. Equal scores: the lower id. */
-void negamax_route(const bf16 *x, const float *gate, const float *bias, int32_t *ids, float *weights, int64_t tokens,
+void negamax_route(const element *x, const float *gate, const float *bias, int32_t *ids, float *weights, int64_t tokens,
                    int64_t hidden, int64_t experts, int64_t top_k) {
     float wide[hidden], score[experts], biased[experts];
     for (int64_t token = 0; token < tokens; token++) {
-        const bf16 *source = x + token * hidden;
+        const element *source = x + token * hidden;
         for (int64_t i = 0; i < hidden; i++) wide[i] = widen(source[i]);
         for (int64_t expert = 0; expert < experts; expert++) {
             const float *row = gate + expert * hidden;
@@ -273,10 +288,10 @@ void negamax_route(const bf16 *x, const float *gate, const float *bias, int32_t 
 }
 
 /* gate_up [rows, 2 * width], gate first -> out [rows, width] = silu(gate) * up. */
-void negamax_swiglu(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width) {
+void negamax_swiglu(const element *gate_up, element *out, int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; row++) {
-        const bf16 *restrict gate = gate_up + row * 2 * width, *restrict up = gate + width;
-        bf16 *restrict y = out + row * width;
+        const element *restrict gate = gate_up + row * 2 * width, *restrict up = gate + width;
+        element *restrict y = out + row * width;
         for (int64_t i = 0; i < width; i++) {
             float g = widen(gate[i]);
             y[i] = narrow(widen(narrow(g / (1.0f + exponential(-g)))) * widen(up[i]));
@@ -304,15 +319,15 @@ void negamax_group_pairs(const int32_t *ids, int64_t *source, int64_t *place, in
 }
 
 /* The weighted sum of each token's expert outputs, in the order of its choices; place from negamax_group_pairs.
-   y [sorted pairs, hidden] bf16, weights [tokens * top_k] fp32 -> out [tokens, hidden]. */
-void negamax_combine(const bf16 *y, const int64_t *place, const float *weights, bf16 *out, int64_t tokens, int64_t top_k,
+   y [sorted pairs, hidden], weights [tokens * top_k] fp32 -> out [tokens, hidden]. */
+void negamax_combine(const element *y, const int64_t *place, const float *weights, element *out, int64_t tokens, int64_t top_k,
                      int64_t hidden) {
     float sum[hidden];
     for (int64_t token = 0; token < tokens; token++) {
         memset(sum, 0, sizeof sum);
         for (int64_t pair = token * top_k; pair < (token + 1) * top_k; pair++) {
             if (place[pair] < 0) continue;
-            const bf16 *source = y + place[pair] * hidden;
+            const element *source = y + place[pair] * hidden;
             for (int64_t i = 0; i < hidden; i++) sum[i] += weights[pair] * widen(source[i]);
         }
         for (int64_t i = 0; i < hidden; i++) out[token * hidden + i] = narrow(sum[i]);

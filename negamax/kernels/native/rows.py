@@ -1,4 +1,4 @@
-"""The kernels of `rows.c` behind the signatures of their ops. bf16 on the CPU; tensors are contiguous."""
+"""The kernels of `rows.c` behind the signatures of their ops: bf16 or fp32 on the CPU; tensors are contiguous."""
 
 from __future__ import annotations
 
@@ -36,16 +36,12 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 @cache
-def _function(name: str) -> Callable[..., None]:
-    loaded = library.load()
+def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    loaded = library.load(fp32=dtype is torch.float32)
     assert loaded is not None, "the table offers these kernels only where the library loads"
     function = loaded[f"negamax_{name}"]
     function.argtypes, function.restype = _ARGUMENTS[name], None
     return function
-
-
-def _available() -> bool:
-    return library.load() is not None
 
 
 # --- norms ----------------------------------------------------------------------------------------------------------------
@@ -53,14 +49,14 @@ def _available() -> bool:
 
 @dataclass(frozen=True)
 class NormWeight:
-    """A norm's weight [width] bf16 and the eps under its root."""
+    """A norm's weight [width], in the dtype of its rows, and the eps under its root."""
 
     weight: Tensor
     eps: float
 
 
 def prepare_norm(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight:
-    """weight [width] bf16, eps under the root."""
+    """weight [width], eps under the root."""
     assert not quantize, "the CPU computes in the model's dtype only"
     return NormWeight(weight, eps)
 
@@ -81,7 +77,7 @@ def _add_rms(x: int | None, residual: Tensor, norm: NormWeight) -> Tensor:
     assert residual.is_contiguous()
     out = torch.empty_like(residual)
     rows, width = residual.shape
-    _function("add_rms")(x, residual.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width, norm.eps)
+    _function("add_rms", residual.dtype)(x, residual.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width, norm.eps)
     return out
 
 
@@ -121,7 +117,7 @@ def qk_norm_rope_write(
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     num_tokens, head_dim, shared = qkv.shape[0], k_cache.shape[-1], norm.shared
     q = qkv.new_empty(num_tokens, shared.heads, head_dim)
-    _function("qk_norm_rope_write")(
+    _function("qk_norm_rope_write", qkv.dtype)(
         qkv.data_ptr(),
         shared.weight.data_ptr(),
         cos.data_ptr(),
@@ -169,7 +165,7 @@ def decode(
     num_seqs, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     out = q.new_empty(num_seqs, heads * head_dim)
-    _function("decode")(
+    _function("decode", q.dtype)(
         q.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
@@ -197,7 +193,7 @@ def route(x: Activated, prepared: Gate, *, top_k: int, active: Tensor | None = N
     num_tokens, hidden = x.shape
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32)
-    _function("route")(
+    _function("route", x.dtype)(
         x.data_ptr(),
         gate.data_ptr(),
         bias.data_ptr(),
@@ -215,7 +211,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 * width], gate first -> silu(gate) * up [T, width]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    _function("swiglu")(gate_up.data_ptr(), out.data_ptr(), rows, width)
+    _function("swiglu", gate_up.dtype)(gate_up.data_ptr(), out.data_ptr(), rows, width)
     return out
 
 
@@ -229,7 +225,7 @@ def experts_kernel(linear: Kernel) -> Kernel:
         plan = torch.empty(2 * pairs + count + 1, dtype=torch.int64)  # source, place, bounds
         source = plan.data_ptr()
         place, bounds = source + 8 * pairs, source + 16 * pairs
-        _function("group_pairs")(ids.data_ptr(), source, place, bounds, num_tokens, top_k, first, count)
+        _function("group_pairs", x.dtype)(ids.data_ptr(), source, place, bounds, num_tokens, top_k, first, count)
         edges = plan[2 * pairs :].tolist()  # host-sync: rows of each expert
         if edges[-1] == 0:
             return torch.zeros_like(x)
@@ -242,7 +238,7 @@ def experts_kernel(linear: Kernel) -> Kernel:
             ]
         )
         out = torch.empty_like(x)
-        _function("combine")(y.data_ptr(), place, weights.data_ptr(), out.data_ptr(), num_tokens, top_k, x.shape[1])
+        _function("combine", x.dtype)(y.data_ptr(), place, weights.data_ptr(), out.data_ptr(), num_tokens, top_k, x.shape[1])
         return out
 
     return Kernel(
@@ -250,16 +246,17 @@ def experts_kernel(linear: Kernel) -> Kernel:
         f"native+{linear.provider}",
         run,
         moe_sorted.kernel(linear).prepare,
-        dtypes=(torch.bfloat16,),
-        available=lambda: _available() and linear.available(),
+        dtypes=linear.dtypes,
+        available=lambda: _available(linear.dtypes[0]) and linear.available(),
     )
 
 
 def kernels(linear: Kernel) -> tuple[Kernel, ...]:
-    """All kernels of this file; `linear` is the bf16 `gemm.linear` that the experts use."""
+    """All kernels of this file for the one dtype of `linear`, the `gemm.linear` that the experts use."""
+    (dtype,) = linear.dtypes
 
     def kernel(op: str, run: Callable[..., Any], prepare: Callable[..., Any] | None = None) -> Kernel:
-        return Kernel(op, "native", run, prepare, dtypes=(torch.bfloat16,), available=_available)
+        return Kernel(op, "native", run, prepare, dtypes=(dtype,), available=lambda: _available(dtype))
 
     return (
         kernel("norm.rms", rms, prepare_norm),
@@ -269,3 +266,7 @@ def kernels(linear: Kernel) -> tuple[Kernel, ...]:
         kernel("moe.route", route, pair),
         experts_kernel(linear),
     )
+
+
+def _available(dtype: torch.dtype) -> bool:
+    return library.load(fp32=dtype is torch.float32) is not None
