@@ -40,7 +40,7 @@ Rule = Callable[[Any, Mapping[str, str]], Verdict]
 
 
 def compilation(value: Any, line: Mapping[str, str]) -> Verdict:
-    """--compilation-config, or its level: what it says of CUDA graphs counts, there is no compiler to configure."""
+    """What it says of CUDA graphs counts; level 0 runs without them. There is no compiler to configure."""
     config = value if isinstance(value, dict) else {}
     instead = []
     if str(config.get("cudagraph_mode", "")).upper() in ("NONE", "0") or value == 0:
@@ -52,7 +52,7 @@ def compilation(value: Any, line: Mapping[str, str]) -> Verdict:
 
 
 def capture_sizes(value: Any, line: Mapping[str, str]) -> Verdict:
-    """Batch sizes of CUDA graphs: the largest counts."""
+    """The largest size is --max-cudagraph-capture-size."""
     words = [str(size) for size in (value if isinstance(value, list) else [value])]
     sizes = [int(word) for text in words for word in text.strip("[]").replace(",", " ").split() if word.isdigit()]
     if not sizes:
@@ -61,17 +61,17 @@ def capture_sizes(value: Any, line: Mapping[str, str]) -> Verdict:
 
 
 def graph_backend(value: Any, line: Mapping[str, str]) -> Verdict:
-    """How decode steps are captured."""
+    """`disabled` is --enforce-eager."""
     return Verdict((("--enforce-eager", ""),)) if value == "disabled" else Verdict(note=GRAPHS)
 
 
 def no_decode_graphs(value: Any, line: Mapping[str, str]) -> Verdict:
-    """A switch that runs decode steps without CUDA graphs."""
+    """The same as --enforce-eager."""
     return Verdict((("--enforce-eager", ""),)) if value else Verdict()
 
 
 def expert_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
-    """A switch, or a number of ranks. From eight ranks on other servers need it for FP8 blocks; here they need fewer ranks."""
+    """Experts are split over the ranks of --tensor-parallel-size; with more than 4 ranks it is refused."""
     if value in (False, "1", "0"):
         return Verdict()
     if line.get("data_parallel_size", "1") != "1":
@@ -84,7 +84,7 @@ def expert_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
 
 
 def data_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
-    """Replicas of the model."""
+    """More than 1 is refused, with what to start instead."""
     if value in ("1", "0"):
         return Verdict()
     ranks = line.get("tensor_parallel_size", "4")
@@ -95,14 +95,14 @@ def data_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
 
 
 def quantization(value: Any, line: Mapping[str, str]) -> Verdict:
-    """How weights are stored."""
+    """fp8 and auto are what the checkpoint stores; others are refused."""
     if value in ("fp8", "auto"):
         return Verdict(note=STORED)
     return Verdict(refusal=STORED, remedy="leave it out, and serve a checkpoint in FP8 blocks or bf16")
 
 
 def kv_transfer(value: Any, line: Mapping[str, str]) -> Verdict:
-    """Connectors of the KV cache: one that only keeps it elsewhere changes no answer."""
+    """Without effect where kv_role is kv_both, else refused."""
     role = value.get("kv_role", "kv_both") if isinstance(value, dict) else ""
     if role == "kv_both":
         return Verdict(note=TRANSFER)
@@ -110,7 +110,7 @@ def kv_transfer(value: Any, line: Mapping[str, str]) -> Verdict:
 
 
 def tokenizer(value: Any, line: Mapping[str, str]) -> Verdict:
-    """Another tokenizer than the model's."""
+    """Any other than MODEL is refused."""
     if str(value).rstrip("/") == line.get("model", "").rstrip("/"):
         return Verdict()
     return Verdict(refusal=TOKENIZER, remedy="leave it out, or put the files into a local folder with the checkpoint")
