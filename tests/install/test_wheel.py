@@ -20,6 +20,7 @@ from negamax import __version__
 
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "negamax" / "assets" / "nano"
+pytestmark = pytest.mark.timeout(900)  # for downloads; installing takes a minute
 PROMPT = ("--prompt", "What is 47 + 38?", "--temperature", "0", "--max-tokens", "200")
 
 
@@ -65,7 +66,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation
         [python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel],
     )
     for command in steps:
-        subprocess.run(command, env=environment, check=True, timeout=280)
+        subprocess.run(command, env=environment, check=True, timeout=600)
     yield Installation(folder / "venv" / "bin", folder)
     shutil.rmtree(folder / "venv")
 
