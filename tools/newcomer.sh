@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # newcomer.sh [REPOSITORY]: a stranger's first hour, from a clone in an empty folder on: demo, server
-# and chat page, the snippets of README and SDK guides, the wheel, launch lines of other servers,
+# and chat page, doctor and chat, the snippets of README and SDK guides, the wheel, launch lines of other servers,
 # wrong flags. Takes some minutes and 4 GB; stops at the first thing that is not as promised.
 set -euo pipefail
 
@@ -43,6 +43,12 @@ grep -oE '(src|href)="[^"#]+"' "$folder/page.html" | cut -d'"' -f2 | while read 
     curl -fsS -o /dev/null "$url/${file#/}" || fail "the chat page lacks $file"
 done
 echo "$url answers, its page is whole"
+
+step "doctor, and a chat with the server"
+.venv/bin/negamax doctor
+curl -fsS "$url/v1" | grep -q '"POST /v1/chat/completions"' || fail "/v1 says nothing"
+echo "What is 47 + 38?" | .venv/bin/negamax chat --url "$url" --temperature 0 2>/dev/null | grep 85 ||
+    fail "the chat says something else than 85"
 
 step "the snippets of the README and of both SDK guides"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt anthropic

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from negamax.cli.main import main
-from tests.e2e.conftest import MODEL, Server
+from tests.e2e.conftest import MODEL, Server, eventually
 from tests.e2e.scripted_server import Script, call, scripted
 from tests.e2e.terminal import Terminal, in_terminal
 
@@ -161,8 +161,7 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(url: str, script: Script, home
         assert told == ["Tell me", "The beginning ", "Again"]
         script.steps = [30.0]
         terminal.type("Nothing comes\n")
-        while len(script.bodies) < 3:
-            pass
+        assert eventually(lambda: len(script.bodies) == 3)
         terminal.interrupt("your message was taken back")
         script.steps = [{"content": "Fine."}]
         ask(terminal, "Last", count=2)

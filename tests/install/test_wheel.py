@@ -94,6 +94,7 @@ def test_every_module_finds_what_it_imports(installed: Installation) -> None:
 def test_help_and_generate(installed: Installation) -> None:
     assert "serve" in installed.run("--help")
     assert "85" in installed.run("generate", "nano", *PROMPT)
+    assert "-> negamax serve nano" in installed.run("doctor")
 
 
 def test_serve_and_bench_serve(installed: Installation) -> None:
