@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -67,7 +68,19 @@ def available_memory() -> int:
 
 
 def usable_cores() -> int:
-    """CPU cores this process may run on (its affinity where the platform tells, else all)."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """CPU cores this process may use: its affinity where the platform tells, else all, and no more
+    than a container's quota allows. Threads beyond a quota stop all of them for parts of a second."""
+    count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, int(min(count, _cpu_quota(Path("/sys/fs/cgroup")))))
+
+
+def _cpu_quota(folder: Path) -> float:
+    """The cores that control groups mounted at `folder` grant (version 2 or 1); infinity: all."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    except (OSError, ValueError):  # no control groups, or "max"
+        return math.inf
