@@ -358,17 +358,17 @@ def test_a_long_answer_streams_smoothly(page: Browser, script: Script) -> None:
         const view = new MarkdownView(document.querySelector('#messages'));
         const text = part.repeat(80000 / part.length);
         const spent = [];
-        for (let end = 0; end <= text.length; end += 16) {
+        for (let end = 0; end <= text.length; end += 64) {
           const start = performance.now();
           view.show(text.slice(0, end));
           spent.push(performance.now() - start);
         }
         const median = (list) => list.sort((a, b) => a - b)[list.length >> 1];
-        return [median(spent.slice(0, 1000)), median(spent.slice(-1000))];
+        return [median(spent.slice(0, 250)), median(spent.slice(-250))];
         """,
         part=part,
     )
-    assert late < 4 * early + 1  # ms, the median of a piece of 16 characters
+    assert late < 4 * early + 1  # ms, the median of a piece of 64 characters
     assert late < 16
 
 
@@ -388,19 +388,19 @@ def test_no_text_freezes_the_page(page: Browser, script: Script, pieces: list[st
         page.run(
             """
             const { renderMarkdown } = await import('/playground/markdown.js');
-            const text = piece.repeat(50000 / piece.length);
+            const text = piece.repeat(30000 / piece.length);
             renderMarkdown(`a ${text} b`);
             renderMarkdown(text);
             """,
             piece=piece,
         )
-        assert cpu_seconds(page) - before < 3, piece  # a quadratic scan of 50 kB takes longer
+        assert cpu_seconds(page) - before < 1.5, piece  # a quadratic scan of 30 kB takes longer
 
 
 def cpu_seconds(page: Browser) -> float:
-    """Seconds that scripts of the page have run on a processor."""
+    """Seconds that the page has spent on a processor."""
     metrics = {metric["name"]: metric["value"] for metric in page.call("Performance.getMetrics")["metrics"]}
-    return float(metrics["ScriptDuration"])
+    return float(metrics["TaskDuration"])
 
 
 def test_events_may_be_cut_anywhere(page: Browser, script: Script) -> None:

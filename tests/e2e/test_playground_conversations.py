@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.e2e.browser import Browser
 from tests.e2e.chat_page import ANSWERS, IDLE, ask, sent
-from tests.e2e.scripted_server import Script, call
+from tests.e2e.scripted_server import NAME, Script, call
 
 TITLES = "[...document.querySelectorAll('#conversations .open')].map((e) => e.title)"
 TEXTS = "[...document.querySelectorAll('.message')].map((e) => e.querySelector('.bubble, .text').textContent)"
@@ -19,7 +19,7 @@ def reload(page: Browser) -> None:
     url = page.wait("(location.hash || !document.querySelector('.message')) && location.href")
     page.open("about:blank")
     page.open(url)
-    page.wait("document.querySelector('#model').options.length && document.querySelector('#model').value")
+    page.wait("document.querySelector('#model').value === name", name=NAME)
 
 
 def say(page: Browser, script: Script, answer: str, text: str) -> None:

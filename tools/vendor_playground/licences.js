@@ -18,4 +18,6 @@ for (const folder of [...folders].sort()) {
   texts.set(text, [...(texts.get(text) ?? []), `${name} ${version} (${license})`]);
 }
 const parts = [...texts].map(([text, packages]) => `${packages.join("\n")}\n\n${text}\n`);
-process.stdout.write(`The files beside this one are built from these packages.\n\n${parts.join(`\n${"-".repeat(80)}\n\n`)}`);
+process.stdout.write(
+  `The files beside this one are built from these packages.\n\n${parts.join(`\n${"-".repeat(80)}\n\n`)}`,
+);

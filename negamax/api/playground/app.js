@@ -7,9 +7,16 @@ import { button, count, download, h } from "./dom.js";
 import { keep, kept } from "./kept.js";
 import { element, notice } from "./page.js";
 import { getJson, key, ServerError, setKey } from "./server.js";
-import { EXAMPLE_TOOLS, parsedTools, readSettings, requestFields, showDefaults, writeSettings } from "./settings.js";
+import {
+  EXAMPLE_TOOLS,
+  parsedTools,
+  readSettings,
+  requestFields,
+  showDefaults,
+  writeSettings,
+} from "./settings.js";
 import { Sidebar } from "./sidebar.js";
-import { onChange, openStore } from "./store.js";
+import { onChange, Store } from "./store.js";
 import { Answer } from "./stream.js";
 import { bindStrip } from "./strip.js";
 import { bindTheme } from "./theme_button.js";
@@ -30,7 +37,7 @@ const models = new Map(); // name -> tokens of the window
 let isFollowing = true; // the newest text stays in view
 let keyAction = null; // what to do once there is a key
 
-const store = await openStore();
+const store = new Store();
 const attachments = new Attachments(element("files"), { refused: notice });
 const chat = new Chat({
   store,
@@ -61,7 +68,8 @@ const sidebar = new Sidebar({
 
 function send() {
   const text = field.value.trim();
-  if (chat.running || !(text || attachments.files.length || chat.pendingCalls.length) || !isReady()) return;
+  if (chat.running || !(text || attachments.files.length || chat.pendingCalls.length) || !isReady())
+    return;
   field.value = "";
   fit(field);
   isFollowing = true;
@@ -71,6 +79,10 @@ function send() {
 // Whether a request can be made of the settings; says why not.
 function isReady() {
   notice("");
+  if (!models.size) {
+    notice("There is no connection to the server.", button("Try again", connect));
+    return false;
+  }
   try {
     requestFields(readSettings(form));
   } catch (error) {
@@ -109,7 +121,9 @@ function begin() {
 
 async function rename(id, title) {
   const isShown = id === chat.conversation.id;
-  const conversation = isShown ? chat.conversation : (chat.runs.get(id)?.conversation ?? Conversation.restored(await store.load(id)));
+  const conversation = isShown
+    ? chat.conversation
+    : (chat.runs.get(id)?.conversation ?? Conversation.restored(await store.load(id)));
   conversation.rename(title);
   await store.save(conversation.record());
 }
@@ -125,14 +139,19 @@ async function remove(id) {
     notice("");
     sidebar.refresh();
   };
-  notice(`“${record.title || "Untitled"}” was deleted.`, button("Undo", restore), { isCalm: true });
+  const title = record.title || "Untitled";
+  notice(`“${title}” was deleted.`, button("Undo", restore), { isCalm: true });
 }
 
 function load(text) {
   const { messages, settings } = imported(text);
   const conversation = new Conversation();
   for (const message of messages) {
-    conversation.add(message.role === "assistant" ? Object.assign(new Answer(), message, { isDone: true, finishReason: "stop" }) : message);
+    conversation.add(
+      message.role === "assistant"
+        ? Object.assign(new Answer(), message, { isDone: true, finishReason: "stop" })
+        : message,
+    );
   }
   writeSettings(form, settings);
   settingsChanged();
@@ -150,13 +169,16 @@ function changed({ isSaved = false } = {}) {
   element("welcome").hidden = path.length > 0;
   element("send").textContent = isIdle ? (calls.length ? "Send results" : "Send") : "Stop";
   element("send").classList.toggle("stop", !isIdle);
-  field.placeholder = calls.length ? "Give the results above; add a message if you like" : "Write a message";
+  field.placeholder = calls.length
+    ? "Give the results above; add a message if you like"
+    : "Write a message";
   const last = chat.lastView;
   for (const view of chat.views.values()) view?.enable(isIdle, view === last);
   if (calls.length && !field.value && document.activeElement === field) calls[0].field.focus();
   if (isIdle) showWindow(path.findLast((message) => message.usage)?.usage.total_tokens ?? 0);
   if (isSaved) sidebar.refresh();
-  if (isSaved && path.length && location.hash.slice(1) !== conversation.id) history.pushState(null, "", `#${conversation.id}`);
+  if (isSaved && path.length && location.hash.slice(1) !== conversation.id)
+    history.pushState(null, "", `#${conversation.id}`);
   follow();
 }
 
@@ -164,14 +186,18 @@ function modelChanged() {
   const name = element("model").value;
   document.title = `${name} · Negamax`;
   element("welcome-model").textContent = name;
-  showWindow(chat.conversation.path().findLast((message) => message.usage)?.usage.total_tokens ?? 0);
+  showWindow(
+    chat.conversation.path().findLast((message) => message.usage)?.usage.total_tokens ?? 0,
+  );
 }
 
 function showWindow(tokens) {
   const window = models.get(element("model").value);
   element("window").hidden = !window;
   if (!window) return;
-  element("window-text").textContent = tokens ? `${count(tokens)} of ${count(window)} tokens` : `${count(window)} tokens`;
+  element("window-text").textContent = tokens
+    ? `${count(tokens)} of ${count(window)} tokens`
+    : `${count(window)} tokens`;
   element("window-bar").value = tokens / window;
   element("window-bar").hidden = !tokens;
 }
@@ -190,7 +216,9 @@ function fit(area) {
 
 function askKey(error, action) {
   keyAction = action;
-  element("key-reason").textContent = error ? error.message : "Sent with every request to this server.";
+  element("key-reason").textContent = error
+    ? error.message
+    : "Sent with every request to this server.";
   element("key-forget").hidden = !key();
   element("key").value = "";
   element("key-dialog").showModal();
@@ -259,7 +287,9 @@ function settingsChanged() {
   let isBad = false;
   try {
     const names = parsedTools(form.elements.tools.value).map((tool) => tool.function.name);
-    state.textContent = names.length ? `${names.length} ${names.length === 1 ? "tool" : "tools"}: ${names.join(", ")}` : "No tools";
+    state.textContent = names.length
+      ? `${names.length} ${names.length === 1 ? "tool" : "tools"}: ${names.join(", ")}`
+      : "No tools";
   } catch (error) {
     state.textContent = error.message;
     isBad = true;
@@ -347,7 +377,11 @@ element("settings-reset").addEventListener("click", () => {
 element("tools-example").addEventListener("click", () => setTools(EXAMPLE_TOOLS));
 element("tools-clear").addEventListener("click", () => setTools([]));
 element("export").addEventListener("click", () => {
-  download("conversation.json", exported(chat.conversation.path(), readSettings(form)), "application/json");
+  download(
+    "conversation.json",
+    exported(chat.conversation.path(), readSettings(form)),
+    "application/json",
+  );
 });
 element("import").addEventListener("click", () => element("import-file").click());
 element("import-file").addEventListener("change", async (event) => {
@@ -379,8 +413,11 @@ onChange(async (id) => {
 writeSettings(form, kept("settings", {}));
 settingsChanged();
 showPanel("settings", !isNarrow.matches && kept("panel.settings", false));
-showPanel("list", !isNarrow.matches && kept("panel.list", matchMedia("(min-width: 75rem)").matches));
-element("fleeting").hidden = store.isLasting;
+showPanel(
+  "list",
+  !isNarrow.matches && kept("panel.list", matchMedia("(min-width: 75rem)").matches),
+);
+store.isLasting().then((isLasting) => (element("fleeting").hidden = isLasting));
 showExamples();
 changed();
 await openAddressed();

@@ -8,7 +8,9 @@ const MAX_FILES = 20;
 // The name and text of `file`. Throws Error that says why it cannot be attached.
 export async function readTextFile(file) {
   if (file.size > MAX_FILE_BYTES) {
-    throw new Error(`${file.name} has ${bytes(file.size)}; allowed: ${bytes(MAX_FILE_BYTES)} of text.`);
+    throw new Error(
+      `${file.name} has ${bytes(file.size)}; allowed: ${bytes(MAX_FILE_BYTES)} of text.`,
+    );
   }
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
@@ -33,7 +35,11 @@ function fenced({ name, text }) {
 
 // A size for people: 12 kB.
 export function bytes(size) {
-  return size < 1000 ? `${size} B` : size < 1e6 ? `${Math.round(size / 1024)} KiB` : `${(size / 2 ** 20).toFixed(1)} MiB`;
+  return size < 1000
+    ? `${size} B`
+    : size < 1e6
+      ? `${Math.round(size / 1024)} KiB`
+      : `${(size / 2 ** 20).toFixed(1)} MiB`;
 }
 
 // The files of the message that is being written, as a row of labels.
@@ -75,7 +81,13 @@ export class Attachments {
       ...this.files.map((file) => {
         const remove = () => this.set(this.files.filter((other) => other !== file));
         const away = button("×", remove, { class: "quiet", "aria-label": `Remove ${file.name}` });
-        return h("span", { class: "file" }, h("span", { class: "name" }, file.name), ` ${bytes(new Blob([file.text]).size)} `, away);
+        return h(
+          "span",
+          { class: "file" },
+          h("span", { class: "name" }, file.name),
+          ` ${bytes(new Blob([file.text]).size)} `,
+          away,
+        );
       }),
     );
   }

@@ -1,4 +1,5 @@
-// The conversation that is shown: what is done to it, and the answers that come in, also for conversations in the background.
+// The conversation that is shown: what is done to it, and the answers that come in, also for
+// conversations in the background.
 
 import { apiMessages } from "./conversation.js";
 import { button } from "./dom.js";
@@ -13,8 +14,8 @@ import { AnswerView, UserView } from "./view.js";
 const SAVE_SECONDS = 3; // between two savings of an answer that grows
 
 export class Chat {
-  // `settings()` and `model()` are read for each request; `changed()` is called when anything around the conversation must
-  // follow; `refused(error, again)` when the server wants a key.
+  // `settings()` and `model()` are read for each request; `changed()` is called when anything
+  // around the conversation must follow; `refused(error, again)` when the server wants a key.
   constructor({ store, settings, model, isReady, changed, refused }) {
     Object.assign(this, { store, settings, model, isReady, changed, refused });
     this.conversation = new Conversation();
@@ -62,18 +63,29 @@ export class Chat {
     }
     for (const message of path) if (!this.views.has(message)) this.addView(message);
     const last = this.lastView;
-    if (last instanceof AnswerView && last.answer.isDone && !last.answer.error && !last.answer.isStopped) last.askResults();
+    if (
+      last instanceof AnswerView &&
+      last.answer.isDone &&
+      !last.answer.error &&
+      !last.answer.isStopped
+    )
+      last.askResults();
     this.changed();
   }
 
   addView(message) {
     if (message.role === "tool") {
-      const calls = [...this.views.values()].reverse().map((view) => view instanceof AnswerView && view.callById(message.callId));
+      const calls = [...this.views.values()]
+        .reverse()
+        .map((view) => view instanceof AnswerView && view.callById(message.callId));
       calls.find(Boolean)?.close(message.content);
       this.views.set(message, null);
       return;
     }
-    const view = message.role === "user" ? new UserView(message, this.actions) : new AnswerView(message, this.actions, this.commandOf(message));
+    const view =
+      message.role === "user"
+        ? new UserView(message, this.actions)
+        : new AnswerView(message, this.actions, this.commandOf(message));
     this.views.set(message, view);
     element("messages").append(view.element);
   }
@@ -82,7 +94,10 @@ export class Chat {
   commandOf(answer) {
     return () => {
       const path = this.conversation.path();
-      return curlCommand(this.request(path.slice(0, path.indexOf(answer)), answer.model), "authorization" in authorization());
+      return curlCommand(
+        this.request(path.slice(0, path.indexOf(answer)), answer.model),
+        "authorization" in authorization(),
+      );
     };
   }
 
@@ -103,7 +118,11 @@ export class Chat {
       this.conversation.add({ role: "tool", callId: call.id, content: field.value });
     }
     if (content || attachments.length) {
-      this.conversation.add({ role: "user", content, ...(attachments.length ? { attachments } : {}) });
+      this.conversation.add({
+        role: "user",
+        content,
+        ...(attachments.length ? { attachments } : {}),
+      });
     }
     this.answer();
   }
@@ -111,7 +130,10 @@ export class Chat {
   edit(message, content) {
     if (this.running || !this.isReady()) return;
     const { attachments } = message;
-    this.conversation.add({ role: "user", content, ...(attachments ? { attachments } : {}) }, message);
+    this.conversation.add(
+      { role: "user", content, ...(attachments ? { attachments } : {}) },
+      message,
+    );
     this.answer();
   }
 
@@ -134,7 +156,11 @@ export class Chat {
       if (conversation === this.conversation) this.show();
     };
     const count = before - conversation.messages.length;
-    notice(count === 1 ? "The message was deleted." : `${count} messages were deleted.`, button("Undo", restore), { isCalm: true });
+    notice(
+      count === 1 ? "The message was deleted." : `${count} messages were deleted.`,
+      button("Undo", restore),
+      { isCalm: true },
+    );
     this.save(conversation);
     this.show();
   }
@@ -157,7 +183,10 @@ export class Chat {
     const { conversation } = this;
     const path = conversation.path();
     const answer = Object.assign(new Answer(), { model: this.model() });
-    const request = this.request(sibling ? path.slice(0, path.indexOf(sibling)) : path, answer.model);
+    const request = this.request(
+      sibling ? path.slice(0, path.indexOf(sibling)) : path,
+      answer.model,
+    );
     conversation.add(answer, sibling);
     this.run(answer, request);
   }

@@ -1,26 +1,38 @@
-// The conversation as data: what the API is sent, what is exported and imported, tool calls as text.
+// The conversation as data: what the API is sent, what is exported and imported, tool calls as
+// text.
 
 import { withFiles } from "./attachments.js";
 
 const ROLES = ["user", "assistant", "tool"];
 
-// The messages that the API is sent: without failed answers that have no text, and without calls that have no result.
+// The messages that the API is sent: without failed answers that have no text, and without calls
+// that have no result.
 export function apiMessages(messages, system) {
-  const answered = new Set(messages.filter((message) => message.role === "tool").map((message) => message.callId));
+  const answered = new Set(
+    messages.filter((message) => message.role === "tool").map((message) => message.callId),
+  );
   const sent = plainMessages(messages, (call) => answered.has(call.id));
   return system ? [{ role: "system", content: system }, ...sent] : sent;
 }
 
 function plainMessages(messages, isKept) {
-  return messages.map((message) => plainMessage(message, isKept)).filter((message) => message !== null);
+  return messages
+    .map((message) => plainMessage(message, isKept))
+    .filter((message) => message !== null);
 }
 
 function plainMessage(message, isKept) {
-  if (message.role === "tool") return { role: "tool", tool_call_id: message.callId, content: message.content };
-  if (message.role === "user") return { role: "user", content: withFiles(message.content, message.attachments) };
+  if (message.role === "tool")
+    return { role: "tool", tool_call_id: message.callId, content: message.content };
+  if (message.role === "user")
+    return { role: "user", content: withFiles(message.content, message.attachments) };
   const calls = completeCalls(message)
     .filter(isKept)
-    .map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
+    .map((call) => ({
+      id: call.id,
+      type: "function",
+      function: { name: call.name, arguments: call.arguments },
+    }));
   if (!message.content && !message.reasoning && !calls.length) return null;
   return {
     role: "assistant",
@@ -44,7 +56,8 @@ export function isJson(text) {
   }
 }
 
-// JSON text on several lines. Only layout changes: numbers keep every digit, keys their order. Anything else is given back.
+// JSON text on several lines. Only layout changes: numbers keep every digit, keys their order.
+// Anything else is given back.
 export function prettyJson(text) {
   if (!isJson(text)) return text;
   let shown = "";
@@ -54,7 +67,7 @@ export function prettyJson(text) {
   for (const [token] of text.matchAll(/"[^"\\]*(?:\\.[^"\\]*)*"|[[\]{},:]|[^\s"[\]{},:]+/gs)) {
     const closes = token === "]" || token === "}";
     if (closes) depth -= 1;
-    if (isFirst ? !closes : closes) shown += line(); // nothing comes between the brackets of an empty list or object
+    if (isFirst ? !closes : closes) shown += line(); // empty lists and objects stay short
     shown += token === ":" ? ": " : token;
     isFirst = token === "[" || token === "{";
     if (isFirst) depth += 1;
@@ -66,10 +79,15 @@ export function prettyJson(text) {
 // A conversation as a file: messages in the form of the API, and the settings they were made with.
 export function exported(messages, settings) {
   const plain = plainMessages(messages, () => true);
-  return JSON.stringify({ format: "negamax-conversation", version: 1, settings, messages: plain }, null, 2);
+  return JSON.stringify(
+    { format: "negamax-conversation", version: 1, settings, messages: plain },
+    null,
+    2,
+  );
 }
 
-// The messages and settings of an exported file, or of a bare list of API messages. Throws Error with what is wrong.
+// The messages and settings of an exported file, or of a bare list of API messages. Throws Error
+// with what is wrong.
 export function imported(text) {
   let file;
   try {
@@ -79,7 +97,9 @@ export function imported(text) {
   }
   const list = Array.isArray(file) ? file : file?.messages;
   if (!Array.isArray(list)) throw new Error("The file has no list of messages.");
-  const system = list.filter((message) => ["system", "developer"].includes(message?.role)).map((message) => textOf(message, 0));
+  const system = list
+    .filter((message) => ["system", "developer"].includes(message?.role))
+    .map((message) => textOf(message, 0));
   const messages = list.map(importedMessage).filter((message) => message !== null);
   const settings = { ...(Array.isArray(file) ? {} : file.settings) };
   if (system.length) settings.system = system.join("\n\n");
@@ -88,16 +108,27 @@ export function imported(text) {
 
 function importedMessage(message, index) {
   if (["system", "developer"].includes(message?.role)) return null;
-  if (!ROLES.includes(message?.role)) throw new Error(`Message ${index + 1} has the role ${JSON.stringify(message?.role)}.`);
+  if (!ROLES.includes(message?.role))
+    throw new Error(`Message ${index + 1} has the role ${JSON.stringify(message?.role)}.`);
   const content = textOf(message, index);
-  if (message.role === "tool") return { role: "tool", callId: String(message.tool_call_id ?? ""), content };
+  if (message.role === "tool")
+    return { role: "tool", callId: String(message.tool_call_id ?? ""), content };
   if (message.role === "user") return { role: "user", content };
   const calls = (Array.isArray(message.tool_calls) ? message.tool_calls : []).map((call) => {
     const given = call?.function?.arguments ?? "{}";
     const text = typeof given === "string" ? given : JSON.stringify(given);
-    return { id: String(call?.id ?? ""), name: String(call?.function?.name ?? ""), arguments: text };
+    return {
+      id: String(call?.id ?? ""),
+      name: String(call?.function?.name ?? ""),
+      arguments: text,
+    };
   });
-  return { role: "assistant", content, reasoning: String(message.reasoning_content ?? message.reasoning ?? ""), calls };
+  return {
+    role: "assistant",
+    content,
+    reasoning: String(message.reasoning_content ?? message.reasoning ?? ""),
+    calls,
+  };
 }
 
 function textOf(message, index) {

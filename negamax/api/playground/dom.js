@@ -1,11 +1,13 @@
 // Small helpers for elements. Text becomes text nodes here and nowhere markup.
 
-// An element with attributes, listeners (`on`) and children (nodes or text; null and false are left out).
+// An element with attributes, listeners (`on`) and children (nodes or text; null and false are left
+// out).
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "on") {
-      for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
+      for (const [event, listener] of Object.entries(value))
+        element.addEventListener(event, listener);
     } else if (value === true) {
       element.setAttribute(name, "");
     } else if (value !== false && value !== null && value !== undefined) {
@@ -40,7 +42,8 @@ async function copied(text) {
       () => false,
     );
   }
-  // Over plain HTTP to another machine a page has no clipboard object; copying a selection still works there.
+  // Over plain HTTP to another machine a page has no clipboard object; copying a selection still
+  // works there.
   const field = h("textarea", { class: "unseen", "aria-hidden": "true" });
   field.value = text;
   const focused = document.activeElement;

@@ -14,7 +14,8 @@ export class Drawing {
     if (this.isAsked) return;
     this.isAsked = true;
     const wait = this.earliest - performance.now();
-    if (document.hidden) setTimeout(() => this.now(), 250); // no frames there
+    if (document.hidden)
+      setTimeout(() => this.now(), 250); // no frames there
     else setTimeout(() => requestAnimationFrame(() => this.now()), Math.max(0, wait));
   }
 

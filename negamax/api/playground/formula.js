@@ -4,11 +4,22 @@ import temml from "./vendor/temml.js";
 import { h } from "./dom.js";
 
 const MAX_SOURCE = 10_000; // characters; a longer formula is shown as its source
-const OPTIONS = { throwOnError: true, trust: false, strict: false, annotate: true, maxExpand: 1000, maxSize: [50, 200] };
+const OPTIONS = {
+  throwOnError: true,
+  trust: false,
+  strict: false,
+  annotate: true,
+  maxExpand: 1000,
+  maxSize: [50, 200],
+};
 
-// The formula `source` laid out in an element `tag`, or the source itself with what is wrong about it.
+// The formula `source` laid out in an element `tag`, or the source itself with what is wrong about
+// it.
 export function formula(source, isDisplay, tag = "div") {
-  const element = h(tag, isDisplay ? { class: "formula display", tabindex: "0" } : { class: "formula" });
+  const element = h(
+    tag,
+    isDisplay ? { class: "formula display", tabindex: "0" } : { class: "formula" },
+  );
   if (source.length > MAX_SOURCE) return formulaSource(source);
   try {
     temml.render(source, element, { ...OPTIONS, displayMode: isDisplay });

@@ -1,4 +1,5 @@
-// Small things that the browser keeps for this address: settings, the theme, which panels are open. Never the API key.
+// Small things that the browser keeps for this address: settings, the theme, which panels are open.
+// Never the API key.
 
 const PREFIX = "negamax.";
 

@@ -1,5 +1,6 @@
-// Markdown of a model's answer as DOM nodes. Everything in it is untrusted: HTML stays text, links are http, https or mailto,
-// images are links. A text that grows is parsed again from its last block on, since what is before that cannot change.
+// Markdown of a model's answer as DOM nodes. Everything in it is untrusted: HTML stays text, links
+// are http, https or mailto, images are links. A text that grows is parsed again from its last
+// block on, since what is before that cannot change.
 
 import {
   fromMarkdown,
@@ -19,12 +20,14 @@ import { mathFromMarkdown, mathSyntax } from "./math_syntax.js";
 
 const MAX_DEPTH = 40; // of elements in each other; what is deeper becomes text
 const MAX_ADDRESS = 2000; // characters of a link's address
-const DEEP_LINE = /^(?:[ \t]*(?:>|[-*+](?=[ \t])|\d{1,9}[.)](?=[ \t]))){13}/m; // quotes and lists opened on one line
+// Quotes and lists that are opened in each other on one line.
+const DEEP_LINE = /^(?:[ \t]*(?:>|[-*+](?=[ \t])|\d{1,9}[.)](?=[ \t]))){13}/m;
 const DEFINITION = /^ {0,3}\[[^\]\n]+\]:/m;
 const HTML = ["htmlFlow", "htmlText"];
-const MAX_MARKS = 2000; // of emphasis in one paragraph; matching more of them takes time that grows with their square
+const MAX_MARKS = 2000; // of emphasis in one paragraph; matching takes the square of their number
 
-// Shows a text that grows: blocks whose source did not change keep their elements, and with them selection and focus.
+// Shows a text that grows: blocks whose source did not change keep their elements, and with them
+// selection and focus.
 export class MarkdownView {
   constructor(parent) {
     this.parent = parent;
@@ -36,7 +39,8 @@ export class MarkdownView {
 
   // `isWhole`: the text is complete. Links may then refer to addresses that it gives further down.
   show(text, isWhole = false) {
-    if (!text.startsWith(this.text.slice(0, this.settled)) || (isWhole && DEFINITION.test(text))) this.clear();
+    if (!text.startsWith(this.text.slice(0, this.settled)) || (isWhole && DEFINITION.test(text)))
+      this.clear();
     this.text = text;
     const source = text.slice(this.settled);
     const tree = parse(source);
@@ -64,7 +68,7 @@ export function renderMarkdown(text) {
 
 // The address if a link may lead there, else null.
 export function safeAddress(address) {
-  if (address.length > MAX_ADDRESS || !URL.canParse(address)) return null; // what has no scheme cannot be parsed
+  if (address.length > MAX_ADDRESS || !URL.canParse(address)) return null; // no scheme, no address
   const url = new URL(address);
   return ["http:", "https:", "mailto:"].includes(url.protocol) ? url.href : null;
 }
@@ -104,7 +108,11 @@ function hasManyMarks(source) {
 
 function plainTree(source) {
   const position = { start: { offset: 0 }, end: { offset: source.length } };
-  return { children: [{ type: "paragraph", position, children: [{ type: "text", value: source, position }] }] };
+  return {
+    children: [
+      { type: "paragraph", position, children: [{ type: "text", value: source, position }] },
+    ],
+  };
 }
 
 function definitionsOf(tree) {
@@ -136,14 +144,26 @@ function updated(old, block, isOpen, context) {
   const isSame = old?.type === block.type;
   if (block.type === "code") {
     const language = block.lang ?? "";
-    const made = isSame && old.view.language === language ? old : { type: "code", view: new CodeView(language) };
+    const made =
+      isSame && old.view.language === language
+        ? old
+        : { type: "code", view: new CodeView(language) };
     made.view.show(block.value, !isOpen);
     return Object.assign(made, { key, node: made.view.element });
   }
   if (block.type === "list") {
-    const isReusable = isSame && old.isLoose === isLoose(block) && old.start === block.start && old.isOrdered === block.ordered;
+    const isReusable =
+      isSame &&
+      old.isLoose === isLoose(block) &&
+      old.start === block.start &&
+      old.isOrdered === block.ordered;
     const made = isReusable ? old : { type: "list", node: listElement(block), items: [] };
-    Object.assign(made, { key, isLoose: isLoose(block), start: block.start, isOrdered: block.ordered });
+    Object.assign(made, {
+      key,
+      isLoose: isLoose(block),
+      start: block.start,
+      isOrdered: block.ordered,
+    });
     const items = block.children.map((item) => ({ ...item, isLoose: made.isLoose }));
     patch(made.node, made.items, 0, items, { ...context, isWhole: !isOpen });
     return made;
@@ -164,13 +184,16 @@ function blockElement(block, depth, context) {
   if (depth > MAX_DEPTH) return h("p", {}, sourceOf(block, context));
   switch (block.type) {
     case "heading":
-      return withInline(h(`h${Math.min(6, block.depth + 1)}`), block.children, context); // h1 is the page's own
+      // h1 is the page's own
+      return withInline(h(`h${Math.min(6, block.depth + 1)}`), block.children, context);
     case "thematicBreak":
       return h("hr");
     case "blockquote":
       return withBlocks(h("blockquote"), block.children, depth, context);
     case "list": {
-      const items = block.children.map((item) => itemElement({ ...item, isLoose: isLoose(block) }, depth + 1, context));
+      const items = block.children.map((item) =>
+        itemElement({ ...item, isLoose: isLoose(block) }, depth + 1, context),
+      );
       const list = listElement(block);
       list.append(...items);
       return list;
@@ -199,14 +222,25 @@ function withBlocks(parent, blocks, depth, context) {
 }
 
 function listElement(block) {
-  return h(block.ordered ? "ol" : "ul", block.ordered && block.start !== 1 ? { start: block.start } : {});
+  return h(
+    block.ordered ? "ol" : "ul",
+    block.ordered && block.start !== 1 ? { start: block.start } : {},
+  );
 }
 
 function itemElement(item, depth, context) {
   const element = h("li");
   if (typeof item.checked === "boolean") {
     element.className = "task";
-    element.append(h("input", { type: "checkbox", disabled: true, checked: item.checked, "aria-label": item.checked ? "done" : "to do" }), " ");
+    element.append(
+      h("input", {
+        type: "checkbox",
+        disabled: true,
+        checked: item.checked,
+        "aria-label": item.checked ? "done" : "to do",
+      }),
+      " ",
+    );
   }
   item.children.forEach((block, index) => {
     const isBare = block.type === "paragraph" && !isLoose(item);
@@ -220,15 +254,34 @@ function itemElement(item, depth, context) {
 function tableElement(block, context) {
   const [head, ...rows] = block.children;
   const row = ({ children }, tag) =>
-    h("tr", {}, ...head.children.map((_, at) => withInline(h(tag, { class: block.align[at] ?? "left" }), children[at]?.children ?? [], context)));
+    h(
+      "tr",
+      {},
+      ...head.children.map((_, at) =>
+        withInline(
+          h(tag, { class: block.align[at] ?? "left" }),
+          children[at]?.children ?? [],
+          context,
+        ),
+      ),
+    );
   const body = rows.length ? h("tbody", {}, ...rows.map((cells) => row(cells, "td"))) : null;
-  return h("div", { class: "table", tabindex: "0" }, h("table", {}, h("thead", {}, row(head, "th")), body));
+  return h(
+    "div",
+    { class: "table", tabindex: "0" },
+    h("table", {}, h("thead", {}, row(head, "th")), body),
+  );
 }
 
-// A formula without an end is shown as what it is: one that is being written, or text with an odd mark.
+// A formula without an end is shown as what it is: one that is being written, or text with an odd
+// mark.
 function mathElement(block, context) {
   if (!block.isOpen) return formula(block.value, true);
-  return h("p", {}, context.isOpen ? formulaSource(sourceOf(block, context)) : sourceOf(block, context).trim());
+  return h(
+    "p",
+    {},
+    context.isOpen ? formulaSource(sourceOf(block, context)) : sourceOf(block, context).trim(),
+  );
 }
 
 // ---- inline
@@ -268,14 +321,21 @@ function inlineNodes(node, context, depth) {
 // Line breaks as they are in the text, also those that models write as HTML in cells of a table.
 function withBreaks(text) {
   const lines = text.split(/\n|<br\s{0,9}\/?>/i);
-  return lines.flatMap((line, index) => (index ? [h("br"), line] : [line])).filter((part) => part !== "");
+  return lines
+    .flatMap((line, index) => (index ? [h("br"), line] : [line]))
+    .filter((part) => part !== "");
 }
 
 function linkElement(node, context, depth) {
   const given = node.url ?? context.definitions.get(node.identifier) ?? "";
   const address = safeAddress(given);
   if (!address) return document.createTextNode(sourceOf(node, context));
-  const link = h("a", { href: address, title: address, target: "_blank", rel: "noopener noreferrer nofollow" });
+  const link = h("a", {
+    href: address,
+    title: address,
+    target: "_blank",
+    rel: "noopener noreferrer nofollow",
+  });
   if (node.children?.length) return withInline(link, node.children, context, depth + 1);
   link.append(node.alt || given);
   return link;

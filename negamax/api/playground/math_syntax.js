@@ -1,5 +1,6 @@
-// Formulas in Markdown, as extensions of micromark and mdast: \( \) and $ $ within a line, \[ \] and $$ $$ for display.
-// A single dollar opens only before text and closes only after text and not before a digit, so that "$5 and $10" are prices.
+// Formulas in Markdown, as extensions of micromark and mdast: \( \) and $ $ within a line, \[ \]
+// and $$ $$ for display. A single dollar opens only before text and closes only after text and not
+// before a digit, so that "$5 and $10" are prices.
 
 const BACKSLASH = 92;
 const DOLLAR = 36;
@@ -8,14 +9,19 @@ const isLineEnding = (code) => code !== null && code < -2;
 const isSpace = (code) => code === -2 || code === -1 || code === 32;
 const isDigit = (code) => code >= 48 && code <= 57;
 
-// The syntax, for one parse: it remembers from where on no formula closes, which keeps unbalanced marks linear.
+// The syntax, for one parse: it remembers from where on no formula closes, which keeps unbalanced
+// marks linear.
 export function mathSyntax() {
   const text = { name: "mathText", tokenize: tokenizeText(new Map()) };
   const flow = { name: "mathFlow", tokenize: tokenizeFlow, concrete: true };
-  return { flow: { [DOLLAR]: flow, [BACKSLASH]: flow }, text: { [DOLLAR]: text, [BACKSLASH]: text } };
+  return {
+    flow: { [DOLLAR]: flow, [BACKSLASH]: flow },
+    text: { [DOLLAR]: text, [BACKSLASH]: text },
+  };
 }
 
-// Nodes of the type math (a block) and inlineMath: {value, isDisplay, isOpen}. Open ones have no end in the text.
+// Nodes of the type math (a block) and inlineMath: {value, isDisplay, isOpen}. Open ones have no
+// end in the text.
 export function mathFromMarkdown() {
   function enter(type) {
     return function (token) {
@@ -45,7 +51,8 @@ export function mathFromMarkdown() {
   };
 }
 
-// The marks after the first code of an opener. `found` gets {first, second, isSingle}: the marks of the closer.
+// The marks after the first code of an opener. `found` gets {first, second, isSingle}: the marks of
+// the closer.
 function opener(effects, type, found, nok) {
   return function start(first) {
     effects.enter(type);
@@ -94,18 +101,19 @@ function lineEnd(effects, ok, nok) {
     if (code === null || isLineEnding(code)) return ok(code);
     if (!isSpace(code)) return nok(code);
     effects.enter("whitespace");
-    return function more(next) {
+    return (function more(next) {
       if (isSpace(next)) {
         effects.consume(next);
         return more;
       }
       effects.exit("whitespace");
       return spaces(next);
-    }(code);
+    })(code);
   };
 }
 
-// Text of the formula. `next` decides at each place whether it goes on; a backslash takes the code after it along.
+// Text of the formula. `next` decides at each place whether it goes on; a backslash takes the code
+// after it along.
 function content(effects) {
   const state = { isIn: false, previous: null, isEscaped: false };
   state.leave = () => {
@@ -143,7 +151,11 @@ function tokenizeText(hopeless) {
       return function first(code) {
         const known = hopeless.get(kind);
         if (known && known.from <= from && from < known.to) return nok(code);
-        if (marks.first === DOLLAR && (code === DOLLAR || (marks.isSingle && (isSpace(code) || isLineEnding(code))))) return nok(code);
+        if (
+          marks.first === DOLLAR &&
+          (code === DOLLAR || (marks.isSingle && (isSpace(code) || isLineEnding(code))))
+        )
+          return nok(code);
         return between(code);
       };
       function between(code) {
@@ -158,7 +170,9 @@ function tokenizeText(hopeless) {
         if (code !== marks.first || text.isEscaped) return inside(code);
         text.leave();
         if (!marks.isSingle) return effects.attempt(close, done, inside)(code);
-        return isSpace(text.previous) || isLineEnding(text.previous) ? nok(code) : effects.attempt(close, done, nok)(code);
+        return isSpace(text.previous) || isLineEnding(text.previous)
+          ? nok(code)
+          : effects.attempt(close, done, nok)(code);
       }
       function inside(code) {
         text.take(code);
@@ -173,7 +187,8 @@ function tokenizeText(hopeless) {
   };
 }
 
-// From a line's start to a closer at a line's end. A blank line or the end of what is around it ends it open.
+// From a line's start to a closer at a line's end. A blank line or the end of what is around it
+// ends it open.
 function tokenizeFlow(effects, ok, nok) {
   const self = this;
   const text = content(effects);

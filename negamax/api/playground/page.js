@@ -1,4 +1,5 @@
-// What every part of the page uses: its elements by id, the notice above the message field, words for screen readers.
+// What every part of the page uses: its elements by id, the notice above the message field, words
+// for screen readers.
 
 export const element = (id) => document.getElementById(id);
 

@@ -2,7 +2,8 @@
 
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
 
-// The metrics in `text`: `values` summed over labels, and for histograms `buckets`: name -> [[upper bound, count]].
+// The metrics in `text`: `values` summed over labels, and for histograms `buckets`: name -> [[upper
+// bound, count]].
 export function parseMetrics(text) {
   const values = new Map();
   const buckets = new Map();
@@ -20,11 +21,16 @@ export function parseMetrics(text) {
     const upper = Number(bound.replace("Inf", "Infinity"));
     buckets.set(base, counts.set(upper, (counts.get(upper) ?? 0) + value));
   }
-  return { values, buckets: new Map([...buckets].map(([name, counts]) => [name, [...counts].sort((a, b) => a[0] - b[0])])) };
+  return {
+    values,
+    buckets: new Map(
+      [...buckets].map(([name, counts]) => [name, [...counts].sort((a, b) => a[0] - b[0])]),
+    ),
+  };
 }
 
-// The quantile `share` (0 to 1) of what a histogram gained from `before` to `after`, within its bucket by rule of three; null
-// where it gained nothing.
+// The quantile `share` (0 to 1) of what a histogram gained from `before` to `after`, within its
+// bucket by rule of three; null where it gained nothing.
 export function quantile(before, after, share) {
   const gained = after.map(([bound, count], index) => [bound, count - (before?.[index]?.[1] ?? 0)]);
   const total = gained.at(-1)?.[1] ?? 0;

@@ -36,15 +36,16 @@ async function get(path) {
   return response;
 }
 
-// Where a route is, seen from the page; without the credentials that may stand in the page's own address.
+// Where a route is, seen from the page; without the credentials that may stand in the page's own
+// address.
 export function addressOf(path) {
   const url = new URL(path, document.baseURI);
   url.username = url.password = url.hash = "";
   return url.href;
 }
 
-// Without a key of the page's own, the browser may have been asked for one; the header says that this page sends it, which
-// no other site can.
+// Without a key of the page's own, the browser may have been asked for one; the header says that
+// this page sends it, which no other site can.
 export function authorization() {
   return key() ? { authorization: `Bearer ${key()}` } : { "x-negamax-page": "1" };
 }
@@ -65,8 +66,11 @@ export async function errorOf(response) {
     retryAfter: response.headers.get("retry-after"),
   };
   const body = await response.json().catch(() => null);
-  return new ServerError(body?.error?.message ?? `The server answered ${response.status} ${response.statusText}`, {
-    ...details,
-    code: body?.error?.code ?? body?.error?.type ?? null,
-  });
+  return new ServerError(
+    body?.error?.message ?? `The server answered ${response.status} ${response.statusText}`,
+    {
+      ...details,
+      code: body?.error?.code ?? body?.error?.type ?? null,
+    },
+  );
 }

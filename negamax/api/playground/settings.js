@@ -1,10 +1,27 @@
 // The settings panel: reads and writes its form, and turns it into fields of a request.
 
 const NUMBERS = [
-  "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-  "max_tokens", "min_tokens", "seed",
+  "temperature",
+  "top_p",
+  "top_k",
+  "min_p",
+  "repetition_penalty",
+  "presence_penalty",
+  "frequency_penalty",
+  "max_tokens",
+  "min_tokens",
+  "seed",
 ];
-const NAMES = [...NUMBERS, "stop", "system", "thinking", "effort", "budget", "tools", "tool_choice"];
+const NAMES = [
+  ...NUMBERS,
+  "stop",
+  "system",
+  "thinking",
+  "effort",
+  "budget",
+  "tools",
+  "tool_choice",
+];
 
 export const EXAMPLE_TOOLS = [
   {
@@ -26,7 +43,9 @@ export const EXAMPLE_TOOLS = [
 
 // All settings as texts, by name.
 export function readSettings(form) {
-  const settings = Object.fromEntries(NAMES.map((name) => [name, form.elements[name].value.trim()]));
+  const settings = Object.fromEntries(
+    NAMES.map((name) => [name, form.elements[name].value.trim()]),
+  );
   return { ...settings, parallel: form.elements.parallel.checked };
 }
 
@@ -46,7 +65,8 @@ export function showDefaults(form, defaults) {
   }
 }
 
-// The fields of a request that the settings ask for; what is left empty is the server's to choose. Throws Error for bad tools.
+// The fields of a request that the settings ask for; what is left empty is the server's to choose.
+// Throws Error for bad tools.
 export function requestFields(settings) {
   const fields = {};
   for (const name of NUMBERS) {
@@ -80,7 +100,8 @@ export function parsedTools(text) {
   } catch (error) {
     throw new Error(`The tools are not JSON: ${error.message}`);
   }
-  if (!Array.isArray(tools)) throw new Error("The tools are not a list: begin with [ and end with ].");
+  if (!Array.isArray(tools))
+    throw new Error("The tools are not a list: begin with [ and end with ].");
   const nameless = tools.findIndex((tool) => typeof tool?.function?.name !== "string");
   if (nameless !== -1) throw new Error(`Tool ${nameless + 1} has no function.name.`);
   return tools;

@@ -21,12 +21,18 @@ export class Sidebar {
   async refresh() {
     if (this.renaming) return; // the field would lose what is typed
     const words = this.search.value.trim().toLowerCase();
-    const [heads, found] = await Promise.all([this.store.heads(), words ? this.store.search(words) : null]);
+    const [heads, found] = await Promise.all([
+      this.store.heads(),
+      words ? this.store.search(words) : null,
+    ]);
     if (this.renaming) return;
     const shown = found ? heads.filter((head) => found.has(head.id)) : heads;
     const groups = Map.groupBy(shown, ageOf);
     const focused = document.activeElement?.closest?.("[data-id]")?.dataset.id;
-    const parts = [...groups].flatMap(([age, group]) => [h("h3", {}, age), h("ul", {}, ...group.map((head) => this.item(head)))]);
+    const parts = [...groups].flatMap(([age, group]) => [
+      h("h3", {}, age),
+      h("ul", {}, ...group.map((head) => this.item(head))),
+    ]);
     const nothing = words ? "Nothing found" : "No conversations yet";
     this.list.replaceChildren(...(parts.length ? parts : [h("p", { class: "state" }, nothing)]));
     if (focused) this.list.querySelector(`[data-id="${CSS.escape(focused)}"] button`)?.focus();
@@ -35,12 +41,29 @@ export class Sidebar {
   item({ id, title }) {
     const shown = title || "Untitled";
     const isCurrent = id === this.actions.current();
-    const running = this.actions.isRunning(id) && h("span", { class: "dot", title: "An answer is coming in" });
-    const open = h("button", { type: "button", class: "open", title: shown, "aria-current": isCurrent ? "true" : null }, h("span", {}, shown), running);
+    const running =
+      this.actions.isRunning(id) && h("span", { class: "dot", title: "An answer is coming in" });
+    const open = h(
+      "button",
+      { type: "button", class: "open", title: shown, "aria-current": isCurrent ? "true" : null },
+      h("span", {}, shown),
+      running,
+    );
     open.addEventListener("click", () => this.actions.open(id));
-    const rename = button("Rename", () => this.startRenaming(item, id, shown), { class: "quiet", "aria-label": `Rename “${shown}”` });
-    const remove = button("Delete", () => this.actions.remove(id), { class: "quiet", "aria-label": `Delete “${shown}”` });
-    const item = h("li", { "data-id": id, class: isCurrent ? "current" : null }, open, h("span", { class: "tools" }, rename, remove));
+    const rename = button("Rename", () => this.startRenaming(item, id, shown), {
+      class: "quiet",
+      "aria-label": `Rename “${shown}”`,
+    });
+    const remove = button("Delete", () => this.actions.remove(id), {
+      class: "quiet",
+      "aria-label": `Delete “${shown}”`,
+    });
+    const item = h(
+      "li",
+      { "data-id": id, class: isCurrent ? "current" : null },
+      open,
+      h("span", { class: "tools" }, rename, remove),
+    );
     return item;
   }
 
@@ -73,4 +96,3 @@ function ageOf({ updated }) {
   if (days <= 7) return "Last 7 days";
   return days <= 30 ? "Last 30 days" : "Older";
 }
-

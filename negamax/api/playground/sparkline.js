@@ -12,13 +12,21 @@ function svg(tag, attributes, ...children) {
 }
 
 export class Sparkline {
-  // `pointed(index)` is called with the index of the value under the pointer, and with null when it leaves.
+  // `pointed(index)` is called with the index of the value under the pointer, and with null when it
+  // leaves.
   constructor(numLines, pointed) {
     this.length = 2; // values from the left edge to the right one
     this.area = svg("path", { class: "area" });
-    this.lines = Array.from({ length: numLines }, (_, index) => svg("path", { class: `line line-${index + 1}` }));
+    this.lines = Array.from({ length: numLines }, (_, index) =>
+      svg("path", { class: `line line-${index + 1}` }),
+    );
     this.mark = svg("line", { class: "mark", y1: 0, y2: HEIGHT, visibility: "hidden" });
-    const attributes = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", class: "sparkline" };
+    const attributes = {
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+      preserveAspectRatio: "none",
+      role: "img",
+      class: "sparkline",
+    };
     this.element = svg("svg", attributes, this.area, ...this.lines, this.mark);
     this.element.addEventListener("pointermove", (event) => {
       const box = this.element.getBoundingClientRect();
@@ -27,8 +35,8 @@ export class Sparkline {
     this.element.addEventListener("pointerleave", () => pointed(null));
   }
 
-  // Shows lists of numbers, the latest at the right; null leaves a gap. `length`: values that the chart has room for;
-  // `top`: the value at the upper edge.
+  // Shows lists of numbers, the latest at the right; null leaves a gap. `length`: values that the
+  // chart has room for; `top`: the value at the upper edge.
   show(series, length, top, label) {
     this.length = length;
     const x = (index, count) => ((length - count + index) / (length - 1)) * WIDTH;
@@ -37,16 +45,23 @@ export class Sparkline {
       let path = "";
       let isOn = false;
       values.forEach((value, index) => {
-        if (value !== null) path += `${isOn ? "L" : "M"}${x(index, values.length).toFixed(1)} ${y(value).toFixed(1)}`;
+        if (value !== null)
+          path += `${isOn ? "L" : "M"}${x(index, values.length).toFixed(1)} ${y(value).toFixed(1)}`;
         isOn = value !== null;
       });
       this.lines[number].setAttribute("d", path);
     });
     const [first] = series;
-    const start = x(first.findIndex((value) => value !== null), first.length).toFixed(1);
+    const start = x(
+      first.findIndex((value) => value !== null),
+      first.length,
+    ).toFixed(1);
     const known = first.slice(first.findIndex((value) => value !== null));
     const isWhole = known.length > 1 && !known.includes(null); // a gap would be filled, too
-    this.area.setAttribute("d", isWhole ? `${this.lines[0].getAttribute("d")}L${WIDTH} ${HEIGHT}L${start} ${HEIGHT}Z` : "");
+    this.area.setAttribute(
+      "d",
+      isWhole ? `${this.lines[0].getAttribute("d")}L${WIDTH} ${HEIGHT}L${start} ${HEIGHT}Z` : "",
+    );
     this.element.setAttribute("aria-label", label);
   }
 

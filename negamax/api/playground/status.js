@@ -16,16 +16,41 @@ const WINDOW = 15; // samples over which quantiles and the hit rate are taken
 const rate = (value) => (value > 0 && value < 10 ? value.toFixed(1) : count(Math.round(value)));
 const share = (value) => `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
 
-// The charts: their lines by name of the sample's value, how a value reads, and the least value of the upper edge.
+// The charts: their lines by name of the sample's value, how a value reads, and the least value of
+// the upper edge.
 const CHARTS = [
   { title: "Running", lines: { running: "now" }, unit: "requests", format: count, least: 4 },
   { title: "Waiting", lines: { waiting: "now" }, unit: "requests", format: count, least: 4 },
   { title: "KV cache in use", lines: { cache: "now" }, unit: "", format: share, least: 1 },
   { title: "Decode", lines: { decode: "now" }, unit: "tokens/s", format: rate, least: 10 },
-  { title: "Prefill", lines: { prefill: "now" }, unit: "tokens/s, without cached ones", format: rate, least: 10 },
-  { title: "Prefix cache hits", lines: { hits: "of the last 30 s" }, unit: "of prompt tokens", format: share, least: 1 },
-  { title: "Time to first token", lines: { ttft50: "median", ttft95: "p95" }, unit: "", format: duration, least: 0.01 },
-  { title: "Time between tokens", lines: { itl50: "median", itl95: "p95" }, unit: "", format: duration, least: 0.001 },
+  {
+    title: "Prefill",
+    lines: { prefill: "now" },
+    unit: "tokens/s, without cached ones",
+    format: rate,
+    least: 10,
+  },
+  {
+    title: "Prefix cache hits",
+    lines: { hits: "of the last 30 s" },
+    unit: "of prompt tokens",
+    format: share,
+    least: 1,
+  },
+  {
+    title: "Time to first token",
+    lines: { ttft50: "median", ttft95: "p95" },
+    unit: "",
+    format: duration,
+    least: 0.01,
+  },
+  {
+    title: "Time between tokens",
+    lines: { itl50: "median", itl95: "p95" },
+    unit: "",
+    format: duration,
+    least: 0.001,
+  },
   { title: "Finished", lines: { finished: "now" }, unit: "requests/s", format: rate, least: 1 },
 ];
 
@@ -39,12 +64,14 @@ function sampleOf(reading, earlier) {
   const last = earlier.at(-1);
   const gained = (name, since) => value(name) - (since?.values.get(name) ?? 0);
   const perSecond = (...names) => {
-    if (!last || gained("vllm:generation_tokens_total", last) < 0) return null; // the first one, or another server since
+    const isNew = !last || gained("vllm:generation_tokens_total", last) < 0; // a server since started
+    if (isNew) return null;
     const total = names.reduce((sum, [name, sign]) => sum + sign * gained(name, last), 0);
     return Math.max(0, (1000 * total) / (reading.time - last.time));
   };
   const since = earlier[Math.max(0, earlier.length - WINDOW)];
-  const within = (name, part) => (since ? quantile(since.buckets.get(name), reading.buckets.get(name) ?? [], part) : null);
+  const within = (name, part) =>
+    since ? quantile(since.buckets.get(name), reading.buckets.get(name) ?? [], part) : null;
   const queries = since ? gained("vllm:prefix_cache_queries_total", since) : 0;
   return {
     running: value("vllm:num_requests_running"),
@@ -73,7 +100,14 @@ class Tile {
     this.top = h("span", {});
     this.start = h("span", {});
     const foot = h("div", { class: "scale" }, this.start, this.top);
-    this.element = h("section", { class: "tile" }, h("h2", {}, chart.title), this.figures, this.sparkline.element, foot);
+    this.element = h(
+      "section",
+      { class: "tile" },
+      h("h2", {}, chart.title),
+      this.figures,
+      this.sparkline.element,
+      foot,
+    );
   }
 
   show() {
@@ -86,12 +120,19 @@ class Tile {
     const shown = names.map((name) => [lines[name], samples[at]?.[name] ?? null]);
     const parts = shown.map(([label, value], index) => {
       const name = names.length > 1 ? label : unit;
-      return h("span", { class: `figure line-${index + 1}` }, h("strong", {}, value === null ? "–" : format(value)), ` ${name}`);
+      return h(
+        "span",
+        { class: `figure line-${index + 1}` },
+        h("strong", {}, value === null ? "–" : format(value)),
+        ` ${name}`,
+      );
     });
     this.figures.replaceChildren(...parts);
     this.top.textContent = `up to ${format(top)}`;
     this.start.textContent = `${duration((length * POLL_MS) / 1000)} ago`;
-    const said = shown.map(([label, value]) => `${label} ${value === null ? "no value" : format(value)}`).join(", ");
+    const said = shown
+      .map(([label, value]) => `${label} ${value === null ? "no value" : format(value)}`)
+      .join(", ");
     this.sparkline.show(series, length, top, `${this.chart.title}: ${said}`);
     this.sparkline.point(pointed);
   }
@@ -127,7 +168,11 @@ async function poll() {
 function showState(values) {
   const isUp = values.get("negamax:engine_up") !== 0;
   const isDraining = values.get("negamax:draining") === 1;
-  element("state").textContent = isDraining ? "stopping" : isUp ? "running" : "the engine does not run";
+  element("state").textContent = isDraining
+    ? "stopping"
+    : isUp
+      ? "running"
+      : "the engine does not run";
   element("state").className = `state-label ${isUp && !isDraining ? "good" : "bad"}`;
   element("refused").textContent = count(values.get("vllm:admission_rejections_total") ?? 0);
   element("requests").textContent = count(values.get("vllm:request_success_total") ?? 0);
@@ -140,7 +185,8 @@ async function showModel() {
   document.title = `Status of ${info.served_model_name} · Negamax`;
   element("model").textContent = info.served_model_name;
   const ranks = info.tp_size > 1 ? `${info.tp_size} × ` : "";
-  element("machine").textContent = `${ranks}${info.device}, ${info.dtype}, window of ${count(info.context_length)} tokens`;
+  element("machine").textContent =
+    `${ranks}${info.device}, ${info.dtype}, window of ${count(info.context_length)} tokens`;
 }
 
 element("tiles").append(...tiles.map((tile) => tile.element));

@@ -1,4 +1,5 @@
-// Conversations in the browser's own database, for this address only; in memory where the browser keeps nothing.
+// Conversations in the browser's own database, for this address only; in memory where the browser
+// keeps nothing.
 
 const DATABASE = "negamax";
 const VERSION = 1;
@@ -9,16 +10,46 @@ export function onChange(listener) {
   changes?.addEventListener("message", (event) => listener(event.data));
 }
 
-// The store; `isLasting` says whether what it holds outlives the tab.
-export async function openStore() {
-  try {
-    return new Store(await opened());
-  } catch {
-    return new MemoryStore();
+// The store, which may be used at once: what is asked of it waits until it is open.
+export class Store {
+  constructor() {
+    this.inner = opened().then(
+      (database) => new DatabaseStore(database),
+      () => new MemoryStore(),
+    );
+  }
+
+  // Whether what it holds outlives the tab.
+  async isLasting() {
+    return (await this.inner) instanceof DatabaseStore;
+  }
+
+  // {id, title, created, updated} of all conversations, the latest first.
+  async heads() {
+    const heads = await (await this.inner).heads();
+    return heads.sort((a, b) => b.updated - a.updated);
+  }
+
+  // A conversation's record, or undefined.
+  async load(id) {
+    return (await this.inner).load(id);
+  }
+
+  async save(record) {
+    return (await this.inner).save(record);
+  }
+
+  async remove(id) {
+    return (await this.inner).remove(id);
+  }
+
+  // The ids of the conversations that have `words`, in small letters.
+  async search(words) {
+    return (await this.inner).search(words);
   }
 }
 
-function opened() {
+async function opened() {
   return new Promise((resolve, reject) => {
     const request = indexedDB.open(DATABASE, VERSION);
     request.onupgradeneeded = () => {
@@ -43,24 +74,21 @@ function headOf({ id, title, created, updated }) {
 
 // Whether a conversation has `words` in its title or its messages.
 function hasWords({ title, messages }, words) {
-  return [title, ...messages.map((message) => message.content)].some((text) => text.toLowerCase().includes(words));
+  return [title, ...messages.map((message) => message.content)].some((text) =>
+    text.toLowerCase().includes(words),
+  );
 }
 
-class Store {
-  isLasting = true;
-
+class DatabaseStore {
   constructor(database) {
     this.database = database;
     database.onversionchange = () => database.close(); // another tab has a newer page
   }
 
-  // {id, title, created, updated} of all conversations, the latest first.
-  async heads() {
-    const heads = await result(this.database.transaction("heads").objectStore("heads").getAll());
-    return heads.sort((a, b) => b.updated - a.updated);
+  heads() {
+    return result(this.database.transaction("heads").objectStore("heads").getAll());
   }
 
-  // A conversation's record, or undefined.
   load(id) {
     return result(this.database.transaction("conversations").objectStore("conversations").get(id));
   }
@@ -79,10 +107,12 @@ class Store {
     });
   }
 
-  // The ids of the conversations that have `words`, in small letters.
   async search(words) {
     const found = new Set();
-    const request = this.database.transaction("conversations").objectStore("conversations").openCursor();
+    const request = this.database
+      .transaction("conversations")
+      .objectStore("conversations")
+      .openCursor();
     for (let cursor = await result(request); cursor; cursor = await result(request)) {
       if (hasWords(cursor.value, words)) found.add(cursor.value.id);
       cursor.continue();
@@ -104,11 +134,10 @@ class Store {
 }
 
 class MemoryStore {
-  isLasting = false;
   records = new Map();
 
   async heads() {
-    return [...this.records.values()].map(headOf).sort((a, b) => b.updated - a.updated);
+    return [...this.records.values()].map(headOf);
   }
 
   async load(id) {
@@ -124,6 +153,10 @@ class MemoryStore {
   }
 
   async search(words) {
-    return new Set([...this.records.values()].filter((record) => hasWords(record, words)).map((record) => record.id));
+    return new Set(
+      [...this.records.values()]
+        .filter((record) => hasWords(record, words))
+        .map((record) => record.id),
+    );
   }
 }

@@ -4,8 +4,22 @@ import { addressOf, authorization, errorOf, reached, ServerError } from "./serve
 
 const CHAT = "v1/chat/completions";
 const KEPT = [
-  "id", "parent", "model", "content", "reasoning", "calls", "started", "firstAt", "lastAt", "thinkingAt", "thoughtAt",
-  "firstTokens", "usage", "finishReason", "requestId", "isStopped",
+  "id",
+  "parent",
+  "model",
+  "content",
+  "reasoning",
+  "calls",
+  "started",
+  "firstAt",
+  "lastAt",
+  "thinkingAt",
+  "thoughtAt",
+  "firstTokens",
+  "usage",
+  "finishReason",
+  "requestId",
+  "isStopped",
 ]; // of an answer, by the store
 
 // The `data:` of each server-sent event in a body, up to `[DONE]`.
@@ -35,7 +49,8 @@ export async function* serverEvents(body) {
   }
 }
 
-// An assistant's message while it comes in, and the figures about it. Times are in seconds of the page's own clock.
+// An assistant's message while it comes in, and the figures about it. Times are in seconds of the
+// page's own clock.
 export class Answer {
   constructor() {
     this.role = "assistant";
@@ -69,24 +84,35 @@ export class Answer {
   // The answer as plain data.
   record() {
     const error = this.error && { message: this.error.message, ...this.error };
-    return structuredClone({ role: this.role, error, ...Object.fromEntries(KEPT.map((name) => [name, this[name]])) });
+    return structuredClone({
+      role: this.role,
+      error,
+      ...Object.fromEntries(KEPT.map((name) => [name, this[name]])),
+    });
   }
 
   // Whether more of it can be asked for: it is cut off somewhere in its text or its thinking.
   get canGoOn() {
-    return this.isDone && this.finishReason !== "stop" && !this.calls.length && Boolean(this.content || this.reasoning);
+    return (
+      this.isDone &&
+      this.finishReason !== "stop" &&
+      !this.calls.length &&
+      Boolean(this.content || this.reasoning)
+    );
   }
 
   // Makes ready for more of the same answer. The time in between does not count.
   goOn() {
     const pause = now() - (this.lastAt ?? now());
-    for (const name of ["started", "firstAt", "lastAt", "thinkingAt", "thoughtAt"]) if (this[name] !== null) this[name] += pause;
+    for (const name of ["started", "firstAt", "lastAt", "thinkingAt", "thoughtAt"])
+      if (this[name] !== null) this[name] += pause;
     if (!this.content) this.thoughtAt = null;
     this.earlier = this.usage;
     Object.assign(this, { error: null, isStopped: false, isDone: false, finishReason: null });
   }
 
-  // Asks the server and takes in what it says; `changed` is called after every event. Never throws: see `error`.
+  // Asks the server and takes in what it says; `changed` is called after every event. Never throws:
+  // see `error`.
   async fetch(request, { signal, changed }) {
     if (this.firstAt === null) this.started = now();
     try {
@@ -104,7 +130,8 @@ export class Answer {
         this.take(JSON.parse(data));
         changed();
       }
-      if (!this.finishReason) throw new ServerError("The answer ended before it was complete.", { code: "cut_off" });
+      if (!this.finishReason)
+        throw new ServerError("The answer ended before it was complete.", { code: "cut_off" });
     } catch (error) {
       if (signal.aborted) this.isStopped = true;
       else this.error = this.readable(error);
@@ -116,13 +143,16 @@ export class Answer {
 
   readable(error) {
     const known =
-      error instanceof ServerError ? error : new ServerError(`The connection broke: ${error.message}`, { code: "connection" });
+      error instanceof ServerError
+        ? error
+        : new ServerError(`The connection broke: ${error.message}`, { code: "connection" });
     known.requestId ??= this.requestId;
     return known;
   }
 
   take(chunk) {
-    if (chunk.error) throw new ServerError(chunk.error.message, { code: chunk.error.code ?? chunk.error.type });
+    if (chunk.error)
+      throw new ServerError(chunk.error.message, { code: chunk.error.code ?? chunk.error.type });
     if (chunk.usage) this.usage = this.earlier ? added(this.earlier, chunk.usage) : chunk.usage;
     const choice = chunk.choices?.[0];
     if (!choice) return;
@@ -170,11 +200,19 @@ export class Answer {
   }
 }
 
-// The counts of an answer that was written by two requests: the second one read what the first one wrote.
+// The counts of an answer that was written by two requests: the second one read what the first one
+// wrote.
 function added(earlier, usage) {
   const tokens = earlier.completion_tokens + usage.completion_tokens;
-  const thought = (earlier.completion_tokens_details?.reasoning_tokens ?? 0) + (usage.completion_tokens_details?.reasoning_tokens ?? 0);
-  return { ...usage, prompt_tokens: earlier.prompt_tokens, completion_tokens: tokens, completion_tokens_details: { reasoning_tokens: thought } };
+  const thought =
+    (earlier.completion_tokens_details?.reasoning_tokens ?? 0) +
+    (usage.completion_tokens_details?.reasoning_tokens ?? 0);
+  return {
+    ...usage,
+    prompt_tokens: earlier.prompt_tokens,
+    completion_tokens: tokens,
+    completion_tokens_details: { reasoning_tokens: thought },
+  };
 }
 
 function now() {
@@ -185,5 +223,6 @@ function now() {
 export function curlCommand(request, hasKey) {
   const body = JSON.stringify(request, null, 2).replaceAll("'", `'\\''`);
   const key = hasKey ? ` \\\n  -H "authorization: Bearer $NEGAMAX_API_KEY"` : "";
-  return `curl -N ${addressOf(CHAT)} \\\n  -H 'content-type: application/json'${key} \\\n  -d '${body}'`;
+  const type = "-H 'content-type: application/json'";
+  return `curl -N ${addressOf(CHAT)} \\\n  ${type}${key} \\\n  -d '${body}'`;
 }

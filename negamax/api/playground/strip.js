@@ -29,10 +29,18 @@ export function bindStrip(line) {
     line.hidden = !info;
     if (!info) return;
     const now = { time: performance.now(), tokens: info.num_generated_tokens };
-    const rate = before && now.tokens >= before.tokens ? ((now.tokens - before.tokens) * 1000) / (now.time - before.time) : 0;
+    const rate =
+      before && now.tokens >= before.tokens
+        ? ((now.tokens - before.tokens) * 1000) / (now.time - before.time)
+        : 0;
     before = now;
     const cache = (100 * info.num_used_tokens) / info.max_total_num_tokens;
-    const parts = [`${count(info.num_running_reqs)} running`, `${count(info.num_queue_reqs)} waiting`, `KV ${percent(cache)}`, `${rate.toFixed(rate < 10 ? 1 : 0)} tok/s`];
+    const parts = [
+      `${count(info.num_running_reqs)} running`,
+      `${count(info.num_queue_reqs)} waiting`,
+      `KV ${percent(cache)}`,
+      `${rate.toFixed(rate < 10 ? 1 : 0)} tok/s`,
+    ];
     line.textContent = parts.join(" · ");
     line.classList.toggle("busy", info.num_running_reqs > 0);
   }, POLL_MS);

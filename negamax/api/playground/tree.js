@@ -1,21 +1,30 @@
-// A conversation with its branches: every message knows the one before it, and of several that follow one, one is chosen.
+// A conversation with its branches: every message knows the one before it, and of several that
+// follow one, one is chosen.
 
 import { Answer } from "./stream.js";
 
 const MAX_TITLE = 60; // characters
 
 export class Conversation {
-  constructor({ id = crypto.randomUUID?.() ?? fallbackId(), title = "", isNamed = false, created = Date.now(), updated = created } = {}) {
+  constructor({
+    id = crypto.randomUUID?.() ?? fallbackId(),
+    title = "",
+    isNamed = false,
+    created = Date.now(),
+    updated = created,
+  } = {}) {
     Object.assign(this, { id, title, isNamed, created, updated });
     this.messages = []; // in the order in which they were made: {id, parent, role, …}
-    this.chosen = new Map(); // id of a message, null for the beginning -> id of the one that follows
+    this.chosen = new Map(); // id of a message, or null for the start -> id of the next one
     this.lastId = 0;
   }
 
   // A conversation as the store keeps it.
   static restored(record) {
     const conversation = new Conversation(record);
-    conversation.messages = record.messages.map((message) => (message.role === "assistant" ? Answer.restored(message) : message));
+    conversation.messages = record.messages.map((message) =>
+      message.role === "assistant" ? Answer.restored(message) : message,
+    );
     conversation.chosen = new Map(record.chosen);
     conversation.lastId = Math.max(0, ...record.messages.map((message) => message.id));
     return conversation;
@@ -24,7 +33,9 @@ export class Conversation {
   // What the store keeps.
   record() {
     const { id, title, isNamed, created, updated } = this;
-    const messages = this.messages.map((message) => (message instanceof Answer ? message.record() : message));
+    const messages = this.messages.map((message) =>
+      message instanceof Answer ? message.record() : message,
+    );
     return { id, title, isNamed, created, updated, messages, chosen: [...this.chosen] };
   }
 
@@ -32,11 +43,13 @@ export class Conversation {
   path() {
     const byId = new Map(this.messages.map((message) => [message.id, message]));
     const path = [];
-    for (let id = this.chosen.get(null); id !== undefined; id = this.chosen.get(id)) path.push(byId.get(id));
+    for (let id = this.chosen.get(null); id !== undefined; id = this.chosen.get(id))
+      path.push(byId.get(id));
     return path;
   }
 
-  // Adds a message after the last one of the path, or in place of `sibling` as another version of it.
+  // Adds a message after the last one of the path, or in place of `sibling` as another version of
+  // it.
   add(message, sibling = null) {
     message.id = this.lastId += 1;
     message.parent = sibling ? sibling.parent : (this.path().at(-1)?.id ?? null);
@@ -63,7 +76,8 @@ export class Conversation {
     for (const other of this.messages) if (gone.has(other.parent)) gone.add(other.id);
     this.messages = this.messages.filter((other) => !gone.has(other.id));
     for (const id of gone) this.chosen.delete(id);
-    const neighbour = versions[versions.indexOf(message) + 1] ?? versions[versions.indexOf(message) - 1];
+    const neighbour =
+      versions[versions.indexOf(message) + 1] ?? versions[versions.indexOf(message) - 1];
     if (neighbour) this.chosen.set(message.parent, neighbour.id);
     else this.chosen.delete(message.parent);
     return () => Object.assign(this, before);
@@ -81,5 +95,7 @@ function titleOf(message) {
 
 // Over plain HTTP to another machine a page has no randomUUID.
 function fallbackId() {
-  return Array.from(crypto.getRandomValues(new Uint32Array(4)), (number) => number.toString(16).padStart(8, "0")).join("");
+  return Array.from(crypto.getRandomValues(new Uint32Array(4)), (number) =>
+    number.toString(16).padStart(8, "0"),
+  ).join("");
 }

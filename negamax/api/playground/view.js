@@ -12,7 +12,10 @@ class VersionSwitch {
   constructor(message, { versions, choose }) {
     this.place = h("span", { class: "place" });
     const step = (by, label, mark) =>
-      button(mark, () => choose(versions(message)[versions(message).indexOf(message) + by]), { class: by < 0 ? "quiet back" : "quiet on", "aria-label": label });
+      button(mark, () => choose(versions(message)[versions(message).indexOf(message) + by]), {
+        class: by < 0 ? "quiet back" : "quiet on",
+        "aria-label": label,
+      });
     this.back = step(-1, "Previous version", "‹");
     this.on = step(1, "Next version", "›");
     this.element = h("span", { class: "versions", hidden: true }, this.back, this.place, this.on);
@@ -27,7 +30,8 @@ class VersionSwitch {
   }
 }
 
-// What a person wrote, with a way to change it and ask again. `actions`: {edit, remove, versions, choose}.
+// What a person wrote, with a way to change it and ask again. `actions`: {edit, remove, versions,
+// choose}.
 export class UserView {
   constructor(message, actions) {
     this.message = message;
@@ -35,11 +39,29 @@ export class UserView {
     const files = (message.attachments ?? []).map(fileElement);
     this.body = h("div", { class: "bubble" }, ...files, message.content);
     this.versions = new VersionSwitch(message, actions);
-    this.edit = button("Edit", () => this.open(), { class: "quiet edit", "aria-label": "Edit this message and ask again" });
-    this.remove = button("Delete", () => actions.remove(message), { class: "quiet delete", "aria-label": "Delete this message and what follows" });
+    this.edit = button("Edit", () => this.open(), {
+      class: "quiet edit",
+      "aria-label": "Edit this message and ask again",
+    });
+    this.remove = button("Delete", () => actions.remove(message), {
+      class: "quiet delete",
+      "aria-label": "Delete this message and what follows",
+    });
     const copy = copyButton(() => message.content, { title: "Copy your message" });
-    this.tools = h("div", { class: "actions" }, this.versions.element, this.edit, copy, this.remove);
-    this.element = h("article", { class: "message user", "aria-label": "You" }, this.body, this.tools);
+    this.tools = h(
+      "div",
+      { class: "actions" },
+      this.versions.element,
+      this.edit,
+      copy,
+      this.remove,
+    );
+    this.element = h(
+      "article",
+      { class: "message user", "aria-label": "You" },
+      this.body,
+      this.tools,
+    );
   }
 
   enable(isIdle) {
@@ -48,7 +70,10 @@ export class UserView {
   }
 
   open() {
-    const field = h("textarea", { "aria-label": "Your message, edited", rows: Math.min(12, this.message.content.split("\n").length + 1) });
+    const field = h("textarea", {
+      "aria-label": "Your message, edited",
+      rows: Math.min(12, this.message.content.split("\n").length + 1),
+    });
     field.value = this.message.content;
     const close = () => {
       form.replaceWith(this.body);
@@ -56,7 +81,8 @@ export class UserView {
       this.edit.focus();
     };
     const send = () => {
-      if (field.value.trim() || this.message.attachments?.length) this.edited(this.message, field.value.trim());
+      if (field.value.trim() || this.message.attachments?.length)
+        this.edited(this.message, field.value.trim());
     };
     field.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();
@@ -65,7 +91,12 @@ export class UserView {
         send();
       }
     });
-    const row = h("div", { class: "row" }, button("Send", send, { class: "primary" }), button("Cancel", close));
+    const row = h(
+      "div",
+      { class: "row" },
+      button("Send", send, { class: "primary" }),
+      button("Cancel", close),
+    );
     const form = h("div", { class: "editor" }, field, row);
     this.body.replaceWith(form);
     this.tools.hidden = true;
@@ -76,12 +107,18 @@ export class UserView {
 // A file of a message, folded.
 function fileElement({ name, text }) {
   const size = h("span", { class: "state" }, ` ${bytes(new Blob([text]).size)}`);
-  return h("details", { class: "attached" }, h("summary", {}, name, size), h("pre", { tabindex: "0" }, text));
+  return h(
+    "details",
+    { class: "attached" },
+    h("summary", {}, name, size),
+    h("pre", { tabindex: "0" }, text),
+  );
 }
 
 // What the model wrote: thinking, text, calls, figures, and what went wrong.
 export class AnswerView {
-  // `actions`: {regenerate, goOn, remove, versions, choose}; `command()` gives the request as a command, where it is known.
+  // `actions`: {regenerate, goOn, remove, versions, choose}; `command()` gives the request as a
+  // command, where it is known.
   constructor(answer, actions, command = null) {
     this.answer = answer;
     this.calls = [];
@@ -93,15 +130,43 @@ export class AnswerView {
     this.figures = h("dl", { class: "figures" });
     this.versions = new VersionSwitch(answer, actions);
     this.again = button("Regenerate", () => actions.regenerate(answer), { class: "quiet again" });
-    this.more = button("Continue", () => actions.goOn(answer), { class: "quiet more", "aria-label": "Continue this answer", hidden: true });
-    this.remove = button("Delete", () => actions.remove(answer), { class: "quiet delete", "aria-label": "Delete this answer and what follows" });
+    this.more = button("Continue", () => actions.goOn(answer), {
+      class: "quiet more",
+      "aria-label": "Continue this answer",
+      hidden: true,
+    });
+    this.remove = button("Delete", () => actions.remove(answer), {
+      class: "quiet delete",
+      "aria-label": "Delete this answer and what follows",
+    });
     this.copy = copyButton(() => answer.content, { title: "Copy the answer" });
-    const copyCommand = command && copyButton(command, { label: "Copy as curl", title: "Copy as curl command" });
-    this.actions = h("div", { class: "actions" }, this.versions.element, this.copy, this.again, this.more, copyCommand, this.remove);
+    const copyCommand =
+      command && copyButton(command, { label: "Copy as curl", title: "Copy as curl command" });
+    this.actions = h(
+      "div",
+      { class: "actions" },
+      this.versions.element,
+      this.copy,
+      this.again,
+      this.more,
+      copyCommand,
+      this.remove,
+    );
     this.waiting = h("div", { class: "waiting", "aria-hidden": "true" }, h("i"), h("i"), h("i"));
     this.foot = h("div", { class: "foot", hidden: true }, this.figures, this.actions);
-    const parts = [this.thinking.box, this.text, this.callList, this.waiting, this.problem, this.foot];
-    this.element = h("article", { class: "message assistant", "aria-label": answer.model ?? "Answer", "aria-busy": "true" }, ...parts);
+    const parts = [
+      this.thinking.box,
+      this.text,
+      this.callList,
+      this.waiting,
+      this.problem,
+      this.foot,
+    ];
+    this.element = h(
+      "article",
+      { class: "message assistant", "aria-label": answer.model ?? "Answer", "aria-busy": "true" },
+      ...parts,
+    );
     this.update();
   }
 
@@ -183,17 +248,41 @@ export class AnswerView {
     if (firstAt === null) return;
     const rate = answer.tokensPerSecond;
     const figures = [
-      ["First token", duration(firstAt - started), "Time from sending the request to its first text"],
-      ["Speed", rate === null ? null : `${rate.toFixed(1)} tok/s`, "Generated tokens per second after the first"],
+      [
+        "First token",
+        duration(firstAt - started),
+        "Time from sending the request to its first text",
+      ],
+      [
+        "Speed",
+        rate === null ? null : `${rate.toFixed(1)} tok/s`,
+        "Generated tokens per second after the first",
+      ],
       ["Total", duration(lastAt - started), "Time from sending the request to its last text"],
       ["Prompt", usage && count(usage.prompt_tokens), "Tokens that the model read"],
-      ["Cached", usage && count(usage.prompt_tokens_details?.cached_tokens ?? 0), "Prompt tokens that came from the prefix cache"],
-      ["Output", usage && count(usage.completion_tokens), "Tokens that the model wrote, thinking included"],
-      ["Thinking", usage && count(usage.completion_tokens_details?.reasoning_tokens ?? 0), "Tokens of thinking"],
+      [
+        "Cached",
+        usage && count(usage.prompt_tokens_details?.cached_tokens ?? 0),
+        "Prompt tokens that came from the prefix cache",
+      ],
+      [
+        "Output",
+        usage && count(usage.completion_tokens),
+        "Tokens that the model wrote, thinking included",
+      ],
+      [
+        "Thinking",
+        usage && count(usage.completion_tokens_details?.reasoning_tokens ?? 0),
+        "Tokens of thinking",
+      ],
       ["Finish", answer.finishReason, "Why the answer ended"],
     ];
     const shown = figures.filter(([, value]) => value);
-    this.figures.replaceChildren(...shown.map(([name, value, title]) => h("div", { title }, h("dt", {}, name), h("dd", {}, value))));
+    this.figures.replaceChildren(
+      ...shown.map(([name, value, title]) =>
+        h("div", { title }, h("dt", {}, name), h("dd", {}, value)),
+      ),
+    );
   }
 }
 
@@ -201,7 +290,12 @@ function thinkingElements() {
   const label = h("span", { class: "label" });
   const preview = h("bdi", { dir: "ltr" });
   const body = h("div", { class: "thoughts" });
-  const box = h("details", { class: "thinking", hidden: true }, h("summary", {}, label, h("span", { class: "preview", "aria-hidden": "true" }, preview)), body);
+  const box = h(
+    "details",
+    { class: "thinking", hidden: true },
+    h("summary", {}, label, h("span", { class: "preview", "aria-hidden": "true" }, preview)),
+    body,
+  );
   return { box, label, preview, body };
 }
 
@@ -226,7 +320,8 @@ function errorDetails(error) {
   return h("p", { class: "details" }, details.filter(Boolean).join(" · "));
 }
 
-// One tool call: its arguments while they are written, then in full, then the result that it is given.
+// One tool call: its arguments while they are written, then in full, then the result that it is
+// given.
 class CallView {
   constructor(call, parent) {
     this.call = call;
@@ -237,8 +332,18 @@ class CallView {
     this.state = h("span", { class: "state" });
     this.code = h("code");
     const copy = copyButton(() => this.code.textContent, { title: "Copy the arguments" });
-    const head = h("div", { class: "code-head" }, h("span", {}, "Tool call ", this.name, " ", this.state), copy);
-    this.element = h("section", { class: "call code", "aria-label": "Tool call" }, head, h("pre", { tabindex: "0" }, this.code));
+    const head = h(
+      "div",
+      { class: "code-head" },
+      h("span", {}, "Tool call ", this.name, " ", this.state),
+      copy,
+    );
+    this.element = h(
+      "section",
+      { class: "call code", "aria-label": "Tool call" },
+      head,
+      h("pre", { tabindex: "0" }, this.code),
+    );
     parent.append(this.element);
   }
 
@@ -255,7 +360,12 @@ class CallView {
 
   ask() {
     const label = `Result of ${this.call.name}`;
-    this.field = h("textarea", { rows: 2, class: "mono", "aria-label": label, placeholder: `${label}, as the tool would give it` });
+    this.field = h("textarea", {
+      rows: 2,
+      class: "mono",
+      "aria-label": label,
+      placeholder: `${label}, as the tool would give it`,
+    });
     this.element.append(h("div", { class: "result" }, this.field));
   }
 
@@ -263,7 +373,12 @@ class CallView {
   close(result) {
     this.field?.parentElement.remove();
     this.field = null;
-    this.result = h("div", { class: "result" }, h("span", { class: "state" }, "Result"), h("pre", { tabindex: "0" }, result));
+    this.result = h(
+      "div",
+      { class: "result" },
+      h("span", { class: "state" }, "Result"),
+      h("pre", { tabindex: "0" }, result),
+    );
     this.element.append(this.result);
   }
 }
