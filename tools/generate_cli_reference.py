@@ -133,9 +133,13 @@ def _foreign() -> Iterator[str]:
     for treatment, title in titles.items():
         yield f"### {title}\n"
         refused = treatment == "refused"
-        yield "| because | instead | options |\n|---|---|---|" if refused else "| | options |\n|---|---|"
+        yield ("| because | instead | options |\n|---|---|---|" if refused else "| | options |\n|---|---|")
         for (reason, remedy), names in rows[treatment].items():
-            cells = [reason, *([remedy or ""] if refused else []), " ".join(f"`{name}`" for name in names)]
+            cells = [
+                reason,
+                *([remedy or ""] if refused else []),
+                " ".join(f"`{name}`" for name in names),
+            ]
             yield f"| {' | '.join(map(_cell, cells))} |"
         yield ""
 

@@ -21,11 +21,14 @@ def read(path: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"--config is {path!r}, which is no UTF-8", hint="give a TOML file") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--config is {path!r}, which is no TOML: {error}", hint="lines such as: max-num-seqs = 64") from None
+        raise ConfigError(
+            f"--config is {path!r}, which is no TOML: {error}",
+            hint="lines such as: max-num-seqs = 64",
+        ) from None
 
 
 def given(name: str, kind: Kind, value: Any, *, source: str) -> Given:
-    """A key of the file as an option. Errors: `ConfigError` for a value of another type than the option takes."""
+    """A key of the file as an option. Errors: `ConfigError` for a value of another type than it takes."""
     if kind is Kind.SWITCH:
         if not isinstance(value, bool):
             raise ConfigError(f"{source} is {value!r}; allowed: true or false")

@@ -1,4 +1,4 @@
-"""What people type: the examples at the end of each command's help, which the command reference has too."""
+"""What people type: the examples at the end of each command's help, and in the command reference."""
 
 from __future__ import annotations
 
@@ -32,9 +32,15 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "negamax bench offline nano --concurrency 1,8 --input-len 256 --output-len 64",
         "negamax bench offline minimax-m2 --load-format synthetic -tp 4 --json result.json",
     ),
-    "bench kernels": ("negamax bench kernels", "negamax bench kernels --op norm.add_rms --json kernels.json"),
+    "bench kernels": (
+        "negamax bench kernels",
+        "negamax bench kernels --op norm.add_rms --json kernels.json",
+    ),
     "bench profile": ("negamax bench profile nano --batch 1,16 --steps 5",),
-    "bench accuracy": ("negamax bench accuracy", "negamax bench accuracy --suite nano-math --count 100"),
+    "bench accuracy": (
+        "negamax bench accuracy",
+        "negamax bench accuracy --suite nano-math --count 100",
+    ),
     "bench compare": ("negamax bench compare before.json after.json",),
 }
 

@@ -1,4 +1,4 @@
-"""`--config` and `--explain` of the commands that run a model: options from a file, and where each value came from."""
+"""`--config` and `--explain` of commands that run a model: a file of options, and where each came from."""
 
 from __future__ import annotations
 
@@ -23,13 +23,19 @@ _CONFIG = Annotated[
     ),
 ]
 _EXPLAIN = Annotated[
-    bool, typer.Option("--explain", help="Check the command line, show each option and where it came from, and end.")
+    bool,
+    typer.Option(
+        "--explain",
+        help="Check the command line, show each option and where it came from, and end.",
+    ),
 ]
 
 
-def with_explanation(check: Callable[..., None] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command, innermost, so that its options are checked when they are explained. `check` gets what the command
-    gets, and refuses what would be refused at start."""
+def with_explanation(
+    check: Callable[..., None] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command, innermost, so that its options are checked when they are explained. `check`
+    gets what the command gets, and refuses what would be refused at start."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)

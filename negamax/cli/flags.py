@@ -1,4 +1,4 @@
-"""A dataclass's fields as flags of a command: one table per dataclass, read by typer, by the resolver and by the docs."""
+"""A dataclass's fields as flags of a command: one table per dataclass, for typer, `resolve` and docs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Flag:
 
 
 def parse_bytes(text: str | int) -> int | None:
-    """'1500000', '4GiB', '4g', '512M' as bytes; 'auto' is None; a default comes as the number it is."""
+    """'1500000', '4GiB', '4g', '512M' as bytes; 'auto' is None; a default comes as a number."""
     if isinstance(text, int):
         return text
     if text == AUTO:
@@ -72,7 +72,7 @@ def parse_bytes(text: str | int) -> int | None:
 
 
 def parse_count(text: str | int) -> int | None:
-    """'131072', '128k' (thousands), '128K' (of 1024) as a number, as vLLM reads them; 'auto' is None."""
+    """'131072', '128k' (thousands), '128K' (of 1024), read as vLLM does; 'auto' is None."""
     if isinstance(text, int):
         return text
     if text == AUTO:
@@ -93,8 +93,8 @@ def parameter(name: str, default: object, annotation: object) -> inspect.Paramet
 
 
 def flag_parameters(options: type, table: Sequence[Flag], *, defaults: dict[str, Any]) -> list[inspect.Parameter]:
-    """The parameters that typer reads for `table`, fields of the dataclass `options`. `defaults` replaces
-    those of the class."""
+    """The parameters that typer reads for `table`, fields of the dataclass `options`. `defaults`
+    replaces those of the class."""
     types = get_type_hints(options)
     fields = {field.name: field.default for field in dataclasses.fields(options)} | defaults
     parameters = []
@@ -116,7 +116,8 @@ def flag_parameters(options: type, table: Sequence[Flag], *, defaults: dict[str,
 
 
 def chosen_fields(table: Sequence[Flag], values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `table`, from the parameters. Errors: `ConfigError` for a value that is not among a flag's choices."""
+    """The fields of `table`, from the parameters. Errors: `ConfigError` for a value that is not among
+    a flag's choices."""
     chosen = {}
     for flag in table:
         value = values[flag.field]

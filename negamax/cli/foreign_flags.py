@@ -1,9 +1,9 @@
-"""Options of `vllm serve` (0.33) and `sglang.launch_server` (0.5.23), older ones too, that are not ours.
+"""Options of `vllm serve` (0.33) and `sglang.launch_server` (0.5.23), and older ones, that are not ours.
 
-Names for the same thing stand beside our own options (`Flag.also`). This is the table of the others: mapped
-to ours, ignored with a line that says why nothing is needed, or refused with the reason and what to do
-instead. An option is refused where leaving it out would serve something else than was asked for, or less
-securely.
+Names for the same thing stand beside our own options (`Flag.also`). This is the table of the others:
+mapped to ours, ignored with a line that says why nothing is needed, or refused with the reason and
+what to do instead. An option is refused where leaving it out would serve something else than was
+asked for, or less securely (decision 15).
 """
 
 from __future__ import annotations
@@ -15,12 +15,22 @@ from negamax.cli import foreign_rules as rules
 from negamax.cli.flags import Kind
 from negamax.cli.foreign_rules import EXPERTS, GRAPHS, STORED, Rule
 
-_NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")  # values that ask for nothing, in any case
+_NOTHING = (
+    "",
+    "none",
+    "null",
+    "{}",
+    "[]",
+    "false",
+    "disabled",
+    "auto",
+)  # values that ask for nothing, in any case
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """What one option of another server means here. `remedy` is what to do instead; without one the option is ignored."""
+    """What one option of another server means here. `remedy` is what to do instead; without one the
+    option is ignored."""
 
     kind: Kind
     reason: str
@@ -31,7 +41,9 @@ class Foreign:
     @property
     def treatment(self) -> str:
         """One word for people: by its value, ignored or refused."""
-        return "by value" if self.rule is not None else "ignored" if self.remedy is None else "refused"
+        if self.rule is not None:
+            return "by value"
+        return "ignored" if self.remedy is None else "refused"
 
 
 def _group(
@@ -105,7 +117,9 @@ _IGNORED = (
     ),
     _group(GRAPHS, rule=rules.compilation, json="compilation-config -cc -O optimization-level"),
     _group(
-        GRAPHS, rule=rules.capture_sizes, lists="cudagraph-capture-sizes cuda-graph-sizes cuda-graph-bs cuda-graph-bs-decode"
+        GRAPHS,
+        rule=rules.capture_sizes,
+        lists="cudagraph-capture-sizes cuda-graph-sizes cuda-graph-bs cuda-graph-bs-decode",
     ),
     _group(GRAPHS, rule=rules.graph_backend, values="cuda-graph-backend-decode"),
     _group(GRAPHS, rule=rules.no_decode_graphs, switches="disable-decode-cuda-graph"),
@@ -279,8 +293,14 @@ _IGNORED = (
         "requests say it: stream_options.include_usage",
         switches="enable-force-include-usage stream-response-default-include-usage",
     ),
-    _group("requests say it: leave `tools` out where no call is wanted", switches="exclude-tools-when-tool-choice-none"),
-    _group("requests say it: return_token_ids", switches="return-tokens-as-token-ids return-input-ids return-output-ids"),
+    _group(
+        "requests say it: leave `tools` out where no call is wanted",
+        switches="exclude-tools-when-tool-choice-none",
+    ),
+    _group(
+        "requests say it: return_token_ids",
+        switches="return-tokens-as-token-ids return-input-ids return-output-ids",
+    ),
     _group("off unless --enable-log-requests is given", switches="disable-log-requests"),
     _group(
         "off unless --enable-access-log is given",
@@ -325,7 +345,10 @@ _IGNORED = (
         lists="allowed-methods allowed-headers",
         json="watchdog-config",
     ),
-    _group("certificates are read at start: restart the server with a new one", switches="enable-ssl-refresh"),
+    _group(
+        "certificates are read at start: restart the server with a new one",
+        switches="enable-ssl-refresh",
+    ),
     _group("have the proxy strip the prefix", values="root-path fastapi-root-path"),
     _group(
         "for models of other families",
@@ -346,7 +369,9 @@ _IGNORED = (
 
 _REFUSED = (
     _group(
-        "", rule=rules.data_parallel, values="data-parallel-size -dp dp-size dp moe-dp-size moe-data-parallel-size dwdp-size"
+        "",
+        rule=rules.data_parallel,
+        values="data-parallel-size -dp dp-size dp moe-dp-size moe-data-parallel-size dwdp-size",
     ),
     _group(
         "there is no data parallelism",
@@ -447,8 +472,17 @@ _REFUSED = (
         values="tool-server sidecar",
         lists="sidecar-args",
     ),
-    _group("templates of requests are not run", remedy="use --chat-template FILE", switches="trust-request-chat-template"),
-    _group("answers have the role assistant", remedy="leave it out", unless="assistant", values="response-role"),
+    _group(
+        "templates of requests are not run",
+        remedy="use --chat-template FILE",
+        switches="trust-request-chat-template",
+    ),
+    _group(
+        "answers have the role assistant",
+        remedy="leave it out",
+        unless="assistant",
+        values="response-role",
+    ),
     _group(
         "prefill and decode run in one server",
         remedy="start one server without it",
@@ -500,7 +534,11 @@ _REFUSED = (
         unless="0",
         values="ssl-ca-certs ssl-cert-reqs ssl-ciphers",
     ),
-    _group("TLS reads a key without a password", remedy="decrypt the key file", values="ssl-keyfile-password"),
+    _group(
+        "TLS reads a key without a password",
+        remedy="decrypt the key file",
+        values="ssl-keyfile-password",
+    ),
     _group("every key opens every route", remedy="use --api-key", values="admin-api-key"),
     _group(
         "answers have text, token ids and log-probabilities",

@@ -1,4 +1,4 @@
-"""What other servers' options mean here where it depends on their value or on the rest of the command line."""
+"""What other servers' options mean here where it depends on their value or on the rest of the line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ GRAPHS = "whole steps run as CUDA graphs; --enforce-eager turns that off"
 EXPERTS = "experts are split over the ranks of --tensor-parallel-size; the answers are the same"
 STORED = "weights run as the checkpoint stores them"
 TRANSFER = "the KV cache stays in the server that computed it"
+_FOUR_RANKS = "use --tensor-parallel-size 4 in its place, and a second server for more GPUs"
 TOKENIZER = "the tokenizer is the checkpoint's"
 
 # Values of our own options as other servers call them, by parameter.
 VALUES: Mapping[str, Mapping[str, str]] = {
-    "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
+    "dtype": {
+        "half": "float16",
+        "float": "float32",
+        "fp16": "float16",
+        "bf16": "bfloat16",
+        "fp32": "float32",
+    },
     "load_format": {
         "dummy": "synthetic",
         **dict.fromkeys(("hf", "fastsafetensors", "runai_streamer", "instanttensor", "layered"), "safetensors"),
@@ -27,7 +34,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of an option: others in its place (name and value), a note that says why nothing does, or a refusal."""
+    """What becomes of an option: others in its place (name and value), a note that says why nothing
+    does, or a refusal."""
 
     instead: tuple[tuple[str, str], ...] = ()
     note: str | None = None
@@ -35,12 +43,13 @@ class Verdict:
     remedy: str | None = None
 
 
-# From the value (a text, a list of them, what JSON holds, or a boolean) and the options of the line, as texts by parameter.
+# From the value (a text, a list of them, what JSON holds, or a boolean) and the options of the line,
+# as texts by parameter.
 Rule = Callable[[Any, Mapping[str, str]], Verdict]
 
 
 def compilation(value: Any, line: Mapping[str, str]) -> Verdict:
-    """What it says of CUDA graphs counts; level 0 runs without them. There is no compiler to configure."""
+    """What it says of CUDA graphs counts, level 0 is --enforce-eager; there is no compiler."""
     config = value if isinstance(value, dict) else {}
     instead = []
     if str(config.get("cudagraph_mode", "")).upper() in ("NONE", "0") or value == 0:
@@ -71,7 +80,7 @@ def no_decode_graphs(value: Any, line: Mapping[str, str]) -> Verdict:
 
 
 def expert_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
-    """Experts are split over the ranks of --tensor-parallel-size; with more than 4 ranks it is refused."""
+    """Experts are split over the ranks of --tensor-parallel-size; refused with more than 4."""
     if value in (False, "1", "0"):
         return Verdict()
     if line.get("data_parallel_size", "1") != "1":
@@ -79,7 +88,10 @@ def expert_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
     ranks = line.get("tensor_parallel_size", "1")
     if ranks.isdigit() and int(ranks) > 4:
         refusal = f"there is no expert parallelism, and MiniMax's FP8 checkpoints are split over 1, 2 or 4 ranks, not {ranks}"
-        return Verdict(refusal=refusal, remedy="use --tensor-parallel-size 4 in its place, and a second server for more GPUs")
+        return Verdict(
+            refusal=refusal,
+            remedy="use --tensor-parallel-size 4 in its place, and a second server for more GPUs",
+        )
     return Verdict(note=EXPERTS)
 
 
@@ -113,4 +125,7 @@ def tokenizer(value: Any, line: Mapping[str, str]) -> Verdict:
     """Any other than MODEL is refused."""
     if str(value).rstrip("/") == line.get("model", "").rstrip("/"):
         return Verdict()
-    return Verdict(refusal=TOKENIZER, remedy="leave it out, or put the files into a local folder with the checkpoint")
+    return Verdict(
+        refusal=TOKENIZER,
+        remedy="leave it out, or put the files into a local folder with the checkpoint",
+    )

@@ -1,8 +1,8 @@
-"""From the words after `negamax` to the options of a command: aliases, other servers' options, a file and the environment.
+"""From words to the options of a command: aliases, other servers' options, a file, the environment.
 
 An option's value is that of its flag, else of `NEGAMAX_<OPTION>`, else of the file that `--config`
-names, else its default. What comes out is a list of words with one name for each option, which typer
-parses, and where each value came from.
+names, else its default. What comes out is a list of words with one name for each option, which
+typer parses, and where each value came from.
 """
 
 from __future__ import annotations
@@ -19,16 +19,37 @@ from negamax.cli import config_file
 from negamax.cli.flags import Flag, Kind
 from negamax.cli.foreign_flags import TABLE, Foreign
 from negamax.cli.foreign_rules import VALUES, Verdict
-from negamax.cli.words import HELP, Given, Names, Option, is_model_option, merged, nearest, split
+from negamax.cli.words import (
+    HELP,
+    Given,
+    Names,
+    Option,
+    is_model_option,
+    merged,
+    nearest,
+    split,
+    with_model,
+)
 
 PREFIX = "NEGAMAX_"
-_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_BOOLEANS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+_MODEL_NAMES = ("--model", "--model-path")
 _ONLY_FLAGS = frozenset({"help", "explain", "version", "config"})
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for an option, as words for typer, and where: a flag as it was written, a variable, a key of a file."""
+    """What was chosen for an option, as words for typer, and where: a flag as it was written, a
+    variable, a key of a file."""
 
     words: tuple[str, ...]
     source: str
@@ -44,24 +65,26 @@ class Resolved:
 
 
 def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
-    """Resolve a whole command line. Errors: `ConfigError` for unknown names, for what is refused, and for the file."""
+    """Resolve a whole command line. Errors: `ConfigError` for unknown names, for what is refused, and
+    for the file."""
     command, path, rest = find_command(root, words)
     if isinstance(command, TyperGroup):
         return Resolved(list(words))
     options = options_of(command)
     names = Names([*options, HELP], TABLE if getattr(command.callback, "takes_foreign_flags", False) else {})
-    line = split(rest, names, takes_model=any(is_model_option(option) for option in options))
+    line = split(rest, names)
     if any(given.name in HELP.names for given in line.given):
         return Resolved([*path, "--help"])
-    levels = [
-        _of_file(line.given, names),
-        _of_environment(options),
-        line.given,
-    ]
-    if line.model is not None:  # MODEL stands for itself, whatever the file and the environment say
-        levels[:2] = [[given for given in level if given.name != "--model"] for level in levels[:2]]
+    takes_model = any(is_model_option(option) for option in options)
+    levels = [_of_file(line.given, names), _of_environment(options), list(line.given)]
+    if takes_model and not line.positional and not any(item.name in _MODEL_NAMES for level in levels for item in level):
+        line = with_model(line, names)
+        levels[2] = list(line.given)
+    model = line.positional[0] if takes_model and line.positional else None
+    if model is not None:  # it stands for itself, whatever the file and the environment say
+        levels[:2] = [[item for item in level if item.name not in _MODEL_NAMES] for level in levels[:2]]
     resolved = Resolved([])
-    resolved.choices = _choose(_translated(levels, names, line.model, resolved.notes), names)
+    resolved.choices = _choose(_translated(levels, names, model, resolved.notes), names)
     resolved.notes += _misspelled_variables(options)
     chosen = [word for choice in resolved.choices.values() for word in choice.words]
     resolved.words = [*path, *chosen, *line.positional, *line.after_dashes]
@@ -142,7 +165,8 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
 
 
 def _translated(levels: Sequence[Sequence[Given]], names: Names, model: str | None, notes: list[str]) -> list[list[Given]]:
-    """The levels with our own options only: those that others mean come first, so that ours win. Adds to `notes`."""
+    """The levels with our own options only: those that others mean come first, so that ours win. Adds
+    to `notes`."""
     own = [[item for item in level if item.name in names.own] for level in levels]
     line = {name: choice.words[-1].partition("=")[2] for name, choice in _choose(own, names).items() if choice.words}
     line["model"] = model or line.get("model_option", "")
@@ -189,7 +213,8 @@ def _judge(entry: Foreign, item: Given, line: Mapping[str, str]) -> Verdict:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: Names) -> dict[str, Choice]:
-    """The words for each option: those of the last level that says something of it, or of all where a list adds up."""
+    """The words for each option: those of the last level that says something of it, or of all where a
+    list adds up."""
     chosen: dict[str, Choice] = {}
     for level in levels:
         found: dict[str, Given] = {}

@@ -13,6 +13,7 @@ from negamax.cli.flags import Flag, Kind
 from negamax.cli.foreign_flags import Foreign
 
 _TRUTHS = {"true": True, "false": False}
+_SECRETS = ("-key", "-token", "-password")  # ends of names
 _SIMILARITY = 0.8  # of a name that is suggested
 
 
@@ -77,7 +78,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Given:
-    """A name and its values; `is_set` False: a switch that is switched off. `source` is for people."""
+    """A name and its values; `is_set` False: a switch that is off. `source` is for people."""
 
     name: str
     values: tuple[str, ...]
@@ -86,8 +87,10 @@ class Given:
 
     @property
     def shown(self) -> str:
-        """It and its value, as it was given."""
-        return f"{self.source} is {' '.join(self.values)[:60]!r}" if self.values else self.source
+        """It and its value, as it was given; the value of a secret is left out."""
+        if not self.values or self.name.endswith(_SECRETS):
+            return self.source
+        return f"{self.source} is {' '.join(self.values)[:60]!r}"
 
     def parsed(self, kind: Kind) -> Any:
         """Its value as a boolean, a list, a text, or what its JSON holds. Errors: `ConfigError`."""
@@ -152,7 +155,10 @@ class Names:
     def suggestions(self) -> list[str]:
         """The names worth suggesting: those with an effect, or a reason to have none."""
         ours = [name for name in self.own if name.startswith("--") and not self.own[name].is_opposite]
-        return [*ours, *(name for name, entry in self.foreign.items() if entry.remedy is None and name.startswith("--"))]
+        return [
+            *ours,
+            *(name for name, entry in self.foreign.items() if entry.remedy is None and name.startswith("--")),
+        ]
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,6 @@ class Line:
     positional: tuple[str, ...]
     given: tuple[Given, ...]
     after_dashes: tuple[str, ...]  # with the dashes
-    model: str | None  # the first positional word of commands that take MODEL
 
 
 def is_model_option(option: Option) -> bool:
@@ -170,26 +175,24 @@ def is_model_option(option: Option) -> bool:
     return option.name == "model_option"
 
 
-def split(words: Sequence[str], names: Names, *, takes_model: bool) -> Line:
+def split(words: Sequence[str], names: Names) -> Line:
     """Sort the words of a command line. Errors: `ConfigError` for a name that is not known."""
     reader = _Reader(list(words), names)
     while reader.words:
         reader.read()
-    given = reader.given
-    if takes_model and not reader.positional and not any(item.name in ("--model", "--model-path") for item in given):
-        given, reader.positional = _without_model(given, names)
-    model = reader.positional[0] if takes_model and reader.positional else None
-    return Line(tuple(reader.positional), tuple(given), tuple(reader.after_dashes), model)
+    return Line(tuple(reader.positional), tuple(reader.given), tuple(reader.after_dashes))
 
 
-def _without_model(given: Sequence[Given], names: Names) -> tuple[list[Given], list[str]]:
-    """The last word after an option that takes many is MODEL where no other word can be."""
-    for place in reversed(range(len(given))):
-        item = given[place]
-        if item.name in names.own and names.own[item.name].option.takes_many and len(item.values) > 1:
-            shorter = replace(item, values=item.values[:-1])
-            return [*given[:place], shorter, *given[place + 1 :]], [item.values[-1]]
-    return list(given), []
+def with_model(line: Line, names: Names) -> Line:
+    """`line` where MODEL is the last word behind an option that takes many, as no other can be."""
+    for place in reversed(range(len(line.given))):
+        item = line.given[place]
+        takes_many = item.name in names.own and names.own[item.name].option.takes_many
+        if takes_many and len(item.values) > 1:
+            given = list(line.given)
+            given[place] = replace(item, values=item.values[:-1])
+            return replace(line, positional=(item.values[-1],), given=tuple(given))
+    return line
 
 
 class _Reader:
@@ -230,9 +233,15 @@ class _Reader:
             text = (attached or self._values(Kind.VALUE, own=False) or ["true"])[0]
             return Given(name, (json.dumps(_nested(path.split("."), text)),), written)
         if kind is Kind.SWITCH:
-            if not attached and self.words and self.words[0].lower() in _TRUTHS:
+            is_foreign = name in self.names.foreign
+            if is_foreign and not attached and self.words and self.words[0].lower() in _TRUTHS:
                 attached = [self.words.pop(0)]
-            return Given(name, (), written, is_set=is_set == _TRUTHS.get((attached or ["true"])[0].lower(), True))
+            return Given(
+                name,
+                (),
+                written,
+                is_set=is_set == _TRUTHS.get((attached or ["true"])[0].lower(), True),
+            )
         is_own = name in self.names.own
         values = attached or self._values(kind, own=is_own, name=name)
         if is_own and not values:
@@ -244,7 +253,8 @@ class _Reader:
         return name if name in self.names.own or name in self.names.foreign else None
 
     def _values(self, kind: Kind, *, own: bool, name: str = "") -> list[str]:
-        """The words that belong to an option: of ours any word, as typer has it; of others none that looks like an option."""
+        """The words that belong to an option: of ours any word, as typer has it; of others none that
+        looks like an option."""
         many = kind is Kind.LIST and (not own or self.names.own[name].option.takes_many)
         values = [self.words.pop(0)] if self.words and (own or _is_value(self.words[0])) else []
         while many and self.words and _is_value(self.words[0]):

@@ -21,7 +21,10 @@ def test_page_is_what_the_commands_say() -> None:
 
 def test_stale_page_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "cli.md"
-    page.write_text(PAGE.read_text(encoding="utf-8").replace("| `--port` |", "| `--harbour` |"), encoding="utf-8")
+    page.write_text(
+        PAGE.read_text(encoding="utf-8").replace("| `--port` |", "| `--harbour` |"),
+        encoding="utf-8",
+    )
     done = run("--check", "--output", str(page))
     assert done.returncode == 1
     assert "+| `--port` |" in done.stderr and "-| `--harbour` |" in done.stderr

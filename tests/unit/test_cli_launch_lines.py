@@ -24,12 +24,20 @@ EAGLE = (
 UNDERSTOOD = {
     "MiniMax's guide, vLLM, 4 GPUs": (
         f"MiniMaxAI/MiniMax-M2 --trust-remote-code --tensor-parallel-size 4 {M2_VLLM}",
-        {"tensor-parallel-size": "4", "tool-call-parser": "minimax_m2", "reasoning-parser": "minimax_m2_append_think"},
+        {
+            "tensor-parallel-size": "4",
+            "tool-call-parser": "minimax_m2",
+            "reasoning-parser": "minimax_m2_append_think",
+        },
     ),
     "MiniMax's first guide, 4 GPUs with experts": (
         "--model MiniMaxAI/MiniMax-M2 --trust-remote-code --enable-expert-parallel --tensor-parallel-size 4"
         " --enable-auto-tool-choice --tool-call-parser minimax_m2 --reasoning-parser minimax_m2",
-        {"model": "MiniMaxAI/MiniMax-M2", "tensor-parallel-size": "4", "reasoning-parser": "minimax_m2"},
+        {
+            "model": "MiniMaxAI/MiniMax-M2",
+            "tensor-parallel-size": "4",
+            "reasoning-parser": "minimax_m2",
+        },
     ),
     "MiniMax's guide, an illegal memory access": (
         f"MiniMaxAI/MiniMax-M2.5 --tensor-parallel-size 4 {M2_VLLM}"
@@ -49,7 +57,12 @@ UNDERSTOOD = {
     "vLLM's recipe, Hopper": (
         f"MiniMaxAI/MiniMax-M2.5 -tp 4 {M2_VLLM} --max-num-seqs 512 --max-num-batched-tokens 32768"
         " --kv-cache-dtype fp8 --attention-backend FLASHINFER --moe-backend triton",
-        {"tensor-parallel-size": "4", "max-num-seqs": "512", "max-num-batched-tokens": "32768", "kv-cache-dtype": "fp8"},
+        {
+            "tensor-parallel-size": "4",
+            "max-num-seqs": "512",
+            "max-num-batched-tokens": "32768",
+            "kv-cache-dtype": "fp8",
+        },
     ),
     "vLLM's recipe, AMD": (
         f"MiniMaxAI/MiniMax-M2 --tensor-parallel-size 4 {M2_VLLM} --trust-remote-code --disable-log-requests --port 8007",
@@ -77,7 +90,11 @@ UNDERSTOOD = {
     ),
     "SGLang's cookbook, M2.7 on 4 GPUs, on this machine": (
         f"--model-path MiniMaxAI/MiniMax-M2.7 --tp 4 {M2_SGLANG} --mem-fraction-static 0.85",
-        {"model": "MiniMaxAI/MiniMax-M2.7", "tensor-parallel-size": "4", "gpu-memory-utilization": "0.85"},
+        {
+            "model": "MiniMaxAI/MiniMax-M2.7",
+            "tensor-parallel-size": "4",
+            "gpu-memory-utilization": "0.85",
+        },
     ),
     "SGLang's cookbook, AMD": (
         f"--model-path MiniMaxAI/MiniMax-M2.5 --tp 2 --ep 2 --attention-backend aiter {M2_SGLANG}",
@@ -89,7 +106,12 @@ UNDERSTOOD = {
         " --compilation_config.cudagraph_mode FULL_DECODE_ONLY --enable_prefix_caching --enable-chunked-prefill"
         " --max_num_batched_tokens 17000 --dtype bfloat16 --max_num_seqs 2 --compilation_config.mode VLLM_COMPILE"
         f" {M3_VLLM}",
-        {"max-num-batched-tokens": "17000", "max-num-seqs": "2", "enforce-eager": "off", "dtype": "bfloat16"},
+        {
+            "max-num-batched-tokens": "17000",
+            "max-num-seqs": "2",
+            "enforce-eager": "off",
+            "dtype": "bfloat16",
+        },
     ),
     "the GPU's prefill workers of SGLang's M3 guide": (
         f"--model MiniMaxAI/MiniMax-M3 --tp-size 4 {M3_SGLANG} --enable-cache-report --max-queued-requests 64",

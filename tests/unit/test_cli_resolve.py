@@ -136,6 +136,25 @@ def test_every_option_of_every_command_has_a_variable(monkeypatch: pytest.Monkey
                 assert choice.words or option.turns_off
 
 
+def test_the_last_of_several_names_is_the_model_only_where_none_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["serve", "--served-model-name", "a", "b"]
+    assert resolve(GROUP, words).words == ["serve", "--served-model-name=a", "b"]
+    monkeypatch.setenv("NEGAMAX_MODEL", "nano")
+    assert resolve(GROUP, words).words == [
+        "serve",
+        "--model=nano",
+        "--served-model-name=a",
+        "--served-model-name=b",
+    ]
+
+
+def test_secrets_are_not_repeated(refused: Any) -> None:
+    for name in ("--hf-token", "--admin-api-key", "--ssl-keyfile-password"):
+        assert "hunter2" not in refused(f"serve nano {name} hunter2")
+
+
 def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEGAMAX_API_KEY", "first, second")
     values, _ = explained("nano --api-key third")
@@ -168,7 +187,7 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
         ("nano --port 1 --port 2", "port", "2"),
         ("nano --enable-prefix-caching", "enable-prefix-caching", "on"),
         ("nano --no-enable-prefix-caching", "enable-prefix-caching", "off"),
-        ("nano --enable-prefix-caching false", "enable-prefix-caching", "off"),
+        ("nano --enable-prefix-caching=false", "enable-prefix-caching", "off"),
         ("nano --enforce-eager=true", "enforce-eager", "on"),
         (
             "nano --default-chat-template-kwargs.thinking_mode enabled",
@@ -183,7 +202,11 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
         ("nano --cudagraph-capture-sizes 1 2 4", "max-cudagraph-capture-size", "4"),
         ("nano --cuda-graph-bs 1 2 8 --cuda-graph-max-bs 16", "max-cudagraph-capture-size", "16"),
         ("nano --cuda-graph-backend-decode disabled", "enforce-eager", "on"),
-        ("nano --pipeline-parallel-size 1 --data-parallel-size 1 --ep-size 1 --nnodes 1", "tensor-parallel-size", "1"),
+        (
+            "nano --pipeline-parallel-size 1 --data-parallel-size 1 --ep-size 1 --nnodes 1",
+            "tensor-parallel-size",
+            "1",
+        ),
         ("nano --tokenizer nano", "model", "nano"),
     ],
 )
@@ -195,7 +218,10 @@ def test_values_and_names_of_other_servers(explained: Any, line: str, option: st
     ("line", "words"),
     [
         ("--speculative-config '{\"method'", "--speculative-config is no JSON"),
-        ('--kv-transfer-config \'{"kv_role": "kv_producer"}\'', "prefill and decode run in one server"),
+        (
+            '--kv-transfer-config \'{"kv_role": "kv_producer"}\'',
+            "prefill and decode run in one server",
+        ),
         ("--hf-overrides.rope_theta 1", "edit config.json"),
         ("--pipeline-parallel-size 2", "use --tensor-parallel-size"),
         ("--data-parallel-size 2", "CUDA_VISIBLE_DEVICES"),
@@ -231,7 +257,12 @@ def test_what_has_no_effect_is_said_once_for_each_reason(explained: Any) -> None
 def test_every_foreign_option_is_judged() -> None:
     """With a value that asks for something: a note, options of ours, or a refusal with a remedy; never a crash."""
     own = {name for option in options_of(GROUP.commands["serve"]) for name in (*option.names, *option.opposites)}
-    samples = {Kind.SWITCH: [], Kind.VALUE: ["7"], Kind.LIST: ["7", "8"], Kind.JSON: ['{"seven": 7}']}
+    samples = {
+        Kind.SWITCH: [],
+        Kind.VALUE: ["7"],
+        Kind.LIST: ["7", "8"],
+        Kind.JSON: ['{"seven": 7}'],
+    }
     for name, entry in TABLE.items():
         if name in own:
             continue
@@ -244,6 +275,15 @@ def test_every_foreign_option_is_judged() -> None:
         assert entry.remedy is None, name
         sources = [choice.source for choice in resolved.choices.values()]
         assert resolved.notes == [f"{name} has no effect: {entry.reason}"] or sources == [name], name
+
+
+def test_a_prompt_may_be_true() -> None:
+    assert resolve(GROUP, ["generate", "nano", "--raw", "true"]).words == [
+        "generate",
+        "--raw",
+        "nano",
+        "true",
+    ]
 
 
 def test_generate_takes_prompts_after_the_model(refused: Any) -> None:
