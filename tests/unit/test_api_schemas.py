@@ -68,6 +68,7 @@ def test_names_of_other_systems_that_resemble_ours_are_ignored(name: str) -> Non
         ({"min_new_tokens": 7}, {"min_tokens": 5}),
         ({"top_logprobs_num": 7}, {"top_logprobs": 5, "logprobs": True}),
         ({"maxTokens": 7}, {"max_tokens": 5}),
+        ({"max_new_tokens": 7}, {"max_completion_tokens": 5}),
     ],
 )
 def test_a_slip_is_no_slip_where_the_meant_field_is_there(fields: dict[str, Any], meant: dict[str, Any]) -> None:

@@ -120,6 +120,8 @@ class ChatRequest(StructuredRequest):
         **dict.fromkeys(("system", "instructions"), "send a message with the role system"),
     }
 
+    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
+
     # the conversation, the latest message last; at most 16,384
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(check_messages)]
     max_tokens: int | None = Field(default=None, ge=0)  # 0: read the prompt into the cache, answer nothing

@@ -71,6 +71,7 @@ class RequestModel(BaseModel):
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     unsupported_fields: ClassVar[Mapping[str, str]] = {}
     neutral_values: ClassVar[Mapping[str, object]] = {}  # of unsupported fields: what asks for nothing, beside those
+    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # fields that mean the same as another one
 
     @classmethod
     def parse(cls: type[RequestT], body: object) -> RequestT:
@@ -111,7 +112,7 @@ class RequestModel(BaseModel):
         known = {_squashed(name): name for name in cls.model_fields}
         for name in names[:_MAX_CHECKED_FIELDS]:
             near = difflib.get_close_matches(_squashed(name), known, n=1, cutoff=_SLIP_LIKENESS)
-            if near and known[near[0]] not in given:
+            if near and given.keys().isdisjoint((known[near[0]], *cls.synonyms.get(known[near[0]], ()))):
                 meant = {"name": name, "meant": known[near[0]]}
                 raise PydanticCustomError("unknown_parameter", "is not a known field. Did you mean '{meant}'?", meant)
 
