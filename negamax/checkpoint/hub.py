@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 from negamax.base.errors import ConfigError, NegamaxError, ResourceError
 from negamax.base.log import get_logger
+from negamax.base.progress import Progress, format_bytes
 
 logger = get_logger(__name__)
 
@@ -58,10 +62,34 @@ def _download(model: str, revision: str | None, download_dir: str | None) -> Pat
             cache_dir=download_dir,
             allow_patterns=ALLOWED_FILES,
             ignore_patterns=IGNORED_FILES,
+            tqdm_class=None if sys.stderr.isatty() else _logged_bar(),  # a terminal gets the hub's own bars
         )
     except Exception as error:  # among them the HTTP library's, which differs by the client's version
         raise _failure(error, where) from error
     return Path(folder)
+
+
+def _logged_bar() -> type[Any]:
+    """A progress bar for the hub's client that logs a line now and then."""
+    from huggingface_hub.utils import tqdm
+
+    class LoggedBar(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            # Beside the bar of bytes there are one of files and, in some versions, one of what the network has brought.
+            counts_bytes = options.get("unit") == "B" and not str(options.get("name")).endswith(".transfer")
+            self._progress = Progress("fetching", unit=format_bytes, enabled=counts_bytes)
+            self._done = options.get("initial") or 0
+            self._counting = threading.Lock()  # files are fetched by several threads
+            super().__init__(*arguments, **options)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            with self._counting:
+                self._done += int(n or 0)
+                self._progress(self._done, max(self._done, int(self.total or 0)))
+            drawn: bool | None = super().update(n)
+            return drawn
+
+    return LoggedBar
 
 
 def _failure(error: Exception, where: str) -> NegamaxError:

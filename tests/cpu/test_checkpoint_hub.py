@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -71,6 +72,15 @@ def test_download_takes_weights_and_json_but_never_code_or_pickles(hub: TinyHub,
     assert resolve_all(hub.environment, tmp_path, "lab/model") == [plain]
     assert resolve_all({**hub.environment, "HF_HUB_OFFLINE": "1"}, tmp_path, "lab/model") == [plain]
     assert hub.served == []
+
+
+def test_a_download_that_nobody_watches_on_a_terminal_logs_how_far_it_is(hub: TinyHub, tmp_path: Path) -> None:
+    code = "import negamax.base.progress; negamax.base.progress.LOG_SECONDS = 0.0" + RESOLVE
+    command = [sys.executable, "-c", code, str(tmp_path), "lab/model"]
+    environment = {**os.environ, **hub.environment}
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True, timeout=120)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("fetching: ")]
+    assert lines and all(re.fullmatch(r"fetching: [\d.]+ MiB of [\d.]+ MiB, .*/s, \d+ s left", line) for line in lines)
 
 
 def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
