@@ -267,7 +267,7 @@ class LLM:
         self,
         prompts: list[list[int]],
         params: list[SamplingParams],
-        parsers: Sequence[Sequence[OutputParser]] | None,
+        parsers: Sequence[Sequence[OutputParser]] | None = None,
     ) -> Iterator[list[_Sequence]]:
         """For each prompt, in order, its choices."""
         for position, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):

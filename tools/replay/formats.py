@@ -108,7 +108,7 @@ class M2(Family):
             '<parameter name="x">1</parameter> is one, </invoke> ends it, and </minimax:tool_call> is next',
         ),
         in_prose=("<think>", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="Read">', "</parameter>"),
-        in_text=("</think>", "<think>x</think>"),
+        in_text=(),  # a closer that is its token is never text
         in_letters=("</think>", "]~b]ai", "[e~[", "]~!b[", "<think>x</think>", "<minimax:tool_call>"),
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ class M3(Family):
             "<minimax:tool_call>", "</old_string><new_string>",
         ),
         in_prose=("<tool_call>", "</invoke>", "<minimax:tool_call>", "</think>", "<item>"),
-        in_text=("</mm:think>", "<mm:think>x</mm:think>", "<mm:think>"),
+        in_text=("<mm:think>",),
         in_letters=("]~b]ai", "[e~[", "]~!b["),
     )  # fmt: skip
 
