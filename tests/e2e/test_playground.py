@@ -463,6 +463,9 @@ def test_the_browser_asks_for_the_key_of_a_guarded_server_once(page: Browser, tm
         assert page.text(".problem") == ""
         assert "85" in page.text(".assistant .text")
         assert page.run("return sessionStorage.length") == 0
+        page.wait("document.querySelector('#server').textContent.startsWith('0 running')")
+        page.open(f"{server.url}/status")
+        page.wait("Number(document.querySelector('#requests')?.textContent) > 0")
         assert page.problems == []
         page.open("about:blank")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.browser import Browser
-from tests.e2e.chat_page import ANSWERS, IDLE, ask, sent
-from tests.e2e.scripted_server import NAME, Script, call
+from tests.e2e.chat_page import ANSWERS, IDLE, ask, begin, sent
+from tests.e2e.scripted_server import NAME, Script, call, scripted
 
 TITLES = "[...document.querySelectorAll('#conversations .open')].map((e) => e.title)"
 TEXTS = "[...document.querySelectorAll('.message')].map((e) => e.querySelector('.bubble, .text').textContent)"
@@ -176,6 +176,24 @@ def test_the_strip_tells_how_busy_the_server_is_while_the_page_is_visible(page: 
     before = script.num_info_requests
     time.sleep(2.2)
     assert script.num_info_requests == before
+
+
+def test_without_a_database_conversations_end_with_the_tab(page: Browser) -> None:
+    source = "Object.defineProperty(window, 'indexedDB', { value: undefined })"
+    added = page.call("Page.addScriptToEvaluateOnNewDocument", source=source)
+    try:
+        with scripted() as (url, script):
+            begin(page, url, NAME)
+            page.shows("#fleeting")
+            say(page, script, "One", "First")
+            page.click("#new")
+            say(page, script, "Two", "Second")
+            page.click("#conversations li:nth-child(2) .open")
+            page.wait(f"{TEXTS}.join() === 'First,One'")
+            assert page.problems == []
+            page.open("about:blank")
+    finally:
+        page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
 
 
 def test_a_tool_call_waits_for_its_result_after_a_reload(page: Browser, script: Script) -> None:

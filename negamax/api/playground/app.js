@@ -29,12 +29,15 @@ const EXAMPLES = [
 ];
 const isNarrow = matchMedia("(max-width: 60rem)");
 
+const PANELS = ["list", "settings"];
+
 const composer = element("composer");
 const field = element("prompt");
 const form = element("settings-form");
 const scroller = element("scroller");
 const models = new Map(); // name -> tokens of the window
 let isFollowing = true; // the newest text stays in view
+let isStripBound = false;
 let keyAction = null; // what to do once there is a key
 
 const store = new Store();
@@ -254,6 +257,8 @@ async function connect() {
   }
   const info = await getJson("server_info").catch(() => null);
   if (info) showDefaults(form, info.sampling_defaults);
+  if (!isStripBound) bindStrip(element("server"));
+  isStripBound = true;
   return true;
 }
 
@@ -263,6 +268,11 @@ async function connect() {
 function showPanel(name, isShown) {
   document.body.classList.toggle(`with-${name}`, isShown);
   element(`${name}-toggle`).setAttribute("aria-expanded", String(isShown));
+}
+
+// As a person wants it, also when the page is loaded again.
+function choosePanel(name, isShown) {
+  showPanel(name, isShown);
   if (!isNarrow.matches) keep(`panel.${name}`, isShown);
 }
 
@@ -272,11 +282,11 @@ function isPanelShown(name) {
 
 function bindPanel(name, first) {
   element(`${name}-toggle`).addEventListener("click", () => {
-    showPanel(name, !isPanelShown(name));
+    choosePanel(name, !isPanelShown(name));
     if (isPanelShown(name)) first().focus();
   });
   element(`${name}-close`).addEventListener("click", () => {
-    showPanel(name, false);
+    choosePanel(name, false);
     element(`${name}-toggle`).focus();
   });
 }
@@ -344,7 +354,7 @@ document.addEventListener("drop", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || element("key-dialog").open) return;
   if (chat.running) return chat.stop();
-  for (const name of isNarrow.matches ? ["settings", "list"] : []) {
+  for (const name of isNarrow.matches ? PANELS : []) {
     if (!isPanelShown(name)) continue;
     showPanel(name, false);
     element(`${name}-toggle`).focus();
@@ -354,13 +364,16 @@ scroller.addEventListener("scroll", () => {
   isFollowing = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 40;
   element("latest").hidden = isFollowing;
 });
+scroller.addEventListener("pointerdown", () => {
+  if (isNarrow.matches) for (const name of PANELS) showPanel(name, false);
+});
 new ResizeObserver(follow).observe(scroller);
 element("latest").addEventListener("click", () => {
   isFollowing = true;
   follow();
 });
 isNarrow.addEventListener("change", () => {
-  if (isNarrow.matches) for (const name of ["list", "settings"]) showPanel(name, false);
+  if (isNarrow.matches) for (const name of PANELS) showPanel(name, false);
 });
 element("new").addEventListener("click", begin);
 element("model").addEventListener("change", modelChanged);
@@ -422,5 +435,4 @@ showExamples();
 changed();
 await openAddressed();
 sidebar.refresh();
-if (await connect()) element("server").hidden = false;
-bindStrip(element("server"));
+connect();

@@ -20,6 +20,7 @@ export class Chat {
     Object.assign(this, { store, settings, model, isReady, changed, refused });
     this.conversation = new Conversation();
     this.views = new Map(); // message of the path -> its view; without one for results of tools
+    this.requests = new WeakMap(); // answer -> the request that it is the latest text of
     this.runs = new Map(); // id of a conversation -> {controller, conversation, answer}
     this.actions = {
       edit: (message, content) => this.edit(message, content),
@@ -90,14 +91,14 @@ export class Chat {
     element("messages").append(view.element);
   }
 
-  // The request of an answer as a command, as it would be made now.
+  // The request of an answer as a command: the one that was made, or for an answer from the store
+  // the one that would be made now.
   commandOf(answer) {
     return () => {
       const path = this.conversation.path();
-      return curlCommand(
-        this.request(path.slice(0, path.indexOf(answer)), answer.model),
-        "authorization" in authorization(),
-      );
+      const before = path.slice(0, path.indexOf(answer));
+      const request = this.requests.get(answer) ?? this.request(before, answer.model);
+      return curlCommand(request, "authorization" in authorization());
     };
   }
 
@@ -201,6 +202,7 @@ export class Chat {
   async run(answer, request) {
     const { conversation } = this;
     const controller = new AbortController();
+    this.requests.set(answer, request);
     this.runs.set(conversation.id, { controller, conversation, answer });
     this.show();
     announce("The model is answering");

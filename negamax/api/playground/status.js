@@ -151,6 +151,8 @@ async function poll() {
   } catch (error) {
     element("problem").textContent = error.message;
     element("problem").hidden = false;
+    element("state").textContent = "no answer";
+    element("state").className = "state-label bad";
     element("key-form").hidden = error.status !== 401;
     return;
   }
