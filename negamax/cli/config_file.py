@@ -19,7 +19,8 @@ def read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config is {path!r}, which cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--config is {path!r}, which is no UTF-8", hint="give a TOML file") from None
+        hint = "give a TOML file"
+        raise ConfigError(f"--config is {path!r}, which is no UTF-8", hint=hint) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"--config is {path!r}, which is no TOML: {error}",
@@ -28,7 +29,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def given(name: str, kind: Kind, value: Any, *, source: str) -> Given:
-    """A key of the file as an option. Errors: `ConfigError` for a value of another type than it takes."""
+    """A key of the file as an option. Errors: `ConfigError` for a value of another type."""
     if kind is Kind.SWITCH:
         if not isinstance(value, bool):
             raise ConfigError(f"{source} is {value!r}; allowed: true or false")

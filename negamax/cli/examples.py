@@ -1,4 +1,4 @@
-"""What people type: the examples at the end of each command's help, and in the command reference."""
+"""What people type: examples at the end of each command's help, and in the command reference."""
 
 from __future__ import annotations
 

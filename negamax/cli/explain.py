@@ -1,4 +1,4 @@
-"""`--config` and `--explain` of commands that run a model: a file of options, and where each came from."""
+"""`--config` and `--explain` of commands that run a model: where options are, and came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataclass's fields as flags of a command: one table per dataclass, for typer, `resolve` and docs."""
+"""A dataclass's fields as flags of a command: a table per dataclass, for typer, `resolve`, docs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def parse_bytes(text: str | int) -> int | None:
     match = _SIZE.fullmatch(text.strip())
     units = _UNITS | _BINARY_UNITS
     if match is None or match[2].lower() not in units:
-        raise typer.BadParameter(f"{text[:60]!r} is not a size; allowed: bytes, or a number with K, M, G or Ki, Mi, Gi")
+        allowed = "bytes, or a number with K, M, G or Ki, Mi, Gi"
+        raise typer.BadParameter(f"{text[:60]!r} is not a size; allowed: {allowed}")
     return int(float(match[1]) * units[match[2].lower()])
 
 
@@ -78,8 +79,10 @@ def parse_count(text: str | int) -> int | None:
     if text == AUTO:
         return None
     match = _COUNT.fullmatch(text.strip())
-    unit = "" if match is None else match[2]
-    value = 0.5 if match is None else float(match[1]) * (_UNITS | _BINARY_UNITS)[unit.lower() + "i" * unit.isupper()]
+    value = 0.5  # of what is no number
+    if match is not None:
+        unit = match[2].lower() + "i" * match[2].isupper()
+        value = float(match[1]) * (_UNITS | _BINARY_UNITS)[unit]
     if not value.is_integer():
         raise typer.BadParameter(
             f"{text[:60]!r} is not a number; allowed: such as 131072, 128k (thousands), 128K (of 1024), auto"
@@ -116,8 +119,8 @@ def flag_parameters(options: type, table: Sequence[Flag], *, defaults: dict[str,
 
 
 def chosen_fields(table: Sequence[Flag], values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `table`, from the parameters. Errors: `ConfigError` for a value that is not among
-    a flag's choices."""
+    """The fields of `table`, from the parameters. Errors: `ConfigError` for a value that is not
+    among a flag's choices."""
     chosen = {}
     for flag in table:
         value = values[flag.field]

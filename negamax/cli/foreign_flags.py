@@ -1,7 +1,7 @@
-"""Options of `vllm serve` (0.33) and `sglang.launch_server` (0.5.23), and older ones, that are not ours.
+"""Options of `vllm serve` 0.33 and `sglang.launch_server` 0.5.23, and older ones, that are not ours.
 
-Names for the same thing stand beside our own options (`Flag.also`). This is the table of the others:
-mapped to ours, ignored with a line that says why nothing is needed, or refused with the reason and
+Names for the same thing stand beside our own options (`Flag.also`). This is the table of the
+others: mapped to ours, ignored with a line that says why nothing is needed, or refused with the reason and
 what to do instead. An option is refused where leaving it out would serve something else than was
 asked for, or less securely (decision 15).
 """
@@ -68,12 +68,12 @@ _IGNORED = (
     _group("no code of a checkpoint is ever run", switches="trust-remote-code"),
     _group(
         "this is always so",
-        switches="""enable-auto-tool-choice enable-chunked-prefill enable-prompt-tokens-details
-        enable-cache-report enable-metrics enable-response-store enable-request-id-headers
-        enable-mixed-chunk incremental-streaming-output use-v2-block-manager enable-reasoning
-        disable-fastapi-docs enable-log-deltas enable-metrics-for-all-schedulers
-        disable-sliding-window disable-hybrid-kv-cache-manager disable-hybrid-swa-memory
-        disable-cascade-attn skip-server-warmup""",
+        switches="""enable-auto-tool-choice enable-tokenizer-info-endpoint enable-chunked-prefill
+        enable-prompt-tokens-details enable-cache-report enable-metrics enable-response-store
+        enable-request-id-headers enable-mixed-chunk incremental-streaming-output
+        use-v2-block-manager enable-reasoning disable-fastapi-docs enable-log-deltas
+        enable-metrics-for-all-schedulers disable-sliding-window disable-hybrid-kv-cache-manager
+        disable-hybrid-swa-memory disable-cascade-attn skip-server-warmup""",
     ),
     _group(
         "kernels are chosen at start, for the GPU and the model",
@@ -298,7 +298,7 @@ _IGNORED = (
         switches="exclude-tools-when-tool-choice-none",
     ),
     _group(
-        "requests say it: return_token_ids",
+        "requests say it: return_token_ids, return_tokens_as_token_ids",
         switches="return-tokens-as-token-ids return-input-ids return-output-ids",
     ),
     _group("off unless --enable-log-requests is given", switches="disable-log-requests"),

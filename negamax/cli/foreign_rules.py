@@ -1,7 +1,8 @@
-"""What other servers' options mean here where it depends on their value or on the rest of the line."""
+"""What other servers' options mean here where it depends on their value or on the line."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "load_format": {
         "dummy": "synthetic",
-        **dict.fromkeys(("hf", "fastsafetensors", "runai_streamer", "instanttensor", "layered"), "safetensors"),
+        **dict.fromkeys(("hf", "fastsafetensors", "runai_streamer"), "safetensors"),
+        **dict.fromkeys(("instanttensor", "layered"), "safetensors"),
     },
     "kv_cache_dtype": {"bf16": "bfloat16", "fp16": "float16"},
     "max_model_len": {"-1": "auto", "None": "auto"},
@@ -43,8 +45,8 @@ class Verdict:
     remedy: str | None = None
 
 
-# From the value (a text, a list of them, what JSON holds, or a boolean) and the options of the line,
-# as texts by parameter.
+# From the value (a text, a list of them, what JSON holds, or a boolean) and the options of the
+# line, as texts by parameter.
 Rule = Callable[[Any, Mapping[str, str]], Verdict]
 
 
@@ -63,7 +65,7 @@ def compilation(value: Any, line: Mapping[str, str]) -> Verdict:
 def capture_sizes(value: Any, line: Mapping[str, str]) -> Verdict:
     """The largest size is --max-cudagraph-capture-size."""
     words = [str(size) for size in (value if isinstance(value, list) else [value])]
-    sizes = [int(word) for text in words for word in text.strip("[]").replace(",", " ").split() if word.isdigit()]
+    sizes = [int(size) for word in words for size in re.findall(r"\d+", word)]
     if not sizes:
         return Verdict(note=GRAPHS)
     return Verdict((("--max-cudagraph-capture-size", str(max(sizes))),))
@@ -110,7 +112,8 @@ def quantization(value: Any, line: Mapping[str, str]) -> Verdict:
     """fp8 and auto are what the checkpoint stores; others are refused."""
     if value in ("fp8", "auto"):
         return Verdict(note=STORED)
-    return Verdict(refusal=STORED, remedy="leave it out, and serve a checkpoint in FP8 blocks or bf16")
+    remedy = "leave it out, and serve a checkpoint in FP8 blocks or bf16"
+    return Verdict(refusal=STORED, remedy=remedy)
 
 
 def kv_transfer(value: Any, line: Mapping[str, str]) -> Verdict:
@@ -118,7 +121,8 @@ def kv_transfer(value: Any, line: Mapping[str, str]) -> Verdict:
     role = value.get("kv_role", "kv_both") if isinstance(value, dict) else ""
     if role == "kv_both":
         return Verdict(note=TRANSFER)
-    return Verdict(refusal="prefill and decode run in one server", remedy="start one server without it")
+    refusal = "prefill and decode run in one server"
+    return Verdict(refusal=refusal, remedy="start one server without it")
 
 
 def tokenizer(value: Any, line: Mapping[str, str]) -> Verdict:

@@ -65,24 +65,27 @@ class Resolved:
 
 
 def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
-    """Resolve a whole command line. Errors: `ConfigError` for unknown names, for what is refused, and
-    for the file."""
+    """Resolve a whole command line. Errors: `ConfigError` for unknown names, for what is refused,
+    and for the file."""
     command, path, rest = find_command(root, words)
     if isinstance(command, TyperGroup):
         return Resolved(list(words))
     options = options_of(command)
-    names = Names([*options, HELP], TABLE if getattr(command.callback, "takes_foreign_flags", False) else {})
+    takes_foreign = getattr(command.callback, "takes_foreign_flags", False)
+    names = Names([*options, HELP], TABLE if takes_foreign else {})
     line = split(rest, names)
     if any(given.name in HELP.names for given in line.given):
         return Resolved([*path, "--help"])
     takes_model = any(is_model_option(option) for option in options)
     levels = [_of_file(line.given, names), _of_environment(options), list(line.given)]
-    if takes_model and not line.positional and not any(item.name in _MODEL_NAMES for level in levels for item in level):
+    named = [item for level in levels for item in level if item.name in _MODEL_NAMES]
+    if takes_model and not line.positional and not named:
         line = with_model(line, names)
         levels[2] = list(line.given)
     model = line.positional[0] if takes_model and line.positional else None
     if model is not None:  # it stands for itself, whatever the file and the environment say
-        levels[:2] = [[item for item in level if item.name not in _MODEL_NAMES] for level in levels[:2]]
+        for level in levels[:2]:
+            level[:] = [item for item in level if item.name not in _MODEL_NAMES]
     resolved = Resolved([])
     resolved.choices = _choose(_translated(levels, names, model, resolved.notes), names)
     resolved.notes += _misspelled_variables(options)
@@ -91,7 +94,10 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
     return resolved
 
 
-def find_command(root: TyperGroup, words: Sequence[str]) -> tuple[TyperCommand | TyperGroup, list[str], list[str]]:
+def find_command(
+    root: TyperGroup,
+    words: Sequence[str],
+) -> tuple[TyperCommand | TyperGroup, list[str], list[str]]:
     """The innermost command that `words` name, the words up to it, and the others."""
     command: Any = root
     for place, word in enumerate(words):
@@ -106,10 +112,10 @@ def find_command(root: TyperGroup, words: Sequence[str]) -> tuple[TyperCommand |
 
 def options_of(command: TyperCommand) -> list[Option]:
     """The options of a command: its parameters, and what its tables of flags say of them."""
-    flags: dict[str | None, Flag] = {flag.field: flag for flag in getattr(command.callback, "flags", ())}
-    return [
-        Option.of(parameter, flags.get(parameter.name)) for parameter in command.params if parameter.param_type_name == "option"
-    ]
+    table: Sequence[Flag] = getattr(command.callback, "flags", ())
+    flags: dict[str | None, Flag] = {flag.field: flag for flag in table}
+    parameters = [one for one in command.params if one.param_type_name == "option"]
+    return [Option.of(parameter, flags.get(parameter.name)) for parameter in parameters]
 
 
 # Where values come from
@@ -127,7 +133,8 @@ def _of_file(given: Sequence[Given], names: Names) -> list[Given]:
         name = names.of_key(key)
         if name is None or names.key_of(name) in _ONLY_FLAGS:
             known = [option.key for option in names.options if option.key not in _ONLY_FLAGS]
-            hint = nearest(key.replace("-", "_"), known) or "keys are the names of options, see --help"
+            near = nearest(key.replace("-", "_"), known)
+            hint = near or "keys are the names of options, see --help"
             raise ConfigError(f"{path} has the unknown key {key!r}", hint=hint)
         source = f"{key} in {path}"
         found.append(config_file.given(name, names.kind(name), value, source=source))
@@ -146,7 +153,8 @@ def _of_environment(options: Sequence[Option]) -> list[Given]:
             values = tuple(part.strip() for part in text.split(",") if part.strip())
         elif option.kind is Kind.SWITCH:
             if text.lower() not in _BOOLEANS:
-                raise ConfigError(f"{option.variable} is {text[:60]!r}; allowed: {', '.join(_BOOLEANS)}")
+                allowed = ", ".join(_BOOLEANS)
+                raise ConfigError(f"{option.variable} is {text[:60]!r}; allowed: {allowed}")
             values, is_set = (), _BOOLEANS[text.lower()] != option.turns_off
         found.append(Given(option.flag, values, option.variable, is_set=is_set))
     return found
@@ -164,23 +172,30 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
 # Other servers' options
 
 
-def _translated(levels: Sequence[Sequence[Given]], names: Names, model: str | None, notes: list[str]) -> list[list[Given]]:
-    """The levels with our own options only: those that others mean come first, so that ours win. Adds
-    to `notes`."""
+def _translated(
+    levels: Sequence[Sequence[Given]],
+    names: Names,
+    model: str | None,
+    notes: list[str],
+) -> list[list[Given]]:
+    """The levels with our own options only: those that others mean come first, so that ours win.
+    Adds to `notes`."""
     own = [[item for item in level if item.name in names.own] for level in levels]
-    line = {name: choice.words[-1].partition("=")[2] for name, choice in _choose(own, names).items() if choice.words}
+    chosen = {name: choice.words for name, choice in _choose(own, names).items() if choice.words}
+    line = {name: words[-1].partition("=")[2] for name, words in chosen.items()}
     line["model"] = model or line.get("model_option", "")
     without_effect: dict[str, list[str]] = {}
     refusals: list[str] = []
     for place, level in enumerate(levels):
         instead = []
-        for item in _once_each([item for item in level if item.name not in names.own]):
+        for item in _once_each([item for item in level if item.name not in names.own], names):
             verdict = _judge(TABLE[item.name], item, line)
             if verdict.refusal is not None:
                 refusals.append(f"{item.shown}: {verdict.refusal} ({verdict.remedy})")
             if verdict.note is not None:
                 without_effect.setdefault(verdict.note, []).append(item.source)
-            instead += [Given(name, (value,) if value else (), item.source) for name, value in verdict.instead]
+            for name, value in verdict.instead:
+                instead.append(Given(name, (value,) if value else (), item.source))
         own[place] = [*instead, *own[place]]
     if refusals:
         raise ConfigError("; ".join(refusals))
@@ -190,11 +205,12 @@ def _translated(levels: Sequence[Sequence[Given]], names: Names, model: str | No
     return own
 
 
-def _once_each(items: Sequence[Given]) -> list[Given]:
-    """One item for each name: the last, or all JSON objects merged."""
+def _once_each(items: Sequence[Given], names: Names) -> list[Given]:
+    """One item for each name."""
     found: dict[str, Given] = {}
     for item in items:
-        found[item.name] = merged(found[item.name], item) if item.name in found else item
+        before = found.get(item.name)
+        found[item.name] = item if before is None else merged(before, item, names.kind(item.name))
     return list(found.values())
 
 
@@ -205,29 +221,32 @@ def _judge(entry: Foreign, item: Given, line: Mapping[str, str]) -> Verdict:
         return entry.rule(value, line)
     if entry.remedy is None:
         return Verdict(note=entry.reason)
-    asks_for_nothing = not item.is_set or (entry.kind is not Kind.SWITCH and str(value).lower() in entry.unless)
-    return Verdict() if asks_for_nothing else Verdict(refusal=entry.reason, remedy=entry.remedy)
+    is_off = not item.is_set or value in ({}, [])
+    if is_off or (entry.kind is not Kind.SWITCH and str(value).lower() in entry.unless):
+        return Verdict()
+    return Verdict(refusal=entry.reason, remedy=entry.remedy)
 
 
 # The choice
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: Names) -> dict[str, Choice]:
-    """The words for each option: those of the last level that says something of it, or of all where a
-    list adds up."""
+    """The words for each option: those of the last level that says something of it, or of all
+    where a list adds up."""
     chosen: dict[str, Choice] = {}
     for level in levels:
         found: dict[str, Given] = {}
         for item in level:
             option = names.own[item.name].option
             before = found.get(option.name)
-            found[option.name] = item if before is None else merged(before, item, adds_up=option.kind is Kind.LIST)
+            found[option.name] = item if before is None else merged(before, item, option.kind)
         for name, item in found.items():
             option = names.own[item.name].option
             choice = Choice(_words(item, names), item.source)
             if option.adds_up and name in chosen:
-                before_it = chosen[name]
-                choice = Choice((*before_it.words, *choice.words), f"{before_it.source}, {choice.source}")
+                lower = chosen[name]
+                source = f"{lower.source}, {choice.source}"
+                choice = Choice((*lower.words, *choice.words), source)
             chosen[name] = choice
     return chosen
 

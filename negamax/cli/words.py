@@ -99,23 +99,22 @@ class Given:
         if kind is Kind.LIST:
             return list(self.values)
         text = self.values[-1] if self.values else ""
-        if kind is Kind.VALUE or not text.strip().startswith(("{", "[")):
-            return int(text) if kind is Kind.JSON and text.isdigit() else text
+        if kind is Kind.VALUE or text.lower() in ("", "none", "auto"):
+            return text
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{self.source} is no JSON: {error}", hint='quote it: \'{"key": "value"}\'') from None
+            hint = 'quote it: \'{"key": "value"}\''
+            raise ConfigError(f"{self.source} is no JSON: {error}", hint=hint) from None
 
 
-def merged(first: Given, second: Given, *, adds_up: bool = False) -> Given:
-    """Two of a kind as one: the later, or the values of both, or two JSON objects as one."""
-    if adds_up:
+def merged(first: Given, second: Given, kind: Kind) -> Given:
+    """Two of a name as one: the values of both lists, two JSON objects as one, else the later."""
+    if kind is Kind.LIST:
         return replace(second, values=(*first.values, *second.values))
-    texts = [*first.values, *second.values]
-    if len(texts) == 2 and all(text.startswith("{") for text in texts):
-        objects = [given.parsed(Kind.JSON) for given in (first, second)]
-        return replace(second, values=(json.dumps(_deep(*objects)),))
-    return second
+    if kind is not Kind.JSON:
+        return second
+    return replace(second, values=(json.dumps(_deep(first.parsed(kind), second.parsed(kind))),))
 
 
 HELP = Option("help", "help", "--help", Kind.SWITCH, ("--help", "-h"), (), *[False] * 4)
@@ -154,11 +153,9 @@ class Names:
 
     def suggestions(self) -> list[str]:
         """The names worth suggesting: those with an effect, or a reason to have none."""
-        ours = [name for name in self.own if name.startswith("--") and not self.own[name].is_opposite]
-        return [
-            *ours,
-            *(name for name, entry in self.foreign.items() if entry.remedy is None and name.startswith("--")),
-        ]
+        ours = [name for name, meaning in self.own.items() if not meaning.is_opposite]
+        ignored = [name for name, entry in self.foreign.items() if entry.remedy is None]
+        return [name for name in (*ours, *ignored) if name.startswith("--")]
 
 
 @dataclass(frozen=True)
@@ -221,7 +218,8 @@ class _Reader:
         written, dot, path = written.partition(".")
         name, is_set = self._name(written), True
         attached = [value] if equals else []
-        if name is None and not word.startswith("--") and (short := self._name(word[:2])) is not None:  # -n2, -O3
+        short = None if word.startswith("--") else self._name(word[:2])
+        if name is None and short is not None:  # -n2, -O3
             name, written, attached, dot = short, word[:2], [word[2:]], ""
         opposite = self._name(_opposite(written)) if written.startswith("--") else None
         if name is None and opposite in self.names.foreign:
@@ -253,8 +251,8 @@ class _Reader:
         return name if name in self.names.own or name in self.names.foreign else None
 
     def _values(self, kind: Kind, *, own: bool, name: str = "") -> list[str]:
-        """The words that belong to an option: of ours any word, as typer has it; of others none that
-        looks like an option."""
+        """The words that belong to an option: of ours any word, as typer has it; of others none
+        that looks like an option."""
         many = kind is Kind.LIST and (not own or self.names.own[name].option.takes_many)
         values = [self.words.pop(0)] if self.words and (own or _is_value(self.words[0])) else []
         while many and self.words and _is_value(self.words[0]):
@@ -271,8 +269,8 @@ def _is_value(word: str) -> bool:
 
 
 def _opposite(name: str) -> str:
-    name = name.replace("_", "-")
-    return "--" + name.removeprefix("--no-") if name.startswith("--no-") else "--no-" + name.removeprefix("--")
+    name = name.replace("_", "-").removeprefix("--")
+    return f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
 
 
 def _name_of(key: str) -> str:

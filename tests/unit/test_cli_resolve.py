@@ -218,6 +218,7 @@ def test_values_and_names_of_other_servers(explained: Any, line: str, option: st
     ("line", "words"),
     [
         ("--speculative-config '{\"method'", "--speculative-config is no JSON"),
+        ("--speculative-config eagle3", "--speculative-config is no JSON"),
         (
             '--kv-transfer-config \'{"kv_role": "kv_producer"}\'',
             "prefill and decode run in one server",
@@ -275,6 +276,11 @@ def test_every_foreign_option_is_judged() -> None:
         assert entry.remedy is None, name
         sources = [choice.source for choice in resolved.choices.values()]
         assert resolved.notes == [f"{name} has no effect: {entry.reason}"] or sources == [name], name
+
+
+def test_texts_that_look_like_json_are_texts() -> None:
+    words = ["chat", "nano", "--system", "{a", "--system", "{b"]
+    assert resolve(GROUP, words).words == ["chat", "--system={b", "nano"]
 
 
 def test_a_prompt_may_be_true() -> None:
