@@ -148,6 +148,9 @@ class ChatSession:
                 raise
             view.problem(str(error))
             return
+        except BaseException:
+            shown.finish()  # gives the cursor back
+            raise
         message = shown.finish()
         self._messages.append(message)
         self._open_calls = list(message.get("tool_calls", ()))

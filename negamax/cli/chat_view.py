@@ -82,6 +82,8 @@ class AnswerView:
     def _show(self, event: ParserEvent) -> None:
         match event:
             case ReasoningDelta(text):
+                if self._content and self._markdown is not None:
+                    self._markdown.finish()
                 self._reasoning += text
                 if self._thinking is not None:
                     self._write(self._thinking, text, style="dim")
