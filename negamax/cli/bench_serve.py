@@ -18,7 +18,17 @@ import typer
 
 from negamax.base import env
 from negamax.base.errors import ConfigError, NegamaxError
-from negamax.bench.serve_options import DATASET_ALIASES, DATASETS, METRICS, BenchOptions
+from negamax.bench.serve_options import (
+    BACKENDS,
+    DATASET_ALIASES,
+    DATASETS,
+    HISTORIES,
+    ITL_RULES,
+    METRICS,
+    PROMPT_FORMATS,
+    RANGE_RULES,
+    BenchOptions,
+)
 from negamax.cli.bench_options import OUTPUT, WORKLOAD, parse_counts, parse_numbers
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters
 
@@ -35,7 +45,7 @@ _TABLE = (
     Flag("base_url", SERVER, "Such as http://127.0.0.1:8000; instead of --host and --port."),
     Flag("host", SERVER, "Where the server listens."),
     Flag("port", SERVER, "Where the server listens."),
-    Flag("backend", SERVER, "Name of the API: openai, vllm, sglang-oai (completions), or one of them with -chat."),
+    Flag("backend", SERVER, "Name of the API; those with -chat are chat.", choices=tuple(BACKENDS)),
     Flag("endpoint", SERVER, "/v1/completions or /v1/chat/completions; default: by --backend and dataset."),
     Flag("model", SERVER, "Name in the API; default: the first of /v1/models.", also=("--served-model-name",)),
     Flag("api_key", SERVER, "Bearer token; default: OPENAI_API_KEY."),
@@ -48,7 +58,12 @@ _TABLE = (
     Flag("dataset_name", WORKLOAD, f"One of {', '.join(DATASETS)}."),
     Flag("dataset_path", WORKLOAD, "ShareGPT JSON, or a JSONL of recorded requests (custom, agent)."),
     Flag("tokenizer", WORKLOAD, "Folder, hub id or nano: whose ids prompts are drawn from, and who counts ShareGPT answers."),
-    Flag("prompt_format", WORKLOAD, "ids (exact lengths; /v1/completions), text (sized by the server's own counts) or auto."),
+    Flag(
+        "prompt_format",
+        WORKLOAD,
+        "ids: exact lengths, /v1/completions; text: sized by the server's own counts.",
+        choices=PROMPT_FORMATS,
+    ),
     Flag("random_input_len", WORKLOAD, "Prompt tokens.", also=("--input-len", "--random-input")),
     Flag("random_output_len", WORKLOAD, "Output tokens.", also=("--output-len", "--random-output")),
     Flag(
@@ -59,7 +74,8 @@ _TABLE = (
     Flag(
         "random_range_rule",
         WORKLOAD,
-        "Whose --random-range-ratio: vllm, sglang or auto (by --backend).",
+        "Whose --random-range-ratio; auto: by --backend.",
+        choices=RANGE_RULES,
     ),
     Flag("random_prefix_len", WORKLOAD, "Tokens that all prompts begin with, on top."),
     Flag("prefix_repetition_prefix_len", WORKLOAD, "Tokens of each prefix.", also=("--gsp-system-prompt-len",)),
@@ -76,7 +92,12 @@ _TABLE = (
     Flag("agent_reasoning_len", WORKLOAD, "Tokens of thinking per turn that are sent back."),
     Flag("agent_output_len", WORKLOAD, "Output tokens of each turn."),
     Flag("agent_pause", WORKLOAD, "Seconds between an answer and the next turn."),
-    Flag("agent_history", WORKLOAD, "recorded (the same requests each time) or live (the server's answers are sent back)."),
+    Flag(
+        "agent_history",
+        WORKLOAD,
+        "recorded: the same requests each time; live: the server's answers are sent back.",
+        choices=HISTORIES,
+    ),
     Flag("ignore_eos", SAMPLING, "Generate exactly the output tokens asked for (vLLM, SGLang, Negamax)."),
     Flag("temperature", SAMPLING, "Default of this and the others: not sent."),
     Flag("top_p", SAMPLING, "Nucleus."),
@@ -85,7 +106,12 @@ _TABLE = (
     Flag("frequency_penalty", SAMPLING, "By count."),
     Flag("presence_penalty", SAMPLING, "By presence."),
     Flag("repetition_penalty", SAMPLING, "By factor."),
-    Flag("itl_rule", OUTPUT, "gap (each gap between chunks once) or token (divided by the chunk's tokens)."),
+    Flag(
+        "itl_rule",
+        OUTPUT,
+        "gap: each gap between chunks once; token: divided by the chunk's tokens.",
+        choices=ITL_RULES,
+    ),
     Flag("label", OUTPUT, "In the result and its file's name."),
 )
 

@@ -67,7 +67,7 @@ def _group(
 _IGNORED = (
     _group("no code of a checkpoint is ever run", switches="trust-remote-code"),
     _group(
-        "this is always so",
+        "it is so anyway",
         switches="""enable-auto-tool-choice enable-tokenizer-info-endpoint enable-chunked-prefill
         enable-prompt-tokens-details enable-cache-report enable-metrics enable-response-store
         enable-request-id-headers enable-mixed-chunk incremental-streaming-output
