@@ -1,4 +1,4 @@
-"""The chat page at `/`: its files, served as they lie in this folder, under a policy that lets it load nothing else."""
+"""The chat page at `/` and the status page: files, served as they lie here, which may load nothing else."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ import hljs from "./vendor/highlight.js";
 import { copyButton, h } from "./dom.js";
 
 const MAX_LIVE = 8_000; // characters that are coloured again whenever code grows
-const MAX_COLOURED = 200_000;
+const MAX_COLOURED = 60_000; // beyond it colouring would hold up the page for seconds
 
 // What highlight.js writes into: elements instead of HTML text.
 class ElementEmitter {
