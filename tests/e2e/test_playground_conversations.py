@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.e2e.browser import Browser
 from tests.e2e.chat_page import ANSWERS, IDLE, ask, begin, sent
+from tests.e2e.conftest import eventually
 from tests.e2e.scripted_server import NAME, Script, call, scripted
 
 TITLES = "[...document.querySelectorAll('#conversations .open')].map((e) => e.title)"
@@ -125,6 +126,20 @@ def test_answers_come_in_while_another_conversation_is_shown(page: Browser, scri
     say(page, script, "Quick", "Two")
     page.click("#conversations li:nth-child(2) .open")
     page.wait(f"{TEXTS}.join() === 'One,Slowly done' && {IDLE}")
+
+
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(page: Browser, script: Script) -> None:
+    script.steps = [{"content": "Slowly"}, 60]
+    page.write("#prompt", "One")
+    page.press("Enter")
+    page.wait(f"{TEXTS}.join() === 'One,Slowly' && {TITLES}.length === 1")
+    page.click("#conversations .tools button:last-child")
+    page.wait(f"{TITLES}.length === 0")
+    assert eventually(lambda: script.hang_ups == 1)
+    time.sleep(0.3)  # for what would save it again
+    reload(page)
+    page.wait("document.querySelector('#conversations').textContent")
+    assert page.text("#conversations") == "No conversations yet"
 
 
 def test_text_files_go_into_the_message(page: Browser, script: Script, tmp_path: Path) -> None:

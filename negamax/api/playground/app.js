@@ -132,7 +132,7 @@ async function rename(id, title) {
 }
 
 async function remove(id) {
-  chat.runs.get(id)?.controller.abort();
+  chat.forget(id);
   const record = await store.load(id);
   await store.remove(id);
   if (id === chat.conversation.id) begin();

@@ -20,6 +20,7 @@ export class Chat {
     Object.assign(this, { store, settings, model, isReady, changed, refused });
     this.conversation = new Conversation();
     this.views = new Map(); // message of the path -> its view; without one for results of tools
+    this.forgotten = new WeakSet(); // conversations that were deleted while an answer came in
     this.requests = new WeakMap(); // answer -> the request that it is the latest text of
     this.runs = new Map(); // id of a conversation -> {controller, conversation, answer}
     this.actions = {
@@ -173,6 +174,14 @@ export class Chat {
     this.show();
   }
 
+  // Ends what runs for a conversation that is deleted, and keeps nothing more of it.
+  forget(id) {
+    const run = this.runs.get(id);
+    if (!run) return;
+    this.forgotten.add(run.conversation);
+    run.controller.abort();
+  }
+
   stop() {
     this.running?.controller.abort();
   }
@@ -231,9 +240,10 @@ export class Chat {
   }
 
   async save(conversation) {
-    if (!conversation.messages.length) return this.store.remove(conversation.id);
+    if (this.forgotten.has(conversation)) return undefined;
     try {
-      await this.store.save(conversation.record());
+      if (conversation.messages.length) await this.store.save(conversation.record());
+      else await this.store.remove(conversation.id);
     } catch (error) {
       notice(`The conversation could not be kept: ${error?.message ?? "the browser has no room"}`);
     }
