@@ -208,7 +208,8 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 
 
 def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Check that calls are answered exactly once, before the conversation goes on, and put the answers in call order."""
+    """Check that calls are answered exactly once, before the conversation goes on, and put the answers
+    in call order. A call that was cut is left out where nobody answers it: nobody could run it."""
     ordered: list[dict[str, Any]] = []
     i = 0
     while i < len(messages):
@@ -221,10 +222,20 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             end = i
             while end < len(messages) and messages[end]["role"] in ("tool", *INSTRUCTION_ROLES):
                 end += 1
-            ordered.extend(_results_in_call_order(message["tool_calls"], messages, start=i, end=end))
+            answered = [messages[j].get("tool_call_id") for j in range(i, end)]
+            calls = [call for call in message["tool_calls"] if not _is_cut(call) or call["id"] in answered]
+            if len(calls) < len(message["tool_calls"]):
+                others = {key: value for key, value in message.items() if key != "tool_calls"}
+                ordered[-1] = {**others, "tool_calls": calls} if calls else others
+            ordered.extend(_results_in_call_order(calls, messages, start=i, end=end))
             ordered.extend(message for message in messages[i:end] if message["role"] != "tool")
             i = end
     return ordered
+
+
+def _is_cut(call: Mapping[str, Any]) -> bool:
+    """Whether a call's arguments were no JSON object."""
+    return set(call["function"]["arguments"]) == {RAW_ARGUMENTS}
 
 
 def _results_in_call_order(

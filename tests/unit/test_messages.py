@@ -315,6 +315,18 @@ def test_calls_at_the_end_need_no_result_yet() -> None:
     assert normalize_messages([user("x"), ai("", call())])[1]["tool_calls"]
 
 
+def test_cut_calls_without_a_result_are_left_out() -> None:
+    whole, cut = call(id="1"), {"id": "2", "function": {"name": "f", "arguments": '{"a": "b'}}
+    messages = [user("x"), ai("text", whole, cut), result("r", id="1"), user("Go on.")]
+    read = normalize_messages(messages)
+    assert [one["id"] for one in read[1]["tool_calls"]] == ["1"]
+    assert [message["role"] for message in read] == ["user", "assistant", "tool", "user"]
+    (alone,) = [m for m in normalize_messages([user("x"), ai("text", cut), user("y")]) if m["role"] == "assistant"]
+    assert "tool_calls" not in alone and alone["content"] == "text"
+    answered = normalize_messages([user("x"), ai("", cut), result("Broken call.", id="2"), user("y")])
+    assert len(answered[1]["tool_calls"]) == 1
+
+
 def test_input_is_not_changed() -> None:
     messages = [system("a"), system("b"), ai(None, {"id": "1", "function": {"name": "f", "arguments": "{}"}}, reasoning="r")]
     messages += [result("x", id="1"), system("note")]
