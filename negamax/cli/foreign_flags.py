@@ -346,6 +346,13 @@ _IGNORED = (
         json="watchdog-config",
     ),
     _group(
+        "weights and memory stay as they were at start, until the server is restarted",
+        switches="""enable-sleep-mode sleep-mode-offload-cudagraph enable-memory-saver
+        enable-weights-cpu-backup enable-fault-tolerance""",
+        values="sleep-mode-backend",
+        lists="sleep-preserve-parameter-names",
+    ),
+    _group(
         "certificates are read at start: restart the server with a new one",
         switches="enable-ssl-refresh",
     ),
@@ -438,7 +445,7 @@ _REFUSED = (
         values="""cpu-offload-gb cpu-offload-params offload-backend offload-group-size
         offload-num-in-group offload-prefetch-step offload-params offload-mode
         paged-experts-num-resident kt-weight-path kt-method kt-cpuinfer kt-threadpool-count
-        kt-num-gpu-experts kt-max-deferred-experts-per-token""",
+        kt-num-gpu-experts kt-max-deferred-experts-per-token kt-gpu-prefill-token-threshold""",
     ),
     _group(
         "the KV cache is sized in bytes or blocks",
@@ -508,17 +515,13 @@ _REFUSED = (
     _group(
         "weights and memory stay as they were at start",
         remedy="restart the server",
-        switches="""enable-sleep-mode sleep-mode-offload-cudagraph enable-memory-saver
-        enable-weights-cpu-backup delete-ckpt-after-loading
-        checkpoint-engine-wait-weights-before-ready enable-fault-tolerance
+        switches="""delete-ckpt-after-loading checkpoint-engine-wait-weights-before-ready
         remote-instance-weight-loader-start-seed-via-transfer-engine""",
-        values="""sleep-mode-backend remote-instance-weight-loader-seed-instance-ip
-        rl-on-policy-target modelexpress-config
-        remote-instance-weight-loader-seed-instance-service-port
+        values="""remote-instance-weight-loader-seed-instance-ip rl-on-policy-target
+        modelexpress-config remote-instance-weight-loader-seed-instance-service-port
         remote-instance-weight-loader-backend engine-info-bootstrap-port decrypted-config-file
         decrypted-draft-config-file""",
-        lists="""sleep-preserve-parameter-names
-        remote-instance-weight-loader-send-weights-group-ports""",
+        lists="remote-instance-weight-loader-send-weights-group-ports",
         json="weight-transfer-config",
     ),
     _group(

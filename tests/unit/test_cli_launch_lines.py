@@ -113,7 +113,24 @@ UNDERSTOOD = {
             "dtype": "bfloat16",
         },
     ),
-    "the GPU's prefill workers of SGLang's M3 guide": (
+    "a community line, SGLang, M3 with a draft model": (
+        "--model-path /models/MiniMax-M3 --tp-size 4 --port 30000 --kv-cache-dtype fp8_e4m3"
+        " --chunked-prefill-size 8192 --mem-fraction-static 0.9 --speculative-algorithm EAGLE3"
+        " --speculative-draft-model-path /models/MiniMax-M3-EAGLE3-GQA --speculative-num-steps 3"
+        " --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --page-size 128"
+        " --cuda-graph-backend-prefill breakable --reasoning-parser auto --tool-call-parser auto"
+        " --enable-metrics --enable-cache-report --max-running-requests 48 --watchdog-timeout 3600"
+        " --disable-shared-experts-fusion --weight-loader-prefetch-checkpoints --skip-server-warmup",
+        {"kv-cache-dtype": "fp8_e4m3", "max-num-seqs": "48", "engine-hang-timeout": "3600.0"},
+    ),
+    "a community line, vLLM, M2.7": (
+        "MiniMaxAI/MiniMax-M2.7 --tensor-parallel-size 2 --pipeline-parallel-size 1"
+        " --kv-cache-dtype fp8 --distributed-executor-backend mp --no-enable-log-requests"
+        " --distributed-timeout-seconds 1800 --no-enable-prefix-caching --max-model-len -1"
+        " --logprobs-mode raw_logprobs",
+        {"tensor-parallel-size": "2", "enable-prefix-caching": "off", "max-model-len": "-"},
+    ),
+    "SGLang's M3 guide, a bounded queue": (
         f"--model MiniMaxAI/MiniMax-M3 --tp-size 4 {M3_SGLANG} --enable-cache-report --max-queued-requests 64",
         {"max-queued-requests": "64", "tensor-parallel-size": "4"},
     ),
