@@ -582,6 +582,9 @@ def test_the_files_come_with_their_policy_and_are_asked_for_anew(http: httpx.Cli
     for name in ("app.js", "markdown.js", "style.css", "icon.svg", "vendor/temml.js", "vendor/LICENSES.txt"):
         file = http.get(f"/playground/{name}")
         assert file.status_code == 200 and file.content, name
+        plain = http.get(f"/playground/{name}", headers={"accept-encoding": "identity"})
+        assert (file.headers["content-encoding"], "content-encoding" in plain.headers) == ("gzip", False)
+        assert file.content == plain.content
     for path in ("/playground/__init__.py", "/playground/", "/playground/../server.py", "/playground/%2e%2e/server.py"):
         assert http.get(path).status_code == 404, path
     assert http.post("/").status_code == 405

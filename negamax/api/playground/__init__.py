@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import gzip
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
@@ -74,12 +76,13 @@ class _File:
         body = path.read_bytes()
         headers = {
             "content-type": _TYPES[path.suffix],
-            "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
+            "etag": f'W/"{hashlib.sha256(body).hexdigest()[:32]}"',
             "cache-control": "no-cache",  # asked for anew, answered with 304 until the server is another one
             "content-security-policy": POLICY,
             "cross-origin-opener-policy": "same-origin",
             "cross-origin-resource-policy": "same-origin",
             "referrer-policy": "no-referrer",
+            "vary": "accept-encoding",
             "x-content-type-options": "nosniff",
         }
         return cls(body, headers)
@@ -87,9 +90,15 @@ class _File:
     async def answer(self, request: Request) -> Response:
         """The file, or 304 to a browser that has it."""
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-        if self.headers["etag"] in known:
+        if self.headers["etag"].removeprefix("W/") in known:
             return Response(status_code=304, headers=self.headers)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(self._compressed, headers=self.headers | {"content-encoding": "gzip"})
         return Response(self.body, headers=self.headers)
+
+    @cached_property
+    def _compressed(self) -> bytes:
+        return gzip.compress(self.body, mtime=0)
 
 
 def playground_router() -> APIRouter:
