@@ -234,12 +234,10 @@ class _Reader:
             is_foreign = name in self.names.foreign
             if is_foreign and not attached and self.words and self.words[0].lower() in _TRUTHS:
                 attached = [self.words.pop(0)]
-            return Given(
-                name,
-                (),
-                written,
-                is_set=is_set == _TRUTHS.get((attached or ["true"])[0].lower(), True),
-            )
+            said = (attached or ["true"])[0].lower()
+            if said not in _TRUTHS:
+                raise ConfigError(f"{written} is {said[:60]!r}; allowed: {', '.join(_TRUTHS)}")
+            return Given(name, (), written, is_set=is_set == _TRUTHS[said])
         is_own = name in self.names.own
         values = attached or self._values(kind, own=is_own, name=name)
         if is_own and not values:

@@ -236,6 +236,7 @@ def test_values_and_names_of_other_servers(explained: Any, line: str, option: st
         ("--admin-api-key k", "every key opens every route"),
         ("--dtype int3", "allowed: auto, bfloat16, float16, float32"),
         ("--port", "--port needs a value"),
+        ("--enforce-eager=maybe", "--enforce-eager is 'maybe'; allowed: true, false"),
         ("--max-model-len 12x", "allowed: such as 131072, 128k (thousands)"),
         ("--max-numseqs 3", "no such option: --max-numseqs (did you mean --max-num-seqs?)"),
         ("--trust-remote-cod", "did you mean --trust-remote-code?"),
