@@ -35,7 +35,8 @@ BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content":
     ],
 )
 def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
-    said, whole = http.head(path), http.get(path)
+    plain = {"accept-encoding": "identity"}  # the client would unpack, and the length is that of what is sent
+    said, whole = http.head(path, headers=plain), http.get(path, headers=plain)
     assert (said.status_code, said.content) == (200, b"")
     assert said.headers["content-type"] == whole.headers["content-type"]
     if path != "/metrics":  # which says something else each time
