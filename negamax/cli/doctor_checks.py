@@ -23,7 +23,7 @@ from negamax.cli.doctor_models import GIB
 from negamax.config.options import ServerOptions
 
 Status = Literal["ok", "info", "warn", "fail"]
-OPTIONAL_PACKAGES = ("triton", "transformers", "uvloop")
+OPTIONAL_PACKAGES = ("transformers", "uvloop")
 _ISA = {  # a flag of /proc/cpuinfo, and what it is called
     "avx2": "AVX2",
     "avx512f": "AVX-512",
