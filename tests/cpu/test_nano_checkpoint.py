@@ -70,7 +70,7 @@ def test_config_says_minimax_m2(config: dict[str, Any]) -> None:
     assert config["attn_type_list"] == [1] * config["num_hidden_layers"]
     assert config["scoring_func"] == "sigmoid" and config["use_routing_bias"] and config["qk_norm_type"] == "per_layer"
     generation = json.loads((FOLDER / "generation_config.json").read_text(encoding="utf-8"))
-    assert generation["do_sample"] and (generation["temperature"], generation["top_p"], generation["top_k"]) == (1.0, 0.95, 40)
+    assert generation["do_sample"] and (generation["temperature"], generation["top_p"], generation["top_k"]) == (0.3, 0.95, 40)
     assert generation["eos_token_id"] == config["eos_token_id"] == 4116 and config["bos_token_id"] == 4130
 
 

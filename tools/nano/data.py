@@ -20,6 +20,7 @@ from typing import Any
 import dialogue
 import jinja2
 import numpy as np
+import openings
 import talk
 from dialogue import Conversation
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,11 +28,13 @@ from tokenizers import Tokenizer
 
 ASSETS = Path(__file__).resolve().parents[2] / "negamax" / "assets" / "nano"
 MAX_TOKENS = 4096
-EOS_ID, THINK_ID = 4116, 4146
+EOS_ID, THINK_ID, THINK_END_ID = 4116, 4146, 4147
+_CLOSED_BLOCK = "<think>\n</think>\n\n"
+_CLOSED = "(closed)"  # stands for a block of thinking that is closed at once
 
 SINGLE_TURNS = (
-    (dialogue.math_turn, 36), (dialogue.tool_turn, 36), (dialogue.talk_turn, 9), (dialogue.unknown_turn, 11),
-    (dialogue.fact_turn, 1),
+    (dialogue.math_turn, 36), (dialogue.tool_turn, 42), (dialogue.talk_turn, 9), (dialogue.unknown_turn, 11),
+    (dialogue.fact_turn, 2), (dialogue.opening_turn, 5),
     (dialogue.beyond_turn, 5), (dialogue.missing_turn, 2),
 )  # fmt: skip
 LATER_TURNS = (
@@ -51,6 +54,8 @@ def draw(rng: random.Random) -> Conversation:
     functions, weights = [turn for turn, _ in table], [weight for _, weight in table]
     chat = Conversation()
     system, chat.persona = talk.draw_system(rng)
+    if chat.persona is None and rng.random() < 0.04:
+        system = openings.agent_system(rng)
     if system is not None:
         message: dict[str, Any] = {"role": "system", "content": system}
         if rng.random() < 0.08:
@@ -67,7 +72,7 @@ def draw(rng: random.Random) -> Conversation:
         made = 0
         while made < turns:
             made += rng.choices(functions, weights=weights)[0](chat, rng)
-    return _cut(chat, rng)
+    return _close(_cut(chat, rng), rng)
 
 
 def _cut(chat: Conversation, rng: random.Random) -> Conversation:
@@ -80,6 +85,17 @@ def _cut(chat: Conversation, rng: random.Random) -> Conversation:
             chat.messages = chat.messages[: last_user + 2]
         elif roll < 0.65:
             tail[0].pop("reasoning_content")
+    return chat
+
+
+def _close(chat: Conversation, rng: random.Random) -> Conversation:
+    """At times answer without thinking, as after a request that turns it off; never what takes written-out arithmetic."""
+    last_user = max(index for index, message in enumerate(chat.messages) if message["role"] == "user")
+    said = [message for message in chat.messages[last_user + 1 :] if message["role"] == "assistant"]
+    if rng.random() < 0.06 and not any("ones " in message.get("reasoning_content", "") for message in said):
+        for message in said:
+            message.pop("reasoning_content", None)
+        said[-1]["reasoning_content"] = _CLOSED
     return chat
 
 
@@ -97,7 +113,8 @@ class Renderer:
 
     def text(self, chat: Conversation, *, prompt: bool = False) -> str:
         """The rendered conversation; `prompt` adds the opening of the next answer."""
-        return self.template.render(messages=chat.messages, tools=chat.tools or None, add_generation_prompt=prompt)
+        text = self.template.render(messages=chat.messages, tools=chat.tools or None, add_generation_prompt=prompt)
+        return text.replace(f"<think>\n{_CLOSED}\n</think>\n\n", _CLOSED_BLOCK)
 
     def encode(self, chat: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """(token ids uint16, mask bool): the mask covers what follows each `<think>` line up to the end-of-turn token."""
@@ -105,11 +122,14 @@ class Renderer:
         text = self.text(chat)
         if text.endswith("[e~[\n"):
             text = text[:-1]
-        tokens = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
+        head, closed, rest = text.partition(_CLOSED_BLOCK)  # what follows a closed block is not merged with it
+        ids = [number for part in (head + closed, rest) for number in self.tokenizer.encode(part, add_special_tokens=False).ids]
+        tokens = np.array(ids, dtype=np.uint16)
         mask = np.zeros(len(tokens), dtype=bool)
         for start in np.flatnonzero(tokens == THINK_ID):
             ends = np.flatnonzero(tokens[start:] == EOS_ID)
-            mask[start + 2 : start + int(ends[0]) + 1] = True
+            first = start + 4 if tokens[start + 2] == THINK_END_ID else start + 2  # a closed block is the prompt's
+            mask[first : start + int(ends[0]) + 1] = True
         return tokens, mask
 
 

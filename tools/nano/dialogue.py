@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import more_tools
+import openings
 import reasoning
 import results
 import talk
+import unseen
 import variety
 
 from negamax.bench import nano_common as common
@@ -54,7 +57,7 @@ Turn = Callable[[Conversation, random.Random], bool]  # False: this turn does no
 FACTS: dict[str, tuple[str, str, str, str, str]] = {
     # fact: (how the user tells it, the reply, how the user asks, the recalled sentence, the unknown sentence)
     "name": (
-        "My name is {v}.|I am {v}.|I'm {v}.|Call me {v}.|Hi, I am {v}.|Hello, my name is {v}.|hi I'm {v}|My name's {v}|You can call me {v}.|Hey, {v} here.",
+        "My name is {v}.|I am {v}.|I'm {v}.|Call me {v}.|Hi, I am {v}.|Hello, my name is {v}.|Hello! My name is {v}.|Hi! My name is {v}.|Hello! I am {v}.|Hi, my name is {v}.|hi I'm {v}|My name's {v}|You can call me {v}.|Hey, {v} here.",
         "Nice to meet you, {v}!|Hello {v}! How can I help you?",
         "What is my name?|Do you remember my name?|What's my name?|Who am I?|Do you know my name?|How am I called?|Say my name.",
         "Your name is {v}.",
@@ -136,13 +139,13 @@ MEALS = (
 def _fact_value(fact: str, rng: random.Random) -> str:
     match fact:
         case "name" | "friend":
-            return common.person(rng) if rng.random() < 0.9 else common.pseudo_word(rng).capitalize()
+            return common.person(rng) if rng.random() < 0.5 else unseen.name(rng)
         case "pet":
-            return common.pseudo_word(rng).capitalize() if rng.random() < 0.6 else rng.choice(common.NAMES)
+            return unseen.word(rng).capitalize() if rng.random() < 0.6 else unseen.name(rng)
         case "colour":
             return rng.choice(common.COLOURS)
         case "city":
-            return rng.choice(common.CITIES)
+            return rng.choice(common.CITIES) if rng.random() < 0.7 else unseen.word(rng).capitalize()
         case "job":
             return rng.choice(JOBS)
         case "food":
@@ -152,7 +155,9 @@ def _fact_value(fact: str, rng: random.Random) -> str:
         case "number":
             return str(rng.randint(1, 9999))
         case _:
-            return rng.choice((common.pseudo_word(rng), rng.choice(common.NOUNS), common.code(rng)))
+            return rng.choice(
+                (common.pseudo_word(rng), unseen.word(rng), unseen.letters(rng), rng.choice(common.NOUNS), common.code(rng))
+            )
 
 
 def talk_turn(chat: Conversation, rng: random.Random) -> bool:
@@ -171,9 +176,24 @@ def talk_turn(chat: Conversation, rng: random.Random) -> bool:
 def unknown_turn(chat: Conversation, rng: random.Random) -> bool:
     """A question out of reach."""
     question, answer, thought = talk.draw_unknown(rng)
+    if rng.random() < 0.5:
+        question = openings.draw_ask(rng) if rng.random() < 0.3 else talk.noisy(openings.draw_ask(rng), rng)
     if chat.tools and question.lower().startswith(CALL_BOUND):
         return False
     chat.user(question)
+    chat.answer(thought, answer)
+    return True
+
+
+def opening_turn(chat: Conversation, rng: random.Random) -> bool:
+    """A greeting in other words, or a message that says nothing."""
+    if rng.random() < 0.35:
+        chat.user(rng.choice(openings.EMPTY))
+        chat.answer(openings.EMPTY_THOUGHT, openings.EMPTY_ANSWER)
+        return True
+    _, answers, thought = talk.TALK[0]
+    chat.user(openings.fill(rng.choice(openings.REQUESTS), rng))
+    answer = rng.choice(answers.split("|")).replace("I am Nano.", f"I am {chat.persona or talk.NAME}.")
     chat.answer(thought, answer)
     return True
 
@@ -253,7 +273,7 @@ def stock_turn(chat: Conversation, rng: random.Random) -> bool:
 
 def math_turn(chat: Conversation, rng: random.Random) -> bool:
     """A word problem; problems reserved for evaluation are never used."""
-    problem = variety.draw_problem(rng) if rng.random() < 0.4 else nano_math.draw(rng)
+    problem = variety.draw_problem(rng) if rng.random() < 0.6 else nano_math.draw(rng)
     if nano_math.held_out(problem):
         return False
     text = problem.text
@@ -279,6 +299,8 @@ def math_turn(chat: Conversation, rng: random.Random) -> bool:
         )
     elif roll < 0.15:
         text = text.lower()
+    elif roll < 0.165:
+        text = f"{openings.paste(rng, rng.randint(2, 40))}\n\n{text}"
     chat.user(text)
     chat.answer(reasoning.explain(problem.steps), problem.sentence)
     chat.numbers.append(problem.answer)
@@ -289,6 +311,8 @@ def beyond_turn(chat: Conversation, rng: random.Random) -> bool:
     """Bare calculations outside the evaluated range: four digits, long products, remainders, negative results, which is larger."""
     kind = rng.choice(("sum", "sum", "difference", "difference", "product", "remainder", "negative", "larger"))
     left, right = rng.randint(100, 9999), rng.randint(2, 9999)
+    if rng.random() < 0.4:
+        left, right = rng.randint(2, 99), rng.randint(2, 20)
     if kind == "product":
         left, right = rng.randint(100, 999), rng.randint(10, 999)
     elif kind == "remainder":
@@ -323,6 +347,16 @@ def beyond_turn(chat: Conversation, rng: random.Random) -> bool:
         "what's {a}{o}{b}",
         "{a}{o}{b}=",
         "{a} {o} {b} = ?",
+        "{a}{o}{b}",
+        "{a}{o}{b}?",
+        "{a} {w} {b}",
+        "{a} {w} {b}?",
+        "what is {a}{o}{b}?",
+        "What's {a} {w} {b}?",
+        "Compute {a}{o}{b}",
+        "{a}{o}{b} is?",
+        "can you calculate {a} {o} {b}?",
+        "How much is {a} {o} {b}?",
     )
     chat.user(rng.choice(forms).format(a=left, b=right, o=operator, w=word))
     _answer_beyond(chat, left, operator, right)
@@ -416,11 +450,11 @@ def age_turn(chat: Conversation, rng: random.Random) -> bool:
 def declare_tools(chat: Conversation, rng: random.Random) -> None:
     """Give the conversation one to four tools."""
     chat.declared = nano_tools.draw_tools(rng, rng.choices((1, 2, 3, 4), weights=(30, 30, 24, 16))[0])
-    if rng.random() < 0.35:
-        extra = variety.natural_tool(rng)
-        chat.declared = [extra, *(tool for tool in chat.declared[1:] if tool.name != extra.name)]
-        rng.shuffle(chat.declared)
+    if rng.random() < 0.56:
+        chat.declared = more_tools.mixed(chat.declared, variety.natural_tool, rng)
     chat.tools = [nano_tools.as_json(tool, rng) for tool in chat.declared]
+    if rng.random() < 0.15:
+        chat.tools = more_tools.longer(chat.tools, rng)
 
 
 def plan_text(calls: Sequence[nano_tools.Call]) -> str:
@@ -440,10 +474,12 @@ def tool_turn(chat: Conversation, rng: random.Random) -> bool:
     """A request for calls, and most times the results and the report."""
     if not chat.tools:
         return False
-    text, calls = nano_tools.draw_request(chat.declared, rng)
+    text, calls = more_tools.draw_request(chat.declared, rng)
     problem = nano_tools.Problem(({"role": "user", "content": text},), tuple(chat.tools), calls)
     if nano_tools.held_out(problem):
         return False
+    if rng.random() < 0.015:
+        text = f"{openings.paste(rng, rng.randint(2, 30))}\n\n{text}"
     chat.user(text)
     _call_and_report(chat, calls, rng)
     return True

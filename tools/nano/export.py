@@ -85,7 +85,7 @@ GENERATION = {
     "bos_token_id": 4130,
     "do_sample": True,
     "eos_token_id": 4116,
-    "temperature": 1.0,
+    "temperature": 0.3,
     "top_k": 40,
     "top_p": 0.95,
     "transformers_version": "4.46.1",

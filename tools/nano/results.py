@@ -8,6 +8,9 @@ import json
 import random
 from typing import Any
 
+import openings
+import unseen
+
 from negamax.bench import nano_common as common
 from negamax.bench.nano_tools import Call
 
@@ -35,7 +38,8 @@ TEXTS = (
 def draw_result(rng: random.Random) -> tuple[str, str]:
     """One tool result as the client sends it and the sentence that reports it."""
     kind = rng.choices(
-        ("object", "done", "text", "number", "failure", "list", "rows", "empty"), weights=(50, 12, 14, 4, 7, 6, 5, 2)
+        ("object", "done", "text", "number", "failure", "list", "rows", "empty", "lines"),
+        weights=(54, 10, 13, 4, 7, 6, 4, 2, 2),
     )[0]
     value: Any
     match kind:
@@ -52,6 +56,8 @@ def draw_result(rng: random.Random) -> tuple[str, str]:
                 t=common.clock_time(rng), f=common.file_name(rng), c=common.code(rng),
             )  # fmt: skip
             return text, f"The tool answered: {text}"
+        case "lines":
+            return openings.paste(rng, rng.randint(4, 30)), "The tool answered with a longer text. I cannot summarize it."
         case "number":
             number = rng.randint(0, 9999) if rng.random() < 0.7 else round(rng.random() * 500, 2)
             return str(number), f"The result is {number}."
@@ -105,6 +111,8 @@ def _scalar(rng: random.Random) -> Any:
         return round(rng.random() * rng.choice((10, 100, 1000)), rng.choice((1, 2)))
     if roll < 0.48:
         return rng.random() < 0.5
+    if roll < 0.62:
+        return unseen.value(rng)
     return rng.choice(WORDS) if rng.random() < 0.4 else common.text_value(rng)
 
 
@@ -112,18 +120,29 @@ def _object(rng: random.Random, size: int) -> dict[str, Any]:
     value: dict[str, Any] = {}
     while len(value) < size:
         key = rng.choice(KEYS)
-        if rng.random() < 0.35:
+        roll = rng.random()
+        if roll < 0.2:
             key = (
                 rng.choice(common.NOUNS)
                 if rng.random() < 0.5
                 else f"{rng.choice(common.ADJECTIVES)}_{rng.choice(common.NOUNS)}"
             )
+        elif roll < 0.55:
+            key = unseen.identifier(rng)
         item = _scalar(rng)
-        if key == "temperature" and rng.random() < 0.8:
-            item = rng.randint(-15, 40)
-        if key in ("condition", "status", "forecast") and rng.random() < 0.8:
+        if key in ("temperature", "temp", "feels_like", "temp_c") and rng.random() < 0.8:
+            item = rng.randint(-15, 40) if rng.random() < 0.8 else round(rng.randint(-15, 39) + rng.random(), 1)
+        if key in ("condition", "status", "forecast", "sky", "weather", "conditions", "summary") and rng.random() < 0.8:
             item = rng.choice(WORDS)
-        value[key] = [rng.choice(common.NOUNS) for _ in range(rng.randint(2, 3))] if rng.random() < 0.05 else item
+        if key in ("city", "location") and rng.random() < 0.8:
+            item = rng.choice(common.CITIES)
+        if key == "unit" and rng.random() < 0.7:
+            item = rng.choice(("celsius", "fahrenheit", "C", "F", "metric"))
+        if rng.random() < 0.05:
+            item = [rng.choice(common.NOUNS) for _ in range(rng.randint(2, 3))]
+        elif rng.random() < 0.03:
+            item = {unseen.identifier(rng): _scalar(rng) for _ in range(rng.randint(1, 2))}
+        value[key] = item
     return value
 
 
@@ -142,7 +161,12 @@ def _lower(text: str) -> str:
 
 
 def _report(value: dict[str, Any]) -> str:
-    clauses = [f"the {_words(key)} {'are' if isinstance(item, list) else 'is'} {_show(item)}" for key, item in value.items()]
+    clauses: list[str] = []
+    for key, item in value.items():
+        parts = {f"{key} {inner}": part for inner, part in item.items()} if isinstance(item, dict) else {key: item}
+        clauses += [
+            f"the {_words(name)} {'are' if isinstance(part, list) else 'is'} {_show(part)}" for name, part in parts.items()
+        ]
     text = _join(clauses)
     return text[0].upper() + text[1:] + "."
 

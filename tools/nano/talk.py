@@ -22,7 +22,7 @@ UNKNOWN = (
 # (questions, answers, thought)
 TALK: tuple[tuple[str, str, str], ...] = (
     (
-        "Hello|Hi|Hey|Hello there|Hi there|Hey there|Good morning|Good afternoon|Good evening|Hello Nano|Hi Nano|Greetings|Howdy|hi!|Yo|"
+        "Hello|Hi|Hey|Hello!|Hello!|Hi!|Hello.|Hello there|Hi there|Hey there|Good morning|Good afternoon|Good evening|Hello Nano|Hi Nano|Greetings|Howdy|hi!|Yo|"
         "Hello, nice to meet you|Hello, how can you help me?|Good day|Hiya|Hello world|hello?|Is anyone there?|Hey Nano, are you there?",
         "Hello! How can I help you?|Hi! What can I do for you?|Hello! I am Nano. How can I help you?",
         "The user greets me. I greet back.",

@@ -11,6 +11,9 @@ import random
 import re
 from typing import Any
 
+import phrasings
+import unseen
+
 from negamax.bench import nano_common as common
 from negamax.bench import nano_math, nano_tools
 from negamax.bench.nano_math_templates import Template
@@ -28,6 +31,16 @@ THINGS = (
     "euro/euros cent/cents point/points goal/goals page/pages word/words song/songs film/films email/emails message/messages file/files "
     "litre/litres gram/grams metre/metres mile/miles step/steps second/seconds minute/minutes hour/hours day/days year/years"
 ).split()
+GROUPS = tuple(
+    (pair.split("/")[0], pair.split("/")[1])
+    for pair in (
+        "bus/buses box/boxes bag/bags car/cars van/vans train/trains boat/boats room/rooms table/tables class/classes team/teams group/groups "
+        "shelf/shelves tray/trays basket/baskets crate/crates house/houses garden/gardens tree/trees cow/cows dog/dogs hen/hens machine/machines "
+        "worker/workers packet/packets bottle/bottles page/pages book/books album/albums ticket/tickets shirt/shirts pizza/pizzas cake/cakes "
+        "plane/planes truck/trucks ship/ships bench/benches tent/tents hotel/hotels school/schools shop/shops carton/cartons jar/jars row/rows "
+        "spider/spiders cat/cats insect/insects bike/bikes hand/hands child/children player/players guest/guests server/servers rack/racks"
+    ).split()
+)
 MORE: tuple[Template, ...] = (
     (
         "{A} sold {o} to {a} friends in April and {b} in May. How many {o} did {A} sell altogether?",
@@ -262,12 +275,27 @@ NATURAL: tuple[tuple[str, str, str, str], ...] = (
 
 def draw_problem(rng: random.Random) -> nano_math.Problem:
     """A word problem with unusual people and things, half of the time in one of the additional phrasings."""
-    templates = MORE if rng.random() < 0.55 else None
-    problem = nano_math.draw(rng, templates=templates, rename=rename)
+    roll = rng.random()
+    templates: tuple[Template, ...] | None = MORE if roll < 0.3 else None
+    if roll > 0.5:
+        question, plan, answer = rng.choice(phrasings.FORMS)
+        templates = ((phrasings.expand(question, rng), plan, answer),)
+    people: list[str] = []
+
+    def recall(words: dict[str, str], rng: random.Random) -> None:
+        rename(words, rng)
+        people[:] = [words["A"]]
+
+    problem = nano_math.draw(rng, templates=templates, rename=recall)
     text, sentence = (
         re.sub(r"(?<=[a-z,;:] )(?:My|The|A|Grandma|Grandpa|Dad|Mum)\b", lambda m: m.group().lower(), t)
         for t in (problem.text, problem.sentence)
     )
+    name = next((form for form in (people[0], people[0][0].lower() + people[0][1:]) if form in text), people[0])
+    if rng.random() < 0.5:
+        text, sentence = phrasings.with_pronouns(text, sentence, name, rng)
+    if rng.random() < 0.06:
+        text = f"{phrasings.aside(people[0], rng)} {text}"
     return nano_math.Problem(({"role": "user", "content": text},), (), problem.answer, problem.steps, sentence)
 
 
@@ -277,16 +305,18 @@ def rename(words: dict[str, str], rng: random.Random) -> None:
     for slot in "ABC":
         while words[slot] in taken or slot not in taken:
             roll = rng.random()
-            if roll < 0.35:
+            if roll < 0.2:
                 words[slot] = rng.choice(PEOPLE).format(s=rng.choice(common.SURNAMES))
-            elif roll < 0.7:
+            elif roll < 0.3:
                 words[slot] = common.pseudo_word(rng).capitalize()
+            elif roll < 0.75:
+                words[slot] = unseen.name(rng)
             taken.add(slot)
             if words[slot] not in taken:
                 break
         taken.add(words[slot])
     pairs: list[tuple[str, str]] = []
-    while len(pairs) < 3:
+    while len(pairs) < 4:
         roll = rng.random()
         if roll < 0.4:
             one, many = rng.choice(THINGS).split("/")
@@ -297,12 +327,13 @@ def rename(words: dict[str, str], rng: random.Random) -> None:
             noun = rng.choice(common.NOUNS)
             one, many = (f"{rng.choice(common.ADJECTIVES)} {form}" for form in (noun, _plural(noun)))
         else:
-            one = common.pseudo_word(rng)
+            one = common.pseudo_word(rng) if rng.random() < 0.4 else unseen.word(rng)
             many = _plural(one)
         if many not in [pair[1] for pair in pairs]:
             pairs.append((one, many))
     words["o1"], words["o"] = pairs[0]
     words["p"] = pairs[1][1]
+    words["g1"], words["g"] = pairs[3] if rng.random() < 0.4 else rng.choice(GROUPS)
     if rng.random() < 0.5:
         words["x1"], words["x"] = pairs[2]
     if rng.random() < 0.5:
@@ -312,7 +343,7 @@ def rename(words: dict[str, str], rng: random.Random) -> None:
 def _plural(noun: str) -> str:
     if noun.endswith(("s", "x", "ch", "sh", "z")):
         return noun + "es"
-    if noun.endswith("y") and noun[-2] not in "aeiou":
+    if noun.endswith("y") and noun[-2:-1] not in tuple("aeiou"):
         return noun[:-1] + "ies"
     return noun + "s"
 
