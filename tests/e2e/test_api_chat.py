@@ -168,7 +168,8 @@ def test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(http:
     opener = http.post("/tokenize", json={"prompt": "<minimax:tool_call>"}).json()["tokens"]
     invoke = '<invoke name="get_weather">\n</invoke>'
     body = {"messages": WEATHER_QUESTION, "tools": [WEATHER, clock], "temperature": 0, "thinking_token_budget": 0}
-    body |= {"regex": invoke, "logit_bias": {str(opener[0]): -100}}
+    bias = {str(opener[0]): -100, str(http.post("/tokenize", json={"prompt": invoke}).json()["tokens"][0]): 100}
+    body |= {"regex": invoke, "logit_bias": bias}
     free, held = (
         http.post("/v1/chat/completions", json=body | choice).json()["choices"][0]["message"]
         for choice in ({}, {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [clock]}})
