@@ -7,7 +7,7 @@ TORCH  ?= torch==2.13.0
 # Everything else in the versions that were tested together.
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test test-install lint types contracts docs check constraints clean
+.PHONY: demo serve test attack test-install lint types contracts docs check constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
 	$(BIN)/python examples/demo.py
@@ -16,8 +16,11 @@ serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 	$(BIN)/negamax serve nano $(ARGS)
 
 test: $(VENV)/.dev    ## everything that runs without a GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not install and not serial"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not install and not full and not serial"
 	$(BIN)/python -m pytest -m serial $$(grep -rl pytest.mark.serial tests)
+
+attack: $(VENV)/.dev  ## hostile requests and dying parts at full size, against servers of its own
+	$(BIN)/python -m pytest -m "attacks" tests/attacks
 
 test-install: $(VENV)/.dev  ## the wheel alone in an empty environment: commands, server, hub ids
 	$(BIN)/python -m pytest -m install tests/install
