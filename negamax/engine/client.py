@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from negamax.base.errors import EngineDeadError, UnavailableError
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.config.options import EngineOptions
@@ -150,7 +148,7 @@ class AsyncEngine:
         sampling = admit(prompt_token_ids, sampling, info=self.info)
         self.check_room(sampling.n, len(prompt_token_ids))
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        choices = [msgspec.structs.replace(sampling, n=1, seed=seed + index) for index in range(sampling.n)]
+        choices = [sampling.of_choice(index, seed=seed) for index in range(sampling.n)]
         prompt = tuple(prompt_token_ids)
         requests = [
             GenerateRequest(

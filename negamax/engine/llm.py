@@ -10,8 +10,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
-
 from negamax.base.errors import EngineError, InvalidRequestError
 from negamax.config.options import EngineOptions
 from negamax.engine.output import ChoiceStream, RequestOutput, admit
@@ -275,7 +273,7 @@ class LLM:
             name = f"llm-{next(self._request_numbers)}"
             choices = []
             for index in range(sampling.n):
-                choice = msgspec.structs.replace(sampling, n=1, seed=seed + index)
+                choice = sampling.of_choice(index, seed=seed)
                 request = GenerateRequest(request_id=f"{name}/{index}", prompt_token_ids=tuple(prompt), sampling=choice)
                 stream = ChoiceStream(
                     self.tokenizer,

@@ -118,6 +118,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             max_tokens=room if self.max_tokens is None else self.max_tokens,
         )
 
+    def of_choice(self, index: int, *, seed: int) -> SamplingParams:
+        """A copy for choice `index` alone, of a request with `seed`: its seed is the `index`-th
+        after that one, and the smallest one follows the largest."""
+        wrapped = (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+        return msgspec.structs.replace(self, n=1, seed=wrapped)
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to continue. `sampling` is resolved (no None that has a default) and has n = 1: callers fan out."""

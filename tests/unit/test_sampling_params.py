@@ -71,3 +71,12 @@ def test_missing_fields_take_the_models_defaults_and_given_ones_stay() -> None:
     assert (resolved.temperature, resolved.top_p, resolved.top_k) == (0.5, 0.95, 40)
     assert (resolved.min_p, resolved.repetition_penalty, resolved.max_tokens) == (0.01, 1.1, 77)
     assert SamplingParams(top_k=-1, max_tokens=3).resolved(defaults, room=77).top_k == 0
+
+
+def test_the_seeds_of_choices_wrap_around_where_the_seed_is_the_largest() -> None:
+    """A seed travels as a signed number of 64 bits."""
+    params = SamplingParams(n=3, seed=2**63 - 1, temperature=0.5)
+    choices = [params.of_choice(index, seed=2**63 - 1) for index in range(3)]
+    assert [choice.seed for choice in choices] == [2**63 - 1, -(2**63), 1 - 2**63]
+    assert {(choice.n, choice.temperature) for choice in choices} == {(1, 0.5)}
+    assert params.of_choice(2, seed=-3).seed == -1
