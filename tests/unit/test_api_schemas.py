@@ -27,10 +27,10 @@ def chat(**fields: Any) -> ChatRequest:
 
 def refusal(model: type[RequestModel], body: object) -> InvalidRequestError:
     """The refusal of `body`, which must be short to read and quick to make."""
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(InvalidRequestError) as caught:
         model.parse(body)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
     assert len(str(caught.value)) < 400
     assert "\n" not in str(caught.value)
     return caught.value
