@@ -8,6 +8,7 @@ import secrets
 import weakref
 from typing import Any, Protocol
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from negamax.api.schemas.answers import encode, error_answer
@@ -19,6 +20,7 @@ MAX_HEAD_BYTES = 64 * 1024  # request line and headers while they arrive; `borde
 HEAD_SECONDS = 30.0  # for a request's head to arrive, from the connection or its first byte on
 _MAX_CONNECTIONS = 65_536
 _SPARE_FILES = 128  # file descriptors that are not connections
+_UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 BODY_CHANNEL = "negamax.body_channel"  # the extension of a request's scope that is its `BodyChannel`
 
 
@@ -113,7 +115,12 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._refuse(400, "the bytes received are not valid HTTP/1.1")
+            return
         if self._in_head and not self._head_bytes:
             self._head_bytes = len(data)  # the head began behind the body of the request before
         if not self._in_head or self.transport.is_closing():
@@ -128,6 +135,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # `_parse` begins this message again
         self._in_head = False
         self._head_bytes = 0
         self._head_arrived()
@@ -137,9 +146,36 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
 
-    def send_400_response(self, msg: str) -> None:
-        """What could not be parsed is answered in the shape of every other error."""
-        self._refuse(400, "the bytes received are not valid HTTP/1.1")
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser, which skips the body of a message that offers another protocol: such a message is parsed again
+        without the offer. Errors: `HttpParserError`, also for CONNECT, which can mean nothing else."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":
+                    raise httptools.HttpParserError("a tunnel") from None
+                rest = rest[upgrade.args[0] :]
+                head = self._head_without_upgrade()
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in the parser it replaces
+                self.parser.feed_data(head)
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head of the message that was parsed last, as it would be without its offer of another protocol."""
+        options = [option.strip() for name, value in self.headers if name == b"connection" for option in value.split(b",")]
+        kept = [option for option in options if option.lower() in (b"close", b"keep-alive")]
+        headers = [header for header in self.headers if header[0] not in _UPGRADE_HEADERS]
+        headers += [(b"connection", option) for option in kept]
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        return b"\r\n".join([*lines, *(name + b": " + value for name, value in headers), b"", b""])
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import http.client
 import json
 import socket
 import zlib
@@ -99,3 +100,41 @@ def test_http_1_0_gets_no_chunks(server: Server, http: httpx.Client, stream: boo
     events = content.decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all(json.loads(event.removeprefix("data: "))["id"] for event in events[:-2])
+
+
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_offer_of_http_2_is_answered_in_http_1_1(server: Server, is_chunked: bool) -> None:
+    """As the HttpClient of the JDK sends its first request to a server; the connection goes on afterwards."""
+    body = json.dumps(BODY).encode()
+    length = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % len(body)
+    head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n%s%s\r\n\r\n"
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+        for _ in range(2):
+            connection.sendall(head % (CHAT.encode(), H2C, length))
+            for part in (body[:20], body[20:]):
+                connection.sendall(b"%x\r\n%s\r\n" % (len(part), part) if is_chunked else part)
+            connection.sendall(b"0\r\n\r\n" if is_chunked else b"")
+            with http.client.HTTPResponse(connection) as answer:
+                answer.begin()
+                assert answer.status == 200
+                assert json.loads(answer.read())["choices"]
+        connection.sendall((b"GET /livez HTTP/1.1\r\nhost: localhost\r\n%s\r\n" % H2C) * 3)
+        connection.sendall(b"GET /nothing HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        answers = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answers.count(b"HTTP/1.1 200 ") == 3 and answers.count(b"HTTP/1.1 404 ") == 1
+    assert "pgrade" not in server.log
+
+
+@pytest.mark.parametrize("upgrade", [b"websocket", b"h2c", b"TLS/1.0, x"])
+def test_upgrades_are_ignored_and_a_tunnel_is_refused(server: Server, upgrade: bytes) -> None:
+    url = httpx.URL(server.url)
+    for start, status in ((b"GET /livez", b" 200 "), (b"CONNECT localhost:1", b" 400 "), (b"CONNECT /livez", b" 400 ")):
+        with socket.create_connection((url.host, url.port), timeout=30) as connection:
+            connection.sendall(start + b" HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\nupgrade: " + upgrade)
+            connection.sendall(b"\r\n\r\n")
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+            assert status in answer.splitlines()[0] and answer.count(b"HTTP/1.1 ") == 1
