@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from negamax.api.schemas.answers import ChatChunkChoice, Delta, FunctionCall, ToolCall, encode
 from negamax.api.schemas.chat import ChatRequest
 from negamax.api.schemas.common import FOREIGN_FIELDS, RequestModel
 from negamax.api.schemas.completions import CompletionRequest
 from negamax.api.schemas.messages import CountRequest, MessagesRequest
+from negamax.api.schemas.native_generate import NativeRequest
+from negamax.api.schemas.responses import ResponsesRequest
 from negamax.api.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_template import ChatTemplate
@@ -544,3 +547,34 @@ def test_every_ignored_and_refused_field_is_documented() -> None:
     for model in (ChatRequest, CompletionRequest):
         for name in {*model.model_fields, *model.ignored_fields, *model.unsupported_fields} - {"prompt"}:
             assert f"`{name}`" in text, name
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (NativeRequest, {"input_ids": True}),
+        (NativeRequest, {"input_ids": [True]}),
+        (NativeRequest, {"text": 1}),
+        (NativeRequest, {"text": "x", "sampling_params": 1}),
+        (NativeRequest, {"text": "x", "rid": 1}),
+        (ChatRequest, {"messages": HELLO, "allowed_token_ids": True}),
+        (ChatRequest, {"messages": HELLO, "guided_choice": 1}),
+        (CountRequest, {"model": "nano", "messages": HELLO, "system": 1}),
+        (CountRequest, {"model": "nano", "messages": 1}),
+        (ResponsesRequest, {"input": 1}),
+        (ResponsesRequest, {"input": "x", "include": 1}),
+        (ResponsesRequest, {"input": "x", "tools": 1}),
+        (ResponsesRequest, {"input": "x", "metadata": {"a": 1}}),
+    ],
+)
+def test_many_wrong_elements_are_refused_at_the_first(model: type[RequestModel], fields: dict[str, Any]) -> None:
+    """The last field is given a list of wrong elements, or an object of wrong values."""
+    name, wrong = list(fields.items())[-1]
+    many = {str(number): 1 for number in range(300_000)} if isinstance(wrong, dict) else [wrong] * 300_000
+    try:
+        model.model_validate(fields | {name: many})
+    except ValidationError as error:
+        assert error.error_count() <= 3  # one for each of the types that the field may have
+    except InvalidRequestError:
+        pass  # the field is bounded
+    assert refusal(model, fields | {name: many}).param.startswith(name)

@@ -83,7 +83,7 @@ def _check_modalities(modalities: list[str]) -> list[str]:
     return modalities
 
 
-Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(lambda tools: _check_tools(tools))]
+Tools = Annotated[list[dict[str, Any]], AfterValidator(lambda tools: _check_tools(tools))]
 
 
 def _one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
@@ -123,7 +123,7 @@ class ChatRequest(StructuredRequest):
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
 
     # the conversation, the latest message last; at most 16,384
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(check_messages)]
+    messages: Annotated[list[dict[str, Any]], AfterValidator(check_messages)]
     max_tokens: int | None = Field(default=None, ge=0)  # 0: read the prompt into the cache, answer nothing
     max_completion_tokens: int | None = Field(default=None, ge=0)  # wins over max_tokens
     logprobs: bool = False  # the answer has the log-probability of each of its tokens
@@ -133,7 +133,7 @@ class ChatRequest(StructuredRequest):
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
     parallel_tool_calls: bool = True  # false: at most one call
     # what the answer is made of
-    modalities: Annotated[list[str], Field(fail_fast=True), AfterValidator(_check_modalities)] | None = None
+    modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
     # variables of the chat template
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None = None
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer

@@ -5,6 +5,8 @@ Handling of fields, the same for every endpoint and every object inside a reques
 for nothing (false, 0, "", []). Of the fields that nobody here knows, one that is nearly a known name is refused as a slip of
 the pen, unless that name is there too, and others are ignored, as vLLM and SGLang do: clients send fields of other servers.
 An integer may be written as 5.0.
+Of a list with many wrong elements the first one is told, and the others are not looked at; objects
+whose values have one type are bounded before their values are looked at.
 Ranges are checked once, by `SamplingParams.check`, so that the server and the embedded `LLM` refuse alike.
 """
 
@@ -19,8 +21,17 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from msgspec.structs import replace
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from negamax.base.errors import InvalidRequestError
 from negamax.scheduler.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -64,6 +75,19 @@ def nearest(name: str, known: frozenset[str] | list[str]) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
+def _fail_fast(schema: Any) -> None:
+    """Let every list in a core schema end at its first wrong element: pydantic would note an error
+    for each."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "tuple"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
 class RequestModel(BaseModel):
     """Base of every request and of the objects inside it: strict types, immutable."""
 
@@ -72,6 +96,12 @@ class RequestModel(BaseModel):
     unsupported_fields: ClassVar[Mapping[str, str]] = {}
     neutral_values: ClassVar[Mapping[str, object]] = {}  # of unsupported fields: what asks for nothing, beside those
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # fields that mean the same as another one
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
     @classmethod
     def parse(cls: type[RequestT], body: object) -> RequestT:

@@ -88,9 +88,9 @@ class CountRequest(TurnRequest):
 
     model: str = Field()  # a name from /v1/models
     # the conversation, the latest message last; at most 16,384
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(check_messages)]
+    messages: Annotated[list[dict[str, Any]], AfterValidator(check_messages)]
     system: str | list[dict[str, Any]] | None = None  # instructions
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None  # what the model may call; at most 1,024
+    tools: list[dict[str, Any]] | None = None  # what the model may call; at most 1,024
     tool_choice: ToolChoice | None = None  # whether calls are possible or due, and of which tool
     thinking: ThinkingConfig | None = None  # whether the model thinks, and how long
     output_config: OutputConfig = OutputConfig()  # effort, and the form of the text

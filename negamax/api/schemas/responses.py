@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from negamax.api.constraints import CallChoice, call_choice
 from negamax.api.schemas.chat import MAX_MESSAGES
@@ -64,6 +64,12 @@ def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]
     return value
 
 
+def _bounded_metadata(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        refuse("metadata", f"{len(value)} entries; allowed: at most {MAX_METADATA}")
+    return value
+
+
 class ReasoningConfig(RequestModel):
     """`reasoning`: how much, and whether it is also given as a summary."""
 
@@ -106,7 +112,7 @@ class ResponsesRequest(TurnRequest):
     max_output_tokens: int | None = Field(default=None, ge=1)  # reasoning included; left out: the rest of the window
     stop: StopStrings = Field(default_factory=list)  # an extension
     # functions and custom tools, also in namespaces; other types have no effect; at most 1,024
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"  # auto, none, required, a tool, or allowed_tools
     parallel_tool_calls: bool = True  # false: at most one call
     reasoning: ReasoningConfig = ReasoningConfig()  # how much, and whether it is also given as a summary
@@ -118,6 +124,7 @@ class ResponsesRequest(TurnRequest):
     metadata: Annotated[
         dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
         Field(max_length=MAX_METADATA),
+        BeforeValidator(_bounded_metadata),
     ] = Field(default_factory=dict)  # comes back in the response; keys of up to 64 characters, texts of up to 512
 
     @cached_property

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, PlainValidator, WithJsonSchema
 
 from negamax.api.schemas.chat import Tools, check_messages, check_template_kwargs
 from negamax.api.schemas.common import RequestModel, refuse, shown
@@ -64,7 +64,7 @@ class TokenizeRequest(RequestModel):
         | None
     ) = None  # a text or up to 1,024, instead of messages
     # a conversation, instead of prompt
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(check_messages)] | None = None
+    messages: Annotated[list[dict[str, Any]], AfterValidator(check_messages)] | None = None
     tools: Tools | None = None  # shown to the model with the messages
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
     continue_final_message: bool = False  # the prompt ends within the last message; needs add_generation_prompt=false
