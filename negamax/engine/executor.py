@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-import socket as net
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
@@ -103,7 +102,7 @@ class MultiProcessExecutor:
         self._sockets: list[zmq.Socket[bytes]] = []
         self._processes = []
         self._results = msgspec.msgpack.Decoder(StepResult)
-        init_method = f"tcp://127.0.0.1:{_free_port()}"
+        init_method = f"file://{self._folder}/rendezvous"  # torch's TCP store would listen on all interfaces, without a key
         results_address = f"ipc://{self._folder}/results"
         self._result_socket = self._context.socket(zmq.PAIR)
         self._result_socket.bind(results_address)
@@ -213,10 +212,3 @@ def start_executor(config: WorkerConfig) -> Executor:
     if config.layout.world_size == 1:
         return InProcessExecutor(config)
     return MultiProcessExecutor(config)
-
-
-def _free_port() -> int:
-    with net.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

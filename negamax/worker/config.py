@@ -32,7 +32,7 @@ class WorkerConfig:
     num_threads: int
     seed: int
     show_progress: bool
-    init_method: str | None  # rendezvous of the ranks; None where there is one rank
+    init_method: str | None  # URL at which the ranks meet (torch.distributed); None where there is one rank
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 PLAN, MASKS, PROBE = b"s", b"m", b"p"  # first byte of a frame
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by themselves, is not used. The
-# executor watches the ranks, so PyTorch's own watch of them, which calls an orderly end an alarm, is off.
-GPU_ENVIRONMENT = (
+# executor watches the ranks, so PyTorch's own watch of them, which calls an orderly end an alarm, is off. What gloo and NCCL
+# listen on takes messages without a key, so only this machine may reach it.
+ENVIRONMENT = (
+    ("GLOO_SOCKET_IFNAME", LOOPBACK),
+    ("NCCL_SOCKET_IFNAME", f"={LOOPBACK}"),
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
     ("NCCL_NVLS_ENABLE", "0"),
     ("TORCH_NCCL_ENABLE_MONITORING", "0"),
@@ -63,7 +67,7 @@ def main(plans_address: str, results_address: str) -> int:
         socket.linger = 1000
         socket.connect(plans_address)
         config = msgspec.msgpack.decode(socket.recv(), type=WorkerConfig)
-        for name, value in GPU_ENVIRONMENT:
+        for name, value in ENVIRONMENT:
             env.set_default(name, value)
         try:
             from negamax.worker.worker import Worker  # torch: seconds of import, after the connection stands

@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import serving
+from tests.e2e.conftest import Server, serving
+from tests.e2e.listening import strangers_doors
 from tests.e2e.test_api_errors import CHAT, HELLO, error_of
 
 BODY = {"messages": HELLO, "max_tokens": 2}
@@ -42,6 +43,10 @@ def test_without_a_key_only_names_of_this_machine_and_listed_ones_are_served(tmp
         assert "access-control-allow-origin" not in foreign.headers
         other = http.post(CHAT, json=BODY, headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers
+
+
+def test_one_server_process_listens_on_one_port(server: Server) -> None:
+    assert strangers_doors(server) == (set(), set())
 
 
 def test_cors_is_closed_and_keys_come_from_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

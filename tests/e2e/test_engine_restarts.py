@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import MODEL, Server, eventually, serving
+from tests.e2e.listening import strangers_doors
 from tests.e2e.test_api_errors import error_of
 
 CHAT = "/v1/chat/completions"
@@ -130,6 +131,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = ("--tensor-parallel-size", "2", "--engine-hang-timeout", "3")
     with serving(*options, log_file=tmp_path_factory.mktemp("two_ranks") / "log") as server:
         yield server
+
+
+def test_ranks_can_be_reached_by_their_machine_alone(two_ranks: Server) -> None:
+    """A store for the rendezvous on all interfaces would take anybody's keys. gloo needs a socket for each rank and group."""
+    from_outside, local = strangers_doors(two_ranks)
+    assert from_outside == set()
+    assert len(local) <= 4
 
 
 def test_engine_that_waits_for_a_stuck_rank_is_replaced_with_all_its_ranks(two_ranks: Server) -> None:

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import MODEL, START_SECONDS, Server, eventually, launch, serving
+from tests.e2e.listening import strangers_doors
 from tests.e2e.test_api_errors import error_of
 from tests.e2e.test_engine_restarts import is_alive, wait_until_ready
 
@@ -84,6 +85,10 @@ def test_every_process_answers_and_finds_what_the_others_keep(several: Server) -
         for kept in first:
             assert http.delete(f"/v1/responses/{kept['id']}").json()["deleted"]
             assert error_of(http.get(f"/v1/responses/{kept['id']}"), 404)["code"] == "response_not_found"
+
+
+def test_no_process_listens_on_more_than_the_port_of_all(several: Server) -> None:
+    assert strangers_doors(several) == (set(), set())
 
 
 def test_stream_that_is_passed_on_is_a_stream(several: Server) -> None:

@@ -1,0 +1,50 @@
+"""Which TCP sockets the processes of a server listen on."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+from tests.e2e.conftest import Server
+
+_LISTEN = "0A"  # the state's number in /proc/net/tcp
+
+
+def family_of(pid: int) -> list[int]:
+    """A process and all that it has started, with what those have started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(member for child in children for member in family_of(int(child)))]
+
+
+def strangers_doors(server: Server) -> tuple[set[str], set[str]]:
+    """The addresses (host:port) on which any process of `server` listens beside the configured one: those that other machines
+    can reach, and those of the loopback."""
+    configured = server.url.removeprefix("http://")
+    addresses = {address for pid in family_of(server.process.pid) for address in _listening(pid)} - {configured}
+    local = {address for address in addresses if ipaddress.ip_address(address.rpartition(":")[0]).is_loopback}
+    return addresses - local, local
+
+
+def _listening(pid: int) -> set[str]:
+    """What one process listens on; all families, all sockets that it has open."""
+    found = set[str]()
+    inodes = _sockets(pid)
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and fields[9] in inodes:
+                found.add(_address(fields[1]))
+    return found
+
+
+def _sockets(pid: int) -> set[str]:
+    """The inodes of a process's sockets."""
+    targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
+    return {target.removeprefix("socket:[").removesuffix("]") for target in targets if target.startswith("socket:")}
+
+
+def _address(text: str) -> str:
+    """host:port of the kernel's notation: 32-bit words of the address in the machine's byte order, and the port."""
+    words, _, port = text.partition(":")
+    packed = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
+    return f"{ipaddress.ip_address(packed)}:{int(port, 16)}"
