@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     PyTorch looks once too: at the tests' sizes several threads mostly wait for each other. Tests of threads set their number;
     those wait asleep, since other tests and servers want their cores. Its libraries compute as in the engine.
     """
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="negamax-tests-")  # crash dumps
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env.settle_cpu_products()

@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 import threading
+from collections import deque
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,9 @@ from negamax.base import env
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 CHILD_VARIABLE = "NEGAMAX_CHILD_LOG"  # LEVEL:FORMAT, from `spawn` to `setup_as_parent`
+
+_KEPT_LINES = 100  # for a crash dump,
+_KEPT_CHARACTERS = 2000  # of each
 
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _DATE = "%Y-%m-%d %H:%M:%S"
@@ -30,7 +34,7 @@ def setup(level: str | int = "info", log_format: str = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT, _DATE))
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [handler, _RecentLines()]
     root.setLevel(logging.WARNING)
     logging.getLogger("negamax").setLevel(level.upper() if isinstance(level, str) else level)
     logging.captureWarnings(True)
@@ -53,6 +57,15 @@ def settings() -> str:
     return f"{level}:{'json' if is_json else 'text'}"
 
 
+def recent_lines() -> list[str]:
+    """The last lines that this process has logged, but for those of HTTP and requests, which may
+    quote what clients sent. Empty before `setup`."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _RecentLines):
+            return list(handler.lines)
+    return []
+
+
 def get_logger(name: str) -> logging.Logger:
     """The logger of module `name` (pass `__name__`)."""
     return logging.getLogger(name)
@@ -64,6 +77,23 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: Tr
         return
     logger = logging.getLogger("negamax")
     logger.critical("uncaught %s", kind.__name__, exc_info=(kind, error, traceback))
+
+
+class _RecentLines(logging.Handler):
+    """Keeps the last lines of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(_TEXT, _DATE))
+        self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.startswith("negamax.api."):
+            return
+        try:
+            self.lines.append(self.format(record)[:_KEPT_CHARACTERS])
+        except Exception:
+            self.handleError(record)
 
 
 class _JsonFormatter(logging.Formatter):

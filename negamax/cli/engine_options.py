@@ -110,6 +110,12 @@ _TABLE = (
         also=("--no-use-tqdm-on-load",),
         turns_off=True,
     ),
+    Flag(
+        "crash_dump_dir",
+        LOGS,
+        "Folder for crash dumps; default: negamax/crashes in XDG_STATE_HOME; 'none': no dumps.",
+        also=("--crash-dump-folder",),
+    ),
 )
 _MODEL_ARGUMENT = Annotated[
     str | None,

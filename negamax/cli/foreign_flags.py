@@ -319,7 +319,7 @@ _IGNORED = (
         otlp-service-name load-snapshot-publish-interval load-publish-endpoint
         gc-warning-threshold-secs trace-modules tokenizer-metrics-custom-labels-header
         forward-pass-metrics-worker-id forward-pass-metrics-ipc-name stat-loggers
-        export-metrics-to-file-dir crash-dump-folder fingerprint-mode fingerprint-value
+        export-metrics-to-file-dir fingerprint-mode fingerprint-value
         weight-version""",
         lists="""log-requests-target uvicorn-access-log-exclude-prefixes collect-detailed-traces
         bucket-time-to-first-token bucket-inter-token-latency bucket-e2e-request-latency

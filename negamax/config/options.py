@@ -51,6 +51,7 @@ class EngineOptions:
     log_level: str = "info"
     log_format: str = "text"
     show_progress: bool = True  # of loading, on standard error
+    crash_dump_dir: str | None = None  # default: under XDG_STATE_HOME; "none": no dumps
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, DTYPES)

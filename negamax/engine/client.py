@@ -111,6 +111,15 @@ class AsyncEngine:
         """Sequences that run or wait for this process."""
         return len(self._open)
 
+    def open_requests(self) -> list[GenerateRequest]:
+        """The sequences that run or wait for this process."""
+        return [
+            request
+            for generation in dict.fromkeys(self._open.values())
+            for request in generation.requests
+            if request.request_id in self._open
+        ]
+
     def check_alive(self) -> None:
         """Refuse while no engine runs: `UnavailableError`, with the time after which to come back."""
         if self.alive:

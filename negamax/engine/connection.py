@@ -182,6 +182,11 @@ class EngineConnection:
         self._watch: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
+    @property
+    def exit_code(self) -> int | None:
+        """Of the process; negative: the number of the signal that ended it; None: it lives."""
+        return self._process.poll()
+
     async def handshake(self) -> wire.ModelInfo:
         """Send the options, wait for the engine's word, and begin to receive.
 

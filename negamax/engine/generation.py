@@ -102,6 +102,11 @@ class Generation:
         self._has_begun = self._is_closed = False
 
     @property
+    def requests(self) -> Sequence[GenerateRequest]:
+        """One for each choice."""
+        return self._requests
+
+    @property
     def sampling(self) -> SamplingParams:
         """The parameters of the first choice, with the model's defaults."""
         return self._requests[0].sampling

@@ -94,6 +94,7 @@ class LLM:
         log_level: str = "info",
         log_format: str = "text",
         show_progress: bool = True,
+        crash_dump_dir: str | None = None,
     ) -> None:
         given = dict(locals())
         self._options = EngineOptions(**{option.name: given[option.name] for option in fields(EngineOptions)})

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
+
+from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import EngineDeadError, EngineError, NegamaxError
 from negamax.base.log import get_logger
 from negamax.engine.constraints import Constraints
 from negamax.engine.executor import Executor, Launched
 from negamax.engine.wire import EngineStats
+from negamax.scheduler import crash_details
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import SequenceUpdate, StepPlan
@@ -40,11 +46,21 @@ class _InFlight:
 class EngineLoop:
     """Scheduler and executor, driven one `step` at a time by a single thread."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, constraints: Constraints, overlap: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        constraints: Constraints,
+        overlap: bool,
+        crash_dumps: CrashDumps,
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._constraints = constraints
         self._overlap = overlap
+        self._crash_dumps = crash_dumps
+        self._last_plans: deque[StepPlan] = deque(maxlen=2)  # launched; for a crash dump
         self._in_flight: _InFlight | None = None
         self._pending_updates: list[SequenceUpdate] = []
         self._step_count = 0
@@ -96,6 +112,7 @@ class EngineLoop:
         plan = self._scheduler.plan()
         launched = None
         if plan is not None:
+            self._last_plans.append(plan)
             launched = _InFlight(plan, self._executor.launch(plan), time.monotonic())
             self._admitted.extend((request_id, launched.started) for request_id in self._scheduler.take_admitted())
         updates, self._pending_updates = self._pending_updates, []
@@ -160,9 +177,22 @@ class EngineLoop:
         """The kernels since `start_profile`."""
         return self._executor.probe(Probe(STOP_PROFILE)).kernels or []
 
+    def dump_crash(self, reason: str, error: BaseException) -> None:
+        """Write down what ran when `error` was raised."""
+        self._crash_dumps.write(reason, details=self._crash_details, error=error)
+
     def shutdown(self) -> None:
         self._constraints.shutdown()
         self._executor.shutdown()
+
+    def _crash_details(self) -> dict[str, Any]:
+        return {
+            "ready": dataclasses.asdict(self._executor.ready),
+            "stats": msgspec.structs.asdict(self.stats()),
+            "requests": crash_details.of_sequences(self._scheduler.sequences()),
+            "opening_grammars": list(self._constraints.opening_ids()),
+            "last_plans": [crash_details.of_plan(plan) for plan in self._last_plans],
+        }
 
     def _add(self, request: GenerateRequest) -> None:
         try:
@@ -208,6 +238,7 @@ class EngineLoop:
             raise
         except Exception as error:
             logger.exception("step %d was lost", step.plan.step_id)
+            self.dump_crash(f"step {step.plan.step_id} was lost", error)
             updates = self._scheduler.fail(step.plan, f"the step that ran this request failed ({type(error).__name__})")
             self._constraints.advance(updates)
             return updates

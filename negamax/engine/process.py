@@ -12,11 +12,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import msgspec
 import zmq
 
 from negamax.base import log
+from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import NegamaxError
 from negamax.base.log import get_logger
 from negamax.base.process import exit_with_parent
@@ -55,6 +57,9 @@ def _serve(start: wire.Start, *, context: Context, address: EngineAddress, reque
         return error.exit_code
     except Exception as error:
         logger.exception("the engine cannot start")
+        options = start.options
+        dumps = CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options))
+        dumps.write("the engine cannot start", details=dict, error=error)
         outbox.send_first(wire.EngineFailed(f"the engine cannot start: {error!r}", 1))
         return 1
     gc.freeze()  # what the start left behind lives as long as the process: later collections need not visit it
@@ -65,6 +70,7 @@ def _serve(start: wire.Start, *, context: Context, address: EngineAddress, reque
             serve(loop, requests=requests, outbox=outbox, pulse=pulse)
     except Exception as error:
         logger.exception("the engine stops")
+        loop.dump_crash("the engine failed", error)
         outbox.send_first(wire.EngineFailed(f"the engine failed: {error!r}", 1))
         return 1
     finally:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from negamax.base import env
+from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.config.model_spec import ModelSpec
@@ -79,6 +80,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         num_threads=options.num_threads or default_threads(layout.world_size),
         seed=options.seed,
         show_progress=options.show_progress,
+        crash_dump_dir=options.crash_dump_dir,
         init_method=None,
     )
     constraints = Constraints(source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids)
@@ -111,7 +113,14 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         )
     )
     info = _model_info(options, source, config, ready, max_model_len=max_model_len)
-    return EngineLoop(scheduler, executor, constraints=constraints, overlap=options.enable_overlap), info
+    loop = EngineLoop(
+        scheduler,
+        executor,
+        constraints=constraints,
+        overlap=options.enable_overlap,
+        crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
+    )
+    return loop, info
 
 
 def _model_info(

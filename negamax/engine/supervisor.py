@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import signal
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
+
+from negamax.base.crash_dump import CrashDumps
 from negamax.base.log import get_logger
 from negamax.config.options import EngineOptions
 from negamax.engine.client import AsyncEngine
 from negamax.engine.connection import ENGINE_MODULE, EngineAddress, EngineConnection
 from negamax.engine.restarts import RestartPolicy, Supervision
 from negamax.engine.wire import AbortServer, ModelInfo
+from negamax.scheduler import crash_details
+from negamax.scheduler.request import GenerateRequest
 
 logger = get_logger(__name__)
 
@@ -46,6 +53,8 @@ class EngineSupervisor:
         self._connection: EngineConnection | None = None
         self._start_seconds = 0.0  # that the last start took
         self._task: asyncio.Task[None] | None = None
+        described = dataclasses.asdict(options)
+        self._crash_dumps = CrashDumps(options.crash_dump_dir, part="server", options=described)
 
     @classmethod
     async def start(cls, options: EngineOptions) -> EngineSupervisor:
@@ -117,7 +126,9 @@ class EngineSupervisor:
         reason = await asyncio.shield(self._connection.ended)
         while True:
             pause = policy.died(time.monotonic())
+            open_requests = self.engine.open_requests()
             self._went(reason, ready_in=self._start_seconds + (pause or 0.0))
+            await asyncio.to_thread(self._dump_crash, reason, open_requests)
             await asyncio.shield(self._connection.close(kill=True))
             if pause is None:
                 break
@@ -134,6 +145,25 @@ class EngineSupervisor:
         self.engine.give_up(reason)
         if self._followers is not None:
             self._followers.engine_gave_up(reason)
+
+    def _dump_crash(self, reason: str, open_requests: list[GenerateRequest]) -> None:
+        """Write down what is known here of an engine that is gone; a killed one says nothing."""
+        connection = self._connection
+        assert connection is not None
+
+        def details() -> dict[str, Any]:
+            code = connection.exit_code
+            stats = connection.channel.stats
+            return {
+                "exit_code": code,
+                "signal": signal.Signals(-code).name if code is not None and code < 0 else None,
+                "info": msgspec.structs.asdict(self.engine.info),
+                "stats": None if stats is None else msgspec.structs.asdict(stats),
+                "restart_count": self.engine.restart_count,
+                "requests": list(map(crash_details.of_request, open_requests)),
+            }
+
+        self._crash_dumps.write(reason, details=details)
 
     def _went(self, reason: str, *, ready_in: float) -> None:
         self.engine.went(reason, ready_in=ready_in)

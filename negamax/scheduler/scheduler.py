@@ -140,6 +140,10 @@ class Scheduler:
         """The requests that run or wait."""
         return list(self._sequences)
 
+    def sequences(self) -> list[Sequence]:
+        """The requests that run or wait, with their state, to be looked at."""
+        return list(self._sequences.values())
+
     def abort(self, request_id: str) -> SequenceUpdate | None:
         """End a request now and free what it holds; None when the id is unknown or already finished."""
         return self.end(request_id, "abort")

@@ -8,6 +8,7 @@ so that the next plan is launched meanwhile.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import threading
@@ -18,9 +19,11 @@ import msgspec
 import zmq
 
 from negamax.base import env, log
+from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import NegamaxError
 from negamax.base.log import get_logger
 from negamax.base.process import exit_now, exit_with_parent
+from negamax.scheduler import crash_details
 from negamax.scheduler.step import StepMasks, StepPlan, StepResult
 from negamax.worker.config import Probe, WorkerConfig, WorkerReady
 
@@ -69,6 +72,8 @@ def main(plans_address: str, results_address: str) -> int:
         config = msgspec.msgpack.decode(socket.recv(), type=WorkerConfig)
         for name, value in ENVIRONMENT:
             env.set_default(name, value)
+        part = f"rank-{config.layout.rank}"
+        dumps = CrashDumps(config.crash_dump_dir, part=part, options=dataclasses.asdict(config))
         try:
             from negamax.worker.worker import Worker  # torch: seconds of import, after the connection stands
 
@@ -80,7 +85,8 @@ def main(plans_address: str, results_address: str) -> int:
         gc.freeze()  # what the start left behind lives as long as the process: later collections need not visit it
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
         outcomes: SimpleQueue[Outcome | StepResult | None] = SimpleQueue()
-        sender = threading.Thread(target=_send_results, args=(outcomes, context, results_address), name="results")
+        sending = (outcomes, context, results_address, dumps)
+        sender = threading.Thread(target=_send_results, args=sending, name="results")
         if config.layout.rank == 0:
             sender.start()
         plans, probes = msgspec.msgpack.Decoder(StepPlan), msgspec.msgpack.Decoder(Probe)
@@ -92,16 +98,22 @@ def main(plans_address: str, results_address: str) -> int:
                 raise _Stopped
             return masks.decode(frame[1:])
 
+        plan: StepPlan | None = None
         try:
             while frame := socket.recv():
                 if frame[:1] == PLAN:
-                    outcome = worker.launch(plans.decode(frame[1:]), next_masks)
+                    plan = plans.decode(frame[1:])
+                    outcome = worker.launch(plan, next_masks)
                     if config.layout.rank == 0:
                         outcomes.put(outcome)
                 else:
                     socket.send(msgspec.msgpack.encode(worker.probe(probes.decode(frame[1:]))))
         except _Stopped:
             pass
+        except Exception as error:
+            last = [crash_details.of_plan(plan)] if plan else []
+            dumps.write("the rank failed", details=lambda: {"last_plans": last}, error=error)
+            raise
         finally:  # a rank that fails must end, and not wait for its own thread
             outcomes.put(None)
             if config.layout.rank == 0:
@@ -111,7 +123,10 @@ def main(plans_address: str, results_address: str) -> int:
 
 
 def _send_results(
-    outcomes: SimpleQueue[Outcome | StepResult | None], context: zmq.Context[zmq.Socket[bytes]], address: str
+    outcomes: SimpleQueue[Outcome | StepResult | None],
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    dumps: CrashDumps,
 ) -> None:
     """Wait for one outcome after another and send what came of it, until None."""
     encoder = msgspec.msgpack.Encoder()
@@ -121,8 +136,9 @@ def _send_results(
         while (outcome := outcomes.get()) is not None:
             try:
                 result = outcome if isinstance(outcome, StepResult) else outcome.result()
-            except Exception:
+            except Exception as error:
                 logger.exception("a step failed on the device")
+                dumps.write("a step failed on the device", details=dict, error=error)
                 exit_now(1)
             socket.send(encoder.encode(result))
 

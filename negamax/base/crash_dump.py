@@ -1,0 +1,126 @@
+"""Crash dumps: a JSON file for each crash, with what is needed to understand it and nothing that
+clients wrote."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from negamax.base import env, log
+from negamax.base.log import get_logger
+
+logger = get_logger(__name__)
+
+OFF = "none"  # in place of a folder
+MAX_FILES = 20  # in the folder; older ones are removed
+_PAUSE_SECONDS = 60.0  # between two dumps of one process: a failure may repeat with every step
+_MAX_LINE = 2000  # characters of a line of the traceback
+_PACKAGES = ("negamax", "torch", "triton", "xgrammar", "msgspec", "pyzmq", "tokenizers", "fastapi")
+
+
+def default_folder() -> Path:
+    """Where dumps are kept unless the operator names a folder."""
+    state = Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return state / "negamax" / "crashes"
+
+
+class CrashDumps:
+    """Writes the dumps of one process. Single writer: the thread that notices the crash."""
+
+    def __init__(self, folder: str | None, *, part: str, options: Mapping[str, Any]) -> None:
+        """`folder`: None for the default, `OFF` for no dumps; `part`: what this process is, such as
+        "engine"; `options` go into every dump and must hold no secret."""
+        self._folder = folder
+        self._part = part
+        self._options = options
+        self._last = -_PAUSE_SECONDS
+
+    def write(
+        self,
+        reason: str,
+        *,
+        details: Callable[[], Mapping[str, Any]],
+        error: BaseException | None = None,
+    ) -> Path | None:
+        """Write a dump, mode 0600, and log its path; None where none is written: they are off, the
+        last one is less than a minute old, or it fails, which is logged. Never raises."""
+        now = time.monotonic()
+        if self._folder == OFF or now - self._last < _PAUSE_SECONDS:
+            return None
+        self._last = now
+        try:
+            folder = default_folder() if self._folder is None else Path(self._folder)
+            path = self._write(folder, reason, details=details(), error=error)
+        except Exception as problem:  # a dump must not make things worse
+            logger.warning("no crash dump could be written: %r", problem)
+            return None
+        logger.error("a crash dump was written to %s", path)
+        return path
+
+    def _write(
+        self,
+        folder: Path,
+        reason: str,
+        *,
+        details: Mapping[str, Any],
+        error: BaseException | None,
+    ) -> Path:
+        at = datetime.datetime.now(datetime.UTC)
+        dump = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "part": self._part,
+            "pid": os.getpid(),
+            "reason": reason,
+            "versions": _versions(),
+            "platform": _platform(),
+            "options": self._options,
+            **details,
+            "traceback": _traceback(error),
+            "log": log.recent_lines(),
+        }
+        content = json.dumps(dump, indent=1, default=str).encode()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for old in sorted(folder.glob("crash-*.json"))[: -(MAX_FILES - 1)]:
+            old.unlink(missing_ok=True)
+        path = folder / f"crash-{at:%Y%m%dT%H%M%S.%fZ}-{self._part}-{os.getpid()}.json"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        return path
+
+
+def _versions() -> dict[str, str | None]:
+    """Of Python and the packages that matter; None for those that are not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _platform() -> dict[str, Any]:
+    return {
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "executable": sys.executable,
+        "usable_cores": env.usable_cores(),
+        "available_memory": env.available_memory(),
+    }
+
+
+def _traceback(error: BaseException | None) -> list[str]:
+    if error is None:
+        return []
+    text = "".join(traceback.format_exception(error))
+    return [line[:_MAX_LINE] for line in text.splitlines()]

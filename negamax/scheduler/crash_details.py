@@ -1,0 +1,78 @@
+"""What a crash dump tells of requests and plans: numbers, never tokens or texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.sequence import Sequence
+from negamax.scheduler.step import StepPlan
+
+_MAX_REQUESTS = 1000
+# Fields that hold texts or lists of token ids; a dump has their lengths.
+_COUNTED = ("stop", "stop_token_ids", "allowed_token_ids", "logit_bias")
+
+
+def of_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """The parameters; of texts and token ids only how many."""
+    fields = msgspec.structs.asdict(sampling)
+    for name in _COUNTED:
+        fields[name] = None if fields[name] is None else len(fields[name])
+    grammar = sampling.grammar
+    if grammar is not None:
+        fields["grammar"] = {"kind": grammar.kind, "characters": len(grammar.text)}
+    fields["reasoning"] = sampling.reasoning is not None
+    return fields
+
+
+def of_request(request: GenerateRequest) -> dict[str, Any]:
+    """A request as it came."""
+    return {
+        "request_id": request.request_id,
+        "prompt_tokens": len(request.prompt_token_ids),
+        "priority": request.priority,
+        "sampling": of_sampling(request.sampling),
+    }
+
+
+def of_sequences(sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
+    """How far unfinished sequences are, the first 1,000 of them."""
+    return [
+        {
+            **of_request(sequence.request),
+            "output_tokens": len(sequence.tokens) - sequence.prompt_len,
+            "computed_tokens": sequence.num_computed,
+            "cached_tokens": sequence.num_cached_tokens,
+            "slot": sequence.slot,
+            "kv_blocks": len(sequence.block_ids),
+            "is_held": sequence.is_held,
+        }
+        for sequence, _ in zip(sequences, range(_MAX_REQUESTS), strict=False)
+    ]
+
+
+def of_plan(plan: StepPlan) -> dict[str, Any]:
+    """The shape of a step."""
+    return {
+        "step_id": plan.step_id,
+        "slots": plan.slots,
+        "starts": plan.starts,
+        "counts": plan.counts,
+        "samples": plan.samples,
+        "masked": plan.masked,
+        "new_rows": [
+            {
+                "slot": row.slot,
+                "tokens": len(row.token_ids),
+                "prompt_tokens": row.prompt_len,
+                "kv_blocks": len(row.block_ids),
+                "sampling": of_sampling(row.sampling),
+            }
+            for row in plan.new_rows
+        ],
+        "appended_slots": plan.appended_slots,
+        "appended_blocks": plan.appended_blocks,
+    }
