@@ -109,7 +109,7 @@ class Border:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            logger.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
+            logger.exception("request %s: %s %r failed", request_id, scope["method"], scope["path"])
             if status:
                 raise  # the connection is closed: an answer cannot be taken back
             code, answer = error_of(error)

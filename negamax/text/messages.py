@@ -97,6 +97,8 @@ def _checked(message: Any, i: int) -> dict[str, Any]:
     if role != "assistant":
         # Templates show each part of a result by itself.
         checked["content"] = _content(message.get("content"), i, joins_notes=role != "tool")
+        if checked.pop("tool_calls", None) not in (None, []):
+            _refuse(i, f"stands in a {role} message; only assistant messages call tools", field="tool_calls")
         return checked
     thoughts: list[str] = []
     content = _content(message.get("content"), i, thoughts=thoughts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import tempfile
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.admission import NUM_COLUMNS as QUEUE_COLUMNS
 
 _MARK_DIGITS = 2  # at the end of an id, hexadecimal: the process that keeps what it names
+_MARK = re.compile(rf"[0-9a-f]{{{_MARK_DIGITS}}}")
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,10 @@ class Seat:
 
     def keeper_of(self, name: str | None) -> int:
         """The process that keeps what has this id; this one, where the id is none of ours."""
-        try:
-            index = int((name or "")[-_MARK_DIGITS:], 16)
-        except ValueError:
+        mark = (name or "")[-_MARK_DIGITS:]
+        if not _MARK.fullmatch(mark) or int(mark, 16) >= self.count:
             return self.index
-        return index if index < self.count else self.index
+        return int(mark, 16)
 
     def clear(self, index: int) -> None:
         """Process `index` is gone, and nothing of it is open. What it has counted stays."""
