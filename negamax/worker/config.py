@@ -33,7 +33,6 @@ class WorkerConfig:
     seed: int
     show_progress: bool
     init_method: str | None  # URL at which the ranks meet (torch.distributed); None where there is one rank
-    init_method: str | None  # rendezvous of the ranks; None where there is one rank
     crash_dump_dir: str | None = None
 
 
