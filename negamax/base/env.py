@@ -67,6 +67,16 @@ def available_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def main_memory() -> int:
+    """Bytes of main memory that this machine has, or this container may use."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 or 1
+        limit = Path("/sys/fs/cgroup") / name
+        if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+            return min(machine, int(text))
+    return machine
+
+
 def usable_cores() -> int:
     """CPU cores this process may use: its affinity where the platform tells, else all, and no more
     than a container's quota allows. Threads beyond a quota stop all of them for parts of a second."""

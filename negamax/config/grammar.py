@@ -13,7 +13,7 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "
 
 MAX_TEXT_BYTES = 512 * 1024
 MAX_NESTING = 100  # levels of objects and arrays
-MAX_CALLS_NESTING = 500  # of a tool_calls grammar, which wraps schemas of that depth
+MAX_CALLS_NESTING = MAX_NESTING + 5  # of a tool_calls grammar, which wraps schemas
 MAX_CHOICES = 2000
 
 
@@ -21,9 +21,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """The form of an output's content. `text` by kind:
 
     json_object: nothing; json_schema: the schema as JSON; regex: the expression, for the whole content; choice: a JSON array of
-    strings; ebnf: GBNF rules, with `root`; structural_tag: xgrammar's description as JSON; tool_calls: the same, made by
-    `text.tool_grammar`. `strict` (json_schema): refuse a schema with a keyword that cannot be enforced, instead of enforcing
-    the others only.
+    strings; ebnf: GBNF rules, with `root`; structural_tag: xgrammar's description as JSON; tool_calls: the JSON of
+    `text.tool_grammar.CallRules`. `strict` (json_schema): refuse a schema with a keyword that cannot be enforced, instead of
+    enforcing the others only.
     """
 
     kind: GrammarKind

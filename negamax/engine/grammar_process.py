@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from negamax.base import log
+from negamax.base import env, log
 from negamax.base.errors import InvalidRequestError
 from negamax.base.log import get_logger
 from negamax.base.process import exit_now, exit_with_parent
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 COMPILERS = 2  # grammars compiled at a time
-MEMORY_BYTES = 16 << 30  # that this process may take
+MEMORY_SHARE = 1 / 4  # of the main memory, that this process may take
 POLL_MS = 2  # while something is being compiled
 
 _NOT_INSTALLED = "structured output needs the package xgrammar, which cannot be imported here"
@@ -177,9 +177,8 @@ def main(address: str) -> int:
     exit_with_parent()
     log.setup_as_parent()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most), most)
-    )
+    share = int(env.main_memory() * MEMORY_SHARE)
+    resource.setrlimit(resource.RLIMIT_DATA, (share if most == resource.RLIM_INFINITY else min(share, most), most))
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 0
         socket.connect(address)

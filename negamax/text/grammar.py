@@ -1,22 +1,24 @@
-"""Grammars in the one form that the compiler takes: xgrammar's structural tags, as plain JSON values.
-
-A format is a mapping with a `type`. Those used here: `const_string`, `regex`, `json_schema`, `grammar` (GBNF), `any_text` (up
-to the first of `excludes`), `token` (by its id), and `sequence`, `or`, `optional`, `plus`, `star` of other formats.
-"""
+"""Grammars in the one form that the compiler takes: xgrammar's structural tags (`text.grammar_formats`)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
-from negamax.config.grammar import Grammar, Marker, Reasoning, parse_json, refuse_grammar
-from negamax.text.json_schema import prepared
-
-Format = dict[str, Any]
-
-# White space between two parts of a JSON text: four levels of indentation. Without a limit a model may write nothing else.
-MAX_WHITESPACE = 20
+from negamax.config.grammar import Grammar, Reasoning, parse_json, refuse_grammar
+from negamax.text.grammar_formats import (
+    MAX_WHITESPACE,
+    Format,
+    any_of,
+    const,
+    json_format,
+    marker,
+    newlines,
+    optional,
+    sequence,
+)
+from negamax.text.json_schema import Budget, prepared
+from negamax.text.tool_grammar import calls_format, read_rules
 
 
 def structural_tag(grammar: Grammar, reasoning: Reasoning | None) -> str:
@@ -25,16 +27,16 @@ def structural_tag(grammar: Grammar, reasoning: Reasoning | None) -> str:
     After an open reasoning that is after its closer; an optional reasoning is a part of the grammar. Errors:
     `InvalidRequestError` for what the grammar's own check could not see.
     """
-    return json.dumps({"type": "structural_tag", "format": _after(reasoning, content_format(grammar))})
+    return json.dumps({"type": "structural_tag", "format": _after(reasoning, content_format(grammar, Budget()))})
 
 
-def content_format(grammar: Grammar) -> Format:
+def content_format(grammar: Grammar, budget: Budget) -> Format:
     """The format of the content alone."""
     match grammar.kind:
         case "json_object":
             return json_format({"type": "object"})
         case "json_schema":
-            return json_format(prepared(parse_json(grammar.text, what="JSON schema"), strict=grammar.strict))
+            return json_format(prepared(parse_json(grammar.text, what="JSON schema"), strict=grammar.strict, budget=budget))
         case "regex":
             return {"type": "regex", "pattern": grammar.text}
         case "choice":
@@ -42,45 +44,11 @@ def content_format(grammar: Grammar) -> Format:
         case "ebnf":
             return {"type": "grammar", "grammar": grammar.text}
         case "structural_tag":
-            return _given_format(parse_json(grammar.text, what="structural tag"))
+            return _given_format(parse_json(grammar.text, what="structural tag"), budget)
         case "tool_calls":
-            made: Format = json.loads(grammar.text)
-            return made
-
-
-def json_format(schema: Any) -> Format:
-    """JSON that follows `schema`, which is prepared."""
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
-
-
-def const(text: str) -> Format:
-    """Just this text."""
-    return {"type": "const_string", "value": text}
-
-
-def marker(tag: Marker) -> Format:
-    """A tag: its token, or its text where it has none."""
-    return const(tag.text) if tag.token_id is None else {"type": "token", "token": tag.token_id}
-
-
-def sequence(parts: Sequence[Format]) -> Format:
-    """One after the other."""
-    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": list(parts)}
-
-
-def any_of(branches: Sequence[Format]) -> Format:
-    """One of them."""
-    return branches[0] if len(branches) == 1 else {"type": "or", "elements": list(branches)}
-
-
-def optional(part: Format) -> Format:
-    """It, or nothing."""
-    return {"type": "optional", "content": part}
-
-
-def newlines(most: int) -> Format:
-    """Up to `most` line breaks."""
-    return {"type": "regex", "pattern": f"\\n{{0,{most}}}"}
+            rules = read_rules(grammar.text)
+            content = None if rules.content is None else content_format(rules.content, budget)
+            return calls_format(rules, content=content, budget=budget)
 
 
 def _after(reasoning: Reasoning | None, content: Format) -> Format:
@@ -112,7 +80,7 @@ def _with_bounded_whitespace(part: Any) -> Any:
     return made
 
 
-def _given_format(value: Any) -> Format:
+def _given_format(value: Any, budget: Budget) -> Format:
     """The format in a structural tag as clients send it: `format`, or the older list of `structures` with their `triggers`."""
     if isinstance(value.get("format"), dict):
         given: Format = _with_bounded_whitespace(value["format"])
@@ -124,6 +92,6 @@ def _given_format(value: Any) -> Format:
     for structure in structures:
         if not isinstance(structure, dict) or not all(isinstance(structure.get(name), str) for name in ("begin", "end")):
             refuse_grammar("a structure of the structural tag lacks 'begin' or 'end'")
-        schema = prepared(structure.get("schema", True), strict=False)
+        schema = prepared(structure.get("schema", True), strict=False, budget=budget)
         tags.append({"type": "tag", "begin": structure["begin"], "content": json_format(schema), "end": structure["end"]})
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}

@@ -19,26 +19,55 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("items", "additionalProperties", "unevaluatedProperties", "propertyNames", "not", "if", "then", "else", "contains")
 
 _MAX_REFERENCES = 32  # in a chain of references to references
+_NODE_BYTES = 16  # of a reference that cost as much as a node
+
+MAX_NODES = 50_000
+MAX_BYTES = 4 << 20
 
 
-def prepared(schema: Any, *, strict: bool) -> Any:
+class Budget:
+    """What the schemas of one request may come to while they are expanded: references and shared sub-schemas can make a
+    small request large. Single writer: one thread."""
+
+    def __init__(self) -> None:
+        self._nodes = 0
+        self._bytes = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self._nodes > MAX_NODES or self._bytes > MAX_BYTES
+
+    def spend(self, nodes: int = 1, *, num_bytes: int = 0) -> None:
+        """Count what is about to be made. Errors: `InvalidRequestError` beyond the limits."""
+        self._nodes += nodes
+        self._bytes += num_bytes
+        if self._nodes > MAX_NODES:
+            refuse_grammar(f"the schemas come to more than {MAX_NODES} nodes once expanded; send fewer or simpler ones")
+        if self._bytes > MAX_BYTES:
+            refuse_grammar(f"the schemas come to more than {MAX_BYTES} bytes once expanded; send fewer or simpler ones")
+
+
+def prepared(schema: Any, *, strict: bool, budget: Budget | None = None) -> Any:
     """`schema` in the words that the grammar compiler reads.
 
-    `nullable` becomes a type, a required property that is not listed becomes a listed one, and items that nothing is said about
-    may be anything. Errors with `strict`: `InvalidRequestError` for a keyword that cannot be enforced, and for a reference that
-    leads nowhere.
+    `nullable` becomes a type, a required property that is not listed becomes a listed one (several share one definition), and
+    items that nothing is said about may be anything. Errors: `InvalidRequestError` beyond the `budget`; with `strict` also for
+    a keyword that cannot be enforced, and for a reference that leads nowhere.
     """
+    budget = budget or Budget()
     if strict:
         for node in _nodes(schema):
-            _check_enforceable(node, root=schema)
-    return _prepared(schema)
+            _check_enforceable(node, root=schema, budget=budget)
+    return _Preparation(schema, budget).made
 
 
-def resolve(node: Any, *, root: Any) -> Any:
+def resolve(node: Any, *, root: Any, budget: Budget | None = None) -> Any:
     """What a schema that is a reference into `root` refers to, looked through; None where that leads nowhere."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(node, Mapping) or not isinstance(node.get("$ref"), str):
             return node
+        if budget is not None:
+            budget.spend(1 + len(node["$ref"]) // _NODE_BYTES)
         node = _target(node["$ref"], root=root)
     return None
 
@@ -82,44 +111,78 @@ def _parts(node: Mapping[str, Any]) -> Iterator[Any]:
         yield from part if isinstance(part, list) else [part]
 
 
-def _check_enforceable(node: Mapping[str, Any], *, root: Any) -> None:
+def _check_enforceable(node: Mapping[str, Any], *, root: Any, budget: Budget) -> None:
     for keyword in NOT_ENFORCED:
         if keyword in node and node[keyword] is not False:
             refuse_grammar(f"the JSON schema uses {keyword!r}, which cannot be enforced; leave it out, or send strict: false")
     if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
         refuse_grammar("the JSON schema uses 'allOf' with several schemas; merge them into one, or send strict: false")
-    if isinstance(node.get("$ref"), str) and resolve(node, root=root) is None:
+    if isinstance(node.get("$ref"), str) and resolve(node, root=root, budget=budget) is None:
         refuse_grammar(f"the JSON schema refers to {node['$ref']!r}, which it does not hold")
 
 
-def _prepared(node: Any) -> Any:
-    if not isinstance(node, Mapping):
-        return node
-    made = dict(node)
-    for keyword in _MAPS:
-        if isinstance(made.get(keyword), Mapping):
-            made[keyword] = {name: _prepared(part) for name, part in made[keyword].items()}
-    for keyword in (*_LISTS, *_SINGLES):
-        part = made.get(keyword)
-        if part is not None:
-            made[keyword] = [_prepared(item) for item in part] if isinstance(part, list) else _prepared(part)
-    if made.pop("nullable", False) is True:
-        _allow_null(made)
-    declared = made.get("type")
-    if (declared == "array" or (isinstance(declared, list) and "array" in declared)) and not {
-        "items",
-        "prefixItems",
-    } & made.keys():
-        made["items"] = {}
-    required = made.get("required")
-    if isinstance(required, list):
-        listed = made.get("properties")
-        listed = dict(listed) if isinstance(listed, Mapping) else {}
-        others = made.get("additionalProperties", True)
-        missing = {name: others for name in required if isinstance(name, str) and name not in listed}
-        if missing:
-            made["properties"] = listed | missing
-    return made
+class _Preparation:
+    """One schema on its way into the compiler's words; `made` is the result."""
+
+    def __init__(self, schema: Any, budget: Budget) -> None:
+        self._budget = budget
+        self._shared: dict[str, Any] = {}  # definitions that the root gains
+        definitions = schema.get("$defs") if isinstance(schema, Mapping) else None
+        self._taken = definitions if isinstance(definitions, Mapping) else {}
+        self.made = self._prepared(schema)
+        if self._shared:
+            given = self.made.get("$defs")
+            self.made["$defs"] = {**(given if isinstance(given, Mapping) else {}), **self._shared}
+
+    def _prepared(self, node: Any) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        self._budget.spend()
+        made = dict(node)
+        for keyword in _MAPS:
+            if isinstance(made.get(keyword), Mapping):
+                made[keyword] = {name: self._prepared(part) for name, part in made[keyword].items()}
+        for keyword in (*_LISTS, *_SINGLES):
+            part = made.get(keyword)
+            if part is not None:
+                made[keyword] = [self._prepared(item) for item in part] if isinstance(part, list) else self._prepared(part)
+        if made.pop("nullable", False) is True:
+            _allow_null(made)
+        declared = made.get("type")
+        is_array = declared == "array" or (isinstance(declared, list) and "array" in declared)
+        if is_array and not {"items", "prefixItems"} & made.keys():
+            made["items"] = {}
+        if isinstance(made.get("required"), list):
+            self._list_required(made)
+        return made
+
+    def _list_required(self, node: dict[str, Any]) -> None:
+        """List the required properties that are not listed: they follow `additionalProperties`."""
+        listed = node.get("properties")
+        listed = listed if isinstance(listed, Mapping) else {}
+        missing = dict.fromkeys(name for name in node["required"] if isinstance(name, str) and name not in listed)
+        if not missing:
+            return
+        self._budget.spend(len(missing))
+        others = node.get("additionalProperties", True)
+        if not _is_small(others):
+            others = node["additionalProperties"] = self._share(others)
+        node["properties"] = {**listed, **dict.fromkeys(missing, others)}
+
+    def _share(self, schema: Any) -> dict[str, str]:
+        """A reference to a definition of the root that is `schema`."""
+        name = f"shared{len(self._shared)}"
+        while name in self._taken:
+            name += "_"
+        self._shared[name] = schema
+        return {"$ref": f"#/$defs/{name}"}
+
+
+def _is_small(schema: Any) -> bool:
+    """Whether a reference would be no shorter."""
+    if not isinstance(schema, Mapping):
+        return True
+    return len(schema) <= 1 and all(isinstance(value, str) and len(value) <= _NODE_BYTES for value in schema.values())
 
 
 def _allow_null(node: dict[str, Any]) -> None:

@@ -5,6 +5,9 @@ r"""Grammars of tool calls, in the form that the model itself writes.
 
 Strings stand there raw, up to the closer; in M2 every other value is JSON, in M3 objects and arrays are nested elements.
 Arguments come in the order in which the schema lists them, which is how models write them.
+
+`tool_grammar`, which runs in a server process, only writes down what is wanted, as JSON. `calls_format` expands the schemas,
+in the grammar process.
 """
 
 from __future__ import annotations
@@ -12,20 +15,25 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from urllib.parse import unquote
+
+import msgspec
 
 from negamax.base.errors import InvalidRequestError
-from negamax.config.grammar import Grammar, Marker, refuse_grammar
-from negamax.text.grammar import Format, any_of, const, content_format, json_format, marker, newlines, optional, sequence
-from negamax.text.json_schema import prepared, resolve
+from negamax.config.grammar import MAX_NESTING, Grammar, Marker, refuse_grammar
+from negamax.text.grammar_formats import Format, any_of, const, json_format, marker, newlines, optional, sequence
+from negamax.text.json_schema import Budget, prepared, resolve
 
-MAX_VALUES = 20_000  # of one grammar: references can make a small schema large
 MAX_DEPTH = 6  # levels of nested M3 elements; JSON below
 
 _NAME = re.compile(r"[^\"<>\n]+")  # that a tag can carry
 _ELEMENT = re.compile(r"[^\s\"<>/=\]\[]+")  # that can be an M3 element
 _DEFINITIONS = ("$defs", "definitions")
+_REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
+_TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 
 # Formats of strings that are checked where the string stands without quotes; the others are left free.
 _STRING_FORMATS = {
@@ -52,7 +60,8 @@ def tool_grammar(
     that may be called, where not all may. Without `parallel` there is one call at most. `content` is the form of an answer
     without a call. None where nothing needs to be enforced: auto with parallel calls of any tool, without content and without a
     strict tool. Arguments follow their schema where the call is forced or the tool is strict; a schema that cannot be followed
-    is an error for a strict tool and makes others' arguments free. Errors: `InvalidRequestError`.
+    is an error for a strict tool and makes others' arguments free. Errors: `InvalidRequestError`; those of the schemas come
+    from `calls_format`.
     """
     functions = [_function(tool) for tool in tools]
     forced = choice != "auto"
@@ -69,17 +78,64 @@ def tool_grammar(
     is_free = parallel and allowed is None and content is None
     if not forced and is_free and not any(function.get("strict") for function in functions):
         return None
-    once = not parallel or name is not None
-    calls = any_of([_call(function, style, follow_schema=forced or bool(function.get("strict"))) for function in functions])
-    block = style.block(calls if once else {"type": "plus", "content": calls})
+    rules = CallRules(
+        style=style.name,
+        tag_ids=dict(style.tag_ids),
+        functions=[_called(function, follow_schema=forced or bool(function.get("strict"))) for function in functions],
+        is_forced=forced,
+        once=not parallel or name is not None,
+        no_other_calls=allowed is not None,
+        content=content,
+    )
+    return Grammar(kind="tool_calls", text=json.dumps(msgspec.to_builtins(rules), ensure_ascii=False))
+
+
+class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that may be called. `schema`: what its arguments follow; None: nothing."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    is_strict: bool = False
+
+
+class CallRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What `tool_grammar` was asked for; the text of its grammars."""
+
+    style: str
+    tag_ids: dict[str, int]
+    functions: list[CalledFunction]
+    is_forced: bool
+    once: bool
+    no_other_calls: bool
+    content: Grammar | None
+
+
+def read_rules(text: str) -> CallRules:
+    """The rules in the text of a grammar. Errors: `InvalidRequestError`."""
+    try:
+        return msgspec.json.decode(text, type=CallRules)
+    except (msgspec.DecodeError, RecursionError) as error:
+        refuse_grammar(f"the tool_calls cannot be read: {error}")
+
+
+def calls_format(rules: CallRules, *, content: Format | None, budget: Budget) -> Format:
+    """The format of an answer that follows `rules`; `content`: of one without a call. Errors: `InvalidRequestError` for a
+    schema that cannot be followed, and beyond the `budget`."""
+    style: CallStyle = M3Calls(budget) if rules.style == M3Calls.name else M2Calls(rules.tag_ids, budget)
+    calls = any_of([_call(function, style) for function in rules.functions])
+    block = style.block(calls if rules.once else {"type": "plus", "content": calls})
     alone = block if style.lead is None else sequence([style.lead, block])
-    if forced:
-        made = alone
-    elif content is not None:
-        made = any_of([alone, content_format(content)])
-    else:
-        made = style.among_text(block, once=once, no_other_calls=allowed is not None)
-    return Grammar(kind="tool_calls", text=json.dumps(made, ensure_ascii=False))
+    if rules.is_forced:
+        return alone
+    if content is not None:
+        return any_of([alone, content])
+    return style.among_text(block, once=rules.once, no_other_calls=rules.no_other_calls)
+
+
+def _called(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFunction:
+    schema = function.get("parameters")
+    followed = dict(schema) if follow_schema and isinstance(schema, Mapping) else None
+    return CalledFunction(function["name"], followed, bool(function.get("strict")))
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -89,30 +145,34 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return function
 
 
-def _call(function: Mapping[str, Any], style: CallStyle, *, follow_schema: bool) -> Format:
+def _call(function: CalledFunction, style: CallStyle) -> Format:
     """One call of a declared function."""
-    name, is_strict = function["name"], bool(function.get("strict"))
-    if not _NAME.fullmatch(name):
-        refuse_grammar(f"the tool name {name!r} cannot stand in a call; leave out quotes, angle brackets and line breaks")
+    if not _NAME.fullmatch(function.name):
+        refuse_grammar(
+            f"the tool name {function.name!r} cannot stand in a call; leave out quotes, angle brackets and line breaks"
+        )
     arguments = style.any_arguments()
-    if follow_schema and isinstance(function.get("parameters"), Mapping):
+    if function.schema is not None:
         try:
-            root = prepared(function["parameters"], strict=is_strict)
+            root = prepared(function.schema, strict=function.is_strict, budget=style.budget)
             arguments = style.arguments(root, root=root)
         except InvalidRequestError:
-            if is_strict:
+            if function.is_strict or style.budget.is_spent:
                 raise
-    return style.invoke(name, arguments)
+    return style.invoke(function.name, arguments)
 
 
 class CallStyle(ABC):
-    """How a model family writes calls, as formats."""
+    """How a model family writes calls, as formats. One object serves one request, whose `budget` it spends."""
 
+    name: str
     end_of_text: str  # what a raw string cannot hold
     lead: Format | None = None  # what may stand before a block that comes first
+    tag_ids: Mapping[str, int]  # of the tags that are written as tokens
 
-    def __init__(self) -> None:
-        self._num_values = 0
+    def __init__(self, budget: Budget | None = None) -> None:
+        self.budget = budget or Budget()
+        self._level = 0
 
     @abstractmethod
     def block(self, calls: Format) -> Format:
@@ -145,7 +205,11 @@ class CallStyle(ABC):
 
     def arguments(self, node: Any, *, root: Any, depth: int = 0) -> Format:
         """The members of an object, in the order in which they are listed."""
-        node = resolve(node, root=root)
+        with self._one_level():
+            return self._arguments(node, root=root, depth=depth)
+
+    def _arguments(self, node: Any, *, root: Any, depth: int) -> Format:
+        node = resolve(node, root=root, budget=self.budget)
         if not isinstance(node, Mapping):
             return self.any_arguments()
         listed = node.get("properties")
@@ -153,7 +217,7 @@ class CallStyle(ABC):
         if isinstance(branches, list) and branches and not listed:
             return any_of([self.arguments(branch, root=root, depth=depth) for branch in branches])
         required = node.get("required")
-        required = required if isinstance(required, list) else []
+        required = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
         parts = []
         for key, schema in listed.items() if isinstance(listed, Mapping) else ():
             part = self.argument(key, self.value(schema, root=root, depth=depth + 1))
@@ -166,30 +230,31 @@ class CallStyle(ABC):
 
     def value(self, node: Any, *, root: Any, depth: int) -> Format:
         """A value that follows the schema `node`."""
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            refuse_grammar(f"the tools' schemas come to more than {MAX_VALUES} values; declare fewer or simpler tools")
-        node = resolve(node, root=root)
+        with self._one_level():
+            return self._value(node, root=root, depth=depth)
+
+    def _value(self, node: Any, *, root: Any, depth: int) -> Format:
+        node = resolve(node, root=root, budget=self.budget)
         if not isinstance(node, Mapping):
             return self.raw()
         listed = [node["const"]] if "const" in node else node.get("enum")
         if isinstance(listed, list) and listed:
             texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in listed]
-            return any_of([const(text) for text in dict.fromkeys(texts)])
+            return any_of([self._counted(const(text)) for text in dict.fromkeys(texts)])
         for keyword in ("anyOf", "oneOf", "allOf"):
             branches = node.get(keyword)
             if isinstance(branches, list) and branches and (keyword != "allOf" or len(branches) == 1):
                 return self._one_of([self.value(branch, root=root, depth=depth + 1) for branch in branches])
         declared = node.get("type")
-        if isinstance(declared, list) and declared:
-            return self._one_of([self.value({**node, "type": name}, root=root, depth=depth) for name in declared])
+        if isinstance(declared, list) and (names := [name for name in _TYPES if name in declared]):
+            return self._one_of([self.value({**node, "type": name}, root=root, depth=depth) for name in names])
         if declared is None:
             declared = "object" if "properties" in node else "array" if "items" in node or "prefixItems" in node else "string"
         if declared == "string":
             return self._string(node)
         if declared in ("object", "array"):
             return self.container({**node, "type": declared}, root=root, depth=depth)
-        return json_format({key: node[key] for key in node if key not in _DEFINITIONS})
+        return self._counted(json_format({key: node[key] for key in node if key not in _DEFINITIONS}))
 
     def raw(self, *, most: int | None = None) -> Format:
         """Any text that a raw string can hold, of at most `most` characters."""
@@ -198,16 +263,44 @@ class CallStyle(ABC):
 
     def json_value(self, node: Mapping[str, Any], *, root: Any) -> Format:
         """JSON that follows `node`, with the definitions that it may refer to."""
-        definitions = {key: root[key] for key in _DEFINITIONS if isinstance(root, Mapping) and key in root}
-        if re.search(r'"\$ref": "(?!#/(?:\$defs|definitions)/)', json.dumps(node)):
-            refuse_grammar("a tool's schema refers to another place than its $defs; move what it refers to there")
-        return json_format({**definitions, **node})
+        needed: dict[str, dict[str, Any]] = {}
+        texts = [json.dumps(node)]
+        while texts:
+            for name in _REFERENCE.findall(texts.pop()):
+                steps = json.loads(name).split("/")
+                if len(steps) < 3 or steps[0] != "#" or steps[1] not in _DEFINITIONS:
+                    refuse_grammar("a tool's schema refers to another place than its $defs; move what it refers to there")
+                key = unquote(steps[2]).replace("~1", "/").replace("~0", "~")
+                definitions = root.get(steps[1]) if isinstance(root, Mapping) else None
+                found = needed.setdefault(steps[1], {})
+                if isinstance(definitions, Mapping) and key in definitions and key not in found:
+                    found[key] = definitions[key]
+                    texts.append(json.dumps(definitions[key]))
+        own = {key: node[key] for key in node if key not in _DEFINITIONS}
+        return self._counted(json_format({**needed, **own}))
+
+    def _counted(self, part: Format) -> Format:
+        """`part`, whose size is spent from the budget."""
+        self.budget.spend(num_bytes=len(json.dumps(part)))
+        return part
+
+    @contextmanager
+    def _one_level(self) -> Iterator[None]:
+        """A schema within another one, references looked through."""
+        self.budget.spend()
+        self._level += 1
+        if self._level > MAX_NESTING:
+            refuse_grammar(f"a tool's schema is nested more than {MAX_NESTING} levels deep, or consists of nothing but itself")
+        try:
+            yield
+        finally:
+            self._level -= 1
 
     def _string(self, node: Mapping[str, Any]) -> Format:
         """A raw string with the limits that its schema sets."""
         pattern = node.get("pattern", _STRING_FORMATS.get(str(node.get("format"))))
         if isinstance(pattern, str):
-            return {"type": "regex", "pattern": pattern}
+            return self._counted({"type": "regex", "pattern": pattern})
         least, most = _count(node.get("minLength")), _count(node.get("maxLength"))
         rest = self.raw(most=None if most is None else max(0, most - (least or 0)))
         if not least:
@@ -223,11 +316,13 @@ class CallStyle(ABC):
 class M2Calls(CallStyle):
     """The M2 family. Tags of `tag_ids` are written as these tokens."""
 
+    name = "m2"
     end_of_text = "</parameter>"
     lead = newlines(3)
 
-    def __init__(self, tag_ids: Mapping[str, int]) -> None:
-        super().__init__()
+    def __init__(self, tag_ids: Mapping[str, int], budget: Budget | None = None) -> None:
+        super().__init__(budget)
+        self.tag_ids = tag_ids
         tags = ("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>")
         self._open, self._close, *self._think = (Marker(tag, tag_ids.get(tag)) for tag in tags)
         self._has_ids = self._open.token_id is not None and self._close.token_id is not None
@@ -249,6 +344,7 @@ class M2Calls(CallStyle):
     def argument(self, key: str, value: Format) -> Format:
         if not _NAME.fullmatch(key):
             refuse_grammar(f"the parameter name {key!r} cannot stand in a call; leave out quotes and angle brackets")
+        self.budget.spend(num_bytes=len(key))
         return sequence([const(f'<parameter name="{key}">'), value, const("</parameter>\n")])
 
     def any_argument(self, value: Format) -> Format:
@@ -262,6 +358,8 @@ class M2Calls(CallStyle):
 class M3Calls(CallStyle):
     """M3, whose tags all begin with a mark, however it is cut into tokens."""
 
+    name = "m3"
+    tag_ids: Mapping[str, int] = {}
     mark = "]<]minimax[>["
     end_of_text = mark
 
@@ -281,6 +379,7 @@ class M3Calls(CallStyle):
     def argument(self, key: str, value: Format) -> Format:
         if not _ELEMENT.fullmatch(key):
             refuse_grammar(f"the parameter name {key!r} cannot be an element of a call; leave out spaces, quotes and brackets")
+        self.budget.spend(num_bytes=2 * len(key))
         return sequence([const(f"{self.mark}<{key}>"), value, const(f"{self.mark}</{key}>")])
 
     def any_argument(self, value: Format) -> Format:

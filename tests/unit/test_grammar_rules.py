@@ -3,7 +3,9 @@ called; and what schemas look like once they are prepared."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import MAX_NESTING, MAX_TEXT_BYTES, Grammar, Marker, Reasoning
 from negamax.scheduler.request import SamplingParams
 from negamax.text.grammar import content_format, structural_tag
-from negamax.text.json_schema import prepared, resolve
-from negamax.text.tool_grammar import MAX_VALUES, M2Calls, M3Calls, tool_grammar
+from negamax.text.json_schema import MAX_BYTES, MAX_NODES, Budget, prepared, resolve
+from negamax.text.tool_grammar import CallStyle, M2Calls, M3Calls, tool_grammar
 
 TAG_IDS = {"<think>": 1, "</think>": 2, "<minimax:tool_call>": 3, "</minimax:tool_call>": 4}
 
@@ -119,7 +121,7 @@ def test_property_names_that_look_like_keywords_are_no_keywords() -> None:
 
 def test_the_order_of_properties_is_the_clients() -> None:
     schema = {"properties": {"z": {}, "a": {}, "m": {}}, "required": ["m"]}
-    made = content_format(Grammar(kind="json_schema", text=json.dumps(schema)))
+    made = content_format(Grammar(kind="json_schema", text=json.dumps(schema)), Budget())
     assert list(made["json_schema"]["properties"]) == ["z", "a", "m"]
 
 
@@ -155,26 +157,99 @@ def test_reasoning_in_front_is_a_part_of_the_grammar_only_where_it_may_be_missin
 )
 def test_tools_that_cannot_be_called_as_asked_are_refused(tools: list[Any], options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
-        tool_grammar(tools, M2Calls(TAG_IDS), **options)
+        tag_of(tools, **options)
+
+
+def tag_of(tools: list[Any], style: CallStyle | None = None, **options: Any) -> str:
+    """What the compiler reads for calls of `tools`."""
+    grammar = tool_grammar(tools, style or M2Calls(TAG_IDS), **options)
+    assert grammar is not None
+    grammar.check()
+    return structural_tag(grammar, None)
 
 
 def test_a_schema_that_cannot_be_followed_leaves_the_arguments_of_a_tool_that_is_not_strict_free() -> None:
     tool = {"name": "f", "parameters": {"properties": {'a"': {}}}}
-    grammar = tool_grammar([tool], M2Calls(TAG_IDS), choice="required")
-    free = tool_grammar([{"name": "f"}], M2Calls(TAG_IDS), choice="required")
-    assert grammar is not None and grammar == free
+    assert tag_of([tool], choice="required") == tag_of([{"name": "f"}], choice="required")
 
 
 def test_schemas_that_grow_without_end_are_refused_and_recursive_ones_are_cut() -> None:
     tree = {"type": "object", "properties": {key: {"$ref": "#/$defs/tree"} for key in "ab"}}
     tool = {"name": "f", "strict": True, "parameters": {"$ref": "#/$defs/tree", "$defs": {"tree": tree}}}
-    grammar = tool_grammar([tool], M3Calls(), choice="required")
-    assert grammar is not None
-    grammar.check()
+    assert tag_of([tool], M3Calls(), choice="required")
     wide = {"type": "object", "properties": {str(i): {"$ref": "#/$defs/tree"} for i in range(12)}}
     tool = {"name": "f", "strict": True, "parameters": {"$ref": "#/$defs/tree", "$defs": {"tree": wide}}}
-    with pytest.raises(InvalidRequestError, match=str(MAX_VALUES)):
-        tool_grammar([tool], M3Calls(), choice="required")
+    with pytest.raises(InvalidRequestError, match=f"{MAX_NODES} nodes|{MAX_BYTES} bytes"):
+        tag_of([tool], M3Calls(), choice="required")
+
+
+def unlisted(levels: int, *, names: int = 20) -> dict[str, Any]:
+    """Required names that follow `additionalProperties`, in which there are more of them."""
+    inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1, names=names)
+    return {"type": "object", "required": [f"p{i}" for i in range(names)], "additionalProperties": inner}
+
+
+def doubling(levels: int) -> dict[str, Any]:
+    """References to references, each twice."""
+    twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
+    return {"$ref": "#/$defs/d0", "$defs": {**twice, f"d{levels}": {"type": "object", "properties": {"a": {}}}}}
+
+
+def repeated(keyword: str, value: Any) -> dict[str, Any]:
+    """A long definition to which 5,000 properties refer."""
+    long = {"$defs": {"long": {keyword: value}}}
+    return {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/long"} for i in range(5000)}, **long}
+
+
+HOSTILE = {
+    "itself": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
+    "itself below": {"properties": {"a": {"allOf": [{"$ref": "#/properties/a"}]}}},
+    "doubling": doubling(40),
+    "doubling below": {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": doubling(40)["$defs"]},
+    "long pattern": repeated("pattern", "a" * 100_000),
+    "long enum": repeated("enum", ["a" * 100_000]),
+    "long description": repeated("description", "a" * 100_000) | {"additionalProperties": {"type": "integer"}},
+    "many types": {"properties": {f"p{i}": {} for i in range(9000)}, "type": ["object", "array"] * 9000},
+    "long pointers": {"$defs": {"a": {"$ref": "#" + "/a" * 50_000}}, "anyOf": [{"$ref": "#/$defs/a"}] * 9000},
+}
+
+
+@pytest.mark.parametrize("style", ["m2", "m3"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_small_schema_that_comes_to_much_is_refused_in_time(name: str, style: str) -> None:
+    calls = M2Calls(TAG_IDS) if style == "m2" else M3Calls()
+    started = time.monotonic()
+    with contextlib.suppress(InvalidRequestError):
+        assert len(tag_of([{"name": "f", "parameters": HOSTILE[name]}], calls, choice="required")) < 2 * MAX_BYTES
+    with contextlib.suppress(InvalidRequestError):
+        content = content_format(Grammar(kind="json_schema", text=json.dumps(HOSTILE[name])), Budget())
+        assert len(json.dumps(content)) < 2 * MAX_BYTES
+    assert time.monotonic() - started < 5.0
+
+
+def test_required_names_that_are_not_listed_share_one_definition() -> None:
+    schema = unlisted(8)
+    made = json.dumps(prepared(schema, strict=True))
+    assert len(made) < 10 * len(json.dumps(schema))
+    assert len(tag_of([{"name": "f", "parameters": schema}], choice="required")) < 200_000
+    with pytest.raises(InvalidRequestError, match=f"{MAX_NODES} nodes|{MAX_BYTES} bytes"):
+        tag_of([{"name": "f", "parameters": schema}], M3Calls(), choice="required")
+    assert resolve(prepared(schema, strict=True)["properties"]["p7"], root=prepared(schema, strict=True))["required"]
+
+
+def test_what_a_schema_defines_itself_keeps_its_name() -> None:
+    schema = unlisted(2) | {"$defs": {"shared0": {"type": "null"}}}
+    made = prepared(schema, strict=True)
+    assert made["$defs"]["shared0"] == {"type": "null"}
+    assert resolve(made["properties"]["p0"], root=made)["properties"]["p19"] == {"type": "string"}
+
+
+def test_a_large_honest_schema_is_followed() -> None:
+    parts = {f"part{i}": {"type": "object", "properties": {"a": {"type": "string"}}} for i in range(300)}
+    properties = {f"p{i}": {"$ref": f"#/$defs/part{i}"} for i in range(300)}
+    tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": properties, "$defs": parts}}
+    for style in (M2Calls(TAG_IDS), M3Calls()):
+        assert len(tag_of([tool], style, choice="required")) < 300_000
 
 
 def test_nothing_is_enforced_where_nothing_was_asked() -> None:
@@ -189,5 +264,5 @@ def test_nothing_is_enforced_where_nothing_was_asked() -> None:
 def test_without_tokens_of_their_own_tags_are_text() -> None:
     tools = [{"name": "f"}]
     for options in ({"choice": "required"}, {"parallel": False}):
-        grammar = tool_grammar(tools, M2Calls({}), **options)
-        assert grammar is not None and '"token"' not in grammar.text and "<minimax:tool_call>" in grammar.text
+        tag = tag_of(tools, M2Calls({}), **options)
+        assert '"token"' not in tag and "<minimax:tool_call>" in tag

@@ -1,0 +1,53 @@
+"""Schemas that are small on the wire and large once they are expanded."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.attacks.neighbour import Neighbour
+from tests.e2e.conftest import Server
+
+
+def unlisted(levels: int) -> dict[str, Any]:
+    """20 required names that follow `additionalProperties`, in which there are 20 more, and so on."""
+    inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1)
+    return {"type": "object", "required": [f"p{i}" for i in range(20)], "additionalProperties": inner}
+
+
+def doubling(levels: int) -> dict[str, Any]:
+    """References to references, each twice."""
+    twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
+    return {"$ref": "#/$defs/d0", "$defs": {**twice, f"d{levels}": {"type": "object", "properties": {"a": {}}}}}
+
+
+SCHEMAS = {
+    "unlisted": unlisted(5),
+    "doubling": doubling(24),
+    "itself": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
+    "itself below": {"type": "object", "properties": {"a": {"allOf": [{"$ref": "#/properties/a"}]}}},
+}
+
+
+@pytest.mark.parametrize("place", ["tools", "response_format"])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_that_expands_without_end_holds_up_nobody(server: Server, http: httpx.Client, name: str, place: str) -> None:
+    body: dict[str, Any] = {"model": "nano", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+    if place == "tools":
+        function = {"name": "f", "parameters": SCHEMAS[name]}
+        body |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    else:
+        form = {"name": "f", "schema": SCHEMAS[name]}
+        body |= {"response_format": {"type": "json_schema", "json_schema": form}}
+    with Neighbour(server) as neighbour:
+        started = time.monotonic()
+        answer = http.post("/v1/chat/completions", json=body)
+        seconds = time.monotonic() - started
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 400:
+        assert "message" in answer.json()["error"]
+    assert neighbour.errors == [] and neighbour.longest_gap < 1.0
+    assert seconds < 20.0
