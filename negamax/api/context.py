@@ -92,6 +92,7 @@ class ApiContext:
                 voice=voice,
                 max_model_len=engine.info.max_model_len,
                 default_template_kwargs=options.default_chat_template_kwargs,
+                allow_special_tokens_in_text=options.allow_special_tokens_in_text,
             ),
             voice=voice,
             metrics=ServerMetrics(engine, lifecycle, model_name=names[0], numbers=seat.metrics, index=seat.index),

@@ -23,6 +23,7 @@ from negamax.engine.output import RequestOutput
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
 from negamax.text.encoding_cache import EncodingCache
+from negamax.text.escaping import unescaped
 from negamax.text.formats import OutputStyle
 from negamax.text.messages import normalize_messages, plain_text
 from negamax.text.minimax_m2_format import MINIMAX_M2
@@ -107,8 +108,11 @@ class PromptBuilder:
         voice: Voice,
         max_model_len: int,
         default_template_kwargs: Mapping[str, Any] | None = None,
+        allow_special_tokens_in_text: bool = False,
     ) -> None:
-        """`default_template_kwargs` are the template variables of requests that set none of that name."""
+        """`default_template_kwargs` are the template variables of requests that set none of that name;
+        `allow_special_tokens_in_text`: what a conversation says may become control tokens."""
+        self._escaper = None if allow_special_tokens_in_text else tokenizer.escaper
         self._encodings = EncodingCache(tokenizer)
         self._chat_template = chat_template
         self._voice = voice
@@ -134,7 +138,7 @@ class PromptBuilder:
                 text, reasoning, continued = self._render(conversation)
             except RecursionError:
                 raise InvalidRequestError("the messages or tools are nested too deeply", param="messages") from None
-            return ChatPrompt(text, self._encode(text, cache_salt), reasoning, continued)
+            return ChatPrompt(unescaped(text), self._encode(text, cache_salt, is_escaped=True), reasoning, continued)
 
         return await off_loop(build, num_bytes=num_bytes)
 
@@ -147,7 +151,7 @@ class PromptBuilder:
         return await off_loop(build, num_bytes=sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
 
     def _render(self, conversation: Conversation) -> tuple[str, ReasoningState, str]:
-        """The prompt's text, how the answer begins, and the content that it continues."""
+        """The prompt's text, escaped; how the answer begins, and the content that it continues."""
         template = self._chat_template
         if template is None:
             raise InvalidRequestError(
@@ -158,12 +162,17 @@ class PromptBuilder:
             thinking = dataclasses.replace(thinking, mode=self._default_mode)
         messages = normalize_messages(conversation.messages, has_root=template.has_root_role)
         mark = _Mark.put(messages) if conversation.continue_final_message else None
-        text = template.render(
-            messages,
-            tools=conversation.tools,
-            add_generation_prompt=conversation.add_generation_prompt,
-            **{**self._default_variables, **conversation.template_kwargs, **thinking.template_variables(template)},
-        )
+        variables: dict[str, Any] = {
+            **self._default_variables,
+            **conversation.template_kwargs,
+            **thinking.template_variables(template),
+            "tools": conversation.tools,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
+        if self._escaper is None:
+            text = template.render(messages, **variables)
+        else:
+            text = template.render_escaped(messages, self._escaper, **variables)
         if mark is not None:
             return mark.cut(text), "open" if mark.is_in_reasoning else "none", mark.continued
         output_format = self._voice.style.format
@@ -173,14 +182,15 @@ class PromptBuilder:
             return text + closing_text(output_format).lstrip("\n"), "none", ""  # the same prompt up to its end
         return text, "none" if text.endswith(output_format.think_close) else "optional", ""
 
-    def _encode(self, text: str, cache_salt: str) -> list[int]:
+    def _encode(self, text: str, cache_salt: str, *, is_escaped: bool = False) -> list[int]:
         """Tokens of `text`; text that is far longer than the window is refused without tokenising all of it."""
+        encode = self._encodings.encode_escaped if is_escaped else self._encodings.encode
         probe_chars = _PROBE_CHARS_PER_TOKEN * self._max_model_len
         if len(text) > probe_chars:
-            probed = len(self._encodings.encode(text[:probe_chars], salt=cache_salt))
+            probed = len(encode(text[:probe_chars], salt=cache_salt))
             if probed > 2 * self._max_model_len:
                 raise ContextLengthError.of_prompt(probed, window=self._max_model_len, param="messages", is_counted=False)
-        return self._encodings.encode(text, salt=cache_salt)
+        return encode(text, salt=cache_salt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ _TABLE = (
     ),
     Flag("served_model_name", SERVER, "Name in the API; may be repeated."),
     Flag("chat_template", FORMAT, "File that replaces the checkpoint's template."),
+    Flag("allow_special_tokens_in_text", FORMAT, "Control tokens spelled in messages become control tokens."),
     Flag("tool_call_parser", FORMAT, "Format of tool calls; auto: the model's.", choices=TOOL_CALL_PARSERS),
     Flag("reasoning_parser", FORMAT, "Where thinking goes; auto: apart from the content.", choices=REASONING_PARSERS),
     Flag("stream_interval", SERVER, "Tokens of a stream that are sent together: more of them cost less."),

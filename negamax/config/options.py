@@ -97,6 +97,7 @@ class ServerOptions:
     ssl_keyfile: str | None = None
     chat_template: str | None = None  # file that replaces the checkpoint's template
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # for requests that do not set them
+    allow_special_tokens_in_text: bool = False  # what a conversation says may become control tokens
     tool_call_parser: str = "auto"  # names: text.formats
     reasoning_parser: str = "auto"
     max_body_bytes: int = 64 * 2**20

@@ -19,6 +19,7 @@ from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
+from negamax.text.escaping import unescaped
 from negamax.text.formats import may_call, output_style
 from negamax.text.messages import normalize_messages
 from negamax.text.output_parser import OutputParser, ParsedOutput, ParserEvent, collect
@@ -154,8 +155,8 @@ class LLM:
         """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         chats: list[Any] = [conversations] if single else list(conversations)
-        prompts = [self.render(chat, tools=tools, **template_options) for chat in chats]
-        token_ids = [self.tokenizer.encode(prompt) for prompt in prompts]
+        prompts = [self._render(chat, tools, **template_options) for chat in chats]
+        token_ids = [self.tokenizer.encode_escaped(prompt) for prompt in prompts]
         params = self._admit(token_ids, sampling_params)
         parsers = [
             [self._parser(prompt, tools=tools, messages=chat, sampling=sampling) for _ in range(sampling.n)]
@@ -188,9 +189,14 @@ class LLM:
         return collect([*parser.feed(completion.pieces), *parser.finish(is_cut=completion.finish_reason != "stop")])
 
     def render(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any) -> str:
-        """The prompt text of a conversation."""
+        """The prompt text of a conversation. As a prompt of `generate` it is not what `chat` makes of it where a message spells
+        control tokens: there they stay text."""
+        return unescaped(self._render(messages, tools, **template_options))
+
+    def _render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, /, **options: Any) -> str:
         normal = normalize_messages([dict(message) for message in messages], has_root=self.chat_template.has_root_role)
-        return self.chat_template.render(normal, tools=None if tools is None else list(tools), **template_options)
+        listed = None if tools is None else list(tools)
+        return self.chat_template.render_escaped(normal, self.tokenizer.escaper, tools=listed, **options)
 
     def _parser(
         self, prompt: str, *, tools: Sequence[Mapping[str, Any]] | None, messages: Messages, sampling: SamplingParams

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,10 +17,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
 from negamax.base.unicode import valid_unicode
+from negamax.text.escaping import ESCAPE, TokenEscaper, unescaped
 from negamax.text.tokenizer import token_text
 
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
 
+_NOT_ASCII = re.compile(rf"[^\x00-\x7f{ESCAPE}]+")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -100,19 +103,47 @@ class ChatTemplate:
 
         Errors: `InvalidRequestError` when the template refuses the conversation or fails on it.
         """
+        return valid_unicode(self._rendered(messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs))
+
+    def render_escaped(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        escaper: TokenEscaper,
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The same with escapes (`text.escaping`) in what the conversation has of control tokens. Errors: those of `render`."""
+        return self._rendered(
+            escaper.messages(messages),
+            tools=escaper.value(tools),
+            add_generation_prompt=add_generation_prompt,
+            **escaper.value(kwargs),
+        )
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        **kwargs: Any,
+    ) -> str:
         check_template_kwargs(kwargs)
         variables = {**self._variables, **kwargs}
         try:
-            text = self._template.render(variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+            return self._template.render(variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
         except InvalidRequestError:
             raise
         except Exception as error:  # the checkpoint's code on the client's values: any failure is an answer to this request
             raise InvalidRequestError(
-                f"the chat template cannot render these messages: {error}",
+                f"the chat template cannot render these messages: {unescaped(str(error))}",
                 hint="check roles, contents and chat_template_kwargs",
                 param="messages",
             ) from error
-        return valid_unicode(text)
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -132,11 +163,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise InvalidRequestError(f"the chat template refuses these messages: {message}", param="messages")
+    raise InvalidRequestError(f"the chat template refuses these messages: {unescaped(str(message))}", param="messages")
 
 
 def _strftime_now(format: str) -> str:

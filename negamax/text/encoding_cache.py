@@ -40,13 +40,20 @@ class EncodingCache:
 
         Only texts with the same `salt` share what is kept: nobody else can tell by the time whether a text has been here.
         """
+        return self._encode(valid_unicode(text), salt=salt)
+
+    def encode_escaped(self, text: str, *, salt: str = "") -> list[int]:
+        """The same for a prompt that is escaped (`text.escaping`), as `tokenizer.encode_escaped` has it."""
+        return self._encode(text, salt=salt)
+
+    def _encode(self, text: str, *, salt: str) -> list[int]:
+        """`text` is valid Unicode but for escapes."""
         if self._tokenizer.cuts is None:
-            return self._tokenizer.encode(text)
-        text = valid_unicode(text)
+            return self._tokenizer.encode_escaped(text)
         key = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
         ids: list[int] = []
         for part in self._parts(text):
-            ids += self._kept(part, key) if len(part) > KEPT_CHARS else self._tokenizer.encode(part)
+            ids += self._kept(part, key) if len(part) > KEPT_CHARS else self._tokenizer.encode_escaped(part)
         return ids
 
     def _parts(self, text: str) -> Iterator[str]:
@@ -73,14 +80,14 @@ class EncodingCache:
 
     def _kept(self, part: str, key: bytes) -> list[int]:
         """The tokens of a part, kept from now on."""
-        digest = hashlib.blake2b(part.encode(), digest_size=_DIGEST_BYTES, key=key).digest()
+        digest = hashlib.blake2b(part.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, key=key).digest()
         with self._lock:
             known = self._entries.get(digest)
             if known is not None:
                 self._entries.move_to_end(digest)
         if known is not None:
             return known.tolist()
-        ids = self._tokenizer.encode(part)  # without the lock: at worst two threads do the same
+        ids = self._tokenizer.encode_escaped(part)  # without the lock: at worst two threads do the same
         self._keep(digest, array("I", ids))
         return ids
 

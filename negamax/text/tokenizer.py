@@ -13,6 +13,7 @@ import tokenizers
 
 from negamax.base.errors import CheckpointError
 from negamax.base.unicode import valid_unicode
+from negamax.text.escaping import ESCAPE, TokenEscaper, unescaped
 
 # Tokens that carry the structure of an answer. They stay in the text even where a re-saved checkpoint flags them as control
 # tokens: without them nobody can tell reasoning from content.
@@ -78,6 +79,24 @@ class Tokenizer:
         (encoding,) = backend.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)  # fast: no offsets
         return encoding.ids
 
+    def encode_escaped(self, text: str) -> list[int]:
+        """Token ids of a prompt whose texts were escaped (`text.escaping`): added tokens that are whole become those tokens,
+        all else is ordinary text, without the escapes."""
+        if ESCAPE not in text:
+            return self.encode(text)
+        ids: list[int] = []
+        end = 0
+        for token in self._added_pattern.finditer(text):
+            ids += self._encode_plain(text[end : token.start()])
+            ids.append(self._added_ids[token[0]])
+            end = token.end()
+        return ids + self._encode_plain(text[end:])
+
+    @functools.cached_property
+    def escaper(self) -> TokenEscaper:
+        """Keeps texts of a conversation from becoming added tokens of this tokenizer."""
+        return TokenEscaper(self._added_ids, structure=STRUCTURE_TOKENS)
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens are left out unless told otherwise."""
         kept = (i for i in ids if not (skip_special_tokens and i in self._special))
@@ -121,10 +140,27 @@ class Tokenizer:
             return None
         return re.compile("|".join(map(re.escape, texts)))
 
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.encode(unescaped(text), allow_special=False) if text else []
+
+    @functools.cached_property
+    def _added_ids(self) -> dict[str, int]:
+        return {text: token_id for token_id, text in self._added.items() if text}
+
+    @functools.cached_property
+    def _added_pattern(self) -> re.Pattern[str]:
+        """Finds added tokens, of several that begin at one place the longest; none of them is found where there are none."""
+        return re.compile("|".join(map(re.escape, sorted(self._added_ids, key=len, reverse=True))) or "(?!)")
+
     @functools.cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        """The same BPE without any added token."""
-        return tokenizers.Tokenizer.from_str(json.dumps({**self._definition, "added_tokens": [], "post_processor": None}))
+        """The same BPE without any added token. Both share the vocabulary, so this one costs next to nothing."""
+        plain = tokenizers.Tokenizer(self._backend.model)
+        if self._backend.normalizer is not None:
+            plain.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            plain.pre_tokenizer = self._backend.pre_tokenizer
+        return plain
 
     def _named_token(self, config: Mapping[str, Any], field: str, *, source: str) -> int | None:
         value = config.get(field)
