@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
 from negamax.cli.examples import epilog
+from negamax.cli.flags import completion
+from negamax.config.options import DTYPES
 
 app = typer.Typer(
     help="Measure a model or its kernels: accuracy, speed, where the time goes.",
@@ -33,12 +35,21 @@ def bench() -> None:
 @app.command(epilog=epilog("bench accuracy"))
 def accuracy(
     model: Annotated[str, typer.Option(help="Local folder, hub id or 'nano'.")] = "nano",
-    suite: Annotated[list[str] | None, typer.Option(help="nano-math or nano-tools; repeat for both. Default: both.")] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="nano-math or nano-tools; repeat for both. Default: both.",
+            autocompletion=completion(("nano-math", "nano-tools")),
+        ),
+    ] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Problems per suite (default 1000 math, 500 tools).")] = None,
     seed: Annotated[int, typer.Option(help="Which held-out problems are drawn.")] = 0,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", "--tp-size", min=1)] = 1,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(help="auto, bfloat16, float16 or float32.", autocompletion=completion(DTYPES)),
+    ] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
     """Solve generated problems that were never in the training data and count the exact answers."""

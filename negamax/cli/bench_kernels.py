@@ -8,6 +8,8 @@ import typer
 
 from negamax.base.errors import EngineError
 from negamax.cli.bench_options import JsonFile, parse_counts
+from negamax.cli.flags import completion
+from negamax.config.options import DEVICES, DTYPES
 
 HELP = "Time every kernel at the sizes of the real models (CPU: small ones), with cold caches, against the machine's limits."
 
@@ -17,8 +19,11 @@ def command(
     provider: Annotated[
         str | None, typer.Option(help="Only this provider; 'reference' is timed only when named here.", show_default=False)
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(help="bfloat16, float16 or float32.", autocompletion=completion(DTYPES[1:])),
+    ] = "bfloat16",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.", autocompletion=completion(DEVICES))] = "auto",
     tp: Annotated[str, typer.Option(help="The slices of these tensor-parallel degrees.")] = "1,2,4",
     json_file: JsonFile = None,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, get_type_hints
@@ -112,7 +112,7 @@ def flag_parameters(options: type, table: Sequence[Flag], *, defaults: dict[str,
             show_default=not flag.turns_off and default is not None,
             parser=_parser(flag),
             metavar=_metavar(flag),
-            autocompletion=_completion(flag.choices) if flag.choices else None,
+            autocompletion=completion(flag.choices) if flag.choices else None,
         )
         parameters.append(parameter(flag.field, default, Annotated[kind, option]))
     return parameters
@@ -142,5 +142,6 @@ def _metavar(flag: Flag) -> str | None:
     return "NUMBER" if flag.is_count else None
 
 
-def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
+def completion(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """What a shell offers for the value of an option that has only these."""
     return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from negamax.base.errors import ConfigError
+from negamax.cli.flags import completion
 from negamax.text.detokenizer import TextPiece
 from negamax.text.formats import FORMATS
 from negamax.text.output_parser import OutputParser, ParsedToolCall, ParserEvent, collect
@@ -27,12 +28,20 @@ THINKING_MODES = ("enabled", "disabled", "adaptive")
 
 def command(
     *,
-    format: Annotated[str, typer.Option("--format", help="m2 (M2 to M2.7) or m3.")],
+    format: Annotated[
+        str,
+        typer.Option("--format", help="m2 (M2 to M2.7) or m3.", autocompletion=completion(FORMATS)),
+    ],
     tools: Annotated[
         Path | None, typer.Option("--tools", help="JSON file with the declared tools, as in a request: a list.")
     ] = None,
     thinking_mode: Annotated[
-        str, typer.Option("--thinking-mode", help="enabled, disabled or adaptive; M2 always thinks.")
+        str,
+        typer.Option(
+            "--thinking-mode",
+            help="enabled, disabled or adaptive; M2 always thinks.",
+            autocompletion=completion(THINKING_MODES),
+        ),
     ] = "adaptive",
     stream: Annotated[
         int | None, typer.Option("--stream", min=1, help="Feed pieces of so many characters and merge what comes out.")
