@@ -85,7 +85,7 @@ class EngineLoop:
             error = f"request id {request.request_id!r} is in use by an unfinished request; choose another"
             self._pending_updates.append(ended_update(request.request_id, "error", error=error))
         elif request.sampling.is_constrained:
-            self._constraints.open(request)  # `_add_opened` queues it
+            self._open(request)
         else:
             self._add(request)
 
@@ -194,12 +194,27 @@ class EngineLoop:
             "last_plans": [crash_details.of_plan(plan) for plan in self._last_plans],
         }
 
+    def _open(self, request: GenerateRequest) -> None:
+        """Prepare the request's constraint; `_add_opened` queues it."""
+        try:
+            self._constraints.open(request)
+        except Exception as error:
+            self._refuse(request, error)
+
     def _add(self, request: GenerateRequest) -> None:
         try:
             self._scheduler.add(request)
-        except NegamaxError as error:
-            self._constraints.close(request.request_id)
-            self._pending_updates.append(ended_update(request.request_id, "error", error=str(error)))
+        except Exception as error:
+            self._refuse(request, error)
+
+    def _refuse(self, request: GenerateRequest, error: Exception) -> None:
+        """End a request that cannot be taken in, and no other."""
+        message = str(error)
+        if not isinstance(error, NegamaxError):
+            logger.error("request %s cannot be taken in", request.request_id, exc_info=error)
+            message = f"{type(error).__name__} while this request was taken in"
+        self._constraints.close(request.request_id)
+        self._pending_updates.append(ended_update(request.request_id, "error", error=message))
 
     def _add_opened(self) -> None:
         """Queue the requests whose constraints are ready now, and let those go on that a step went without."""

@@ -30,12 +30,11 @@ GRAPH_RESERVE = GIB
 
 
 def allocate(model: CausalModel, num_blocks: int, *, block_size: int, dtype: torch.dtype, device: torch.device) -> list[KvView]:
-    """Key and value tensors of every layer, zeroed. On a GPU there is one block more, which padding rows write.
+    """Key and value tensors of every layer, zeroed. There is one block more, which rows write that stand for nobody.
 
     An FP8 cache takes the scales of its layer.
     """
-    extra = 1 if device.type == "cuda" else 0
-    layers, shape = model.kv_shape(num_blocks + extra, block_size)
+    layers, shape = model.kv_shape(num_blocks + 1, block_size)
     make = _zeros_on_large_pages if device.type == "cpu" else partial(_zeros, device=device)
     scales = model.kv_scales() if dtype == torch.float8_e4m3fn else [(1.0, 1.0)] * layers
     return [KvView(make(shape, dtype=dtype), make(shape, dtype=dtype), *scale) for scale in scales]

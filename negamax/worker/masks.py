@@ -12,6 +12,7 @@ from torch import Tensor
 
 from negamax.scheduler.step import StepMasks, StepPlan
 from negamax.worker.device import indices
+from negamax.worker.rows import Rows
 
 WaitForMasks = Callable[[], StepMasks]
 
@@ -60,12 +61,17 @@ class LateMasks:
         self._by_row = by_row
 
     @classmethod
-    def of_plan(cls, plan: StepPlan, wait: WaitForMasks) -> LateMasks:
-        """Those that `wait` brings; a plan without masked rows waits for none."""
+    def of_plan(cls, plan: StepPlan, wait: WaitForMasks, *, vocab_size: int, rows: Rows) -> LateMasks:
+        """Those that `wait` brings; a plan without masked rows waits for none. A row whose mask is not one of this vocabulary
+        fails."""
 
         def by_row() -> dict[int, bytes]:
             masks = wait()
-            return {row: masks.masks[place] for row, place in zip(masks.rows, masks.places, strict=True)}
+            found = {row: masks.masks[place] for row, place in zip(masks.rows, masks.places, strict=True)}
+            for row in [row for row, mask in found.items() if 8 * len(mask) - vocab_size not in range(8)]:
+                num_bytes = len(found.pop(row))
+                rows.fail(plan.slots[row], ValueError(f"a mask of {num_bytes} bytes for {vocab_size} tokens"))
+            return found
 
         return cls(cache(by_row) if plan.masked else dict)
 

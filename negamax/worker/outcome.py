@@ -38,6 +38,11 @@ class Outcome:
     sampled: Sampled | None = None
     prompt_logprobs: dict[int, list[LogprobEntries]] = field(default_factory=dict)
     times: StepTimes | None = None
+    failures: dict[int, str] = field(default_factory=dict)  # by row of the plan
+
+    def failing(self, failures: dict[int, str]) -> Outcome:
+        """The same with rows that failed before the model ran, or after."""
+        return replace(self, failures=failures) if failures else self
 
     def timed(self, times: StepTimes) -> Outcome:
         """The same with the step's times."""
@@ -49,9 +54,14 @@ class Outcome:
         errors = {row: _NOT_FINITE for row, token in zip(self.sampled_rows, token_ids, strict=True) if token == BROKEN}
         if errors:
             token_ids = [max(token, 0) for token in token_ids]
+        errors |= self.failures
         logprobs = {}
         if self.sampled is not None and self.sampled.logprobs is not None:
             logprobs = dict(zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True))
-        prompt = {row: [entry for tile in tiles for entry in tile.read()] for row, tiles in self.prompt_logprobs.items()}
+        prompt = {
+            row: [entry for tile in tiles for entry in tile.read()]
+            for row, tiles in self.prompt_logprobs.items()
+            if row not in errors
+        }
         device_seconds, idle_seconds = (0.0, 0.0) if self.times is None else self.times.seconds()
         return StepResult(self.step_id, token_ids, logprobs, prompt, errors, device_seconds, idle_seconds)

@@ -3,20 +3,30 @@
 The worker is the single writer. A row is complete: tokens known so far (sampled ones are written here by the device, so the
 next step can run before the host has seen them), block table, and sampling state. On a GPU the last row belongs to nobody:
 steps that are padded to a captured size run their padding on it.
+
+What raises while one row is prepared, sampled or described is kept in `failures`, and the row stays in its steps as one that
+harms nobody: the steps of all ranks keep the same shape, and the request ends with an error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from negamax.base.log import get_logger
 from negamax.kernels.sampling.spec import CANDIDATES
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker.device import upload, upload_floats
+
+logger = get_logger(__name__)
+
+_GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Rows:
         # One column more than the window: the last sampled token of a full sequence is written but never run.
         self.tokens = torch.zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
         self.block_tables = torch.zeros(num_rows, max_blocks, dtype=index_dtype, device=device)
+        self._spare_block = 0
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
         # [rows, 4] fp32: temperature, top_k, top_p, min_p
         self.sampling = torch.zeros(num_rows, 4, dtype=torch.float32, device=device)
@@ -61,9 +72,10 @@ class Rows:
         self.wide_slots: set[int] = set()  # of those, rows that `sampling.draw_leading` is not for
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
+        self.failures: dict[int, str] = {}  # by slot: why its sequence cannot go on
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over the plan's new rows and appended blocks."""
+        """Take over the plan's new rows and appended blocks. A new row that cannot be taken over is one of `failures`."""
         for row in plan.new_rows:
             self._assign(row)
         if plan.appended_slots:
@@ -85,11 +97,60 @@ class Rows:
         """Whether a row takes more than its unedited logits' best, or a draw from the leading ones."""
         return slot in self.special_slots or slot in self.wide_slots or slot in self.logprob_slots
 
-    def set_padding_block(self, block: int) -> None:
-        """The block that the padding row reads and writes; no sequence may own it."""
+    def set_spare_block(self, block: int) -> None:
+        """The block that rows read and write which stand for nobody; no sequence may own it."""
+        self._spare_block = block
         self.block_tables[self.padding_slot] = block
 
+    def fail(self, slot: int, error: Exception) -> None:
+        """The sequence in `slot` cannot go on, which `error` says; the first one counts. The others do."""
+        if slot not in self.failures:
+            logger.error("slot %d: its request ends with an error", slot, exc_info=error)
+            self.failures[slot] = f"{type(error).__name__} while this request was computed"
+
+    def failures_of(self, slots: Sequence[int]) -> dict[int, str]:
+        """The failures among `slots`, by index."""
+        if not self.failures:
+            return {}
+        return {i: self.failures[slot] for i, slot in enumerate(slots) if slot in self.failures}
+
     def _assign(self, row: NewRow) -> None:
+        """Take over a new row; one that cannot be taken over becomes a greedy one without edits, on the spare block."""
+        slot = row.slot
+        self.failures.pop(slot, None)
+        self._num_blocks[slot] = len(row.block_ids)
+        try:
+            blocked = self._blocked_ids(row.sampling)
+            self._classify(slot, row.sampling, has_blocked_ids=bool(blocked))
+            self._states[slot] = _state(row, blocked, device=self._device)
+            self._fill(row)
+        except Exception as error:
+            self.fail(slot, error)
+            self._states[slot] = _state(msgspec.structs.replace(row, sampling=_GREEDY), [], device=self._device)
+            self.block_tables[slot] = self._spare_block
+
+    def _blocked_ids(self, params: SamplingParams) -> list[int]:
+        """The ids that may not be sampled before `min_tokens` outputs."""
+        blocked = sorted({*self._eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
+        allowed = params.allowed_token_ids
+        if allowed is not None and set(allowed).issubset(blocked):
+            return []  # something must be sampled
+        return blocked
+
+    def _classify(self, slot: int, params: SamplingParams, *, has_blocked_ids: bool) -> None:
+        """Note what the row asks for. Ranks that exchange logits go by this, so it depends on the plan alone."""
+        assert params.temperature is not None and params.top_k is not None
+        is_penalised = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+        edited = bool(params.logit_bias or has_blocked_ids or params.allowed_token_ids or is_penalised)
+        filtered = params.temperature > 0.0 and (params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0)
+        _toggle(self.special_slots, slot, edited)
+        _toggle(self.filtered_slots, slot, filtered)
+        _toggle(self.wide_slots, slot, filtered and not 0 < params.top_k <= CANDIDATES)
+        _toggle(self.logprob_slots, slot, params.logprobs is not None)
+        _toggle(self.prompt_logprob_slots, slot, params.prompt_logprobs is not None)
+
+    def _fill(self, row: NewRow) -> None:
+        """Send the row's numbers to the device."""
         slot, params = row.slot, row.sampling
         assert params.temperature is not None and params.top_k is not None and params.seed is not None
         assert params.top_p is not None and params.min_p is not None
@@ -98,29 +159,21 @@ class Rows:
         self.tokens[slot, : len(row.token_ids)] = tokens
         self.block_tables[slot, : len(row.block_ids)] = blocks
         self.seeds[slot : slot + 1] = seed
-        self._num_blocks[slot] = len(row.block_ids)
         self.sampling[slot] = upload_floats((params.temperature, params.top_k, params.top_p, params.min_p), self._device)
-        bias = params.logit_bias or {}
-        allowed = params.allowed_token_ids
-        blocked = sorted({*self._eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
-        if allowed is not None and set(allowed).issubset(blocked):
-            blocked = []  # something must be sampled
-        self._states[slot] = RowState(
-            prompt_len=row.prompt_len,
-            sampling=params,
-            blocked_ids=torch.tensor(blocked, dtype=torch.int64, device=self._device),
-            bias_ids=torch.tensor(list(bias), dtype=torch.int64, device=self._device),
-            bias_values=torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device),
-            allowed_ids=None if allowed is None else torch.tensor(allowed, dtype=torch.int64, device=self._device),
-        )
-        is_penalised = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-        edited = bool(bias or blocked or allowed or is_penalised)
-        filtered = params.temperature > 0.0 and (params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0)
-        _toggle(self.special_slots, slot, edited)
-        _toggle(self.filtered_slots, slot, filtered)
-        _toggle(self.wide_slots, slot, filtered and not 0 < params.top_k <= CANDIDATES)
-        _toggle(self.logprob_slots, slot, params.logprobs is not None)
-        _toggle(self.prompt_logprob_slots, slot, params.prompt_logprobs is not None)
+
+
+def _state(row: NewRow, blocked: list[int], *, device: torch.device) -> RowState:
+    params = row.sampling
+    bias = params.logit_bias or {}
+    allowed = params.allowed_token_ids
+    return RowState(
+        prompt_len=row.prompt_len,
+        sampling=params,
+        blocked_ids=torch.tensor(blocked, dtype=torch.int64, device=device),
+        bias_ids=torch.tensor(list(bias), dtype=torch.int64, device=device),
+        bias_values=torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
+        allowed_ids=None if allowed is None else torch.tensor(allowed, dtype=torch.int64, device=device),
+    )
 
 
 def _toggle(slots: set[int], slot: int, member: bool) -> None:

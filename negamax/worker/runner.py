@@ -39,11 +39,14 @@ class Runner:
             state = rows.state(slot)
             predicted = min(start + count, state.prompt_len - 1) - start
             if slot in rows.prompt_logprob_slots and predicted > 0:
-                found[row] = self._entries(
-                    hidden[first : first + predicted],
-                    rows.tokens[slot, start + 1 : start + 1 + predicted].long(),
-                    num_top=state.sampling.prompt_logprobs or 0,
-                )
+                try:
+                    found[row] = self._entries(
+                        hidden[first : first + predicted],
+                        rows.tokens[slot, start + 1 : start + 1 + predicted].long(),
+                        num_top=state.sampling.prompt_logprobs or 0,
+                    )
+                except Exception as error:
+                    rows.fail(slot, error)
         return found
 
     def _entries(self, hidden: Tensor, token_ids: Tensor, *, num_top: int) -> list[LogprobEntries]:

@@ -224,7 +224,10 @@ def _edit_rows(logits: Tensor, inputs: SampleInputs, *, rows: Rows, masks: RowMa
     for i, slot in enumerate(inputs.slots):
         if slot in rows.special_slots:
             is_masked = masks is not None and i in masks.members
-            _edit(logits[i], slot, position=inputs.positions[i], rows=rows, may_hold_back=not is_masked)
+            try:
+                _edit(logits[i], slot, position=inputs.positions[i], rows=rows, may_hold_back=not is_masked)
+            except Exception as error:
+                rows.fail(slot, error)
     if masks is not None:
         masks.apply(logits, first_id=0)
 

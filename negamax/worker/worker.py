@@ -64,6 +64,7 @@ class Worker:
             affordable = kv_pool.choose_blocks(model, config, dtype=cache_dtype, context=context, device=device)
             num_blocks = context.world_min(affordable)
             kv = kv_pool.allocate(model, num_blocks, block_size=config.block_size, dtype=cache_dtype, device=device)
+            self._rows.set_spare_block(num_blocks)  # the one block that the scheduler does not know of
             self._runner = Runner(model, kv)
             self._graphs: DecodeGraphs | None = None
             self._prefill_graphs: PrefillGraphs | None = None
@@ -83,11 +84,13 @@ class Worker:
         """Run one plan; on a GPU it has only been enqueued when this returns. Where the plan has masked rows, their masks are
         waited for between the model and the sampling.
 
-        On the CPU a row that fails is reported in `errors` and leaves the other rows as they would be without it. On a GPU a
-        launch that raises fails the whole step.
+        A row that fails is reported in `errors` and leaves the other rows as they would be without it: one that cannot be
+        prepared, sampled or described, and on the CPU one that makes the model raise. On a GPU a model that raises fails the
+        whole step.
         """
         self._rows.apply(plan)
-        masks = LateMasks.of_plan(plan, wait_for_masks)
+        vocab_size = self._config.spec.vocab_size
+        masks = LateMasks.of_plan(plan, wait_for_masks, vocab_size=vocab_size, rows=self._rows)
         if self._on_gpu:
             return self._run(plan, masks)
         try:
@@ -114,7 +117,6 @@ class Worker:
         config = self._config
         if not self._on_gpu or not config.cudagraph_size:
             return ""
-        self._rows.set_padding_block(num_blocks)  # the one block that the scheduler does not know of
         self._graphs = DecodeGraphs(
             self._model,
             kv,
@@ -155,6 +157,7 @@ class Worker:
             outcome = self._decoded(plan, outputs, masks)
         else:
             began, outcome = self._forward(plan, late_masks, use_graphs=use_graphs)
+        outcome = outcome.failing(self._rows.failures_of(plan.slots))
         ended, previous = self._mark(), self._ended
         if began is None or ended is None:
             return outcome
@@ -180,6 +183,9 @@ class Worker:
             return began, Outcome(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
         inputs = batches.sample_inputs(layout.sample_slots, layout.sample_positions, device=self._device)
         hidden = hidden[indices(layout.sample_tokens, self._device)]
+        failed = list(self._rows.failures_of(layout.sample_slots))
+        if failed:  # on this rank, perhaps alone: no rank may find a token for these rows
+            hidden[indices(failed, self._device)] = torch.nan
         if self._on_gpu:
             logits = self._model.local_logits(hidden)
             sampled = self._sample(logits, inputs, masks=late_masks.of(rows, device=self._device))

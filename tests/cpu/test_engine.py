@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 from negamax import LLM, SamplingParams
 from negamax.base.errors import ConfigError, ContextLengthError, InvalidRequestError, ResourceError
+from negamax.worker.batch import ForwardBatch
 from tests import tiny
 
 SIZES = {
@@ -216,7 +217,7 @@ def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
 
 
 def test_a_step_that_raises_is_repeated_row_by_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row whose sampling state makes the step raise is lost; the rows beside it get the tokens they would get alone."""
+    """A row that makes the model raise is lost; the rows beside it get the tokens they would get alone."""
     with LLM(str(folder), dtype="float32", block_size=4, num_threads=1) as engine:
         expected = tokens(engine, [prompt(62)], GREEDY)[0]
         params = engine._admit([prompt(63), prompt(62)], [SamplingParams(logit_bias={1: 1.0}, max_tokens=20), GREEDY])
@@ -233,10 +234,31 @@ def test_a_step_that_raises_is_repeated_row_by_row(folder: Path, monkeypatch: py
             steps += 1
             if steps == 3:
                 worker = engine._loop._executor._worker  # type: ignore[attr-defined]
-                state = worker._rows.state(0)
-                object.__setattr__(state, "bias_ids", torch.tensor([10**6]))  # out of the vocabulary: the edit raises
+                hidden = worker._runner.hidden
+
+                def raising(batch: ForwardBatch, hidden: Callable[[ForwardBatch], torch.Tensor] = hidden) -> torch.Tensor:
+                    if 0 in batch.attention.token_rows:
+                        raise RuntimeError("the model cannot run the first row")
+                    return hidden(batch)
+
+                monkeypatch.setattr(worker._runner, "hidden", raising)
         assert reasons == {requests[0].request_id: "error", requests[1].request_id: "length"}
         assert collected[requests[1].request_id] == expected
+
+
+def test_a_request_that_cannot_be_taken_in_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (params,) = llm._admit([prompt(64)], [GREEDY])
+    (request,) = next(llm._sequences([prompt(64)], [params]))[0][1:2]
+
+    def broken(_request: object) -> None:
+        raise OverflowError("a number too large")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._loop._scheduler, "add", broken)
+        llm._loop.add(request)
+    (update,) = llm._loop.step()
+    assert (update.finish_reason, update.error) == ("error", "OverflowError while this request was taken in")
+    assert len(tokens(llm, [prompt(65)], GREEDY)[0]) == 20
 
 
 def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -> None:

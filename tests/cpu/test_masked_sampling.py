@@ -170,7 +170,8 @@ def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> No
         return StepMasks(5, [2, 0], [0, 1], [packed(7), packed(8)])
 
     plan = StepPlan(5, [], [], [], [4, 5, 6], [9, 9, 9], [1, 1, 1], [True, False, True], [0, 2])
-    late = LateMasks.of_plan(plan, wait)
+    rows = rows_of(KINDS)
+    late = LateMasks.of_plan(plan, wait, vocab_size=VOCAB, rows=rows)
     assert waits == []
     masks = late.of([0, 2], device=CPU)  # the sampled rows of the plan
     assert masks is not None and masks.members == [0, 1]
@@ -182,5 +183,15 @@ def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> No
     assert late.single(1).of([0], device=CPU) is None
     assert len(waits) == 1
     unmasked = StepPlan(6, [], [], [], [4], [9], [1], [True])
-    assert LateMasks.of_plan(unmasked, wait).of([0], device=CPU) is None
+    assert LateMasks.of_plan(unmasked, wait, vocab_size=VOCAB, rows=rows).of([0], device=CPU) is None
     assert len(waits) == 1
+
+
+def test_a_mask_of_another_vocabulary_fails_its_row_alone() -> None:
+    plan = StepPlan(5, [], [], [], [0, 1], [9, 9], [1, 1], [True, True], [0, 1])
+    rows = rows_of(KINDS[:2])
+    frame = StepMasks(5, [0, 1], [0, 1], [packed(7)[:-1], packed(8)])
+    late = LateMasks.of_plan(plan, lambda: frame, vocab_size=VOCAB, rows=rows)
+    masks = late.of([0, 1], device=CPU)
+    assert masks is not None and masks.members == [1]
+    assert list(rows.failures_of(plan.slots)) == [0]

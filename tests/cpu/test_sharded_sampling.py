@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -69,3 +71,16 @@ def test_a_row_without_finite_logits_is_reported_and_the_others_are_not() -> Non
     sampled = sample_sharded(logits, inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone())
     assert sampled.token_ids[:3].tolist() == [BROKEN] * 3
     assert sampled.token_ids[3] != BROKEN
+
+
+def test_a_row_that_cannot_be_edited_fails_alone() -> None:
+    """Whatever samples: whole logits, or logits that are split over ranks."""
+    expected = rows_of(({}, {}, {"logprobs": 1}))
+    for run in (sample, partial(sample_sharded, first_id=0, group=Alone())):
+        rows = rows_of(({}, {"logit_bias": {VOCAB: 1.0}}, {"logprobs": 1}))
+        logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
+        inputs = sample_inputs([0, 1, 2], [4] * 3, device=CPU)
+        sampled = run(logits.clone(), inputs, rows=rows, kernels=REFERENCES)
+        wanted = run(logits.clone(), inputs, rows=expected, kernels=REFERENCES)
+        assert rows.failures_of([0, 1, 2]) == {1: "IndexError while this request was computed"}
+        assert sampled.token_ids[[0, 2]].tolist() == wanted.token_ids[[0, 2]].tolist()

@@ -1,0 +1,80 @@
+"""A row that fails on all ranks, or on one of them, costs its own request alone."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from negamax import LLM, SamplingParams
+from negamax.engine import executor
+from tests import row_faults
+from tests.row_faults import FAULTS, PROMPT_MARK, asking
+
+NEIGHBOURS = (
+    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1.0, top_k=40, seed=2**63 - 1, max_tokens=24, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, frequency_penalty=1.0, prompt_logprobs=1),
+)
+PROMPT = list(range(30, 70))
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[LLM]:
+    spawn = executor.process.spawn
+
+    def faulty(_module: str, *args: str) -> subprocess.Popen[bytes]:
+        return spawn("tests.dist.faulty_rank", *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor.process, "spawn", faulty)
+        with LLM("nano", device="cpu", tensor_parallel_size=2, num_threads=1, max_model_len=512) as llm:
+            yield llm
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        row_faults.install(0, patch.setattr)
+        with LLM("nano", device="cpu", num_threads=1, max_model_len=512) as llm:
+            yield llm
+
+
+def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:
+    """The tokens of the neighbours, and the error of the victim that runs beside them."""
+    prompts = [PROMPT, PROMPT[1:], PROMPT[2:], [5, PROMPT_MARK, 6, 7] if victim.prompt_logprobs else PROMPT[3:]]
+    params = llm._admit(prompts, [*NEIGHBOURS, victim])
+    requests = [group[0][1] for group in llm._sequences(prompts, params)]
+    for request in requests:
+        llm._loop.add(request)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    errors: dict[str, str | None] = {}
+    while llm._loop.has_work:
+        for update in llm._loop.step():
+            tokens[update.request_id] += update.token_ids
+            errors[update.request_id] = update.error
+    *neighbours, last = [request.request_id for request in requests]
+    assert [errors[name] for name in neighbours] == [None] * len(neighbours)
+    return [tokens[name] for name in neighbours], errors[last]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_a_fault_in_one_row_ends_that_request_alone(ranks: str, fault: str, request: pytest.FixtureRequest) -> None:
+    llm = request.getfixturevalue(ranks)
+    alone, error = run(llm, SamplingParams(temperature=0.0, max_tokens=2))
+    assert error is None
+    beside, error = run(llm, asking(fault))
+    assert error == "Injected while this request was computed"
+    assert beside == alone
+    again, error = run(llm, SamplingParams(temperature=0.0, max_tokens=2))  # in the same slots
+    assert error is None and again == alone
+
+
+@pytest.mark.parametrize("fault", ["fill", "late fill", "late edit"])
+def test_a_row_that_fails_on_the_second_rank_alone_ends_on_both(two_ranks: LLM, fault: str) -> None:
+    alone, _ = run(two_ranks, SamplingParams(temperature=0.0, max_tokens=2))
+    beside, error = run(two_ranks, asking(fault, only_rank=1))
+    assert error is not None
+    assert beside == alone

@@ -1,0 +1,84 @@
+"""Faults in what the worker does for one row, for tests of what they do to the other rows.
+
+A request asks for a fault by its logit bias: `asking(fault)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from negamax import SamplingParams
+from negamax.scheduler.step import NewRow
+from negamax.worker import rows as rows_module
+from negamax.worker import sampler
+from negamax.worker.rows import Rows
+from negamax.worker.runner import Runner
+
+FAULTS = ("classify", "state", "fill", "late fill", "edit", "late edit", "prompt logprobs")
+LATE = 4  # tokens of output before a fault that comes late
+
+Patch = Callable[[object, str, Any], None]
+
+
+class Injected(Exception):
+    """A fault that a test asked for."""
+
+
+def asking(fault: str, *, only_rank: int = -1, **params: Any) -> SamplingParams:
+    """Parameters of a request that runs into `fault`, on every rank or on one alone."""
+    asks_for_prompt = {"prompt_logprobs": 1} if fault == "prompt logprobs" else {}
+    return SamplingParams(
+        logit_bias={FAULTS.index(fault): 1.0 + only_rank / 10},
+        temperature=0.0,
+        max_tokens=12,
+        ignore_eos=True,
+        **asks_for_prompt,
+        **params,
+    )
+
+
+def install(rank: int, patch: Patch) -> None:
+    """Have the functions of this process fail for requests that ask for it."""
+
+    def asks(params: SamplingParams, fault: str) -> bool:
+        value = (params.logit_bias or {}).get(FAULTS.index(fault))
+        return value is not None and round(10 * (value - 1.0)) in (-1, rank)
+
+    def wrap(owner: object, name: str, is_due: Callable[..., bool]) -> None:
+        original = getattr(owner, name)
+
+        def faulty(*args: Any, **named: Any) -> Any:
+            if is_due(*args, **named):
+                raise Injected(name)
+            return original(*args, **named)
+
+        patch(owner, name, faulty)
+
+    def in_edit(_logits: object, slot: int, *, position: int, rows: Rows, **_: object) -> bool:
+        state = rows.state(slot)
+        is_late = position >= state.prompt_len + LATE
+        return asks(state.sampling, "edit") or (is_late and asks(state.sampling, "late edit"))
+
+    def in_fill(_rows: Rows, row: NewRow) -> bool:
+        return asks(row.sampling, "fill")
+
+    fill = Rows._fill
+
+    def fill_late(rows: Rows, row: NewRow) -> None:
+        fill(rows, row)
+        if asks(row.sampling, "late fill"):
+            raise Injected("after the row was filled")
+
+    def in_entries(_runner: Runner, _hidden: object, token_ids: Any, **_: object) -> bool:
+        return int(token_ids[0]) == PROMPT_MARK
+
+    patch(Rows, "_fill", fill_late)
+    wrap(Rows, "_fill", in_fill)
+    wrap(Rows, "_classify", lambda _rows, _slot, params, **_: asks(params, "classify"))
+    wrap(rows_module, "_state", lambda row, *_, **__: asks(row.sampling, "state"))
+    wrap(sampler, "_edit", in_edit)
+    wrap(Runner, "_entries", in_entries)
+
+
+PROMPT_MARK = 17  # the second token of a prompt whose log-probabilities fail
