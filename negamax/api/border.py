@@ -1,8 +1,7 @@
-"""The border of the server: request ids, bodies, and one error shape for everything that goes wrong."""
+"""The border of the server: request ids, and one error shape for everything that goes wrong."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 import secrets
@@ -23,15 +22,11 @@ from negamax.api.schemas.answers import ErrorAnswer, encode, error_answer
 from negamax.api.schemas.common import nearest
 from negamax.api.schemas.messages import message_error
 from negamax.api.sse import ClientGoneError, event
-from negamax.base.errors import InvalidRequestError, NegamaxError, PayloadTooLargeError
+from negamax.base.errors import NegamaxError
 from negamax.base.log import get_logger
-from negamax.base.unicode import valid_escapes
 
 logger = get_logger(__name__)
 
-MAX_JSON_DEPTH = 64
-MAX_JSON_BRACKETS = 1_000_000  # '[' and '{' in a body; real ones stay far below, and 10^7 lists would stall the server
-MAX_JSON_COMMAS = 8_000_000  # a window of a million token ids has a million
 MAX_MESSAGE_CHARS = 1000  # of an error: whatever it quotes from the request
 MESSAGES_PATH = "/v1/messages"  # where clients expect Anthropic's shapes
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; proxies use this number for it
@@ -174,82 +169,3 @@ HANDLERS: dict[Any, Any] = {
     ClientGoneError: client_gone,
     ClientDisconnect: client_gone,
 }
-
-
-async def read_json(request: Request, *, max_bytes: int) -> tuple[object, int]:
-    """The decoded JSON body and its size in bytes.
-
-    Errors: `InvalidRequestError` for another content type, broken UTF-8, malformed or absurd JSON (NaN, numbers that overflow,
-    nesting, element counts); `PayloadTooLargeError`.
-    """
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json" and not content_type.endswith("+json"):
-        raise InvalidRequestError(
-            f"the content type is {content_type[:60] or 'missing'!r}; allowed: 'application/json'",
-            code="unsupported_media_type",
-        )
-    body = await _read_body(request, max_bytes=max_bytes)
-    return await _decoded(body), len(body)
-
-
-async def _decoded(body: bytes) -> object:
-    if body.count(b"[") + body.count(b"{") > MAX_JSON_BRACKETS or body.count(b",") > MAX_JSON_COMMAS:
-        limits = f"{MAX_JSON_BRACKETS} brackets and {MAX_JSON_COMMAS} commas"
-        raise InvalidRequestError(f"the body has more elements than any request needs; allowed: {limits}", code="invalid_json")
-    try:
-        body.decode("utf-8")
-        value = await _mended(body)
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from None
-    except msgspec.MsgspecError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise _too_deep() from None
-    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:
-        _check_depth(value)
-    return value
-
-
-async def _mended(body: bytes) -> object:
-    """The value of a JSON text, in which an escaped lone surrogate stands for U+FFFD: agents send such text back for ever,
-    once a tool has cut an emoji in two."""
-    try:
-        return msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        mended = await asyncio.to_thread(valid_escapes, body)
-        if mended == body:
-            raise
-        return msgspec.json.decode(mended)
-
-
-async def _read_body(request: Request, *, max_bytes: int) -> bytes:
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large(int(declared), max_bytes)
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise too_large(size, max_bytes)
-        parts.append(part)
-    return b"".join(parts)
-
-
-def too_large(size: int, max_bytes: int) -> PayloadTooLargeError:
-    """The error of a body that is larger than allowed."""
-    return PayloadTooLargeError(f"the body has {size} bytes or more; allowed: {max_bytes}", code="body_too_large")
-
-
-def _too_deep() -> InvalidRequestError:
-    return InvalidRequestError(f"the JSON is nested too deeply; allowed: {MAX_JSON_DEPTH} levels", code="invalid_json")
-
-
-def _check_depth(value: object) -> None:
-    level = [value]
-    for _ in range(MAX_JSON_DEPTH + 1):
-        containers = [part for part in level if isinstance(part, dict | list)]
-        if not containers:
-            return
-        level = [inner for part in containers for inner in (part.values() if isinstance(part, dict) else part)]
-    raise _too_deep()

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
-from negamax.api.border import failure_event, json_response, read_json
+from negamax.api.border import failure_event, json_response
 from negamax.api.constraints import CallChoice, answer_grammar, constrained
 from negamax.api.context import FINGERPRINT, ApiContext
 from negamax.api.conversation import (
@@ -24,6 +24,7 @@ from negamax.api.conversation import (
 )
 from negamax.api.logprobs import chat_logprobs, prompt_logprobs
 from negamax.api.pacing import PacedPackets
+from negamax.api.request_body import read_request
 from negamax.api.schemas.answers import (
     ChatAnswer,
     ChatChoice,
@@ -68,8 +69,7 @@ def chat_router(context: ApiContext) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation, whole or as a stream of server-sent events."""
         arrival = time.monotonic()
-        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
-        chat = ChatRequest.parse(body)
+        chat, num_bytes = await read_request(request, ChatRequest, context.body_limits)
         model = context.model_name(chat.model)
         sampling = _sampling(context, chat)
         tools = chat.offered_tools
@@ -104,8 +104,7 @@ def chat_router(context: ApiContext) -> APIRouter:
     @router.post("/v1/chat/completions/render", openapi_extra={"requestBody": body_schema})
     async def render(request: Request) -> Response:
         """The prompt of a conversation, without an answer: its text and its tokens."""
-        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
-        chat = ChatRequest.parse(body)
+        chat, num_bytes = await read_request(request, ChatRequest, context.body_limits)
         model = context.model_name(chat.model)
         _sampling(context, chat)
         conversation = _conversation(chat, chat.offered_tools, chat.thinking_choice)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from negamax.api.border import failure_event, json_response, read_json
+from negamax.api.border import failure_event, json_response
 from negamax.api.constraints import constrained
 from negamax.api.context import FINGERPRINT, ApiContext
 from negamax.api.conversation import (
@@ -23,6 +23,7 @@ from negamax.api.conversation import (
     without_tokens,
 )
 from negamax.api.logprobs import TextLogprobWriter, prompt_logprobs
+from negamax.api.request_body import read_request
 from negamax.api.schemas.answers import PromptLogprobs, TextAnswer, TextChoice, TextLogprobs, Usage
 from negamax.api.schemas.completions import CompletionRequest
 from negamax.api.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
@@ -40,8 +41,7 @@ def completions_router(context: ApiContext) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         arrival = time.monotonic()
-        body, _ = await read_json(request, max_bytes=context.options.max_body_bytes)
-        wanted = CompletionRequest.parse(body)
+        wanted, _ = await read_request(request, CompletionRequest, context.body_limits)
         model = context.model_name(wanted.model)
         sampling = _sampling(wanted)
         context.check_sampling(sampling)

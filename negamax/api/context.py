@@ -16,6 +16,7 @@ from negamax.api.lifecycle import Lifecycle
 from negamax.api.metrics import ServerMetrics
 from negamax.api.processes.peers import Peers
 from negamax.api.processes.seat import Seat
+from negamax.api.request_body import BodyLimits
 from negamax.api.request_log import RequestLog
 from negamax.api.request_record import Observers, RequestRecord, RequestRecorder
 from negamax.api.schemas.common import nearest, shown
@@ -62,6 +63,7 @@ class ApiContext:
     seat: Seat
     peers: Peers
     options: ServerOptions
+    body_limits: BodyLimits
     model_names: tuple[str, ...]  # the first is the one answers carry when the request names none
     started: int  # seconds since 1970
     request_log: RequestLog | None
@@ -100,6 +102,7 @@ class ApiContext:
             seat=seat,
             peers=Peers(seat),
             options=options,
+            body_limits=BodyLimits.of(max_bytes=options.max_body_bytes, max_model_len=engine.info.max_model_len),
             model_names=names,
             started=int(time.time()),
             request_log=RequestLog(engine.tokenizer, max_prompt_chars=options.max_log_len)

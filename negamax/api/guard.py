@@ -13,9 +13,10 @@ import time
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from negamax.api.border import negamax_error, too_large
+from negamax.api.border import negamax_error
 from negamax.api.context import ApiContext
 from negamax.api.playground import browser_key
+from negamax.api.request_body import too_large
 from negamax.api.unpacking import Unpacker, packed_as
 from negamax.base.errors import (
     AuthenticationError,

@@ -12,10 +12,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from negamax.api.blocks import Block, BlockClosed, BlockEvent, BlockGrew, BlockKind, BlockOpened
-from negamax.api.border import json_response, logged_failure, read_json
+from negamax.api.border import json_response, logged_failure
 from negamax.api.context import ApiContext
 from negamax.api.conversation import off_loop
 from negamax.api.messages_history import history_of
+from negamax.api.request_body import read_request
 from negamax.api.schemas.messages import (
     NO_INPUT,
     BlockDelta,
@@ -61,8 +62,7 @@ def messages_router(context: ApiContext) -> APIRouter:
     async def messages(request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""
         arrival = time.monotonic()
-        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
-        wanted = MessagesRequest.parse(body)
+        wanted, num_bytes = await read_request(request, MessagesRequest, context.body_limits)
         model = context.model_name(wanted.model)
         message_id = f"msg_{secrets.token_hex(12)}"
         turn = await off_loop(
@@ -80,8 +80,7 @@ def messages_router(context: ApiContext) -> APIRouter:
     @router.post("/v1/messages/count_tokens", openapi_extra={"requestBody": count_schema})
     async def count_tokens(request: Request) -> Response:
         """How many tokens the prompt of a conversation has."""
-        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
-        wanted = CountRequest.parse(body)
+        wanted, num_bytes = await read_request(request, CountRequest, context.body_limits)
         context.model_name(wanted.model)
         turn = await off_loop(lambda: _turn(wanted, signer, max_tokens=1, stop=[]), num_bytes=num_bytes)
         prompt = await turn_prompt(context, turn, wanted, num_bytes=num_bytes)

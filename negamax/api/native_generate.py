@@ -12,10 +12,11 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from negamax import __version__
-from negamax.api.border import failure_event, json_response, read_json
+from negamax.api.border import failure_event, json_response
 from negamax.api.constraints import constrained
 from negamax.api.context import ApiContext
 from negamax.api.conversation import ReasoningState, check_failed, prompt_in_reasoning, without_tokens
+from negamax.api.request_body import read_request
 from negamax.api.schemas.common import refuse
 from negamax.api.schemas.native_generate import (
     AbortRequest,
@@ -51,8 +52,7 @@ def native_router(context: ApiContext) -> APIRouter:
     async def generate(request: Request) -> Response:
         """Continue one or several prompts."""
         arrival = time.monotonic()
-        body, _ = await read_json(request, max_bytes=context.options.max_body_bytes)
-        wanted = NativeRequest.parse(body)
+        wanted, _ = await read_request(request, NativeRequest, context.body_limits)
         samplings = wanted.samplings(len(wanted.prompts))
         ids = [given or secrets.token_hex(16) for given in wanted.ids(len(wanted.prompts))]
         limits = [_engine_sampling(wanted, sampling) for sampling in samplings]
@@ -83,8 +83,7 @@ def native_router(context: ApiContext) -> APIRouter:
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         """End the requests with an id, of whatever route, or all."""
-        body, _ = await read_json(request, max_bytes=context.options.max_body_bytes)
-        wanted = AbortRequest.parse(body)
+        wanted, _ = await read_request(request, AbortRequest, context.body_limits)
         if wanted.rid is None and not wanted.abort_all:
             refuse("rid", "send the id of a request, or abort_all")
         rid = None if wanted.abort_all else wanted.rid

@@ -10,10 +10,11 @@ from functools import partial
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from negamax.api.border import error_of, json_response, read_json
+from negamax.api.border import error_of, json_response
 from negamax.api.content_logprobs import ContentLogprobs
 from negamax.api.context import ApiContext
 from negamax.api.conversation import off_loop
+from negamax.api.request_body import receive, understand
 from negamax.api.response_store import Item, KeptResponse, KeptTurn, ResponseStore, decoded
 from negamax.api.response_telling import ResponseTeller
 from negamax.api.responses_history import history_of
@@ -50,21 +51,19 @@ def responses_router(context: ApiContext) -> APIRouter:
     async def create(request: Request) -> Response:
         """Answer a conversation: whole, as a stream of events, or in the background."""
         arrival = time.monotonic()
-        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
-        wanted = ResponsesRequest.parse(body)
-        keeper = context.seat.keeper_of(wanted.previous_response_id)
-        if keeper != context.seat.index:
-            return await context.peers.relay(request, to=keeper, body=msgspec.json.encode(body))
+        read = await _read(context, request)
+        if isinstance(read, Response):
+            return read
+        wanted, num_bytes = read
         return await responses.create(request, wanted, num_bytes=num_bytes, arrival=arrival)
 
     @router.post("/v1/responses/input_tokens", openapi_extra={"requestBody": body_schema})
     async def input_tokens(request: Request) -> Response:
         """How many tokens the prompt of a response has."""
-        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
-        wanted = ResponsesRequest.parse(body)
-        keeper = context.seat.keeper_of(wanted.previous_response_id)
-        if keeper != context.seat.index:
-            return await context.peers.relay(request, to=keeper, body=msgspec.json.encode(body))
+        read = await _read(context, request)
+        if isinstance(read, Response):
+            return read
+        wanted, num_bytes = read
         return json_response(await responses.count(wanted, num_bytes=num_bytes))
 
     @router.get("/v1/responses/{response_id}")
@@ -93,6 +92,17 @@ def responses_router(context: ApiContext) -> APIRouter:
         return Response(await responses.cancel(response_id), media_type="application/json")
 
     return router
+
+
+async def _read(context: ApiContext, request: Request) -> tuple[ResponsesRequest, int] | Response:
+    """The request and its size in bytes, or the answer of the server process that keeps what it goes
+    on from."""
+    body = await receive(request, context.body_limits)
+    wanted = await understand(body, ResponsesRequest)
+    keeper = context.seat.keeper_of(wanted.previous_response_id)
+    if keeper != context.seat.index:
+        return await context.peers.relay(request, to=keeper, body=body)
+    return wanted, len(body)
 
 
 class _Responses:

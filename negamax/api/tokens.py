@@ -8,9 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from negamax.api.border import json_response, read_json
+from negamax.api.border import json_response
 from negamax.api.context import ApiContext
 from negamax.api.conversation import Conversation, off_loop
+from negamax.api.request_body import read_request
 from negamax.api.schemas.common import refuse
 from negamax.api.schemas.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest, TokenizerInfo
 from negamax.api.thinking import ThinkingChoice, other_variables, template_switch
@@ -23,8 +24,7 @@ def tokens_router(context: ApiContext) -> APIRouter:
 
     async def tokenize(request: Request) -> Response:
         """Texts or a conversation as token ids."""
-        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
-        wanted = TokenizeRequest.parse(body)
+        wanted, num_bytes = await read_request(request, TokenizeRequest, context.body_limits)
         context.model_name(wanted.model)
         if (wanted.prompt is None) == (wanted.messages is None):
             refuse("prompt", "send either prompt or messages")
@@ -46,8 +46,7 @@ def tokens_router(context: ApiContext) -> APIRouter:
 
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        body, num_bytes = await read_json(request, max_bytes=context.options.max_body_bytes)
-        wanted = DetokenizeRequest.parse(body)
+        wanted, num_bytes = await read_request(request, DetokenizeRequest, context.body_limits)
         context.model_name(wanted.model)
         is_nested = bool(wanted.tokens) and isinstance(wanted.tokens[0], list)
         sequences: list[Any] = wanted.tokens if is_nested else [wanted.tokens]

@@ -113,6 +113,12 @@ class RequestModel(BaseModel):
         except ValidationError as error:
             raise _readable(error) from None
 
+    @classmethod
+    def reads(cls, name: str) -> bool:
+        """Whether the value of a field of this name matters."""
+        is_known = name in cls.model_fields or name in cls.unsupported_fields
+        return is_known and name not in cls.ignored_fields
+
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, fields: Any) -> Any:

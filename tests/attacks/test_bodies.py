@@ -1,0 +1,157 @@
+"""Bodies that are cheap to send and dear to read: refused at once, or read while others go on."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.attacks.neighbour import Neighbour
+from tests.e2e.conftest import Server, eventually
+
+CHAT, GENERATE, RESPONSES, MESSAGES = (
+    "/v1/chat/completions",
+    "/generate",
+    "/v1/responses",
+    "/v1/messages",
+)
+HELLO = [{"role": "user", "content": "Hello"}]
+GAP = 0.5  # seconds, at the sizes of the gate
+FULL_GAP = 1.0
+MiB = 2**20
+
+
+def listed(element: str, count: int) -> str:
+    """The JSON text of a list."""
+    return f"[{','.join([element] * count)}]"
+
+
+def body(listed_field: str, value: str, **fields: Any) -> bytes:
+    """A request with a field whose value is JSON text."""
+    return f'{json.dumps(fields)[:-1]}{", " if fields else ""}"{listed_field}": {value}}}'.encode()
+
+
+def wrong_lists(count: int) -> dict[str, tuple[str, bytes]]:
+    """Lists of wrong elements: path and body, by name."""
+    wrong = listed("true", count)
+    chat: dict[str, Any] = {"model": "nano", "messages": HELLO, "max_tokens": 1}
+    return {
+        "input_ids": (GENERATE, body("input_ids", wrong)),
+        "text": (GENERATE, body("text", wrong)),
+        "sampling_params": (GENERATE, body("sampling_params", wrong, text="x")),
+        "rid": (GENERATE, body("rid", wrong, text="x")),
+        "allowed_token_ids": (CHAT, body("allowed_token_ids", wrong, **chat)),
+        "guided_choice": (CHAT, body("guided_choice", wrong, **chat)),
+        "stop": (CHAT, body("stop", wrong, **chat)),
+        "tools": (CHAT, body("tools", wrong, **chat)),
+        "messages": (CHAT, body("messages", wrong)),
+        "input": (RESPONSES, body("input", wrong)),
+        "include": (RESPONSES, body("include", wrong, input="x")),
+        "metadata": (RESPONSES, body("metadata", members(count // 4), input="x")),
+        "system": (MESSAGES, body("system", wrong, **chat)),
+    }
+
+
+def members(count: int) -> str:
+    """The JSON text of an object."""
+    return json.dumps({str(number): 1 for number in range(count)})
+
+
+def question(content: str) -> str:
+    """The JSON text of messages with one; `content` is what stands between quotes."""
+    return f'[{{"role": "user", "content": "{content}"}}]'
+
+
+def beside(server: Server, path: str, content: bytes) -> tuple[httpx.Response, float, float]:
+    """The answer to a body, the seconds it took, and the longest gap in a neighbour's stream."""
+    headers = {"content-type": "application/json"}
+    with Neighbour(server) as neighbour, server.http() as http:
+        started = time.monotonic()
+        answer = http.post(path, content=content, headers=headers)
+        seconds = time.monotonic() - started
+        time.sleep(0.05)
+    assert neighbour.errors == []
+    return answer, seconds, neighbour.longest_gap
+
+
+def resident_bytes(server: Server) -> int:
+    """Memory of the server process."""
+    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+    return pages * 4096
+
+
+@pytest.mark.parametrize("name", wrong_lists(1))
+def test_list_of_wrong_elements_is_refused_at_once(server: Server, name: str) -> None:
+    answer, seconds, gap = beside(server, *wrong_lists(400_000)[name])
+    assert answer.status_code == 400 and len(answer.content) < 1000
+    assert seconds < 1.0 and gap < GAP
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", wrong_lists(1))
+def test_long_list_of_wrong_elements_is_refused_at_once(server: Server, name: str) -> None:
+    before = resident_bytes(server)
+    answer, seconds, gap = beside(server, *wrong_lists(3_000_000)[name])
+    assert answer.status_code == 400 and len(answer.content) < 1000
+    assert seconds < 3.0 and gap < FULL_GAP
+    assert resident_bytes(server) - before < 200 * MiB
+
+
+def dear_bodies(scale: int) -> dict[str, tuple[str, bytes]]:
+    """Bodies with much to decode: path and body, by name. `scale` is 1 for those of the largest size."""
+    chat: dict[str, Any] = {"model": "nano", "messages": HELLO, "max_tokens": 1}
+    text = 30 * MiB // scale
+    inner = f'[{{"role": "user", "content": "x", "more": {listed("[]", 200_000 // scale)}}}]'
+    return {
+        "numbers": (GENERATE, body("input_ids", listed("1", 7_500_000 // scale))),
+        "numbers within the limit": (GENERATE, body("input_ids", listed("1", 1_000_000 // scale))),
+        "prompts": (GENERATE, body("input_ids", listed(listed("1", 10_000), 100 // scale))),
+        "ignored numbers": (CHAT, body("metadata", listed("1", 7_500_000 // scale), **chat)),
+        "ignored text": (CHAT, body("metadata", f'"{"x" * text}"', **chat)),
+        "unknown members": (CHAT, body("made_up", members(200_000 // scale), **chat)),
+        "lists": (CHAT, body("messages", listed("[]", 200_000 // scale))),
+        "objects": (CHAT, body("messages", listed("{}", 200_000 // scale))),
+        "members": (CHAT, body("chat_template_kwargs", members(200_000 // scale), **chat)),
+        "lists in a message": (CHAT, body("messages", inner)),
+        "text": (CHAT, body("messages", question("word " * (text // 5)))),
+        "escapes": (CHAT, body("messages", question("\\n" * (text // 2)))),
+        "instructions": (RESPONSES, body("instructions", f'"{"a" * text}"', input="x")),
+        "system": (MESSAGES, body("system", f'"{"a" * text}"', **chat)),
+    }
+
+
+@pytest.mark.parametrize("name", dear_bodies(1000))
+def test_others_go_on_while_a_dear_body_is_read(server: Server, name: str) -> None:
+    answer, _, gap = beside(server, *dear_bodies(5)[name])
+    assert answer.status_code in (200, 400)
+    assert gap < GAP
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", dear_bodies(1000))
+def test_others_go_on_while_a_body_of_the_largest_size_is_read(server: Server, name: str) -> None:
+    answer, _, gap = beside(server, *dear_bodies(1)[name])
+    assert answer.status_code in (200, 400, 413)
+    assert gap < FULL_GAP
+
+
+def test_ignored_fields_are_not_kept_while_the_answer_streams(server: Server) -> None:
+    fields = {
+        "model": "nano",
+        "messages": HELLO,
+        "stream": True,
+        "max_tokens": 3000,
+        "ignore_eos": True,
+    }
+    content = body("metadata", listed('"xx"', 1_000_000), **fields)
+    headers = {"content-type": "application/json"}
+    with server.http() as http:
+        before = resident_bytes(server)
+        with http.stream("POST", CHAT, content=content, headers=headers) as answer:
+            assert answer.status_code == 200
+            next(answer.iter_lines())
+            assert eventually(lambda: resident_bytes(server) - before < 24 * MiB, seconds=2)
