@@ -1,5 +1,6 @@
-"""A connection with limits: how large and how slow a request's head may be, how slowly a client may read, and JSON for what is
-no HTTP at all. What happens inside a request is the business of the app, which can write a response's body without awaiting."""
+"""A connection with limits: how large and how slow a request's head may be, what a body may carry beside its content, how long
+it may go on after its answer, how slowly a client may read, and JSON for what is no HTTP at all. What happens inside a request
+is the business of the app, which can write a response's body without awaiting."""
 
 from __future__ import annotations
 
@@ -18,6 +19,10 @@ logger = get_logger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers while they arrive; `border` has the exact limits
 HEAD_SECONDS = 30.0  # for a request's head to arrive, from the connection or its first byte on
+MAX_FRAMING_BYTES = 64 * 1024  # of a chunked body beside its content: extensions and trailers
+MAX_UNWANTED_BYTES = 64 * 2**20  # of a body, taken after the answer: many clients read only when they have sent everything
+LINGER_SECONDS = 30.0  # for the end of such a body
+_CHUNK_BYTES = 32  # of a chunk beside its content that do not count: its size, line ends
 _MAX_CONNECTIONS = 65_536
 _SPARE_FILES = 128  # file descriptors that are not connections
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
@@ -96,8 +101,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
         self._in_head = True
+        self._in_body = False  # also while the trailers come
         self._head_bytes = 0
+        self._framing_bytes = 0
+        self._unwanted_bytes = 0
         self.source: Pausable | None = None  # of the body that is being sent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -109,36 +118,59 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
+        self._body_arrived()
         self._written()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
+        was_in_body = self._in_body
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
         except httptools.HttpParserError:
             self._refuse(400, "the bytes received are not valid HTTP/1.1")
             return
-        if self._in_head and not self._head_bytes:
-            self._head_bytes = len(data)  # the head began behind the body of the request before
-        if not self._in_head or self.transport.is_closing():
+        if self.transport.is_closing():
             return
+        if self._in_head:
+            self._check_head(len(data))
+        elif self._in_body:
+            self._check_framing(len(data) if was_in_body else 0)
+        elif self.cycle.response_complete and self.timeout_keep_alive_task is None:  # what came was no request
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _check_head(self, num_bytes: int) -> None:
+        """`num_bytes` came, the last of which belong to a head."""
+        if not self._head_bytes:
+            self._head_bytes = num_bytes  # the head began behind the body of the request before
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, f"the request's head has {self._head_bytes} bytes or more; allowed: {MAX_HEAD_BYTES}")
         elif self._head_timer is None:
             self._await_head()
 
+    def _check_framing(self, num_bytes: int) -> None:
+        """`num_bytes` of a body came; `on_body` and `on_chunk_header` have subtracted from the count what is allowed."""
+        self._framing_bytes = max(0, self._framing_bytes + num_bytes)
+        if self._framing_bytes > MAX_FRAMING_BYTES:
+            message = f"the body has {self._framing_bytes} bytes or more of chunk extensions and trailers"
+            self._refuse(431, f"{message}; allowed: {MAX_FRAMING_BYTES}")
+
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # trailers are ignored
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # `_parse` begins this message again
         self._in_head = False
-        self._head_bytes = 0
+        self._in_body = True
+        self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
         self._head_arrived()
         super().on_headers_complete()
         channel: Any = BodyChannel(self, self.cycle)
@@ -146,9 +178,29 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
 
+    def on_chunk_header(self) -> None:
+        """For the parser."""
+        self._framing_bytes -= _CHUNK_BYTES
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes -= len(body)
+        if self.cycle.response_complete:
+            self._unwanted_bytes += len(body)
+            if self._unwanted_bytes > MAX_UNWANTED_BYTES:
+                self._hang_up()
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
+        if self.parser.should_upgrade():
+            return
+        self._in_body = False
+        self._body_arrived()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body and self.cycle.response_complete and not self.transport.is_closing():
+            self._rest_timer = self.loop.call_later(LINGER_SECONDS, self._hang_up)
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, which skips the body of a message that offers another protocol: such a message is parsed again
@@ -191,8 +243,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self.source.resume()
 
     def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        if self._write_timer is None:  # closing waits for unread answers, however long it takes
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Close, once the client has read what was sent, for which it has the time of a slow client."""
+        self.transport.close()
+        if self._write_timer is None:
             self._write_timer = self.loop.call_later(self.SLOW_CLIENT_SECONDS, self._cut_off)
 
     def _await_head(self) -> None:
@@ -208,7 +264,12 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._head_bytes:
                 self._refuse(408, f"the request's head did not arrive within {HEAD_SECONDS:g} s")
             else:
-                self.transport.close()
+                self._hang_up()
+
+    def _body_arrived(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
 
     def _written(self) -> None:
         if self._write_timer is not None:
@@ -220,7 +281,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer without the app, and hang up."""
+        """Answer without the app, and hang up; without an answer where another one is under way, or was given."""
+        if not self._can_answer:
+            self._hang_up()
+            return
         reason = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}[status]
         body = encode(error_answer(message, error_type="invalid_request_error", code="invalid_http"))
         head = (
@@ -228,7 +292,16 @@ class LimitedProtocol(HttpToolsProtocol):
             f"x-request-id: {secrets.token_hex(12)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        self._hang_up()
+
+    @property
+    def _can_answer(self) -> bool:
+        """Whether an answer to the message that is coming in would be the next one, and be whole."""
+        if self.pipeline:
+            return False
+        if self._in_body:
+            return not self.cycle.response_started
+        return self.cycle is None or self.cycle.response_complete
 
 
 def _send_without_chunks(response: Any) -> None:

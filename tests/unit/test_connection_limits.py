@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,11 +19,20 @@ BIG = b"x" * 10_000_000  # more than the buffers of both kernels' sockets take
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers /big with more than anyone wants, everything else with ok."""
+    """Answers /big with more than anyone wants, /headers with the headers once the body has come, /half with half of
+    an answer, everything else with ok."""
     body = BIG if scope["path"] == "/big" else b"ok"
+    if scope["path"] == "/headers":
+        while (await receive()).get("more_body"):
+            pass
+        body = repr(scope["headers"]).encode()
     headers = [(b"content-length", str(len(body)).encode())]
+    if scope["path"] == "/half":
+        headers = [(b"content-length", b"4")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": scope["path"] == "/half"})
+    while scope["path"] == "/half" and (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Client:
@@ -45,17 +55,27 @@ class Client:
         except ConnectionError:
             return b""
 
+    async def answer(self) -> bytes:
+        """A whole small answer: its body is the end of it."""
+        answer = await self.read()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+        while len(body) < length and (part := await self.read()):
+            body += part
+        return head + body
+
     def close(self) -> None:
         self._socket.close()
 
 
-def with_server(test: Callable[[int], Awaitable[None]], **limits: Any) -> None:
+def with_server(test: Callable[[int], Awaitable[None]], *, keep_alive: int = 5, **limits: Any) -> None:
     """Run `test` against a server with these limits, in one event loop."""
 
     async def run() -> None:
         kind = protocol.protocol_class(**({"slow_client_timeout": 60.0, "max_connections": 100} | limits))
         listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, http=kind, lifespan="off", ws="none", log_config=None))
+        config = uvicorn.Config(app, http=kind, lifespan="off", ws="none", log_config=None, timeout_keep_alive=keep_alive)
+        server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve([listener]))
         while not server.started:
             await asyncio.sleep(0.01)
@@ -148,3 +168,135 @@ def test_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatc
         assert budget.taken == body.num_bytes == 3
 
     asyncio.run(run())
+
+
+CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[bytes, int]:
+    """What the server says while it is sent `sending` again and again, and how many bytes it took until it hung up."""
+    size = 0
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        while size < most:
+            await asyncio.wait_for(client.send(sending), 2)
+            size += len(sending)
+    answer = b""
+    with contextlib.suppress(TimeoutError):
+        while part := await client.read():
+            answer += part
+    return answer, size
+
+
+def test_trailers_are_no_headers() -> None:
+    async def test(port: int) -> None:
+        client = Client(port)
+        await client.send(CHUNKED % b"/headers" + b"1\r\nx\r\n0\r\nauthorization: Bearer key\r\nx-api-key: key\r\n\r\n")
+        answer = await client.answer()
+        assert answer.startswith(b"HTTP/1.1 200") and b"transfer-encoding" in answer and b"key" not in answer
+        await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await client.answer()).endswith(b"ok")
+        client.close()
+
+    with_server(test)
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"0\r\n", b"a: " + b"x" * 4000 + b"\r\n"),
+        (b"0\r\na: ", b"x" * 4000),
+        (b"1;", b"x" * 4000),
+        (b"", b"1;" + b"x" * 4000 + b"\r\ny\r\n"),
+    ],
+    ids=["trailers", "one trailer", "one extension", "extensions"],
+)
+def test_what_a_chunked_body_carries_beside_its_content_is_bounded(begin: bytes, more: bytes) -> None:
+    async def test(port: int) -> None:
+        client = Client(port)
+        await client.send(CHUNKED % b"/headers" + begin)
+        answer, size = await until_closed(client, sending=more, most=20_000_000)
+        assert size < 8_000_000  # what both kernels' buffers take
+        assert answer.startswith(b"HTTP/1.1 431") or not answer  # lost where we were still sending
+        client.close()
+
+    with_server(test)
+
+
+def test_body_in_chunks_of_a_byte_is_taken() -> None:
+    async def test(port: int) -> None:
+        client = Client(port)
+        await client.send(CHUNKED % b"/headers" + b"00000001;a=b\r\nx\r\n" * 100_000 + b"0\r\n\r\n")
+        assert (await client.answer()).startswith(b"HTTP/1.1 200")
+        client.close()
+
+    with_server(test)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_body_after_its_answer_is_not_taken_for_ever(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.4 if is_slow else 30.0)
+    monkeypatch.setattr(protocol, "MAX_UNWANTED_BYTES", 100_000)
+
+    async def test(port: int) -> None:
+        client = Client(port)
+        await client.send(CHUNKED % b"/")
+        assert (await client.answer()).startswith(b"HTTP/1.1 200")
+        started = asyncio.get_running_loop().time()
+        if is_slow:
+            while asyncio.get_running_loop().time() < started + 5:
+                try:
+                    await client.send(b"1\r\nx\r\n")
+                except ConnectionError:
+                    break
+                await asyncio.sleep(0.05)
+            assert asyncio.get_running_loop().time() < started + 2
+        else:
+            _, size = await until_closed(client, sending=b"1000\r\n" + b"x" * 4096 + b"\r\n", most=20_000_000)
+            assert size < 8_000_000
+        client.close()
+
+    with_server(test)
+
+
+def test_connection_goes_on_behind_a_body_that_came_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.3)
+
+    async def test(port: int) -> None:
+        client = Client(port)
+        await client.send(CHUNKED % b"/")
+        assert (await client.answer()).endswith(b"ok")
+        await client.send(b"1\r\nx\r\n0\r\n\r\n")
+        await asyncio.sleep(0.5)
+        await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await client.answer()).endswith(b"ok")
+        client.close()
+
+    with_server(test)
+
+
+@pytest.mark.parametrize("late", [b"1\r\nx\r\n0\r\n\r\n", b"\r\n"])
+def test_connection_that_has_become_idle_is_closed(late: bytes) -> None:
+    async def test(port: int) -> None:
+        client = Client(port)
+        await client.send(CHUNKED % b"/" if late != b"\r\n" else b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await client.answer()).endswith(b"ok")
+        await client.send(late)
+        assert await client.read() == b""
+        client.close()
+
+    with_server(test, keep_alive=1)
+
+
+def test_noise_behind_a_request_says_nothing_into_its_answer() -> None:
+    async def test(port: int) -> None:
+        client = Client(port)
+        await client.send(b"GET /half HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.sleep(0.1)
+        await client.send(b"noise\r\n\r\n")
+        answer = b""
+        while part := await client.read():
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\nok")
+        client.close()
+
+    with_server(test)
