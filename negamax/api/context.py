@@ -21,6 +21,7 @@ from negamax.api.request_log import RequestLog
 from negamax.api.request_record import Observers, RequestRecord, RequestRecorder
 from negamax.api.schemas.common import nearest, shown
 from negamax.api.sse import EventStream, Say, Source
+from negamax.api.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.tracing import RequestTracer
 from negamax.base.errors import NotFoundError
 from negamax.config.options import ServerOptions
@@ -124,6 +125,12 @@ class ApiContext:
                 code="model_not_found",
             )
         return requested
+
+    def hidden_thoughts(self, signer: ThoughtSigner) -> HiddenThoughts:
+        """What takes the thoughts of one request out of their signatures."""
+        template = self.engine.chat_template
+        shows_earlier = template is not None and template.shows_earlier_thinking
+        return HiddenThoughts(signer, window=self.engine.info.max_model_len, shows_earlier=shows_earlier)
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse parameters out of range before any work is done for them."""

@@ -44,7 +44,7 @@ from negamax.api.schemas.messages import (
     message_error,
 )
 from negamax.api.sse import EventStream, Say, named_event, while_connected
-from negamax.api.thought_signature import ThoughtSigner
+from negamax.api.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.turns import Turn, TurnAnswer, begin_answer, turn_prompt
 
 _PING = named_event("ping", Ping())
@@ -65,8 +65,9 @@ def messages_router(context: ApiContext) -> APIRouter:
         wanted, num_bytes = await read_request(request, MessagesRequest, context.body_limits)
         model = context.model_name(wanted.model)
         message_id = f"msg_{secrets.token_hex(12)}"
+        thoughts = context.hidden_thoughts(signer)
         turn = await off_loop(
-            lambda: _turn(wanted, signer, max_tokens=wanted.max_tokens, stop=wanted.stop_sequences), num_bytes=num_bytes
+            lambda: _turn(wanted, thoughts, max_tokens=wanted.max_tokens, stop=wanted.stop_sequences), num_bytes=num_bytes
         )
         answer = await begin_answer(context, request, turn, wanted, request_id=message_id, num_bytes=num_bytes, arrival=arrival)
         answering = _Answering(answer, wanted, signer, message_id=message_id, model=model, request_id=request.state.request_id)
@@ -82,15 +83,17 @@ def messages_router(context: ApiContext) -> APIRouter:
         """How many tokens the prompt of a conversation has."""
         wanted, num_bytes = await read_request(request, CountRequest, context.body_limits)
         context.model_name(wanted.model)
-        turn = await off_loop(lambda: _turn(wanted, signer, max_tokens=1, stop=[]), num_bytes=num_bytes)
+        turn = await off_loop(
+            lambda: _turn(wanted, context.hidden_thoughts(signer), max_tokens=1, stop=[]), num_bytes=num_bytes
+        )
         prompt = await turn_prompt(context, turn, wanted, num_bytes=num_bytes)
         return json_response(TokenCount(len(prompt.token_ids)), headers={"request-id": request.state.request_id})
 
     return router
 
 
-def _turn(wanted: CountRequest, signer: ThoughtSigner, *, max_tokens: int, stop: list[str]) -> Turn:
-    history = history_of(wanted.messages, system=wanted.system, signer=signer)
+def _turn(wanted: CountRequest, thoughts: HiddenThoughts, *, max_tokens: int, stop: list[str]) -> Turn:
+    history = history_of(wanted.messages, system=wanted.system, thoughts=thoughts)
     tools = wanted.offered_tools
     last = history.messages[-1]
     continues = last["role"] == "assistant" and "tool_calls" not in last

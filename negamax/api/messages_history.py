@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from negamax.api.schemas.common import refuse, shown
-from negamax.api.thought_signature import ThoughtSigner
+from negamax.api.thought_signature import HiddenThoughts
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system")
@@ -17,33 +17,57 @@ _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
 
 
+@dataclass(frozen=True, slots=True)
+class HiddenThought:
+    """A thought within its signature, and what stands for it where that has none."""
+
+    signature: str
+    otherwise: str = ""
+
+
 @dataclass(slots=True)
 class History:
     """Messages in the shape of chat completions, and where in the request each comes from. Single writer: its maker."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # by index of the message
 
     def add(self, message: dict[str, Any], *, place: str) -> None:
         """Append a message."""
         self.messages.append(message)
         self.places.append(place)
 
+    def add_said(self, said: AssistantParts, *, place: str) -> None:
+        """Append a message of the assistant; its hidden thoughts are left out for now."""
+        if any(isinstance(thought, HiddenThought) for thought in said.reasoning):
+            self._hidden.append((len(self.messages), said))
+        self.add(said.message(), place=place)
+
+    def reveal(self, thoughts: HiddenThoughts) -> None:
+        """Take the hidden thoughts that the prompt will show out of their signatures, once all
+        messages are there. Errors: those of `HiddenThoughts.unpack`."""
+        users = (index for index, message in enumerate(self.messages) if message["role"] == "user")
+        last_user = max(users, default=-1)
+        for index, said in self._hidden:
+            if index > last_user or thoughts.shows_earlier:
+                self.messages[index] = said.message(thoughts, place=self.places[index])
+
 
 @dataclass(slots=True)
 class AssistantParts:
     """What one assistant message says, part by part. Single writer: its history."""
 
-    reasoning: list[str] = field(default_factory=list)
+    reasoning: list[str | HiddenThought] = field(default_factory=list)
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     _is_text_last: bool = False
 
-    def add_reasoning(self, text: str) -> None:
+    def add_reasoning(self, thought: str | HiddenThought) -> None:
         """Add a thought."""
         self._is_text_last = False
-        if text:
-            self.reasoning.append(text)
+        if thought:
+            self.reasoning.append(thought)
 
     def add_text(self, text: str, *, is_apart: bool = False) -> None:
         """Add text; with other parts between, or with `is_apart`, it is a paragraph of its own."""
@@ -56,18 +80,26 @@ class AssistantParts:
         self._is_text_last = False
         self.calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
-    @property
-    def message(self) -> dict[str, Any]:
-        """As a message of chat completions."""
+    def message(self, thoughts: HiddenThoughts | None = None, *, place: str = "") -> dict[str, Any]:
+        """As a message of chat completions, with its hidden thoughts where `thoughts` can read them;
+        `place` is where in the request it comes from."""
+        texts: list[str] = []
+        for thought in self.reasoning:
+            if not isinstance(thought, HiddenThought):
+                texts.append(thought)
+                continue
+            hidden = None if thoughts is None else thoughts.unpack(thought.signature, param=place)
+            texts.append(hidden or thought.otherwise)
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        message["reasoning_content"] = "\n\n".join(self.reasoning)  # also "": then none is looked for in the content
+        # Also "": then none is looked for in the content.
+        message["reasoning_content"] = "\n\n".join(text for text in texts if text)
         if self.calls:
             message["tool_calls"] = self.calls
         return message
 
 
 def history_of(
-    messages: Sequence[Mapping[str, Any]], *, system: str | list[dict[str, Any]] | None, signer: ThoughtSigner
+    messages: Sequence[Mapping[str, Any]], *, system: str | list[dict[str, Any]] | None, thoughts: HiddenThoughts
 ) -> History:
     """The conversation of a request.
 
@@ -75,19 +107,21 @@ def history_of(
     - Neighbouring messages of one role are one turn. In a user's turn the tool results come first. A text that is one
       `<system-reminder>` beside tool results belongs to them; it would hide the thinking of the loop as a user message.
     - System messages further on stay in place, as in chat completions.
-    - Thinking becomes reasoning, whoever signed it; hidden thinking is taken out of its signature.
+    - Thinking becomes reasoning, whoever signed it; hidden thinking is taken out of its signature
+      where the prompt shows it.
     Errors: `InvalidRequestError` naming the place of what cannot be shown to the model.
     """
     history = History()
     _add_system(history, system)
     for role, blocks in _turns(messages):
         if role == "assistant":
-            _add_assistant(history, blocks, signer)
+            _add_assistant(history, blocks)
         elif role == "system":
             for place, block in blocks:
                 history.add({"role": "system", "content": _text(block, place)}, place=_message_of(place))
         else:
             _add_user(history, blocks)
+    history.reveal(thoughts)
     return history
 
 
@@ -154,7 +188,7 @@ def _add_user(history: History, blocks: Blocks) -> None:
         history.add({"role": "user", "content": content}, place=_message_of(blocks[-1][0]))
 
 
-def _add_assistant(history: History, blocks: Blocks, signer: ThoughtSigner) -> None:
+def _add_assistant(history: History, blocks: Blocks) -> None:
     parts = AssistantParts()
     for place, block in blocks:
         kind = block.get("type")
@@ -163,7 +197,7 @@ def _add_assistant(history: History, blocks: Blocks, signer: ThoughtSigner) -> N
                 parts.add_text(_text(block, place))
             case "thinking":
                 thought = _string(block, "thinking", place)
-                parts.add_reasoning(thought or signer.hidden_thought(_string(block, "signature", place)) or "")
+                parts.add_reasoning(thought or HiddenThought(_string(block, "signature", place)))
             case "redacted_thinking" | "server_tool_use":
                 pass  # of another server; nobody here can read it
             case "tool_use":
@@ -174,7 +208,7 @@ def _add_assistant(history: History, blocks: Blocks, signer: ThoughtSigner) -> N
                 parts.add_text(note, is_apart=True)
             case _:
                 refuse(place, f"has type {shown(kind)}; allowed: 'text', 'thinking', 'redacted_thinking', 'tool_use'")
-    history.add(parts.message, place=_message_of(blocks[0][0]))
+    history.add_said(parts, place=_message_of(blocks[0][0]))
 
 
 def _user_text(block: Mapping[str, Any], place: str) -> str | None:

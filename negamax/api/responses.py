@@ -268,7 +268,8 @@ class _Responses:
         earlier = [] if parent is None else parent.conversation()
         items = [("previous_response_id", item) for item in earlier]
         items += [("input" if isinstance(wanted.input, str) else f"input[{i}]", item) for i, item in enumerate(given)]
-        history = history_of(items, instructions=wanted.instructions, signer=self._signer)
+        thoughts = self._context.hidden_thoughts(self._signer)
+        history = history_of(items, instructions=wanted.instructions, thoughts=thoughts)
         tools, calls = wanted.choice()
         return Turn(
             messages=history.messages,

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from negamax.api.messages_history import AssistantParts, History
+from negamax.api.messages_history import AssistantParts, HiddenThought, History
 from negamax.api.schemas.common import refuse, shown
 from negamax.api.schemas.responses import CUSTOM_INPUT, shown_name
-from negamax.api.thought_signature import ThoughtSigner
+from negamax.api.thought_signature import HiddenThoughts
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -18,12 +18,15 @@ _RESULTS = ("function_call_output", "custom_tool_call_output")
 _PASSED_OVER = ("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "compaction")
 
 
-def history_of(items: Sequence[tuple[str, Mapping[str, Any]]], *, instructions: str | None, signer: ThoughtSigner) -> History:
+def history_of(
+    items: Sequence[tuple[str, Mapping[str, Any]]], *, instructions: str | None, thoughts: HiddenThoughts
+) -> History:
     """The conversation of `items`, which come with their places.
 
-    Reasoning, messages of the assistant and calls between two items of others are one assistant message, as the model wrote
-    them. Reasoning is its content, else what its encrypted content holds, else its summary. A call that was
-    cut is left out where no result follows: nobody could run it.
+    Reasoning, messages of the assistant and calls between two items of others are one assistant
+    message, as the model wrote them. Reasoning is its content, else what its encrypted content has,
+    unpacked where the prompt shows it, else its summary. A call that was cut is left out where no
+    result follows: nobody could run it.
     Errors: `InvalidRequestError` naming the place of what cannot be shown to the model.
     """
     history = History()
@@ -41,22 +44,23 @@ def history_of(items: Sequence[tuple[str, Mapping[str, Any]]], *, instructions: 
         if is_assistants:
             if said is None:
                 said, said_place = AssistantParts(), place
-            _say(said, item, place, signer)
+            _say(said, item, place)
         elif kind not in _PASSED_OVER:
             if said is not None:
-                history.add(said.message, place=said_place)
+                history.add_said(said, place=said_place)
                 said = None
             history.add(_message(item, place), place=place)
     if said is not None:
-        history.add(said.message, place=said_place)
+        history.add_said(said, place=said_place)
+    history.reveal(thoughts)
     return history
 
 
-def _say(said: AssistantParts, item: Mapping[str, Any], place: str, signer: ThoughtSigner) -> None:
+def _say(said: AssistantParts, item: Mapping[str, Any], place: str) -> None:
     """Add an item of the assistant."""
     match item.get("type", "message"):
         case "reasoning":
-            said.add_reasoning(_reasoning(item, signer))
+            said.add_reasoning(_reasoning(item))
         case "function_call":
             said.add_call(item.get("call_id"), _called_name(item), item.get("arguments"))
         case "custom_tool_call":
@@ -102,11 +106,12 @@ def _said_text(content: object, place: str) -> str:
     return "".join(texts)
 
 
-def _reasoning(item: Mapping[str, Any], signer: ThoughtSigner) -> str:
-    shown_text = _texts(item.get("content"))
+def _reasoning(item: Mapping[str, Any]) -> str | HiddenThought:
+    shown_text, summary = _texts(item.get("content")), _texts(item.get("summary"))
     encrypted = item.get("encrypted_content")
-    hidden = signer.hidden_thought(encrypted) if isinstance(encrypted, str) and not shown_text else None
-    return shown_text or hidden or _texts(item.get("summary"))
+    if shown_text or not isinstance(encrypted, str):
+        return shown_text or summary
+    return HiddenThought(encrypted, otherwise=summary)
 
 
 def _texts(parts: object) -> str:

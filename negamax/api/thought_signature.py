@@ -13,9 +13,11 @@ import hashlib
 import hmac
 import zlib
 
+from negamax.base.errors import ContextLengthError
+
 _SHOWN, _HIDDEN = "nm1s.", "nm1h."  # what a signature begins with
 _MAC_BYTES = 24
-MAX_THOUGHT_BYTES = 8 * 2**20  # of a hidden thought, unpacked
+_BYTES_PER_TOKEN = 16  # of the window, that the hidden thoughts of a request may have unpacked
 
 
 class ThoughtSigner:
@@ -30,18 +32,47 @@ class ThoughtSigner:
         packed = zlib.compress(text) if is_hidden else b""
         return (_HIDDEN if is_hidden else _SHOWN) + base64.b64encode(self._mac(text) + packed).decode()
 
-    def hidden_thought(self, signature: str) -> str | None:
-        """The thought within `signature`; None if there is none, or if it is not this model's."""
+    def unpack(self, signature: str, *, max_bytes: int) -> tuple[str | None, int]:
+        """The thought within `signature` (None if there is none, or if it is another model's) and how
+        many bytes were unpacked: at most `max_bytes`, and one more where there are more."""
         if not signature.startswith(_HIDDEN):
-            return None
+            return None, 0
+        unpacker = zlib.decompressobj()
         try:
             signed = base64.b64decode(signature.removeprefix(_HIDDEN), validate=True)
-            unpacker = zlib.decompressobj()
-            text = unpacker.decompress(signed[_MAC_BYTES:], MAX_THOUGHT_BYTES)
+            text = unpacker.decompress(signed[_MAC_BYTES:], max_bytes + 1)
         except (binascii.Error, ValueError, zlib.error):
-            return None
+            return None, 0
         is_ours = unpacker.eof and hmac.compare_digest(self._mac(text), signed[:_MAC_BYTES])
-        return text.decode("utf-8", "surrogatepass") if is_ours else None
+        return text.decode("utf-8", "surrogatepass") if is_ours else None, len(text)
 
     def _mac(self, text: bytes) -> bytes:
         return hmac.digest(self._key, text, "sha256")[:_MAC_BYTES]
+
+
+class HiddenThoughts:
+    """Takes the thoughts of one request out of their signatures, as many bytes as fit into a window.
+    Single writer: the request's history."""
+
+    def __init__(self, signer: ThoughtSigner, *, window: int, shows_earlier: bool) -> None:
+        """`window` is in tokens; `shows_earlier`: the prompt also has what was thought before the last
+        user message."""
+        self._signer = signer
+        self._window = window
+        self._bytes_left = _BYTES_PER_TOKEN * window
+        self.shows_earlier = shows_earlier
+
+    def unpack(self, signature: str, *, param: str) -> str | None:
+        """The thought within `signature`, which stands at `param` in the request; None if there is
+        none. Errors: `ContextLengthError` where the request's thoughts together are too long."""
+        thought, num_bytes = self._signer.unpack(signature, max_bytes=self._bytes_left)
+        if num_bytes > self._bytes_left:
+            raise ContextLengthError(
+                "prompt is too long: its hidden thinking has more than "
+                f"{_BYTES_PER_TOKEN * self._window} bytes. This model's maximum context length is "
+                f"{self._window} tokens, output included; shorten the prompt",
+                param=param,
+                code="context_length_exceeded",
+            )
+        self._bytes_left -= num_bytes
+        return thought

@@ -89,6 +89,16 @@ class ChatTemplate:
         except InvalidRequestError:
             return False
 
+    @functools.cached_property
+    def shows_earlier_thinking(self) -> bool:
+        """Whether it shows what was thought before the last user message; M2 does not."""
+        mark, user = "what-was-thought", {"role": "user", "content": "text"}
+        answer = {"role": "assistant", "content": "text", "reasoning_content": mark}
+        try:
+            return mark in self.render([user, answer, user])
+        except InvalidRequestError:
+            return True
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -10,15 +11,19 @@ import pytest
 from negamax.api.messages_history import History, history_of
 from negamax.api.schemas.answers import error_answer
 from negamax.api.schemas.messages import message_error
-from negamax.api.thought_signature import MAX_THOUGHT_BYTES, ThoughtSigner
-from negamax.base.errors import InvalidRequestError
+from negamax.api.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.text.messages import normalize_messages
 
 SIGNER = ThoughtSigner("nano")
 
 
+def thoughts(*, window: int = 100, shows_earlier: bool = False) -> HiddenThoughts:
+    return HiddenThoughts(SIGNER, window=window, shows_earlier=shows_earlier)
+
+
 def history(*messages: dict[str, Any], system: Any = None) -> History:
-    return history_of(messages, system=system, signer=SIGNER)
+    return history_of(messages, system=system, thoughts=thoughts())
 
 
 def user(*blocks: Any) -> dict[str, Any]:
@@ -176,8 +181,7 @@ def test_errors_have_anthropics_types(status: int, kind: str) -> None:
 
 def test_hidden_thought_comes_back_from_its_signature() -> None:
     thought = "One \U0001f642 thought.\n" * 50
-    hidden = SIGNER.signature(thought, is_hidden=True)
-    made = history(user(text("Go")), assistant({"type": "thinking", "thinking": "", "signature": hidden}, text("Ok")))
+    made = history(user(text("Go")), assistant(hidden(thought), text("Ok")))
     assert made.messages[1]["reasoning_content"] == thought
 
 
@@ -186,12 +190,43 @@ def test_signature_is_the_same_on_every_server_of_the_model_and_no_other() -> No
     assert SIGNER.signature("x") != SIGNER.signature("y")
 
 
-def test_foreign_broken_and_huge_signatures_hold_no_thought() -> None:
-    assert ThoughtSigner("micro").hidden_thought(SIGNER.signature("x", is_hidden=True)) is None
-    assert SIGNER.hidden_thought(SIGNER.signature("x")) is None
-    hidden = SIGNER.signature("x" * 100, is_hidden=True)
-    for broken in ("", "nm1h.", "nm1h.%%%", hidden[:-4], hidden[:10] + "AAAA" + hidden[14:]):
-        assert SIGNER.hidden_thought(broken) is None
-    bomb = SIGNER.signature("x" * (MAX_THOUGHT_BYTES + 1), is_hidden=True)
-    assert len(bomb) < 20_000
-    assert SIGNER.hidden_thought(bomb) is None
+def hidden(thought: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": "", "signature": SIGNER.signature(thought, is_hidden=True)}
+
+
+def test_foreign_and_broken_signatures_hold_no_thought() -> None:
+    signed = SIGNER.signature("x" * 100, is_hidden=True)
+    others = ThoughtSigner("micro").signature("x", is_hidden=True)
+    broken = ("", "nm1h.", "nm1h.%%%", signed[:-4], signed[:10] + "AAAA" + signed[14:])
+    for signature in (others, SIGNER.signature("x"), *broken):
+        assert thoughts().unpack(signature, param="") is None
+
+
+def test_thoughts_are_unpacked_within_one_budget_of_the_request() -> None:
+    for blocks in ([hidden("x" * 1_000_000)], [hidden("x" * 900), hidden("y" * 900)]):
+        with pytest.raises(ContextLengthError, match=r"more than 1600 bytes") as refused:
+            history(user(text("Go")), assistant(*blocks, text("Ok")))
+        assert refused.value.param == "messages[1]"
+    made = history(user(text("Go")), assistant(hidden("x" * 800), hidden("y" * 800), text("Ok")))
+    assert made.messages[1]["reasoning_content"] == "x" * 800 + "\n\n" + "y" * 800
+
+
+def test_a_bomb_is_unpacked_no_further_than_the_budget() -> None:
+    bomb = SIGNER.signature("x" * 50_000_000, is_hidden=True)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ContextLengthError):
+            thoughts().unpack(bomb, param="messages[0]")
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(bomb)
+    finally:
+        tracemalloc.stop()
+
+
+def test_only_thoughts_that_the_prompt_shows_are_unpacked() -> None:
+    earlier = [user(text("Go")), assistant(hidden("x" * 1_000_000), text("Ok"))]
+    now = [user(text("And now?")), assistant(hidden("short"), call(1)), user(result(1, "ok"))]
+    made = history(*earlier, *now)
+    told = [entry["reasoning_content"] for entry in made.messages if entry["role"] == "assistant"]
+    assert told == ["", "short"]
+    with pytest.raises(ContextLengthError):
+        history_of([*earlier, *now], system=None, thoughts=thoughts(shows_earlier=True))

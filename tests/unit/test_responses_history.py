@@ -8,16 +8,20 @@ import pytest
 
 from negamax.api.messages_history import History
 from negamax.api.responses_history import history_of
-from negamax.api.thought_signature import ThoughtSigner
+from negamax.api.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.base.errors import InvalidRequestError
 from negamax.text.messages import normalize_messages
 
 SIGNER = ThoughtSigner("nano")
 
 
+def thoughts(*, window: int = 100, shows_earlier: bool = False) -> HiddenThoughts:
+    return HiddenThoughts(SIGNER, window=window, shows_earlier=shows_earlier)
+
+
 def history(*items: dict[str, Any], instructions: str | None = None) -> History:
     placed = [(f"input[{index}]", item) for index, item in enumerate(items)]
-    return history_of(placed, instructions=instructions, signer=SIGNER)
+    return history_of(placed, instructions=instructions, thoughts=thoughts())
 
 
 def reasoning(**fields: Any) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""Thoughts within signatures: a small body cannot become a large prompt unseen."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from negamax.api.thought_signature import ThoughtSigner
+from tests.attacks.neighbour import Neighbour
+from tests.attacks.test_bodies import resident_bytes
+from tests.e2e.conftest import MODEL, Server
+
+MiB = 2**20
+NUM_BOMBS = 20
+BOMB = ThoughtSigner(MODEL).signature("x" * (7 * MiB), is_hidden=True)
+
+
+def of_messages() -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": "Go"},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "", "signature": BOMB}] * NUM_BOMBS,
+        },
+    ]
+
+
+def of_responses() -> list[dict[str, Any]]:
+    reasoning = {"type": "reasoning", "summary": [], "encrypted_content": BOMB}
+    return [{"role": "user", "content": "Go"}, *[reasoning] * NUM_BOMBS]
+
+
+def requests(*, has_gone_on: bool) -> dict[str, dict[str, Any]]:
+    """By path; `has_gone_on`: a user message follows, after which the prompt shows no thoughts."""
+    more = [{"role": "user", "content": "And now?"}] if has_gone_on else []
+    return {
+        "/v1/messages": {"model": MODEL, "max_tokens": 1, "messages": of_messages() + more},
+        "/v1/responses": {"max_output_tokens": 1, "input": of_responses() + more},
+    }
+
+
+@pytest.mark.parametrize("path", requests(has_gone_on=False))
+def test_thoughts_beyond_the_window_are_refused_as_they_unpack(server: Server, path: str) -> None:
+    before = resident_bytes(server)
+    with Neighbour(server) as neighbour, server.http() as http:
+        started = time.monotonic()
+        answer = http.post(path, json=requests(has_gone_on=False)[path])
+        seconds = time.monotonic() - started
+    assert answer.status_code == 400 and "hidden thinking" in answer.text
+    assert seconds < 1.0 and neighbour.longest_gap < 0.5 and neighbour.errors == []
+    assert resident_bytes(server) - before < 20 * MiB
+
+
+@pytest.mark.parametrize("path", requests(has_gone_on=True))
+def test_thoughts_that_the_prompt_leaves_out_are_not_unpacked(server: Server, path: str) -> None:
+    before = resident_bytes(server)
+    with server.http() as http:
+        answer = http.post(path, json=requests(has_gone_on=True)[path])
+    assert answer.status_code == 200
+    assert resident_bytes(server) - before < 20 * MiB
