@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import sys
 from pathlib import Path
+
+from negamax.base.errors import ResourceError
 
 
 def get(name: str) -> str | None:
@@ -13,9 +16,21 @@ def get(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
-def extended(name: str, value: str) -> dict[str, str]:
-    """This process's environment with one more variable, for a child."""
-    return {**os.environ, name: value}
+def for_child(**variables: str) -> dict[str, str]:
+    """This process's environment with more `variables` and without API keys, which children have no use for."""
+    return {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")} | variables
+
+
+def allow_open_files(needed: int) -> None:
+    """Let this process open `needed` files. Errors: `ResourceError` where the system does not let it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ResourceError(
+            f"this process may open {hard} files; at least {needed} are needed", hint="raise the limit (ulimit -n)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def names(prefix: str) -> list[str]:

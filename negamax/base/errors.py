@@ -6,6 +6,8 @@ and the process exit code it maps to. Anything else that escapes is a bug of our
 
 from __future__ import annotations
 
+import errno
+
 
 class NegamaxError(Exception):
     """Root of the tree: a message for people, and how the border reports it.
@@ -186,3 +188,17 @@ class CheckpointError(ConfigError):
 
 class ResourceError(ConfigError):
     """Memory, port or device that the chosen configuration needs and the machine does not have (exit code 2)."""
+
+    @classmethod
+    def of_system(cls, error: OSError) -> ResourceError:
+        """What the system refused, on one line."""
+        if error.errno == errno.ENAMETOOLONG:
+            name = max(str(error.filename or "").split("/"), key=len)
+            return cls(
+                f"{name[:40]}... is a file name of {len(name)} characters; the system allows 255 bytes",
+                hint="give a shorter one",
+            )
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return cls("too many files are open", hint="raise the limit, as with ulimit -n 65536")
+        what = f"{error.filename}: " if error.filename is not None else ""
+        return cls(f"{what}{error.strerror or error}")

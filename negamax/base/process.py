@@ -31,7 +31,7 @@ def spawn(module: str, *args: str, own_group: bool = False, pass_fds: Sequence[i
         stdin=subprocess.PIPE,
         start_new_session=own_group,
         pass_fds=pass_fds,
-        env=env.extended(log.CHILD_VARIABLE, log.settings()),
+        env=env.for_child(**{log.CHILD_VARIABLE: log.settings()}),
     )
 
 

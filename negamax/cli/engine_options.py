@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from negamax.base import log
+from negamax.base import env, log
 from negamax.base.errors import ConfigError
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
 from negamax.config.options import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, EngineOptions
@@ -117,6 +117,7 @@ _TABLE = (
         also=("--crash-dump-folder",),
     ),
 )
+_NEEDED_FILES = 128  # of a process with a model and a few connections
 _MODEL_ARGUMENT = Annotated[
     str | None,
     typer.Argument(metavar="MODEL", help="A local folder, a hub id, or 'nano', the embedded model.", show_default=False),
@@ -149,7 +150,9 @@ def with_engine_options(
         def wrapper(**values: Any) -> None:
             model = _one_model(values.pop("model"), values.pop("model_option"), needed=needs_model)
             chosen = chosen_fields(_TABLE, {flag.field: values.pop(flag.field) for flag in _TABLE})
-            command(engine=EngineOptions(model=model, **chosen), **values)
+            engine = EngineOptions(model=model, **chosen)
+            env.allow_open_files(_NEEDED_FILES)
+            command(engine=engine, **values)
 
         wrapper.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
         wrapper.flags = (*getattr(command, "flags", ()), _MODEL, *_TABLE)  # type: ignore[attr-defined]

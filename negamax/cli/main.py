@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from negamax import __version__
-from negamax.base.errors import NegamaxError
+from negamax.base.errors import NegamaxError, ResourceError
 from negamax.cli import bench, chat, doctor, generate, parse, serve
 from negamax.cli.examples import epilog
 from negamax.cli.resolve import Resolved, find_command, resolve
@@ -66,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output is gone; nothing is left to say
         return 1
+    except OSError as error:
+        refusal = ResourceError.of_system(error)
+        return _fail(" ".join(str(refusal).split()), refusal.exit_code)
     return result if isinstance(result, int) else 0
 
 

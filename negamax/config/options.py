@@ -16,6 +16,7 @@ LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 MAX_API_SERVERS = 64
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class EngineOptions:
         _at_least("--kv-cache-memory", self.kv_cache_memory, 1)
         _at_least("--num-kv-blocks", self.num_kv_blocks, 1)
         _at_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
-        _at_least("--num-threads", self.num_threads, 1)
+        _within("--num-threads", self.num_threads, 1, MAX_THREADS)
+        _within("--seed", self.seed, -(2**63), 2**63 - 1)
         _at_least("--max-logprobs", self.max_logprobs, 0)
 
 
@@ -147,6 +149,11 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(flag: str, value: int | None, low: int) -> None:
     if value is not None and value < low:
         raise ConfigError(f"{flag} is {value}; allowed: {low} or more")
+
+
+def _within(flag: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"{flag} is {value}; allowed: {low} to {high}")
 
 
 def _zero_or_more(flag: str, value: float) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import zmq
 from negamax.base import process
 from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.base.log import get_logger
+from negamax.base.private_folder import PrivateFolder
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
 
@@ -174,7 +173,8 @@ class EngineConnection:
     def __init__(self, options: EngineOptions, *, num_servers: int, receive: Receive, hang_seconds: float, module: str) -> None:
         """Starts the process; `handshake` waits for it."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.address = EngineAddress(tempfile.mkdtemp(prefix="negamax-"))
+        self._folder = PrivateFolder()
+        self.address = EngineAddress(self._folder.path)
         self.channel = EngineChannel(self.address, 0, receive=receive, failed=self.ended.set_result)
         self._start = wire.Start(options, num_servers)
         self._hang_seconds = hang_seconds
@@ -225,7 +225,7 @@ class EngineConnection:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self.channel.close()
-        shutil.rmtree(self.address.folder, ignore_errors=True)
+        self._folder.remove()
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Wait for a process that starts. Errors: `EngineDeadError` where it has ended without a word."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
-import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +12,7 @@ import zmq
 
 from negamax.base import process
 from negamax.base.errors import ConfigError, EngineDeadError
+from negamax.base.private_folder import PrivateFolder
 from negamax.scheduler.step import StepMasks, StepPlan, StepResult
 from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
 from negamax.worker.rank_process import MASKS, PLAN, PROBE, RankFailed, RankReport
@@ -97,18 +96,19 @@ class MultiProcessExecutor:
 
     def __init__(self, config: WorkerConfig) -> None:
         world_size = config.layout.world_size
-        self._folder = tempfile.mkdtemp(prefix="negamax-")
+        self._folder = PrivateFolder()
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._processes = []
         self._results = msgspec.msgpack.Decoder(StepResult)
-        init_method = f"file://{self._folder}/rendezvous"  # torch's TCP store would listen on all interfaces, without a key
-        results_address = f"ipc://{self._folder}/results"
+        # Through a file: torch's TCP store would listen on all interfaces, without a key.
+        init_method = f"file://{self._folder.path}/rendezvous"
+        results_address = f"ipc://{self._folder.path}/results"
         self._result_socket = self._context.socket(zmq.PAIR)
         self._result_socket.bind(results_address)
         try:
             for rank in range(world_size):
-                address = f"ipc://{self._folder}/rank{rank}"
+                address = f"ipc://{self._folder.path}/rank{rank}"
                 socket = self._context.socket(zmq.PAIR)
                 socket.linger = 0
                 socket.bind(address)
@@ -159,7 +159,7 @@ class MultiProcessExecutor:
         for socket in (*self._sockets, self._result_socket):
             socket.close(0)
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def _wait_ready(self) -> list[WorkerReady]:
         """What every rank reports. Errors: that of the first rank to fail, `EngineDeadError`."""

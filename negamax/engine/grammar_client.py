@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 
 import msgspec
 import zmq
 
 from negamax.base import process
+from negamax.base.private_folder import PrivateFolder
 from negamax.engine import grammar_wire as wire
 
 
@@ -17,12 +16,12 @@ class GrammarClient:
     """One grammar process. Single writer: the engine loop's thread."""
 
     def __init__(self, setup: wire.Setup) -> None:
-        self._folder = tempfile.mkdtemp(prefix="negamax-")
+        self._folder = PrivateFolder()
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self.socket.linger = 0
         self.socket.sndhwm = self.socket.rcvhwm = 0  # the loop never waits to be rid of a message
-        address = f"ipc://{self._folder}/grammars"
+        address = f"ipc://{self._folder.path}/grammars"
         self.socket.bind(address)
         self._process = process.spawn("negamax.engine.grammar_process", address)
         self.socket.send(msgspec.msgpack.encode(setup))
@@ -49,7 +48,7 @@ class GrammarClient:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 def wait_for_any(clients: list[GrammarClient], *, seconds: float) -> None:

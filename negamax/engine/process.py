@@ -19,7 +19,7 @@ import zmq
 
 from negamax.base import log
 from negamax.base.crash_dump import CrashDumps
-from negamax.base.errors import NegamaxError
+from negamax.base.errors import NegamaxError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.process import exit_with_parent
 from negamax.engine import wire
@@ -55,6 +55,10 @@ def _serve(start: wire.Start, *, context: Context, address: EngineAddress, reque
     except NegamaxError as error:
         outbox.send_first(wire.EngineFailed(str(error), error.exit_code))
         return error.exit_code
+    except OSError as system_error:
+        refusal = ResourceError.of_system(system_error)
+        outbox.send_first(wire.EngineFailed(str(refusal), refusal.exit_code))
+        return refusal.exit_code
     except Exception as error:
         logger.exception("the engine cannot start")
         options = start.options

@@ -113,6 +113,20 @@ def describe(num_blocks: int, config: WorkerConfig, *, model: CausalModel, dtype
     return f"KV cache {size / GIB:.2f} GiB per rank in {str(dtype).removeprefix('torch.')}"
 
 
+def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
+    """Refuse more rows, or longer ones, than the free memory holds: tokens and block table of each, for all ranks of a CPU."""
+    item = 8 if device.type == "cpu" else 4
+    per_row = item * (config.max_model_len + 1 + -(-config.max_model_len // config.block_size))
+    free = env.available_memory() // config.layout.world_size if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    needed = per_row * (config.max_num_seqs + 1)
+    if needed > free:
+        raise ResourceError(
+            f"{config.max_num_seqs} sequences of up to {config.max_model_len} tokens need {needed / GIB:.2f} GiB for their "
+            f"tokens alone, {free / GIB:.2f} GiB are free",
+            hint="lower --max-num-seqs or --max-model-len",
+        )
+
+
 def check_weights_fit(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, num_ranks: int) -> None:
     """Refuse a model whose weights exceed the free memory: of each rank's GPU, or of this machine for all CPU ranks."""
     on_gpu = device.type == "cuda"

@@ -45,6 +45,7 @@ class Worker:
         cache_dtype = kv_dtype(config.kv_cache_dtype, dtype=dtype, device=config.device)
         check_platform(platform_of(device), config.spec, dtype=dtype, cache_dtype=cache_dtype, rank=config.layout.rank)
         kv_pool.check_weights_fit(config.spec, dtype=dtype, device=device, num_ranks=config.layout.world_size)
+        kv_pool.check_rows_fit(config, device=device)
         self._context = context = _parallel_context(config, device)
         self._group = context.attention_group
         self._kernels = kernels = resolve(platform=config.device, dtype=dtype)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import secrets
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from negamax.api.lifecycle import Lifecycle
 from negamax.api.metrics import NUM_COLUMNS as METRIC_COLUMNS
+from negamax.base.private_folder import PrivateFolder
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.admission import NUM_COLUMNS as QUEUE_COLUMNS
 
@@ -30,7 +30,7 @@ class Seat:
     @classmethod
     def first_of(cls, count: int) -> Seat:
         """The leader's; it makes what the others find."""
-        return cls.of(0, count, Path(tempfile.mkdtemp(prefix="negamax-")) if count > 1 else None)
+        return cls.of(0, count, Path(PrivateFolder().path) if count > 1 else None)
 
     @classmethod
     def of(cls, index: int, count: int, folder: Path | None) -> Seat:

@@ -41,7 +41,9 @@ def load(*, fp32: bool = False) -> ctypes.PyDLL | None:
 
 def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
     """The shared object for this source, compiler and processor, from the user's cache or made now."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stdout
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True, env=env.for_child()
+    ).stdout
     identity = b"\0".join((SOURCE.read_bytes(), version, " ".join(flags).encode(), _processor()))
     folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "negamax" / "native"
     library = folder / f"rows-{hashlib.sha256(identity).hexdigest()[:24]}.so"
@@ -50,7 +52,7 @@ def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = Path(scratch) / "rows.so"
             command = [compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm"]
-            subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS, check=True)
+            subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS, check=True, env=env.for_child())
             fresh.replace(library)
     return library
 

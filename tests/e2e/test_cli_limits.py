@@ -1,0 +1,79 @@
+"""What a command cannot do on this machine is one line with value, limit and remedy, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from negamax.base import process
+from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.cli.main import main
+from tests.e2e.conftest import MODEL
+from tests.e2e.test_cli_commands import FAST, negamax
+
+LONG = "b" * 300
+HELLO = ("--prompt", "Hello", "--max-tokens", "2")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line by which a command is refused."""
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert (code, out) == (2, ""), line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("generate", MODEL, "--seed", str(10**30)),
+            "000; allowed: -9223372036854775808 to 92",
+        ),
+        (("generate", MODEL, "--num-threads", "10000"), "--num-threads is 10000; allowed: 1 to 1024"),
+        (("generate", MODEL, *FAST, *HELLO, "--max-num-seqs", str(10**6)), "lower --max-num-seqs or --max-model-len"),
+        (("serve", MODEL, "--chat-template", LONG), "300 characters; the system allows 255 bytes"),
+        (("generate", LONG, *HELLO), "neither an existing folder"),
+        (("generate", MODEL, *HELLO, "--script", LONG), "the system allows 255 bytes"),
+    ],
+)
+def test_values_beyond_the_machine(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in refused(capsys, *arguments)
+
+
+def test_a_window_beyond_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(NANO_FOLDER, tmp_path / "nano")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**31 - 1}))
+    line = refused(capsys, "generate", str(folder), *FAST, *HELLO)
+    assert "64 sequences of up to 2147483647 tokens need" in line and "lower --max-num-seqs or --max-model-len" in line
+
+
+def test_too_few_files_may_be_open() -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+
+    done = negamax("serve", MODEL, "--port", "0", preexec_fn=few)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "negamax: error: this process may open 20 files; at least 128 are needed (raise the limit (ulimit -n))\n"
+    )
+
+
+def test_children_do_not_inherit_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NEGAMAX_API_KEY", "OPENAI_API_KEY", "NEGAMAX_OTHER"):
+        monkeypatch.setenv(name, "secret-value")
+    child: subprocess.Popen[bytes] = process.spawn("code")
+    try:
+        inherited = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        child.send_signal(signal.SIGKILL)
+        process.stop(child, timeout=5.0)
+    assert [word for word in inherited if b"secret-value" in word] == [b"NEGAMAX_OTHER=secret-value"]

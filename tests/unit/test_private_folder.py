@@ -1,0 +1,64 @@
+"""Private folders: short enough for sockets, closed to others, and gone after their makers."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from negamax.base import private_folder
+from negamax.base.errors import ResourceError
+from negamax.base.private_folder import PrivateFolder
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files of this test's own, with a short path."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_only_this_user_can_enter_and_it_is_removed(temporary: Path) -> None:
+    folder = PrivateFolder()
+    assert Path(folder.path).parent == temporary
+    assert stat.S_IMODE(Path(folder.path).stat().st_mode) == 0o700
+    folder.remove()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_folder_with_a_long_path_is_passed_over(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = temporary / ("a" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = PrivateFolder()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder.path}/requests-63")
+    folder.remove()
+    monkeypatch.setattr(private_folder, "_MOST_BYTES", 30)
+    with pytest.raises(ResourceError, match=r"sockets in it need one of at most \d+ \(set TMPDIR to a shorter one\)"):
+        PrivateFolder()
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_in_use_is_not(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import os; from negamax.base.private_folder import PrivateFolder; print(PrivateFolder().path, flush=True); os.abort()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={"TMPDIR": str(temporary)}, capture_output=True, text=True)
+    abandoned, foreign = Path(done.stdout.strip()), temporary / "negamax-notes"
+    foreign.mkdir()
+    used = PrivateFolder()
+    assert abandoned.is_dir()  # it is so young that its maker might be about to lock it
+    monkeypatch.setattr(private_folder, "_SECONDS_TO_LOCK", -1.0)
+    PrivateFolder().remove()
+    assert not abandoned.exists()
+    assert foreign.exists() and Path(used.path).exists()
+    used.remove()
