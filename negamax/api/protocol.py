@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import httptools
@@ -23,26 +24,18 @@ MAX_FRAMING_BYTES = 64 * 1024  # of a chunked body beside its content: extension
 MAX_UNWANTED_BYTES = 64 * 2**20  # of a body, taken after the answer: many clients read only when they have sent everything
 LINGER_SECONDS = 30.0  # for the end of such a body
 _CHUNK_BYTES = 32  # of a chunk beside its content that do not count: its size, line ends
-_MAX_CONNECTIONS = 65_536
-_SPARE_FILES = 128  # file descriptors that are not connections
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 BODY_CHANNEL = "negamax.body_channel"  # the extension of a request's scope that is its `BodyChannel`
 
 
-def protocol_class(*, slow_client_timeout: float, max_connections: int) -> type[LimitedProtocol]:
+def protocol_class(*, slow_client_timeout: float) -> type[LimitedProtocol]:
     """The class of the server's connections. A client that leaves what was sent to it unread for `slow_client_timeout` seconds
-    is cut off; connections above `max_connections` are closed at once."""
+    is cut off."""
 
     class Connection(LimitedProtocol):
         SLOW_CLIENT_SECONDS = slow_client_timeout
-        MAX_CONNECTIONS = max_connections
 
     return Connection
-
-
-def max_connections(max_files: int) -> int:
-    """Connections that a process with `max_files` file descriptors may hold."""
-    return max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
 
 
 class Pausable(Protocol):
@@ -95,7 +88,6 @@ class LimitedProtocol(HttpToolsProtocol):
     """One connection. Single writer: the event loop."""
 
     SLOW_CLIENT_SECONDS = 60.0
-    MAX_CONNECTIONS = _MAX_CONNECTIONS
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -108,19 +100,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._framing_bytes = 0
         self._unwanted_bytes = 0
         self.source: Pausable | None = None  # of the body that is being sent
+        self.ended: Callable[[LimitedProtocol], None] | None = None  # told of the connection's end
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.MAX_CONNECTIONS:
-            transport.abort()
-        else:
-            self._await_head()
+        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
         self._body_arrived()
         self._written()
         super().connection_lost(exc)
+        if self.ended is not None:
+            self.ended(self)
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:

@@ -8,7 +8,6 @@ import errno
 import gc
 import resource
 import socket
-import ssl
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from negamax.api.context import ApiContext
 from negamax.api.guard import Guard, is_loopback
 from negamax.api.health import health_router
 from negamax.api.lifecycle import Signals
+from negamax.api.listening import Acceptor, ConnectionLimits, TlsFiles
 from negamax.api.load_report import log_load
 from negamax.api.messages import messages_router
 from negamax.api.models import models_router
@@ -34,7 +34,7 @@ from negamax.api.native_generate import native_router
 from negamax.api.playground import playground_router
 from negamax.api.processes.leader import Leader, bound_to
 from negamax.api.processes.seat import Seat
-from negamax.api.protocol import max_connections, protocol_class
+from negamax.api.protocol import protocol_class
 from negamax.api.responses import responses_router
 from negamax.api.tokens import tokens_router
 from negamax.base import env
@@ -48,7 +48,6 @@ from negamax.engine.supervisor import EngineSupervisor
 
 logger = get_logger(__name__)
 
-_BACKLOG = 2048
 _GC_THRESHOLD = 10_000  # new containers between two collections of the youngest
 _CLOSE_SECONDS = 5  # for connections to close after the last answer
 # FastAPI's own, which variables of OpenTelemetry could turn on; versions without it ignore this.
@@ -125,7 +124,7 @@ def open_listener(options: ServerOptions) -> socket.socket:
     that do not fit."""
     family, kind, protocol, address = resolve_address(options)
     host, port = options.host, options.port
-    _check_tls(options)
+    _tls_files(options)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -146,16 +145,10 @@ def _shared(listener: socket.socket) -> socket.socket:
     return bound_to(address, family=listener.family)
 
 
-def _check_tls(options: ServerOptions) -> None:
+def _tls_files(options: ServerOptions) -> TlsFiles | None:
     if options.ssl_certfile is None or options.ssl_keyfile is None:
-        return
-    for flag, path in (("--ssl-certfile", options.ssl_certfile), ("--ssl-keyfile", options.ssl_keyfile)):
-        if not Path(path).is_file():
-            raise ConfigError(f"{flag} is {path!r}, which is not a file", hint="give a PEM file")
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"--ssl-certfile and --ssl-keyfile cannot be used: {error}", hint="give matching PEM files") from None
+        return None
+    return TlsFiles(options.ssl_certfile, options.ssl_keyfile)
 
 
 def _bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
@@ -293,9 +286,9 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         """`stop_engine` ends every open request; `leader` has the server processes that begin and end with this one."""
         options = context.options
-        self._protocol_class = protocol_class(
-            slow_client_timeout=options.slow_client_timeout, max_connections=max_connections(_raise_file_limit())
-        )
+        self._protocol_class = protocol_class(slow_client_timeout=options.slow_client_timeout)
+        self._limits = ConnectionLimits.of(max_files=_raise_file_limit(), per_address=options.max_connections_per_address)
+        self._tls = _tls_files(options)
         self._make_config = partial(
             uvicorn.Config,
             http=self._protocol_class,
@@ -304,12 +297,11 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             lifespan="off",
             ws="none",
-            backlog=_BACKLOG,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_CLOSE_SECONDS,  # for a client that stopped reading
         )
         app = create_app(context)
-        super().__init__(self._make_config(app, ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile))
+        super().__init__(self._make_config(app))
         self._internal_app = context.peers.behind(app)
         self._context = context
         self._stop_engine = stop_engine
@@ -318,7 +310,9 @@ class HttpServer(uvicorn.Server):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        for listener in sockets or ():
+            self._listen(listener)
         context, leader = self._context, self._leader
         watches = [context.lifecycle.pulse(), self._watch(context.engine.gave_up)]
         if leader is not None:  # the first process, which also tells the metrics
@@ -374,6 +368,13 @@ class HttpServer(uvicorn.Server):
         await asyncio.shield(end)
         self._context.lifecycle.begin_drain()
         self.should_exit = True
+
+    def _listen(self, listener: socket.socket) -> None:
+        make_protocol = partial(
+            self._protocol_class, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        acceptor: Any = Acceptor(listener, make_protocol, limits=self._limits, tls=self._tls)
+        self.servers.append(acceptor)
 
     async def _listen_to_peers(self) -> None:
         """Answer other server processes, too."""

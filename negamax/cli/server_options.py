@@ -50,6 +50,11 @@ _TABLE = (
     Flag("ssl_certfile", SECURITY, "TLS certificate (chain), PEM."),
     Flag("ssl_keyfile", SECURITY, "TLS private key, PEM."),
     Flag("max_body_bytes", LIMITS, "Largest request body, such as 64MiB.", is_size=True),
+    Flag(
+        "max_connections_per_address",
+        LIMITS,
+        "Connections of one client address to one server process; default: half of all it may have.",
+    ),
     Flag("request_timeout", LIMITS, "Seconds a request may take in all; default: no limit."),
     Flag("slow_client_timeout", LIMITS, "Seconds until a client that does not read is cut off."),
     Flag("drain_timeout", LIMITS, "Seconds that open requests get after SIGTERM."),

@@ -103,6 +103,7 @@ class ServerOptions:
     tool_call_parser: str = "auto"  # names: text.formats
     reasoning_parser: str = "auto"
     max_body_bytes: int = 64 * 2**20
+    max_connections_per_address: int | None = None  # of one server process; default: half of all it may have
     request_timeout: float | None = None  # from arrival to the last token; a request may ask for less
     drain_timeout: float = 30.0  # that open requests get after SIGTERM
     slow_client_timeout: float = 60.0  # a client that does not read what is sent is cut off after this
@@ -129,6 +130,8 @@ class ServerOptions:
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             raise ConfigError("an API key is empty or has characters that no header can carry; allowed: printable ASCII")
         _at_least("--max-body-bytes", self.max_body_bytes, 1024)
+        if self.max_connections_per_address is not None:
+            _at_least("--max-connections-per-address", self.max_connections_per_address, 1)
         _at_least("--max-engine-restarts", self.max_engine_restarts, 0)
         _at_least("--stream-interval", self.stream_interval, 1)
         _at_least("--max-log-len", self.max_log_len, 0)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import resource
+import shutil
 import socket
+import ssl
+import subprocess
 from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 
-from negamax.api import guard, protocol
-from negamax.base.errors import RequestTimeoutError
+from negamax.api import guard, listening, protocol
+from negamax.api.listening import Acceptor, ConnectionLimits, TlsFiles
+from negamax.base.errors import ConfigError, RequestTimeoutError
 
+FREE = ConnectionLimits(in_all=100, per_address=100)
 BIG = b"x" * 10_000_000  # more than the buffers of both kernels' sockets take
 
 
@@ -68,22 +77,33 @@ class Client:
         self._socket.close()
 
 
-def with_server(test: Callable[[int], Awaitable[None]], *, keep_alive: int = 5, **limits: Any) -> None:
+def with_server(
+    test: Callable[[int], Awaitable[None]],
+    *,
+    keep_alive: int = 5,
+    slow_client_timeout: float = 60.0,
+    limits: ConnectionLimits = FREE,
+    tls: TlsFiles | None = None,
+) -> None:
     """Run `test` against a server with these limits, in one event loop."""
 
     async def run() -> None:
-        kind = protocol.protocol_class(**({"slow_client_timeout": 60.0, "max_connections": 100} | limits))
+        kind = protocol.protocol_class(slow_client_timeout=slow_client_timeout)
         listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(app, http=kind, lifespan="off", ws="none", log_config=None, timeout_keep_alive=keep_alive)
         server = uvicorn.Server(config)
-        serving = asyncio.create_task(server._serve([listener]))
+        serving = asyncio.create_task(server._serve([]))
         while not server.started:
             await asyncio.sleep(0.01)
+        make_protocol = partial(kind, config=config, server_state=server.server_state, app_state={})
+        acceptor: Any = Acceptor(listener, make_protocol, limits=limits, tls=tls)
+        server.servers.append(acceptor)
         try:
             await test(listener.getsockname()[1])
         finally:
             server.should_exit = True
             await serving
+            listener.close()
 
     asyncio.run(run())
 
@@ -107,19 +127,139 @@ def test_head_that_does_not_come_in_time_ends_the_connection(monkeypatch: pytest
     with_server(test)
 
 
-def test_connections_above_the_limit_are_closed_at_once() -> None:
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("limits", [ConnectionLimits(3, 100), ConnectionLimits(100, 3)], ids=["in all", "per address"])
+def test_connections_above_a_limit_are_closed_at_once(limits: ConnectionLimits) -> None:
     async def test(port: int) -> None:
         clients = [Client(port) for _ in range(5)]
         await asyncio.sleep(0.1)
         for client in clients[:3]:
-            await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await client.send(GET)
             assert (await client.read()).startswith(b"HTTP/1.1 200")
         for client in clients[3:]:
             assert await client.read() == b""
         for client in clients:
             client.close()
+        await asyncio.sleep(0.1)
+        again = Client(port)
+        await again.send(GET)
+        assert (await again.answer()).endswith(b"ok")
+        again.close()
 
-    with_server(test, max_connections=3)
+    with_server(test, limits=limits)
+
+
+def test_a_client_with_ipv6_has_one_network() -> None:
+    assert listening._client_of("2001:db8::1") == listening._client_of("2001:db8::ffff") != listening._client_of("2001:db9::1")
+    assert listening._client_of("::ffff:10.0.0.1") == listening._client_of("10.0.0.1") != listening._client_of("10.0.0.2")
+
+
+@pytest.fixture(scope="session")
+def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")
+    make_certificate(certificate, key)
+    return certificate, key
+
+
+def make_certificate(certificate: str, key: str) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificate with openssl")
+    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run([*request, "-out", certificate, "-keyout", key], check=True, capture_output=True)
+
+
+def test_handshakes_count_as_connections_and_end_in_time(tls_files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "HANDSHAKE_SECONDS", 0.5)
+
+    async def asked(port: int) -> bytes:
+        """The answer to a client that speaks TLS; empty: it was refused."""
+        context = ssl.create_default_context(cafile=tls_files[0])
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+        except (ConnectionError, ssl.SSLError):
+            return b""
+        writer.write(GET)
+        answer = await reader.read(1000)
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.sleep(0.1)  # for the server to notice
+        return answer
+
+    async def test(port: int) -> None:
+        assert (await asked(port)).startswith(b"HTTP/1.1 200")
+        silent = [Client(port) for _ in range(3)]
+        await silent[1].send(b"\x16\x03\x01\x02\x00\x01\x00")  # half of a greeting
+        await asyncio.sleep(0.1)
+        assert await asked(port) == b""
+        for client in silent:
+            assert await client.read() == b""  # their time is over
+            client.close()
+        assert (await asked(port)).startswith(b"HTTP/1.1 200")
+        noisy = [Client(port) for _ in range(50)]
+        for client in noisy:
+            with contextlib.suppress(ConnectionError):
+                await client.send(b"GET / HTTP/1.1\r\n\r\n")
+        await asyncio.sleep(0.2)
+        assert (await asked(port)).startswith(b"HTTP/1.1 200")
+        for client in noisy:
+            client.close()
+
+    with_server(test, limits=ConnectionLimits(3, 3), tls=TlsFiles(*tls_files))
+
+
+def test_new_tls_files_serve_new_connections(tls_files: tuple[str, str], tmp_path: Path) -> None:
+    certificate, key = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
+    shutil.copy(tls_files[0], certificate)
+    shutil.copy(tls_files[1], key)
+    files = TlsFiles(certificate, key)
+    before = files.context
+    Path(key).write_text("no key")
+    with pytest.raises(ConfigError):
+        files.reload()
+    assert files.context is before
+    make_certificate(certificate, key)
+
+    async def test(port: int) -> None:
+        old, new = (ssl.create_default_context(cafile=path) for path in (tls_files[0], certificate))
+        _, kept = await asyncio.open_connection("127.0.0.1", port, ssl=old, server_hostname="localhost")
+        files.reload()
+        with pytest.raises(ssl.SSLError):
+            await asyncio.open_connection("127.0.0.1", port, ssl=old, server_hostname="localhost")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=new, server_hostname="localhost")
+        writer.write(GET)
+        assert (await reader.read(1000)).startswith(b"HTTP/1.1 200")
+        writer.close()
+        kept.close()
+
+    files.context = before
+    with_server(test, tls=files)
+
+
+def test_files_that_run_out_cost_a_line_of_the_log_and_no_service(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(port: int) -> None:
+        clients = [socket.socket() for _ in range(60)]
+        num_open = len(list(Path("/proc/self/fd").iterdir()))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 10, hard))
+        try:
+            for client in clients:
+                client.connect(("127.0.0.1", port))
+            await asyncio.sleep(1.2)
+            for client in clients:
+                client.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        again = Client(port)
+        await again.send(GET)
+        assert (await again.answer()).endswith(b"ok")
+        again.close()
+
+    with caplog.at_level(logging.WARNING):
+        with_server(test)
+    assert len(caplog.records) == 1 and "connections wait" in caplog.text
 
 
 def test_unread_answer_is_dropped_after_the_limit() -> None:
