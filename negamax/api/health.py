@@ -9,7 +9,6 @@ from negamax import __version__
 from negamax.api.border import json_response
 from negamax.api.context import ApiContext
 from negamax.api.schemas.answers import HealthAnswer, VersionAnswer
-from negamax.base.errors import UnavailableError
 
 
 def health_router(context: ApiContext) -> APIRouter:
@@ -23,11 +22,9 @@ def health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/readyz")
     async def readyz() -> Response:
-        """200 while a request would be taken: the engine runs and shows it, and the server does not stop."""
+        """200 while a request would be taken: the engine and its ranks run and show it, and the server does not stop."""
         context.lifecycle.check_accepting()
-        context.engine.check_alive()
-        if not context.engine.is_responsive:
-            raise UnavailableError("the engine gives no sign of life", code="engine_silent", retry_after=1.0)
+        context.engine.check_responsive()
         return json_response(HealthAnswer("ok"))
 
     async def health() -> Response:

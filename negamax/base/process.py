@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -33,6 +34,17 @@ def spawn(module: str, *args: str, own_group: bool = False, pass_fds: Sequence[i
         pass_fds=pass_fds,
         env=env.for_child(**{log.CHILD_VARIABLE: log.settings()}),
     )
+
+
+def is_gone(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a child has ended, by the pipe to its standard input, which has no reader then: with a device driver to clean
+    up after, its exit code is known much later."""
+    assert process.stdin is not None
+    if process.poll() is not None:
+        return True
+    poller = select.poll()
+    poller.register(process.stdin, 0)  # errors are always reported
+    return bool(poller.poll(0))
 
 
 def exit_with_parent() -> None:

@@ -91,10 +91,17 @@ class AsyncEngine:
         """Whether requests can be served: the engine runs, and no end of it is known."""
         return self._channel is not None and self._channel.is_open and not self._is_stopped
 
-    @property
-    def is_responsive(self) -> bool:
-        """Whether the engine is alive and has given a sign of life in the last seconds."""
-        return self.alive and self._channel is not None and self._channel.silent_seconds < _RESPONSIVE_SECONDS
+    def check_responsive(self) -> None:
+        """Refuse while the engine or one of its ranks has given no sign of life in the last seconds: `UnavailableError`."""
+        self.check_alive()
+        assert self._channel is not None
+        silent = None
+        if self._channel.silent_seconds >= _RESPONSIVE_SECONDS:
+            silent = "the engine"
+        elif self._channel.rank_silence >= _RESPONSIVE_SECONDS:
+            silent = f"rank {self._channel.rank}"
+        if silent is not None:
+            raise UnavailableError(f"{silent} gives no sign of life", code="engine_silent", retry_after=1.0)
 
     @property
     def stats(self) -> wire.EngineStats:

@@ -63,6 +63,7 @@ class EngineChannel:
         self.is_open = True
         self.stats: wire.EngineStats | None = None  # of the last message
         self.last_beat = self.last_progress = time.monotonic()
+        self.rank, self.rank_silence = 0, 0.0  # the rank that is silent for the longest time, and its seconds, at the last beat
         self._receive = receive
         self._failed = failed
         self._context = zmq.Context()
@@ -154,6 +155,7 @@ class EngineChannel:
         """A message that is no step."""
         if isinstance(message, wire.Heartbeat):
             self.stats = message.stats
+            self.rank, self.rank_silence = message.rank, message.rank_silence
             if message.is_idle or message.num_rounds != self._num_rounds:
                 self._num_rounds = message.num_rounds
                 self.last_progress = self.last_beat
@@ -253,5 +255,7 @@ class EngineConnection:
             last = now
             if now - channel.last_beat > beat_seconds:
                 channel.fail(f"the engine process hangs: no sign of life for {beat_seconds:g} s")
+            elif channel.rank_silence > beat_seconds:
+                channel.fail(f"rank {channel.rank} hangs: no sign of life for {beat_seconds:g} s")
             elif now - channel.last_progress > self._hang_seconds:
                 channel.fail(f"the engine hangs: no step ended within {self._hang_seconds:g} s")

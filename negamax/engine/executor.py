@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import subprocess
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -13,6 +15,8 @@ import zmq
 from negamax.base import process
 from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.base.private_folder import PrivateFolder
+from negamax.base.shared_numbers import SharedNumbers
+from negamax.engine.rank_watch import RankWatch
 from negamax.scheduler.step import StepMasks, StepPlan, StepResult
 from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
 from negamax.worker.rank_process import MASKS, PLAN, PROBE, RankFailed, RankReport
@@ -20,7 +24,6 @@ from negamax.worker.rank_process import MASKS, PLAN, PROBE, RankFailed, RankRepo
 if TYPE_CHECKING:
     from negamax.worker.outcome import Outcome
 
-POLL_MS = 500
 SHUTDOWN_SECONDS = 5.0  # in which ranks that are told to end do so
 
 
@@ -47,6 +50,10 @@ class Executor(Protocol):
         """Ask every rank between steps; the answer of rank 0."""
         ...
 
+    def watch_ranks(self) -> RankWatch | None:
+        """A watch of the rank processes, for a thread of its own; None: there are none."""
+        ...
+
     def shutdown(self) -> None: ...
 
 
@@ -71,6 +78,9 @@ class InProcessExecutor:
 
     def probe(self, probe: Probe) -> ProbeAnswer:
         return self._thread.submit(self._worker.probe, probe).result()
+
+    def watch_ranks(self) -> None:
+        return None
 
     def shutdown(self) -> None:
         if not self._closed:
@@ -99,24 +109,25 @@ class MultiProcessExecutor:
         self._folder = PrivateFolder()
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
-        self._processes = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
-        # Through a file: torch's TCP store would listen on all interfaces, without a key.
-        init_method = f"file://{self._folder.path}/rendezvous"
-        results_address = f"ipc://{self._folder.path}/results"
         self._result_socket = self._context.socket(zmq.PAIR)
-        self._result_socket.bind(results_address)
+        self._result_socket.bind(f"ipc://{self._folder.path}/results")
+        self._beats = SharedNumbers(1, num_rows=world_size, path=Path(self._folder.path, "beats"))
         try:
             for rank in range(world_size):
-                address = f"ipc://{self._folder.path}/rank{rank}"
                 socket = self._context.socket(zmq.PAIR)
                 socket.linger = 0
-                socket.bind(address)
+                socket.sndhwm = 0  # never full: a send fails where the rank is gone, and else returns at once
+                socket.bind(f"ipc://{self._folder.path}/rank{rank}")
                 self._sockets.append(socket)
-                self._processes.append(process.spawn("negamax.worker.rank_process", address, results_address))
-                layout = dataclasses.replace(config.layout, rank=rank)
-                rank_config = dataclasses.replace(config, layout=layout, init_method=init_method)
-                socket.send(msgspec.msgpack.encode(rank_config))
+                self._processes.append(process.spawn("negamax.worker.rank_process", self._folder.path, str(rank)))
+            # torch's TCP store would listen on all interfaces, without a key
+            config = dataclasses.replace(config, init_method=f"file://{self._folder.path}/rendezvous")
+            for rank, socket in enumerate(self._sockets):
+                self._wait_for_any([socket], zmq.POLLOUT)
+                rank_config = dataclasses.replace(config, layout=dataclasses.replace(config.layout, rank=rank))
+                socket.send(msgspec.msgpack.encode(rank_config), zmq.NOBLOCK)
             readies = self._wait_ready()
         except BaseException:
             self._close(timeout=0.0)  # ranks may wait for one that failed, and say so when it goes
@@ -126,26 +137,23 @@ class MultiProcessExecutor:
         self.ready = dataclasses.replace(readies[0], num_kv_blocks=min(blocks))
 
     def launch(self, plan: StepPlan) -> Launched:
-        frame = PLAN + msgspec.msgpack.encode(plan)
-        for socket in self._sockets:
-            socket.send(frame)
+        self._send_all(PLAN + msgspec.msgpack.encode(plan))
         return _RemoteStep(self)
 
     def send_masks(self, masks: StepMasks) -> None:
-        frame = MASKS + msgspec.msgpack.encode(masks)
-        for socket in self._sockets:
-            socket.send(frame)
+        self._send_all(MASKS + msgspec.msgpack.encode(masks))
 
     def probe(self, probe: Probe) -> ProbeAnswer:
-        frame = PROBE + msgspec.msgpack.encode(probe)
-        for socket in self._sockets:
-            socket.send(frame)
+        self._send_all(PROBE + msgspec.msgpack.encode(probe))
         answers = [msgspec.msgpack.decode(self._receive(socket), type=ProbeAnswer) for socket in self._sockets]
         return answers[0]
 
     def receive(self) -> StepResult:
         """The next result of rank 0. Errors: `EngineDeadError` where a rank process is gone."""
         return self._results.decode(self._receive(self._result_socket))
+
+    def watch_ranks(self) -> RankWatch:
+        return RankWatch(self._processes, self._beats)
 
     def shutdown(self) -> None:
         for socket in self._sockets:
@@ -163,30 +171,42 @@ class MultiProcessExecutor:
 
     def _wait_ready(self) -> list[WorkerReady]:
         """What every rank reports. Errors: that of the first rank to fail, `EngineDeadError`."""
-        poller, readies = zmq.Poller(), {}
-        for socket in self._sockets:
-            poller.register(socket, zmq.POLLIN)
+        readies: dict[int, WorkerReady] = {}
         while len(readies) < len(self._sockets):
-            reported = dict(poller.poll(POLL_MS))
-            for rank, socket in enumerate(self._sockets):
-                if socket in reported:
-                    readies[rank] = _started(socket.recv())
-            if not reported:
-                self._check_alive()
+            waiting = [socket for rank, socket in enumerate(self._sockets) if rank not in readies]
+            socket = self._wait_for_any(waiting, zmq.POLLIN)
+            readies[self._sockets.index(socket)] = _started(socket.recv())
         return [readies[rank] for rank in range(len(self._sockets))]
 
+    def _send_all(self, frame: bytes) -> None:
+        """To every rank, without waiting. Errors: `EngineDeadError`."""
+        for rank, socket in enumerate(self._sockets):
+            try:
+                socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                raise EngineDeadError(self.watch_ranks().death() or f"rank {rank} has hung up") from None
+
     def _receive(self, socket: zmq.Socket[bytes]) -> bytes:
-        """The next frame of `socket`, while all ranks live."""
-        while not socket.poll(POLL_MS):
-            self._check_alive(socket)
+        """The next frame of `socket`. Errors: `EngineDeadError` where a rank ends before it comes."""
+        self._wait_for_any([socket], zmq.POLLIN)
         return socket.recv()
 
-    def _check_alive(self, *awaited: zmq.Socket[bytes]) -> None:
-        """Errors: `EngineDeadError` where a rank has ended, and nothing has come from `awaited`."""
-        for rank, child in enumerate(self._processes):
-            code = child.poll()
-            if code is not None and not any(socket.poll(0) for socket in awaited or self._sockets):
-                raise EngineDeadError(f"rank {rank} ended with exit code {code}")
+    def _wait_for_any(self, sockets: list[zmq.Socket[bytes]], event: int) -> zmq.Socket[bytes]:
+        """The first of `sockets` that can be read or written. Errors: `EngineDeadError` where a rank ends before."""
+        poller = zmq.Poller()
+        for socket in sockets:
+            poller.register(socket, event)
+        for child in self._processes:
+            assert child.stdin is not None
+            poller.register(child.stdin, zmq.POLLERR)  # no one reads it any more: the child is gone
+        while True:
+            ready = dict(poller.poll())
+            for socket in sockets:  # what a rank sent before its end counts
+                if socket in ready:
+                    return socket
+            death = self.watch_ranks().death()
+            if death is not None:
+                raise EngineDeadError(death)
 
 
 def _started(frame: bytes) -> WorkerReady:

@@ -15,6 +15,7 @@ from negamax.base.errors import EngineDeadError, EngineError, NegamaxError
 from negamax.base.log import get_logger
 from negamax.engine.constraints import Constraints
 from negamax.engine.executor import Executor, Launched
+from negamax.engine.rank_watch import RankWatch
 from negamax.engine.wire import EngineStats
 from negamax.scheduler import crash_details
 from negamax.scheduler.request import GenerateRequest
@@ -180,6 +181,10 @@ class EngineLoop:
     def dump_crash(self, reason: str, error: BaseException) -> None:
         """Write down what ran when `error` was raised."""
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
+
+    def watch_ranks(self) -> RankWatch | None:
+        """A watch of the rank processes, for a thread of its own; None: there are none."""
+        return self._executor.watch_ranks()
 
     def shutdown(self) -> None:
         self._constraints.shutdown()

@@ -1,8 +1,8 @@
 """The engine process: `python -m negamax.engine.process FOLDER`, started by `engine.connection`.
 
 The first frame holds the options; then requests come in from one server process or several, and after every step each gets the
-updates of its sequences with the statistics. A thread of its own tells all of them twice a second that the process lives and
-whether its loop goes round.
+updates of its sequences with the statistics. A thread of its own watches the ranks, and tells all server processes twice a
+second that the process lives, whether its loop goes round, and how long a rank has been silent.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,7 +20,7 @@ import zmq
 
 from negamax.base import log
 from negamax.base.crash_dump import CrashDumps
-from negamax.base.errors import NegamaxError, ResourceError
+from negamax.base.errors import EngineDeadError, NegamaxError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.process import exit_with_parent
 from negamax.engine import wire
@@ -29,6 +30,8 @@ from negamax.engine.loop import EngineLoop
 logger = get_logger(__name__)
 
 
+LOOK_SECONDS = 0.1  # between two looks at the ranks
+LAST_STEP_SECONDS = 0.3  # in which a loop that waits for a step notices by itself that a rank is gone
 RECONNECT_MS = 10  # between two attempts to reach a server process
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -72,6 +75,11 @@ def _serve(start: wire.Start, *, context: Context, address: EngineAddress, reque
     try:
         with pulse.beating(context, address, num_servers=start.num_servers):
             serve(loop, requests=requests, outbox=outbox, pulse=pulse)
+    except EngineDeadError as error:
+        logger.error("the engine stops: %s", error)
+        loop.dump_crash(str(error), error)
+        outbox.send_first(wire.EngineFailed(str(error), 1))
+        return 1
     except Exception as error:
         logger.exception("the engine stops")
         loop.dump_crash("the engine failed", error)
@@ -186,13 +194,25 @@ class Pulse:
 
     @contextmanager
     def beating(self, context: Context, address: EngineAddress, *, num_servers: int) -> Iterator[None]:
-        """Send a heartbeat twice a second while inside."""
+        """Send a heartbeat twice a second while inside, and say once that a rank is gone, whatever the loop waits for."""
         stop = threading.Event()
 
         def beat() -> None:
+            watch = self._loop.watch_ranks()
+            next_beat = 0.0
             with Outbox(context, address, num_servers=num_servers, linger=0) as outbox:
-                while not stop.wait(BEAT_SECONDS):
-                    outbox.send_all(wire.Heartbeat(self.num_rounds, self.is_idle, self._loop.stats()))
+                while not stop.wait(BEAT_SECONDS if watch is None else LOOK_SECONDS):
+                    rank, silence = (0, 0.0) if watch is None else watch.longest_silence()
+                    death = None if watch is None else watch.death()
+                    if death is not None:
+                        if not stop.wait(LAST_STEP_SECONDS):  # the loop has not noticed: it waits for something else
+                            self._loop.dump_crash(death, EngineDeadError(death))
+                            outbox.send_first(wire.EngineFailed(death, 1))
+                        stop.wait()  # the server process ends this one
+                    elif time.monotonic() >= next_beat:
+                        next_beat = time.monotonic() + BEAT_SECONDS - LOOK_SECONDS
+                        stats = self._loop.stats()
+                        outbox.send_all(wire.Heartbeat(self.num_rounds, self.is_idle, stats, rank, silence))
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
         thread.start()

@@ -70,6 +70,9 @@ class ScriptedExecutor:
     def probe(self, probe: Probe) -> ProbeAnswer:
         return ProbeAnswer()
 
+    def watch_ranks(self) -> None:
+        return None
+
     def shutdown(self) -> None:
         self._rows.clear()
 

@@ -104,11 +104,13 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """Twice a second, from a thread of its own: the process runs, and whether its loop goes round."""
+    """Twice a second, from a thread of its own: the process runs, whether its loop goes round, and its ranks run."""
 
     num_rounds: int  # of the loop since the start
     is_idle: bool  # the loop waits for a message
     stats: EngineStats
+    rank: int = 0  # the rank process that has given no sign of life for the longest time,
+    rank_silence: float = 0.0  # and for how many seconds
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from negamax.base.errors import EngineDeadError
 from negamax.kernels.collectives.spec import Collective, PeerMemory
 
 if TYPE_CHECKING:
@@ -85,5 +86,8 @@ class ProcessGroup:
         if tensor.is_cuda:
             dist.all_gather_into_tensor(parts, tensor.contiguous(), group=self._group)
         else:
-            dist.all_gather(list(parts), tensor.contiguous(), group=self._group)
+            try:
+                dist.all_gather(list(parts), tensor.contiguous(), group=self._group)
+            except RuntimeError as error:  # from now on the ranks are out of step
+                raise EngineDeadError(f"another rank is gone or out of step: {error}") from error
         return list(parts)

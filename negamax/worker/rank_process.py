@@ -1,9 +1,10 @@
-"""One tensor-parallel rank as a process: `python -m negamax.worker.rank_process PLANS RESULTS`.
+"""One tensor-parallel rank as a process: `python -m negamax.worker.rank_process FOLDER RANK`.
 
-Frames on the first socket: a WorkerConfig, then StepPlans (each with its StepMasks behind it, where it has masked rows) and
-Probes, all behind one byte that tells which, and an empty frame to stop; back come a WorkerReady or a RankFailed, then one
-answer per probe. The second socket carries one StepResult per plan, from rank 0 only: a thread of its own waits for the device,
-so that the next plan is launched meanwhile.
+Frames on the rank's socket in the executor's folder: a WorkerConfig, then StepPlans (each with its StepMasks behind it, where
+it has masked rows) and Probes, all behind one byte that tells which, and an empty frame to stop; back come a WorkerReady or a
+RankFailed, then one answer per probe. The socket of the results carries one StepResult per plan, from rank 0 only: a thread of
+its own waits for the device, so that the next plan is launched meanwhile. Another thread writes the time into the rank's row of
+the file of beats.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import dataclasses
 import gc
 import sys
 import threading
+import time
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -20,9 +23,11 @@ import zmq
 
 from negamax.base import env, log
 from negamax.base.crash_dump import CrashDumps
-from negamax.base.errors import NegamaxError
+from negamax.base.errors import EngineDeadError, NegamaxError
 from negamax.base.log import get_logger
 from negamax.base.process import exit_now, exit_with_parent
+from negamax.base.shared_numbers import SharedNumbers
+from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler import crash_details
 from negamax.scheduler.step import StepMasks, StepPlan, StepResult
 from negamax.worker.config import Probe, WorkerConfig, WorkerReady
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 PLAN, MASKS, PROBE = b"s", b"m", b"p"  # first byte of a frame
+BEAT_SECONDS = 0.5
+LOST_SECONDS = 2.0  # that a rank which lost another one waits to be ended: the executor should find that one gone, not this one
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by themselves, is not used. The
 # executor watches the ranks, so PyTorch's own watch of them, which calls an orderly end an alarm, is off. What gloo and NCCL
@@ -62,17 +69,18 @@ class _Stopped(BaseException):
     """Told to stop in the middle of a step."""
 
 
-def main(plans_address: str, results_address: str) -> int:
+def main(folder: str, rank: int) -> int:
     """Serve one executor until it says stop; the exit code of the process."""
     exit_with_parent()
     log.setup_as_parent()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 1000
-        socket.connect(plans_address)
+        socket.connect(f"ipc://{folder}/rank{rank}")
         config = msgspec.msgpack.decode(socket.recv(), type=WorkerConfig)
+        threading.Thread(target=_beat, args=(folder, config.layout), name="heartbeat", daemon=True).start()
         for name, value in ENVIRONMENT:
             env.set_default(name, value)
-        part = f"rank-{config.layout.rank}"
+        part = f"rank-{rank}"
         dumps = CrashDumps(config.crash_dump_dir, part=part, options=dataclasses.asdict(config))
         try:
             from negamax.worker.worker import Worker  # torch: seconds of import, after the connection stands
@@ -85,9 +93,9 @@ def main(plans_address: str, results_address: str) -> int:
         gc.freeze()  # what the start left behind lives as long as the process: later collections need not visit it
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
         outcomes: SimpleQueue[Outcome | StepResult | None] = SimpleQueue()
-        sending = (outcomes, context, results_address, dumps)
+        sending = (outcomes, context, f"ipc://{folder}/results", dumps)
         sender = threading.Thread(target=_send_results, args=sending, name="results")
-        if config.layout.rank == 0:
+        if rank == 0:
             sender.start()
         plans, probes = msgspec.msgpack.Decoder(StepPlan), msgspec.msgpack.Decoder(Probe)
         masks = msgspec.msgpack.Decoder(StepMasks)
@@ -104,22 +112,34 @@ def main(plans_address: str, results_address: str) -> int:
                 if frame[:1] == PLAN:
                     plan = plans.decode(frame[1:])
                     outcome = worker.launch(plan, next_masks)
-                    if config.layout.rank == 0:
+                    if rank == 0:
                         outcomes.put(outcome)
                 else:
                     socket.send(msgspec.msgpack.encode(worker.probe(probes.decode(frame[1:]))))
         except _Stopped:
             pass
+        except EngineDeadError as error:
+            logger.error("rank %d cannot go on: %s", rank, error)
+            time.sleep(LOST_SECONDS)
+            return 1
         except Exception as error:
             last = [crash_details.of_plan(plan)] if plan else []
             dumps.write("the rank failed", details=lambda: {"last_plans": last}, error=error)
             raise
         finally:  # a rank that fails must end, and not wait for its own thread
             outcomes.put(None)
-            if config.layout.rank == 0:
+            if rank == 0:
                 sender.join()
         worker.close()
     return 0
+
+
+def _beat(folder: str, layout: ParallelLayout) -> None:
+    """Show again and again that this process is not stopped."""
+    row = SharedNumbers(1, num_rows=layout.world_size, path=Path(folder, "beats")).row(layout.rank)
+    while True:
+        row[0] = time.monotonic()
+        time.sleep(BEAT_SECONDS)
 
 
 def _send_results(
@@ -144,4 +164,4 @@ def _send_results(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from negamax.base.errors import EngineDeadError
 from negamax.layers.attention import KvView
 from negamax.models.registry import CausalModel
 from negamax.scheduler.step import StepPlan
@@ -45,6 +46,8 @@ class Runner:
                         rows.tokens[slot, start + 1 : start + 1 + predicted].long(),
                         num_top=state.sampling.prompt_logprobs or 0,
                     )
+                except EngineDeadError:  # another rank is gone, which is no fault of the row
+                    raise
                 except Exception as error:
                     rows.fail(slot, error)
         return found

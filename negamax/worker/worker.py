@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
 from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.loader import load_weights
@@ -87,7 +88,7 @@ class Worker:
 
         A row that fails is reported in `errors` and leaves the other rows as they would be without it: one that cannot be
         prepared, sampled or described, and on the CPU one that makes the model raise. On a GPU a model that raises fails the
-        whole step.
+        whole step. Errors: `EngineDeadError` where another rank is gone.
         """
         self._rows.apply(plan)
         vocab_size = self._config.spec.vocab_size
@@ -96,6 +97,8 @@ class Worker:
             return self._run(plan, masks)
         try:
             return self._run(plan, masks).result()
+        except EngineDeadError:  # another rank is gone: there is nothing to repeat
+            raise
         except Exception:
             logger.exception("step %d failed as a batch; running its %d rows one by one", plan.step_id, len(plan.slots))
             return self._run_apart(plan, masks)
@@ -243,6 +246,8 @@ class Worker:
         for row, samples in enumerate(plan.samples):
             try:
                 result = self._run(_single_row(plan, row), late_masks.single(row)).result()
+            except EngineDeadError:
+                raise
             except Exception as error:
                 logger.exception("row %d of step %d failed", row, plan.step_id)
                 errors[row] = f"{type(error).__name__} while the model ran this request"

@@ -17,6 +17,7 @@ from negamax.api.processes.seat import Seat
 from negamax.base import process
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
+from negamax.base.silence import Silence
 from negamax.config.options import EngineOptions, ServerOptions
 from negamax.engine.connection import BEAT_TIMEOUT_SECONDS, EngineAddress
 from negamax.engine.restarts import RestartPolicy, Supervision
@@ -26,7 +27,6 @@ logger = get_logger(__name__)
 
 MEMBER_MODULE = "negamax.api.processes.member"
 _POLL_SECONDS = 0.05
-_LONGEST_POLL_SECONDS = 1.0  # a poll that comes later says that this process stood still
 _RESTARTS = Supervision(max_restarts=3)  # of one process
 _END_SECONDS = 7.0  # that processes get which were told to break off
 
@@ -115,14 +115,14 @@ class Leader:
             except OSError as error:
                 self._give_up(f"server process {index} cannot be started: {error}")
                 return
-            silence = _Silence()
+            silence = Silence()
             while running.poll() is None:
                 await asyncio.sleep(_POLL_SECONDS)
                 has_served = has_served or self._seat.socket_of(index).exists()
                 if silence.seconds(Lifecycle.pulse_of(self._seat.metrics, index)) > self._hang_seconds:
                     logger.error("server process %d gives no sign of life for %g s and is killed", index, self._hang_seconds)
                     running.kill()
-                    silence = _Silence()
+                    silence = Silence()
             if self._is_ending:
                 return
             _close(self._processes.pop(index))
@@ -162,25 +162,6 @@ class Leader:
     def _tell_all(self, news: wire.News) -> None:
         for running in self._processes.values():
             _tell(running, news)
-
-
-class _Silence:
-    """How long a process has given no sign of life; times in which this process stood still itself do not count. Single writer:
-    its keeper."""
-
-    def __init__(self) -> None:
-        self._pulse = 0.0
-        self._seconds = 0.0
-        self._last = time.monotonic()
-
-    def seconds(self, pulse: float) -> float:
-        """The silence until now; `pulse` is the last sign, 0 before the first one."""
-        now = time.monotonic()
-        self._seconds += min(now - self._last, _LONGEST_POLL_SECONDS)
-        self._last = now
-        if pulse != self._pulse or not pulse:
-            self._pulse, self._seconds = pulse, 0.0
-        return self._seconds
 
 
 def bound_to(address: Any, *, family: int) -> socket.socket:

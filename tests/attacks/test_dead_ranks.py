@@ -1,0 +1,68 @@
+"""Rank processes that are killed or stopped: noticed whatever the engine waits for, told to the clients, and replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.conftest import Server, eventually, serving
+from tests.e2e.test_api_errors import error_of
+from tests.e2e.test_engine_restarts import CHAT, LONG, last_lines_after, ranks_of, wait_until_ready
+
+
+@pytest.fixture(scope="module")
+def mortal_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two ranks, which is started again however often they die."""
+    options = ("--tensor-parallel-size", "2", "--engine-restart-window", "0.1")
+    with serving(*options, log_file=tmp_path_factory.mktemp("mortal_ranks") / "log") as server:
+        yield server
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_rank_that_dies_while_nobody_asks_is_noticed_and_replaced(mortal_ranks: Server, rank: int) -> None:
+    engine = mortal_ranks.engine_pid()
+    with mortal_ranks.http() as http:
+        assert http.get("/readyz").status_code == 200
+        os.kill(ranks_of(engine)[rank], signal.SIGKILL)
+        assert eventually(lambda: http.get("/readyz").status_code == 503, seconds=1)
+        assert f"rank {rank} ended with exit code -9" in error_of(http.get("/readyz"), 503)["message"]
+        assert error_of(http.post(CHAT, json=LONG), 503)["code"] == "engine_restarting"
+        wait_until_ready(mortal_ranks)
+        assert mortal_ranks.engine_pid() != engine
+        assert http.post(CHAT, json=LONG | {"max_tokens": 5}).status_code == 200
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_rank_that_dies_under_streams_ends_them_with_what_may_be_retried(mortal_ranks: Server, rank: int) -> None:
+    victim = ranks_of(mortal_ranks.engine_pid())[rank]
+    killed: list[float] = []
+
+    def kill() -> None:
+        os.kill(victim, signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    error, done = last_lines_after(mortal_ranks, kill)
+    assert time.monotonic() - killed[0] < 2
+    assert f"rank {rank} ended with exit code -9" in error and "service_unavailable_error" in error
+    assert done == "data: [DONE]"
+    wait_until_ready(mortal_ranks)
+
+
+def test_stopped_rank_shows_in_readiness_before_anybody_asks(mortal_ranks: Server) -> None:
+    engine = mortal_ranks.engine_pid()
+    victim = ranks_of(engine)[1]
+    with mortal_ranks.http() as http:
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            assert eventually(lambda: http.get("/readyz").status_code == 503, seconds=10)
+            assert "rank 1" in error_of(http.get("/readyz"), 503)["message"]
+        finally:
+            os.kill(victim, signal.SIGCONT)
+        assert eventually(lambda: http.get("/readyz").status_code == 200)
+        assert http.post(CHAT, json=LONG | {"max_tokens": 5}).status_code == 200
+        assert mortal_ranks.engine_pid() == engine
