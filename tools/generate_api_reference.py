@@ -139,7 +139,6 @@ SECTIONS = (
         {
             ("POST", "/generate"): _GENERATE,
             ("POST", "/abort_request"): Route(native_generate.AbortRequest, native_generate.NumAborted),
-            ("GET", "/flush_cache"): _FLUSH,
             ("POST", "/flush_cache"): _FLUSH,
             ("GET", "/model_info"): _MODEL_INFO,
             ("GET", "/get_model_info"): _MODEL_INFO,

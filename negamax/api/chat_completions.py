@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
+from negamax.api.access import names_of, salt_of
 from negamax.api.border import failure_event, json_response
 from negamax.api.constraints import CallChoice, answer_grammar, constrained
 from negamax.api.context import FINGERPRINT, ApiContext
@@ -80,7 +81,7 @@ def chat_router(context: ApiContext) -> APIRouter:
             lambda: answer_grammar(context.voice, tools=tools, choice=calls, content=content), num_bytes=num_bytes
         )
         conversation = _conversation(chat, tools, thinking)
-        prompt = await context.prompts.chat(conversation, num_bytes=num_bytes, cache_salt=chat.cache_salt)
+        prompt = await context.prompts.chat(conversation, num_bytes=num_bytes, cache_salt=salt_of(request, chat.cache_salt))
         sampling = constrained(sampling, context.voice, reasoning=prompt.reasoning, grammar=grammar, budget=thinking.budget)
         rules = _reading_rules(chat, tools, calls, sampling)
         readers = [ChoiceReader(context.voice, prompt=prompt, rules=rules) for _ in range(chat.n)]
@@ -90,6 +91,7 @@ def chat_router(context: ApiContext) -> APIRouter:
             sampling,
             chat,
             request_id=f"{answer.id}-{secrets.token_hex(4)}",
+            names=names_of(answer.id),
             arrival=arrival,
             stream_interval=chat.stream_interval,
             http=request,
@@ -108,7 +110,7 @@ def chat_router(context: ApiContext) -> APIRouter:
         model = context.model_name(chat.model)
         _sampling(context, chat)
         conversation = _conversation(chat, chat.offered_tools, chat.thinking_choice)
-        prompt = await context.prompts.chat(conversation, num_bytes=num_bytes)
+        prompt = await context.prompts.chat(conversation, num_bytes=num_bytes, cache_salt=salt_of(request, chat.cache_salt))
         answer = RenderedPrompt(
             request_id=chat.answer_id("chatcmpl"), model=model, prompt=prompt.text, token_ids=prompt.token_ids
         )

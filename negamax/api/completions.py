@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from negamax.api.access import names_of, salt_of
 from negamax.api.border import failure_event, json_response
 from negamax.api.constraints import constrained
 from negamax.api.context import FINGERPRINT, ApiContext
@@ -45,7 +46,7 @@ def completions_router(context: ApiContext) -> APIRouter:
         model = context.model_name(wanted.model)
         sampling = _sampling(wanted)
         context.check_sampling(sampling)
-        prompts = await context.prompts.plain(wanted.prompt, cache_salt=wanted.cache_salt)
+        prompts = await context.prompts.plain(wanted.prompt, cache_salt=salt_of(request, wanted.cache_salt))
         context.engine.check_room(len(prompts) * sampling.n, sum(map(len, prompts)))
         samplings = [_constrained(sampling, wanted, prompt, voice=context.voice) for prompt in prompts]
         answer = _TextAnswering(context, wanted, model=model, prompts=prompts)
@@ -56,6 +57,7 @@ def completions_router(context: ApiContext) -> APIRouter:
                 limits,
                 wanted,
                 request_id=f"{engine_id}-{number}",
+                names=names_of(answer.id),
                 arrival=arrival,
                 stream_interval=wanted.stream_interval,
                 http=request,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import msgspec
 from fastapi import Request
 
 from negamax import __version__
+from negamax.api.access import salt_of, tenant_of
 from negamax.api.conversation import PromptBuilder, Voice
 from negamax.api.lifecycle import Lifecycle
 from negamax.api.metrics import ServerMetrics
@@ -26,7 +27,7 @@ from negamax.api.tracing import RequestTracer
 from negamax.base.errors import NotFoundError
 from negamax.config.options import ServerOptions
 from negamax.engine.client import AsyncEngine
-from negamax.engine.generation import Generation, Observer
+from negamax.engine.generation import Generation, Observer, Owner
 from negamax.engine.output import TextReader
 from negamax.scheduler.request import SamplingParams
 from negamax.text.formats import output_style
@@ -143,6 +144,7 @@ class ApiContext:
         wanted: Wanted,
         *,
         request_id: str,
+        names: Iterable[str] = (),
         arrival: float,
         stream_interval: int | None,
         http: Request,
@@ -150,7 +152,7 @@ class ApiContext:
     ) -> Generation:
         """A request to the engine, measured. Errors at the call are the engine's; `arrival` is a `time.monotonic()`. The
         server's own limit of time counts beside the request's; its interval where the request has none. `http` is where
-        it came from; `readers` are as of `AsyncEngine.generate`."""
+        it came from; `names` are what the client may call it, `readers` are as of `AsyncEngine.generate`."""
         observer: Observer = self.metrics.meter(sampling, arrival=arrival)
         if self.request_ended:
             record = RequestRecord(
@@ -171,10 +173,11 @@ class ApiContext:
             sampling,
             request_id=request_id,
             priority=wanted.priority,
-            cache_salt=wanted.cache_salt,
+            cache_salt=salt_of(http, wanted.cache_salt),
             deadline=arrival + min(limits) if limits else None,
             observer=observer,
             readers=readers,
+            owner=Owner(tenant_of(http), frozenset(names)),
             interval=(stream_interval or self.options.stream_interval) if wanted.stream else _WHOLE_INTERVAL,
         )
         if self.request_ended:

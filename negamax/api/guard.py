@@ -6,20 +6,18 @@ All of it is decided before the body is read, so that refusing costs next to not
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 import time
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from negamax.api.access import Access
 from negamax.api.border import negamax_error
 from negamax.api.context import ApiContext
-from negamax.api.playground import browser_key
 from negamax.api.request_body import too_large
 from negamax.api.unpacking import Unpacker, packed_as
 from negamax.base.errors import (
-    AuthenticationError,
     ForbiddenError,
     HeadTooLargeError,
     NegamaxError,
@@ -48,9 +46,9 @@ class Guard:
         options = context.options
         self._app = app
         self._context = context
-        self._keys = [key.encode() for key in options.api_keys]
+        self._access = Access(options)
         hosts = {host.lower() for host in (*options.allowed_hosts, options.host)}
-        is_open = bool(self._keys) or options.allow_unauthenticated or _ALL in hosts
+        is_open = self._access.has_keys or options.allow_unauthenticated or _ALL in hosts
         self._hosts = None if is_open else hosts
         self._body_budget = BODIES_IN_FLIGHT * options.max_body_bytes  # bytes
         self.max_packed_bytes = options.max_body_bytes  # of one body, as it comes
@@ -97,10 +95,10 @@ class Guard:
             _check_host(headers, self._hosts)
         if path == OPEN_PATH:
             return
-        if self._keys:
-            _check_key(headers, self._keys, path=path)
+        self._access.identify(scope)
         if scope["method"] in _SAFE_METHODS:
             return
+        self._access.check_site(scope)
         self._context.lifecycle.check_accepting()
         if path in GENERATION_PATHS:
             self._context.engine.check_alive()
@@ -170,25 +168,6 @@ def _check_size(headers: _Headers, *, url_bytes: int) -> None:
     header_bytes = sum(len(name) + len(value) for name, value in headers)
     if header_bytes > MAX_HEADER_BYTES:
         raise HeadTooLargeError(f"the headers have {header_bytes} bytes; allowed: {MAX_HEADER_BYTES}", code="headers_too_large")
-
-
-def _check_key(headers: _Headers, keys: list[bytes], *, path: str) -> None:
-    given = b""
-    for name, value in headers:
-        if name == b"authorization" and value[:7].lower() == b"bearer ":
-            given = value[7:].strip()
-            break
-        if name == b"x-api-key":
-            given = value.strip()
-    given = given or browser_key(path, headers)
-    if not given:
-        raise AuthenticationError(
-            "the API key is missing",
-            hint="send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-            code="missing_api_key",
-        )
-    if not sum(hmac.compare_digest(given, key) for key in keys):  # all of them are compared, whichever fits
-        raise AuthenticationError("the API key is wrong", code="invalid_api_key")
 
 
 def _check_host(headers: _Headers, allowed: set[str]) -> None:

@@ -86,7 +86,7 @@ def messages_router(context: ApiContext) -> APIRouter:
         turn = await off_loop(
             lambda: _turn(wanted, context.hidden_thoughts(signer), max_tokens=1, stop=[]), num_bytes=num_bytes
         )
-        prompt = await turn_prompt(context, turn, wanted, num_bytes=num_bytes)
+        prompt = await turn_prompt(context, request, turn, wanted, num_bytes=num_bytes)
         return json_response(TokenCount(len(prompt.token_ids)), headers={"request-id": request.state.request_id})
 
     return router

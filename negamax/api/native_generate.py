@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
+from collections.abc import Mapping
 from functools import partial
 
 import msgspec
@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from negamax import __version__
+from negamax.api.access import check_admin, is_admin, salt_of, tenant_of
 from negamax.api.border import failure_event, json_response
 from negamax.api.constraints import constrained
 from negamax.api.context import ApiContext
@@ -38,7 +39,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 
 _LEAST = -9999.0  # JSON has no infinity
-_ABORT = "abort"  # what server processes ask of each other, with the id of a request, or null for all
+_ABORT = "abort"  # what server processes ask of each other
 
 
 def native_router(context: ApiContext) -> APIRouter:
@@ -58,7 +59,7 @@ def native_router(context: ApiContext) -> APIRouter:
         limits = [_engine_sampling(wanted, sampling) for sampling in samplings]
         for limit in limits:
             context.check_sampling(limit)
-        prompts = await context.prompts.plain(wanted.prompts, cache_salt=wanted.cache_salt)
+        prompts = await context.prompts.plain(wanted.prompts, cache_salt=salt_of(request, wanted.cache_salt))
         context.engine.check_room(sum(limit.n for limit in limits), sum(len(prompt) for prompt in prompts))
         parts = [
             context.generate(
@@ -66,6 +67,7 @@ def native_router(context: ApiContext) -> APIRouter:
                 _constrained(context, wanted, sampling, limit, prompt),
                 wanted,
                 request_id=f"generate-{rid}-{secrets.token_hex(4)}",
+                names=[rid, wanted.rid] if isinstance(wanted.rid, str) else [rid],
                 arrival=arrival,
                 stream_interval=sampling.stream_interval,
                 http=request,
@@ -82,16 +84,16 @@ def native_router(context: ApiContext) -> APIRouter:
 
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        """End the requests with an id, of whatever route, or all."""
+        """End the requests with an id, of whatever route, or all. Administrators may end those of other keys."""
         wanted, _ = await read_request(request, AbortRequest, context.body_limits)
-        if wanted.rid is None and not wanted.abort_all:
-            refuse("rid", "send the id of a request, or abort_all")
-        rid = None if wanted.abort_all else wanted.rid
-        counts = await context.peers.ask_others(_ABORT, rid)
-        return json_response(NumAborted(abort(rid) + sum(counts)))
+        meant = _meant(request, wanted)
+        counts = await context.peers.ask_others(_ABORT, meant)
+        return json_response(NumAborted(abort(meant) + sum(counts)))
 
-    async def flush_cache() -> Response:
-        """Forget all cached prefixes."""
+    @router.post("/flush_cache")
+    async def flush_cache(request: Request) -> Response:
+        """Forget all cached prefixes; for administrators."""
+        check_admin(request)
         num_open = context.engine.admission.num_open
         if num_open:
             raise InvalidRequestError(
@@ -113,19 +115,28 @@ def native_router(context: ApiContext) -> APIRouter:
         """How it is served, and how busy the server is."""
         return json_response(_server_info(context))
 
-    for method in ("GET", "POST"):
-        router.add_api_route("/flush_cache", flush_cache, methods=[method])
     for name, route in (("model_info", model_info), ("server_info", server_info)):
         router.add_api_route(f"/{name}", route, methods=["GET"])
         router.add_api_route(f"/get_{name}", route, methods=["GET"])
     return router
 
 
-def _abort(engine: AsyncEngine, rid: str | None) -> int:
-    """End this process's sequences of a request, or all; how many there are."""
-    # Ids in the engine: a word for the route, the client's id, then a random one.
-    own = re.compile(".*" if rid is None else f"(?:[a-z]+-)?{re.escape(rid)}(?:[-/].*)?")
-    return engine.abort(lambda sequence_id: own.fullmatch(sequence_id) is not None)
+def _meant(request: Request, wanted: AbortRequest) -> dict[str, str | None]:
+    """The name and the tenant of the requests that are to end; None: any."""
+    if wanted.rid is None and not wanted.abort_all:
+        refuse("rid", "send the id of a request, or abort_all")
+    if wanted.abort_all:
+        check_admin(request)
+    return {
+        "name": None if wanted.abort_all else wanted.rid,
+        "tenant": None if is_admin(request) else tenant_of(request),
+    }
+
+
+def _abort(engine: AsyncEngine, meant: Mapping[str, str | None]) -> int:
+    """End this process's sequences that have the name and are the tenant's, either of which may be None: any; how many."""
+    name, tenant = meant["name"], meant["tenant"]
+    return engine.abort(lambda owner: name in (None, *owner.names) and tenant in (None, owner.tenant))
 
 
 def _engine_sampling(wanted: NativeRequest, sampling: NativeSampling) -> SamplingParams:

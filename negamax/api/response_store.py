@@ -47,6 +47,7 @@ class KeptResponse:
     body: bytes  # JSON
     turn: KeptTurn
     item_ids: Sequence[str] = ()
+    tenant: str = ""  # the only one that may see it
 
 
 class ResponseStore:
@@ -73,16 +74,17 @@ class ResponseStore:
         while self._responses and (len(self._responses) > self._max_responses or self.num_bytes > self._max_bytes):
             self.remove(next(iter(self._responses)))
 
-    def get(self, response_id: str) -> KeptResponse | None:
-        """The response, or None; it counts as used."""
+    def get(self, response_id: str, *, tenant: str = "") -> KeptResponse | None:
+        """The response, if it is this tenant's, or None; it counts as used."""
         kept = self._responses.get(response_id)
-        if kept is not None:
-            self._responses.move_to_end(response_id)
+        if kept is None or kept.tenant != tenant:
+            return None
+        self._responses.move_to_end(response_id)
         return kept
 
-    def item(self, item_id: str) -> Item | None:
-        """An output item of a kept response, or None."""
-        kept = self.get(self._owners.get(item_id, ""))
+    def item(self, item_id: str, *, tenant: str = "") -> Item | None:
+        """An output item of a kept response of this tenant's, or None."""
+        kept = self.get(self._owners.get(item_id, ""), tenant=tenant)
         items = [] if kept is None else decoded(kept.turn.output_items)
         return next((item for item in items if item.get("id") == item_id), None)
 

@@ -10,6 +10,7 @@ from functools import partial
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from negamax.api.access import tenant_of
 from negamax.api.border import error_of, json_response
 from negamax.api.content_logprobs import ContentLogprobs
 from negamax.api.context import ApiContext
@@ -64,32 +65,32 @@ def responses_router(context: ApiContext) -> APIRouter:
         if isinstance(read, Response):
             return read
         wanted, num_bytes = read
-        return json_response(await responses.count(wanted, num_bytes=num_bytes))
+        return json_response(await responses.count(request, wanted, num_bytes=num_bytes))
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
         """A kept response."""
         if request.query_params.get("stream", "false").lower() == "true":
             refuse("stream", "a kept response is not streamed again; leave it out")
-        return Response(responses.fetched(response_id), media_type="application/json")
+        return Response(responses.fetched(response_id, tenant_of(request)), media_type="application/json")
 
     @router.get("/v1/responses/{response_id}/input_items")
-    async def input_items(response_id: str) -> Response:
+    async def input_items(request: Request, response_id: str) -> Response:
         """What the request of a kept response sent."""
-        items = decoded(responses.kept(response_id).turn.input_items)
+        items = decoded(responses.kept(response_id, tenant_of(request)).turn.input_items)
         ids = [item.get("id") for item in items]
         return json_response(ItemList(data=items, first_id=ids[0], last_id=ids[-1]))
 
     @router.delete("/v1/responses/{response_id}")
-    async def delete(response_id: str) -> Response:
+    async def delete(request: Request, response_id: str) -> Response:
         """Forget a response."""
-        responses.delete(response_id)
+        responses.delete(response_id, tenant_of(request))
         return json_response(DeletedResponse(response_id))
 
     @router.post("/v1/responses/{response_id}/cancel")
-    async def cancel(response_id: str) -> Response:
+    async def cancel(request: Request, response_id: str) -> Response:
         """End a response that runs in the background."""
-        return Response(await responses.cancel(response_id), media_type="application/json")
+        return Response(await responses.cancel(response_id, tenant_of(request)), media_type="application/json")
 
     return router
 
@@ -114,18 +115,18 @@ class _Responses:
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._awaited: dict[str, asyncio.Event] = {}  # set when the response is fetched
-        context.peers.when_asked(_ITEM, self._store.item)
+        context.peers.when_asked(_ITEM, lambda asked: self._store.item(asked["id"], tenant=asked["tenant"]))
 
-    def kept(self, response_id: str) -> KeptResponse:
-        """A kept response. Errors: `NotFoundError`."""
-        kept = self._store.get(response_id)
+    def kept(self, response_id: str, tenant: str) -> KeptResponse:
+        """A kept response of a tenant's. Errors: `NotFoundError`."""
+        kept = self._store.get(response_id, tenant=tenant)
         if kept is None:
             raise _unknown(response_id, param="response_id", code="response_not_found")
         return kept
 
-    def fetched(self, response_id: str) -> bytes:
+    def fetched(self, response_id: str, tenant: str) -> bytes:
         """A kept response as JSON, for its client. Errors: `NotFoundError`."""
-        body = self.kept(response_id).body
+        body = self.kept(response_id, tenant).body
         if response_id in self._awaited:
             self._awaited[response_id].set()
         return body
@@ -138,7 +139,8 @@ class _Responses:
             refuse("background", "a response in the background is fetched later; it needs store=true and stream=false")
         if wanted.top_logprobs > context.engine.info.max_logprobs:
             refuse("top_logprobs", f"{wanted.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}")
-        parent, given, turn, num_bytes = await self._understood(wanted, num_bytes=num_bytes)
+        tenant = tenant_of(request)
+        parent, given, turn, num_bytes = await self._understood(wanted, tenant, num_bytes=num_bytes)
         blank = self._blank(wanted, model=model, turn=turn)
         answer = await begin_answer(context, request, turn, wanted, request_id=blank.id, num_bytes=num_bytes, arrival=arrival)
         logprobs = None if wanted.wanted_logprobs is None else ContentLogprobs(context.engine.tokenizer, context.voice)
@@ -153,44 +155,46 @@ class _Responses:
         )
         input_items = msgspec.json.encode(given)
         if wanted.background:
-            self._keep(blank, parent=parent, input_items=input_items)
-            work = self._run(teller, blank, parent, input_items)
+            self._keep(blank, tenant, parent=parent, input_items=input_items)
+            work = self._run(teller, blank, tenant, parent, input_items)
             self._running[blank.id] = context.lifecycle.run_in_background(work)
             return json_response(blank)
         if wanted.stream:
-            keep = partial(self._keep, parent=parent, input_items=input_items) if wanted.store else _forget
+            keep = partial(self._keep, tenant=tenant, parent=parent, input_items=input_items) if wanted.store else _forget
             return context.event_stream(partial(teller.stream, keep), source=answer.generation)
         response = await while_connected(request.receive, teller.whole())
         if wanted.store:
-            self._keep(response, parent=parent, input_items=input_items)
+            self._keep(response, tenant, parent=parent, input_items=input_items)
         return json_response(response)
 
-    async def count(self, wanted: ResponsesRequest, *, num_bytes: int) -> InputTokenCount:
+    async def count(self, request: Request, wanted: ResponsesRequest, *, num_bytes: int) -> InputTokenCount:
         """Count the tokens of a request's prompt."""
         self._context.model_name(wanted.model)
-        _, _, turn, num_bytes = await self._understood(wanted, num_bytes=num_bytes)
-        prompt = await turn_prompt(self._context, turn, wanted, num_bytes=num_bytes)
+        _, _, turn, num_bytes = await self._understood(wanted, tenant_of(request), num_bytes=num_bytes)
+        prompt = await turn_prompt(self._context, request, turn, wanted, num_bytes=num_bytes)
         return InputTokenCount(len(prompt.token_ids))
 
-    async def _understood(self, wanted: ResponsesRequest, *, num_bytes: int) -> tuple[KeptTurn | None, list[Item], Turn, int]:
+    async def _understood(
+        self, wanted: ResponsesRequest, tenant: str, *, num_bytes: int
+    ) -> tuple[KeptTurn | None, list[Item], Turn, int]:
         """What a request goes on from, its own items, what they ask for together, and how many bytes that is."""
-        parent = self._parent(wanted.previous_response_id)
-        given = await self._given(wanted)
+        parent = self._parent(wanted.previous_response_id, tenant)
+        given = await self._given(wanted, tenant)
         num_bytes += 0 if parent is None else parent.total_bytes
         turn = await off_loop(lambda: self._turn(wanted, parent, given), num_bytes=num_bytes)
         return parent, given, turn, num_bytes
 
-    def delete(self, response_id: str) -> None:
+    def delete(self, response_id: str, tenant: str) -> None:
         """Forget a response; one that runs ends. Errors: `NotFoundError`."""
-        self.kept(response_id)
+        self.kept(response_id, tenant)
         task = self._running.pop(response_id, None)
         if task is not None:
             task.cancel()
         self._store.remove(response_id)
 
-    async def cancel(self, response_id: str) -> bytes:
+    async def cancel(self, response_id: str, tenant: str) -> bytes:
         """End a response in the background; its last state. Errors: `NotFoundError`, `InvalidRequestError` for another kind."""
-        response = msgspec.json.decode(self.kept(response_id).body)
+        response = msgspec.json.decode(self.kept(response_id, tenant).body)
         if not response["background"]:
             raise InvalidRequestError(
                 "only a response in the background can be cancelled; close the connection of any other",
@@ -201,9 +205,11 @@ class _Responses:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        return self.kept(response_id).body
+        return self.kept(response_id, tenant).body
 
-    async def _run(self, teller: ResponseTeller, blank: ResponseAnswer, parent: KeptTurn | None, input_items: bytes) -> None:
+    async def _run(
+        self, teller: ResponseTeller, blank: ResponseAnswer, tenant: str, parent: KeptTurn | None, input_items: bytes
+    ) -> None:
         """Run a response in the background, and keep its last state unless it was deleted."""
         try:
             response = await teller.whole()
@@ -213,7 +219,7 @@ class _Responses:
             logger.warning("response %s failed in the background: %s", blank.id, error)
             response = teller.failed(error_of(error)[1].error.message)
         if self._running.pop(blank.id, None) is not None:
-            self._keep(response, parent=parent, input_items=input_items)
+            self._keep(response, tenant, parent=parent, input_items=input_items)
             if self._context.lifecycle.is_draining and response.status in ("completed", "incomplete"):
                 await self._until_fetched(blank.id)
 
@@ -225,22 +231,22 @@ class _Responses:
                 await fetched.wait()
         del self._awaited[response_id]
 
-    def _keep(self, response: ResponseAnswer, *, parent: KeptTurn | None, input_items: bytes) -> None:
+    def _keep(self, response: ResponseAnswer, tenant: str, *, parent: KeptTurn | None, input_items: bytes) -> None:
         turn = KeptTurn(parent, input_items=input_items, output_items=msgspec.json.encode(response.output))
-        self._store.put(response.id, KeptResponse(encode(response), turn, [item.id for item in response.output]))
+        self._store.put(response.id, KeptResponse(encode(response), turn, [item.id for item in response.output], tenant))
 
-    def _parent(self, response_id: str | None) -> KeptTurn | None:
+    def _parent(self, response_id: str | None, tenant: str) -> KeptTurn | None:
         """The turn to go on from."""
         if response_id is None:
             return None
-        kept = self._store.get(response_id)
+        kept = self._store.get(response_id, tenant=tenant)
         if kept is None:
             raise _unknown(response_id, param="previous_response_id", code="previous_response_not_found")
         if response_id in self._running:
             refuse("previous_response_id", f"{response_id} is not complete yet; wait until it is")
         return kept.turn
 
-    async def _given(self, wanted: ResponsesRequest) -> list[Item]:
+    async def _given(self, wanted: ResponsesRequest, tenant: str) -> list[Item]:
         """The input as items, references replaced by what they refer to."""
         if isinstance(wanted.input, str):
             return [{"type": "message", "role": "user", "content": wanted.input}]
@@ -248,7 +254,7 @@ class _Responses:
         for index, item in enumerate(wanted.input):
             if item.get("type") == "item_reference":
                 item_id = item.get("id")
-                found = await self._item(item_id) if isinstance(item_id, str) else None
+                found = await self._item(item_id, tenant) if isinstance(item_id, str) else None
                 if found is None:
                     raise _unknown(item_id, param=f"input[{index}].id", code="item_not_found")
                 given.append(found)
@@ -256,12 +262,12 @@ class _Responses:
                 given.append(item)
         return given
 
-    async def _item(self, item_id: str) -> Item | None:
+    async def _item(self, item_id: str, tenant: str) -> Item | None:
         """An output item of a kept response, of whichever server process keeps it."""
         keeper = self._context.seat.keeper_of(item_id)
         if keeper == self._context.seat.index:
-            return self._store.item(item_id)
-        item: Item | None = await self._context.peers.ask(_ITEM, item_id, of=keeper)
+            return self._store.item(item_id, tenant=tenant)
+        item: Item | None = await self._context.peers.ask(_ITEM, {"id": item_id, "tenant": tenant}, of=keeper)
         return item
 
     def _turn(self, wanted: ResponsesRequest, parent: KeptTurn | None, given: list[Item]) -> Turn:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
+from negamax.api.access import salt_of
 from negamax.api.border import json_response
 from negamax.api.context import ApiContext
 from negamax.api.conversation import Conversation, off_loop
@@ -29,10 +30,11 @@ def tokens_router(context: ApiContext) -> APIRouter:
         if (wanted.prompt is None) == (wanted.messages is None):
             refuse("prompt", "send either prompt or messages")
         if wanted.prompt is None:
-            prompt = await context.prompts.chat(_conversation(wanted), num_bytes=num_bytes)
+            prompt = await context.prompts.chat(_conversation(wanted), num_bytes=num_bytes, cache_salt=salt_of(request, ""))
             texts = [prompt.token_ids]
         else:
-            texts = await context.prompts.plain([wanted.prompt] if isinstance(wanted.prompt, str) else wanted.prompt)
+            given = [wanted.prompt] if isinstance(wanted.prompt, str) else wanted.prompt
+            texts = await context.prompts.plain(given, cache_salt=salt_of(request, ""))
         is_list = isinstance(wanted.prompt, list)
         counts = [len(ids) for ids in texts]
         strings = [[context.engine.tokenizer.token_text(i) for i in ids] for ids in texts] if wanted.return_token_strs else None

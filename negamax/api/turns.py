@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from negamax.api.access import salt_of
 from negamax.api.blocks import Block, BlockEvent, BlockWriter
 from negamax.api.constraints import CallChoice, answer_grammar, constrained
 from negamax.api.context import ApiContext
@@ -65,10 +66,11 @@ class Turn:
         )
 
 
-async def turn_prompt(context: ApiContext, turn: Turn, wanted: TurnRequest, *, num_bytes: int) -> ChatPrompt:
+async def turn_prompt(context: ApiContext, request: Request, turn: Turn, wanted: TurnRequest, *, num_bytes: int) -> ChatPrompt:
     """The prompt of `turn`; what is refused is named by its place in the client's request."""
     try:
-        return await context.prompts.chat(turn.conversation(wanted), num_bytes=num_bytes, cache_salt=wanted.cache_salt)
+        salt = salt_of(request, wanted.cache_salt)
+        return await context.prompts.chat(turn.conversation(wanted), num_bytes=num_bytes, cache_salt=salt)
     except InvalidRequestError as error:
         raise _placed(error, turn.places) from None
 
@@ -167,7 +169,7 @@ async def begin_answer(
     grammar = await off_loop(
         lambda: answer_grammar(context.voice, tools=turn.tools, choice=turn.calls, content=turn.form), num_bytes=num_bytes
     )
-    prompt = await turn_prompt(context, turn, wanted, num_bytes=num_bytes)
+    prompt = await turn_prompt(context, request, turn, wanted, num_bytes=num_bytes)
     sampling = constrained(
         turn.sampling, context.voice, reasoning=prompt.reasoning, grammar=grammar, budget=turn.thinking.budget
     )
@@ -186,6 +188,7 @@ async def begin_answer(
         sampling,
         wanted,
         request_id=request_id,
+        names=[request_id],
         arrival=arrival,
         stream_interval=wanted.stream_interval,
         http=request,

@@ -44,6 +44,11 @@ _TABLE = (
         flags=("--api-key",),
         adds_up=True,
     ),
+    Flag(
+        "admin_api_key",
+        SECURITY,
+        "Key that opens every route, and alone those that act on the requests of all. Better: NEGAMAX_ADMIN_API_KEY.",
+    ),
     Flag("allow_unauthenticated", SECURITY, "Listen beyond this machine without a key."),
     Flag("allowed_origins", SECURITY, "Web origin that may call the server (CORS); may be repeated, '*' is all."),
     Flag("allowed_hosts", SECURITY, "Further name in the Host header where no key is set; may be repeated, '*' is all."),

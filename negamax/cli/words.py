@@ -58,7 +58,7 @@ class Option:
             opposites=opposites,
             turns_off=flag.turns_off,
             adds_up=flag.adds_up,
-            is_secret=listed == "--api-key",
+            is_secret=listed in ("--api-key", "--admin-api-key"),
             takes_many=kind is Kind.LIST and is_in_table,
         )
 

@@ -92,6 +92,7 @@ class ServerOptions:
     api_server_count: int = 1  # processes that answer HTTP, in front of one engine
     served_model_name: tuple[str, ...] = ()  # default: the model's own name
     api_keys: tuple[str, ...] = ()  # any of them opens every route; none: no key is asked for
+    admin_api_key: str | None = None  # opens every route, and alone those that act on the requests of all
     allow_unauthenticated: bool = False  # listen on more than this machine without a key
     allowed_origins: tuple[str, ...] = ()  # of web pages that may call the server (CORS); "*": all
     allowed_hosts: tuple[str, ...] = ()  # further names in the Host header, where no key is asked for; "*": all
@@ -127,8 +128,13 @@ class ServerOptions:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             missing = "--ssl-keyfile" if self.ssl_keyfile is None else "--ssl-certfile"
             raise ConfigError(f"{missing} is missing; TLS needs a certificate and its key", hint=f"add {missing}")
-        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+        keys = self.api_keys if self.admin_api_key is None else (*self.api_keys, self.admin_api_key)
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
             raise ConfigError("an API key is empty or has characters that no header can carry; allowed: printable ASCII")
+        if self.admin_api_key in self.api_keys:
+            raise ConfigError(
+                "--admin-api-key is one of the API keys, which are for everybody else", hint="give a key of its own"
+            )
         _at_least("--max-body-bytes", self.max_body_bytes, 1024)
         if self.max_connections_per_address is not None:
             _at_least("--max-connections-per-address", self.max_connections_per_address, 1)

@@ -14,7 +14,7 @@ from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.admission import Admission
 from negamax.engine.connection import BEAT_SECONDS, EngineChannel
-from negamax.engine.generation import Generation, Observer, joined
+from negamax.engine.generation import NOBODY, Generation, Observer, Owner, joined
 from negamax.engine.output import ChoiceStream, TextReader, admit
 from negamax.engine.source import locate
 from negamax.scheduler.request import GenerateRequest, SamplingParams
@@ -153,6 +153,7 @@ class AsyncEngine:
         observer: Observer | None = None,
         interval: int = 1,
         readers: Sequence[TextReader] | None = None,
+        owner: Owner = NOBODY,
     ) -> Generation:
         """Continue a prompt; the outputs of the `n` choices come interleaved as they are generated. Run it, or close it.
 
@@ -188,7 +189,7 @@ class AsyncEngine:
             )
             for index, request in enumerate(requests)
         }
-        return Generation(self, requests, streams, deadline=deadline, observer=observer, interval=interval)
+        return Generation(self, requests, streams, deadline=deadline, observer=observer, interval=interval, owner=owner)
 
     def enter(self, generation: Generation, requests: Sequence[GenerateRequest]) -> None:
         """Take the sequences of a request in, which share a prompt. Errors: `UnavailableError`, `OverloadedError`; the engine
@@ -215,9 +216,9 @@ class AsyncEngine:
         if abort and known and self._channel is not None:
             self._channel.send(wire.AbortRequests(known))
 
-    def abort(self, is_meant: Callable[[str], bool]) -> int:
-        """End the open sequences that are meant, by their ids, with finish_reason "abort"; how many there are."""
-        meant = [sequence_id for sequence_id in self._open if is_meant(sequence_id)]
+    def abort(self, is_meant: Callable[[Owner], bool]) -> int:
+        """End the open sequences that are meant, by their owners, with finish_reason "abort"; how many there are."""
+        meant = [sequence_id for sequence_id, generation in self._open.items() if is_meant(generation.owner)]
         if meant and self._channel is not None:
             self._channel.send(wire.AbortRequests(meant))
         return len(meant)

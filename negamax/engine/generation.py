@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -17,6 +18,17 @@ from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose request it is, and the names by which the client knows it."""
+
+    tenant: str = ""
+    names: frozenset[str] = frozenset()
+
+
+NOBODY = Owner()
 
 
 class Observer(Protocol):
@@ -71,6 +83,7 @@ class Generation:
         "_unsent",
         "_updates",
         "_waiting",
+        "owner",
     )
 
     def __init__(
@@ -82,8 +95,10 @@ class Generation:
         deadline: float | None,
         observer: Observer | None,
         interval: int = 1,
+        owner: Owner = NOBODY,
     ) -> None:
         """Nothing happens before `begun` or `run`. `streams` by the ids of `requests`; `deadline`: monotonic seconds."""
+        self.owner = owner
         self._host = host
         self._requests = requests
         self._streams = dict(streams)  # those that go on

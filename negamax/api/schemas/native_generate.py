@@ -148,8 +148,8 @@ class NativeRequest(RequestModel):
 class AbortRequest(RequestModel):
     """Which requests are to end."""
 
-    rid: RequestId | None = None  # those whose id begins so
-    abort_all: bool = False  # all of them
+    rid: RequestId | None = None  # the id of a request, as its client gave it or its answer has it
+    abort_all: bool = False  # those of all clients
 
 
 LogprobEntry = tuple[float | None, int, str | None]

@@ -1,0 +1,110 @@
+"""Who asks: keys and the tenants that they stand for, administrators, and pages of other sites."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from negamax.api.playground import browser_key
+from negamax.base.errors import AuthenticationError, ForbiddenError
+from negamax.config.options import ServerOptions
+
+_ALL = "*"
+_Headers = Sequence[tuple[bytes, bytes]]
+
+
+class Access:
+    """Tells by a request's headers who sends it. Holders of one key are one tenant."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._keys = [key.encode() for key in options.api_keys]
+        self._admin_key = None if options.admin_api_key is None else options.admin_api_key.encode()
+        self._origins = frozenset(options.allowed_origins)
+        self.has_keys = bool(self._keys)
+
+    def identify(self, scope: Scope) -> None:
+        """Note the tenant in the request's state, and whether it is an administrator. Errors: `AuthenticationError` for a key
+        that is missing or wrong."""
+        state = scope.setdefault("state", {})
+        given = _given_key(scope["headers"]) or browser_key(scope["path"], scope["headers"])
+        is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
+        state["is_admin"] = is_admin or (self._admin_key is None and not self.has_keys)
+        state["tenant"] = ""
+        if not self.has_keys:
+            return
+        if not given:
+            raise AuthenticationError(
+                "the API key is missing",
+                hint="send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="missing_api_key",
+            )
+        is_known = sum(hmac.compare_digest(given, key) for key in self._keys)  # all are compared, whichever fits
+        if not (is_known or is_admin):
+            raise AuthenticationError("the API key is wrong", code="invalid_api_key")
+        state["tenant"] = hashlib.blake2b(given, digest_size=16).hexdigest()
+
+    def check_site(self, scope: Scope) -> None:
+        """Refuse what a page of another site lets a browser send. A key in a header is nothing that such a page could have
+        sent by itself. Errors: `ForbiddenError`."""
+        fields = dict(scope["headers"])
+        origin = fields.get(b"origin", b"").decode("latin-1")
+        site = fields.get(b"sec-fetch-site", b"").decode("latin-1")
+        if site in ("same-origin", "none") or not (site or origin) or _given_key(scope["headers"]):
+            return
+        if origin in self._origins or _ALL in self._origins:
+            return
+        if not site and urlsplit(origin).netloc.lower() == fields.get(b"host", b"").decode("latin-1").lower():
+            return
+        raise ForbiddenError(
+            f"a page of {(origin or 'another site')[:100]!r} sent this, which is not a page of this server",
+            hint="start the server with --allowed-origins to let it",
+            code="cross_site",
+        )
+
+
+def tenant_of(request: Request) -> str:
+    """Whose request this is: one word per key, empty where no keys are set."""
+    tenant: str = request.scope["state"]["tenant"]
+    return tenant
+
+
+def salt_of(request: Request, cache_salt: str) -> str:
+    """The salt of a request's cached prefixes, which no other tenant can ask for."""
+    tenant = tenant_of(request)
+    return f"{tenant}/{cache_salt}" if tenant else cache_salt
+
+
+def names_of(answer_id: str) -> list[str]:
+    """What a client may call a request: by its answer's id, or by its own id within that."""
+    return [answer_id, answer_id.partition("-")[2]]
+
+
+def is_admin(request: Request) -> bool:
+    """Whether it may act on the requests of all: it has the administrators' key, or there are no keys."""
+    return bool(request.scope["state"]["is_admin"])
+
+
+def check_admin(request: Request) -> None:
+    """Refuse what changes the server for everybody to all but administrators. Errors: `ForbiddenError`."""
+    if not is_admin(request):
+        raise ForbiddenError(
+            f"{request.url.path} is for administrators: it acts on the requests of all",
+            hint="send the key of --admin-api-key; without that option and with keys nobody may",
+            code="admin_key_needed",
+        )
+
+
+def _given_key(headers: _Headers) -> bytes:
+    """The key in a request's headers; empty: there is none."""
+    given = b""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip()
+        if name == b"x-api-key":
+            given = value.strip()
+    return given

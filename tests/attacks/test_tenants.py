@@ -1,0 +1,155 @@
+"""Holders of different keys do not reach each other's requests, responses and caches, and pages of other sites nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Server, eventually, serving
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+FOREVER = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
+MESSAGES = [{"role": "user", "content": "Tell me something."}]
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ("--api-key", "anna", "--api-key", "bert", "--admin-api-key", "root")
+    with serving(*options, log_file=tmp_path_factory.mktemp("keyed") / "log") as running:
+        yield running
+        assert "Traceback" not in running.log
+
+
+def as_holder(server: Server, key: str) -> httpx.Client:
+    return httpx.Client(base_url=server.url, timeout=60, headers={"authorization": f"Bearer {key}"})
+
+
+def begin(http: httpx.Client, **fields: Any) -> Iterator[str]:
+    """A chat that runs until it is ended; yields the lines of its stream."""
+    with http.stream("POST", CHAT, json={"messages": MESSAGES, **FOREVER, **fields}) as answer:
+        assert answer.status_code == 200, answer.read()
+        yield from (line for line in answer.iter_lines() if line.startswith("data:"))
+
+
+def test_an_abort_ends_exactly_the_named_request(http: httpx.Client) -> None:
+    job, job_2 = begin(http, rid="job"), begin(http, rid="job-2")
+    next(job), next(job_2)
+    for name in ("jo", "chatcmpl", "chatcmpl-jo", "job-", "2", ".*", ""):
+        answer = http.post("/abort_request", json={"rid": name})
+        assert answer.status_code == 400 or answer.json() == {"num_aborted": 0}, name
+    assert http.post("/abort_request", json={"rid": "job"}).json() == {"num_aborted": 1}
+    assert len(list(job)) < 3000
+    next(job_2)
+    assert http.post("/abort_request", json={"rid": "chatcmpl-job-2"}).json() == {"num_aborted": 1}
+    list(job_2)
+
+
+def test_a_name_of_several_prompts_ends_them_all(server: Server, http: httpx.Client) -> None:
+    body = {"text": ["a", "b"], "rid": "r", "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}, "stream": True}
+    with http.stream("POST", "/generate", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert http.post("/abort_request", json={"rid": "r_0"}).json() == {"num_aborted": 1}
+        assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1)
+        assert http.post("/abort_request", json={"rid": "r"}).json() == {"num_aborted": 1}
+
+
+def test_aborts_reach_the_requests_of_the_same_key_alone(keyed: Server) -> None:
+    with as_holder(keyed, "anna") as anna, as_holder(keyed, "bert") as bert, as_holder(keyed, "root") as root:
+        one = begin(anna, rid="mine")
+        next(one)
+        assert bert.post("/abort_request", json={"rid": "mine"}).json() == {"num_aborted": 0}
+        next(one)
+        assert anna.post("/abort_request", json={"rid": "mine"}).json() == {"num_aborted": 1}
+        list(one)
+        other = begin(anna, rid="other")
+        next(other)
+        assert root.post("/abort_request", json={"rid": "other"}).json() == {"num_aborted": 1}
+        list(other)
+
+
+def test_what_acts_on_all_needs_the_key_of_administrators(keyed: Server) -> None:
+    with as_holder(keyed, "anna") as anna, as_holder(keyed, "root") as root:
+        one = begin(anna)
+        next(one)
+        for path, body in (("/abort_request", {"abort_all": True}), ("/flush_cache", {})):
+            answer = anna.post(path, json=body)
+            assert answer.status_code == 403 and answer.json()["error"]["code"] == "admin_key_needed"
+        next(one)
+        assert root.post("/abort_request", json={"abort_all": True}).json() == {"num_aborted": 1}
+        list(one)
+        assert eventually(lambda: root.post("/flush_cache").status_code == 200)
+        assert root.get("/v1/models").status_code == 200
+        for http in (anna, root):
+            assert http.get("/flush_cache").status_code == 405
+
+
+def test_without_an_administrators_key_holders_of_keys_may_not_either(tmp_path: Any) -> None:
+    with serving("--api-key", "anna", log_file=tmp_path / "log") as server, as_holder(server, "anna") as anna:
+        assert anna.post("/flush_cache").status_code == 403
+        assert anna.post("/abort_request", json={"abort_all": True}).status_code == 403
+        assert anna.post("/abort_request", json={"rid": "x"}).json() == {"num_aborted": 0}
+
+
+def test_responses_are_kept_for_their_own_key(keyed: Server) -> None:
+    with as_holder(keyed, "anna") as anna, as_holder(keyed, "bert") as bert, as_holder(keyed, "root") as root:
+        kept = anna.post(RESPONSES, json={"input": "What is 2 + 3?", "max_output_tokens": 40}).json()
+        place, item = f"{RESPONSES}/{kept['id']}", kept["output"][0]["id"]
+        reference = {"type": "item_reference", "id": item}
+        for other in (bert, root):
+            for method, end in (("GET", ""), ("GET", "/input_items"), ("DELETE", ""), ("POST", "/cancel")):
+                assert other.request(method, place + end).status_code == 404, (method, end)
+            for body in (
+                {"input": "And?", "previous_response_id": kept["id"]},
+                {"input": [reference]},
+            ):
+                assert other.post(RESPONSES, json=body).status_code == 404
+                assert other.post(f"{RESPONSES}/input_tokens", json=body).status_code == 404
+        assert anna.get(place).json()["id"] == kept["id"]
+        assert anna.post(RESPONSES, json={"input": "And?", "previous_response_id": kept["id"]}).status_code == 200
+        assert anna.delete(place).status_code == 200
+
+
+def test_prefixes_are_found_again_by_the_same_key_alone(keyed: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "word " * 200}], "max_tokens": 1}
+
+    def cached(key: str, **fields: Any) -> int:
+        with as_holder(keyed, key) as http:
+            usage = http.post(CHAT, json=body | fields).json()["usage"]
+        return int((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+    assert [cached(key) > 100 for key in ("anna", "bert", "anna", "bert")] == [False, False, True, True]
+    assert cached("anna", cache_salt="own") < 100
+
+
+FOREIGN = [
+    {"origin": "https://evil.example"},
+    {"origin": "https://evil.example", "sec-fetch-site": "cross-site"},
+    {"origin": "null"},
+    {"sec-fetch-site": "same-site"},
+    {"origin": "http://127.0.0.1:1"},
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=json.dumps)
+def test_a_page_of_another_site_changes_nothing(http: httpx.Client, headers: dict[str, str]) -> None:
+    for path in ("/flush_cache", "/abort_request", CHAT, RESPONSES):
+        answer = http.post(path, content=b'{"abort_all": true}', headers={"content-type": "text/plain", **headers})
+        assert answer.status_code == 403, (path, answer.text)
+        assert answer.json()["error"]["code"] == "cross_site"
+
+
+def test_own_pages_and_programs_may(server: Server, http: httpx.Client) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    for headers in ({"origin": server.url}, {"origin": "https://proxy.example", "sec-fetch-site": "same-origin"}, {}):
+        assert http.post(CHAT, json=body, headers=headers).status_code == 200, headers
+
+
+def test_a_key_in_a_header_is_no_page_of_another_site(keyed: Server) -> None:
+    with as_holder(keyed, "anna") as anna:
+        body = {"messages": MESSAGES, "max_tokens": 1}
+        assert anna.post(CHAT, json=body, headers={"origin": "https://app.example"}).status_code == 200
