@@ -17,6 +17,7 @@ from negamax.api.border import failure_event, json_response
 from negamax.api.constraints import constrained
 from negamax.api.context import ApiContext
 from negamax.api.conversation import ReasoningState, check_failed, prompt_in_reasoning, without_tokens
+from negamax.api.growing_json import GrowingList, RepeatPacing
 from negamax.api.request_body import read_request
 from negamax.api.schemas.common import refuse
 from negamax.api.schemas.native_generate import (
@@ -158,16 +159,28 @@ def _constrained(
 class _Choice:
     """One answer while it is generated. Single writer: its `_NativeAnswering`."""
 
-    def __init__(self, prompt_index: int, rid: str) -> None:
+    def __init__(self, prompt_index: int, rid: str, pacing: RepeatPacing) -> None:
         self.prompt_index = prompt_index
         self.rid = rid
+        self.pacing = pacing  # of its events
+        self.has_begun = False
         self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.num_tokens = 0
+        self.last_token_id: int | None = None
+        self.token_ids = GrowingList()
+        self.input_logprobs = GrowingList()
+        self.input_top_logprobs = GrowingList()
+        self.logprobs = GrowingList()
+        self.top_logprobs = GrowingList()
         self.finish_reason: dict[str, object] | None = None
         self.num_cached_tokens = 0
         self.seconds: float | None = None  # when it is complete
+
+    @property
+    def num_bytes(self) -> int:
+        """About the size of an event that tells all of it."""
+        lists = (self.token_ids, self.input_logprobs, self.input_top_logprobs, self.logprobs, self.top_logprobs)
+        return sum(entries.num_bytes for entries in lists) + sum(map(len, self.texts))
 
 
 class _NativeAnswering:
@@ -190,9 +203,10 @@ class _NativeAnswering:
         self._arrival = arrival
         self._starts: list[int] = []  # of each prompt: the index of its first choice
         self._choices: list[_Choice] = []
+        num_choices = sum(sampling.n for sampling in samplings)
         for index, (rid, sampling) in enumerate(zip(ids, samplings, strict=True)):
             self._starts.append(len(self._choices))
-            self._choices += [_Choice(index, rid) for _ in range(sampling.n)]
+            self._choices += [_Choice(index, rid, RepeatPacing(num_choices=num_choices)) for _ in range(sampling.n)]
         self._is_list = wanted.is_batch or len(self._choices) > 1
 
     async def whole(self, generations: Generations) -> Response:
@@ -204,8 +218,16 @@ class _NativeAnswering:
 
     async def stream(self, generations: Generations, say: Say) -> None:
         """The answer as events, each with all that was said so far; an error after the start is an event too."""
+
+        def tell(number: int, output: RequestOutput) -> None:
+            index = self._take(number, output)
+            choice = self._choices[index]
+            is_due = choice.pacing.is_due(choice.num_bytes, now=time.monotonic())
+            if is_due or choice.finish_reason is not None:
+                say(event(self._answer(index)))
+
         try:
-            await generations.run(lambda number, output: say(event(self._answer(self._take(number, output)))))
+            await generations.run(tell)
         except Exception as error:
             say(failure_event(error, request_id=self._choices[0].rid))
         say(DONE)
@@ -218,9 +240,17 @@ class _NativeAnswering:
         index = self._starts[number] + output.index
         choice = self._choices[index]
         choice.texts.append(output.text)
-        choice.token_ids += output.token_ids
-        choice.logprobs += output.logprobs or ()
-        choice.prompt_logprobs += output.prompt_logprobs or ()
+        if not choice.has_begun:
+            choice.has_begun = True
+            self._take_input(choice, output.prompt_logprobs or [])
+        choice.num_tokens += len(output.token_ids)
+        choice.last_token_id = output.token_ids[-1] if output.token_ids else choice.last_token_id
+        choice.token_ids.extend(output.token_ids)
+        if self._wanted.return_logprob:
+            logprobs = output.logprobs or ()
+            choice.logprobs.extend([self._entry(one.token_id, one) for one in logprobs])
+            if self._wanted.top_logprobs_num > 0:
+                choice.top_logprobs.extend([self._top(entry) for entry in logprobs])
         choice.num_cached_tokens = output.num_cached_tokens
         if output.finish_reason is not None:
             choice.seconds = time.monotonic() - self._arrival
@@ -230,10 +260,10 @@ class _NativeAnswering:
     def _finish_reason(self, choice: _Choice, output: RequestOutput) -> dict[str, object]:
         match output.finish_reason:
             case "length":
-                return {"type": "length", "length": len(choice.token_ids)}
+                return {"type": "length", "length": choice.num_tokens}
             case "stop":
                 matched = output.stop_reason
-                return {"type": "stop", "matched": choice.token_ids[-1] if matched is None and choice.token_ids else matched}
+                return {"type": "stop", "matched": choice.last_token_id if matched is None else matched}
             case _:
                 return {"type": "abort", "message": "the request was aborted"}
 
@@ -242,27 +272,37 @@ class _NativeAnswering:
         text = "".join(choice.texts)
         choice.texts = [text]
         return NativeAnswer(
-            text=text, output_ids=choice.token_ids, meta_info=self._meta(choice), index=index if self._is_list else UNSET
+            text=text,
+            output_ids=choice.token_ids.json(),
+            meta_info=self._meta(choice),
+            index=index if self._is_list else UNSET,
         )
 
+    def _take_input(self, choice: _Choice, prompt_logprobs: list[TokenLogprobs]) -> None:
+        """Take the logprobs of the prompt into a choice."""
+        prompt, start = self._prompts[choice.prompt_index], self._wanted.logprob_start_len
+        if not self._wanted.return_logprob or start < 0:
+            return
+        given: list[TokenLogprobs | None] = [None, *prompt_logprobs] if prompt_logprobs or start == 0 else []
+        asked = list(zip(prompt, given, strict=False))[min(start, len(prompt) - 1) :]
+        choice.input_logprobs.extend([self._entry(token_id, entry) for token_id, entry in asked])
+        if self._wanted.top_logprobs_num > 0:
+            choice.input_top_logprobs.extend([self._top(entry) for _, entry in asked])
+
     def _meta(self, choice: _Choice) -> MetaInfo:
-        wanted, prompt = self._wanted, self._prompts[choice.prompt_index]
+        wanted = self._wanted
         has_logprobs, has_top = wanted.return_logprob, wanted.return_logprob and wanted.top_logprobs_num > 0
-        start = wanted.logprob_start_len
-        given: list[TokenLogprobs | None] = [None, *choice.prompt_logprobs] if choice.prompt_logprobs or start == 0 else []
-        first = min(start, len(prompt) - 1) if start >= 0 else len(prompt)
-        asked = list(zip(prompt, given, strict=False))[first:] if start >= 0 else []
         return MetaInfo(
             id=choice.rid,
             finish_reason=choice.finish_reason,
-            prompt_tokens=len(prompt),
-            completion_tokens=len(choice.token_ids),
+            prompt_tokens=len(self._prompts[choice.prompt_index]),
+            completion_tokens=choice.num_tokens,
             cached_tokens=choice.num_cached_tokens,
             e2e_latency=UNSET if choice.seconds is None else choice.seconds,
-            input_token_logprobs=[self._entry(token_id, entry) for token_id, entry in asked] if has_logprobs else UNSET,
-            output_token_logprobs=[self._entry(one.token_id, one) for one in choice.logprobs] if has_logprobs else UNSET,
-            input_top_logprobs=[self._top(entry) for _, entry in asked] if has_top else UNSET,
-            output_top_logprobs=[self._top(entry) for entry in choice.logprobs] if has_top else UNSET,
+            input_token_logprobs=choice.input_logprobs.json() if has_logprobs else UNSET,
+            output_token_logprobs=choice.logprobs.json() if has_logprobs else UNSET,
+            input_top_logprobs=choice.input_top_logprobs.json() if has_top else UNSET,
+            output_top_logprobs=choice.top_logprobs.json() if has_top else UNSET,
         )
 
     def _entry(self, token_id: int, entry: TokenLogprobs | None) -> LogprobEntry:
