@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from negamax.base import env, log
@@ -62,6 +63,15 @@ def exit_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process (Linux; elsewhere unknown, False)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def exit_now(code: int) -> NoReturn:

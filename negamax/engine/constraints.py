@@ -15,8 +15,10 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+import zmq
 
 from negamax.base import env
+from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
 from negamax.engine import grammar_wire as wire
 from negamax.engine.grammar_client import GrammarClient, wait_for_any
@@ -29,8 +31,9 @@ from negamax.text.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 COMPILE_SECONDS = 30.0
-MASK_SECONDS = 10.0  # without an answer: the process is beyond hope
+MASK_SECONDS = 5.0
 GRACE_SECONDS = 0.008  # that a step with other rows in it waits for a mask
+ALONE_SECONDS = 0.05  # that a step without others waits: requests that come meanwhile wait, too
 MAX_THREADS = 8
 MAX_ATTEMPTS = 2  # at opening a grammar whose process dies meanwhile
 MAX_RETIRED = 2  # processes with a compiler that will not end, kept for the outputs that they follow
@@ -69,7 +72,7 @@ class _Rule:
     attempts: int = 0
     mask: Mask | None = None  # of the grammar, after all parts it has answered to
     num_asked: int = 0  # advances without an answer
-    asked: float = 0.0  # monotonic seconds, of the latest advance
+    asked: float = 0.0  # monotonic seconds, of the latest opening or advance
     kept_back: frozenset[int] = frozenset()  # tokens that must not come within an open reasoning
     has_ended: bool = False
     error: str | None = None
@@ -109,6 +112,7 @@ class Constraints:
             eos_token_ids=tuple(eos_token_ids),
             num_threads=max(1, min(MAX_THREADS, env.usable_cores() // 2)),
             compile_seconds=COMPILE_SECONDS,
+            mask_seconds=MASK_SECONDS,
         )
         self._maker = MaskMaker(vocab_size)
         self._rules: dict[str, _Rule] = {}  # by request id
@@ -222,9 +226,9 @@ class Constraints:
         return [rule.request.request_id for rule in found]
 
     def masks(self, step_id: int, rows: Sequence[MaskedRow], *, may_wait: bool) -> Verdict:
-        """What `rows` of a launched step may sample. `may_wait`: nobody else is in it, so it may wait for the slowest."""
+        """What `rows` of a launched step may sample. `may_wait`: nobody else is in it, so it may wait longer."""
         ruled = [(row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None]
-        deadline = time.monotonic() + (2 * MASK_SECONDS if may_wait else GRACE_SECONDS)
+        deadline = time.monotonic() + (ALONE_SECONDS if may_wait else GRACE_SECONDS)
         while any(rule.is_awaited for _, rule in ruled) and (left := deadline - time.monotonic()) > 0:
             self.wait(left)
         found: list[Mask] = []
@@ -305,7 +309,13 @@ class Constraints:
         if rule.attempts > MAX_ATTEMPTS:
             rule.error = "the grammar process ended while it compiled this grammar"
             return
-        rule.client = self.start()
+        rule.client, rule.asked = None, time.monotonic()
+        try:
+            rule.client = self.start()
+        except (OSError, zmq.ZMQError, ResourceError) as error:
+            logger.warning("the grammar process cannot be started: %s", error)
+            rule.error = f"the grammar process cannot be started: {error}"
+            return
         rule.client.send(wire.OpenGrammar(rule.key, grammar, rule.request.sampling.reasoning))
 
     def _receive(self) -> None:
@@ -317,8 +327,8 @@ class Constraints:
                 self._handle(message, client)
             if not client.is_alive:
                 self._lose(client, "the grammar process ended while it served this request")
-            elif any(rule.is_awaited and time.monotonic() - rule.asked > MASK_SECONDS for rule in self._followed_by(client)):
-                self._lose(client, f"the grammar took longer than {MASK_SECONDS:g} s for one token")
+            elif (asked := self._unanswered(client)) is not None and client.is_silent(asked):
+                self._lose(client, "the grammar process gave no sign of life while it served this request")
 
     def _handle(self, message: wire.FromGrammars, client: GrammarClient) -> None:
         match message:
@@ -332,8 +342,8 @@ class Constraints:
                     rule.refusal = message.message
                     if message.is_timeout:
                         self._remember(rule, message.message)
-                if message.is_timeout:
-                    self._retire(client)
+            case wire.Overloaded():
+                self._retire(client)
             case wire.NextMasks():
                 for answer in message.masks:
                     rule = self._by_key.get(answer.key)
@@ -363,7 +373,8 @@ class Constraints:
         self._client = None
         self._retired.append(client)
         if len(self._retired) > MAX_RETIRED:
-            self._lose(self._retired[0], "the grammar process was overloaded by other grammars")
+            least = min(self._retired, key=lambda retired: len(self._followed_by(retired)))
+            self._lose(least, "the grammar process was overloaded by other grammars")
         for rule in self._opening:
             if rule.client is client and not rule.is_open and rule.problem is None:
                 rule.attempts -= 1  # it was not its fault
@@ -382,6 +393,15 @@ class Constraints:
                 rule.error = message
             elif rule.problem is None:
                 self._send_open(rule)
+
+    def _unanswered(self, client: GrammarClient) -> float | None:
+        """Since when (monotonic seconds) the process has had something to do; None: it has nothing."""
+        asked = [
+            rule.asked
+            for rule in self._followed_by(client)
+            if rule.problem is None and (rule.num_asked > 0 if rule.is_open else True)
+        ]
+        return min(asked, default=None)
 
     def _followed_by(self, client: GrammarClient) -> list[_Rule]:
         """The rules of a process. A retired one is ended with the last of them, which may be the one refused by it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import msgspec
 import zmq
@@ -11,27 +12,49 @@ from negamax.base import process
 from negamax.base.private_folder import PrivateFolder
 from negamax.engine import grammar_wire as wire
 
+RECONNECT_MS = 10  # between attempts to reach the process
+START_SECONDS = 60.0  # until its first answer
+SILENT_SECONDS = 10.0  # without a sign of life while it has something to do: beyond hope
+STOPPED_SECONDS = 1.0  # the same, where the system says that it is stopped
+
 
 class GrammarClient:
     """One grammar process. Single writer: the engine loop's thread."""
 
     def __init__(self, setup: wire.Setup) -> None:
-        self._folder = PrivateFolder()
+        """Errors: `OSError` and `zmq.ZMQError` where the system has no room for it (files, processes, memory)."""
         self._context = zmq.Context()
-        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        self.socket.linger = 0
-        self.socket.sndhwm = self.socket.rcvhwm = 0  # the loop never waits to be rid of a message
+        self._folder = PrivateFolder()
         address = f"ipc://{self._folder.path}/grammars"
-        self.socket.bind(address)
-        self._process = process.spawn("negamax.engine.grammar_process", address)
+        try:
+            self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+            self.socket.linger = 0
+            self.socket.sndhwm = self.socket.rcvhwm = 0  # the loop never waits to be rid of a message
+            self.socket.reconnect_ivl = RECONNECT_MS
+            self.socket.connect(address)  # not bound: a socket without a peer would block whoever sends
+            self._process = process.spawn("negamax.engine.grammar_process", address)
+        except (OSError, zmq.ZMQError):
+            self._clear_away()
+            raise
+        self._is_ready = False
+        self._heard = time.monotonic()
         self.socket.send(msgspec.msgpack.encode(setup))
 
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    def is_silent(self, since: float) -> bool:
+        """Whether it gives no sign of life although it has had something to do `since` then (monotonic seconds)."""
+        seconds = time.monotonic() - max(since, self._heard)
+        if seconds > (SILENT_SECONDS if self._is_ready else START_SECONDS):
+            return True
+        return seconds > STOPPED_SECONDS and process.is_stopped(self._process.pid)
+
     def send(self, message: wire.ToGrammars) -> None:
-        self.socket.send(wire.encoder.encode(message))
+        """Never waits; a process that is gone misses it."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self) -> list[wire.FromGrammars]:
         """All answers that are here."""
@@ -39,6 +62,9 @@ class GrammarClient:
         with contextlib.suppress(zmq.Again):
             while True:
                 answers.append(wire.from_grammars.decode(self.socket.recv(zmq.NOBLOCK)))
+        if answers:
+            self._is_ready = True
+            self._heard = time.monotonic()
         return answers
 
     def kill(self) -> None:
@@ -47,6 +73,9 @@ class GrammarClient:
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        self._clear_away()
+
+    def _clear_away(self) -> None:
         self._context.destroy(linger=0)
         self._folder.remove()
 

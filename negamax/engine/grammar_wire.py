@@ -17,6 +17,7 @@ class Setup(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     num_threads: int
     compile_seconds: float  # that one grammar may take
+    mask_seconds: float  # that one mask may take
 
 
 # engine -> grammar process
@@ -39,6 +40,18 @@ class CloseGrammars(msgspec.Struct, frozen=True, tag="close"):
 
 
 # grammar process -> engine
+class GrammarsReady(msgspec.Struct, frozen=True, tag="ready"):
+    """The first answer: the compiler is loaded."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """It lives, and is still at what it was asked."""
+
+
+class Overloaded(msgspec.Struct, frozen=True, tag="overloaded"):
+    """A thread is stuck in the library: this process should go when nobody needs it."""
+
+
 class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
     key: int
     mask: bytes  # what the content may begin with: bit i of byte j allows token 8 j + i
@@ -47,7 +60,7 @@ class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
     key: int
     message: str
-    is_timeout: bool = False  # the compiler is still at it: this process should go when nobody needs it
+    is_timeout: bool = False  # it would take as long again
 
 
 class NextMask(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +76,7 @@ class NextMasks(msgspec.Struct, frozen=True, tag="masks"):
 
 
 ToGrammars = OpenGrammar | AdvanceGrammars | CloseGrammars
-FromGrammars = GrammarOpened | GrammarRefused | NextMasks
+FromGrammars = GrammarsReady | Beat | Overloaded | GrammarOpened | GrammarRefused | NextMasks
 
 encoder = msgspec.msgpack.Encoder()
 to_grammars: msgspec.msgpack.Decoder[ToGrammars] = msgspec.msgpack.Decoder(ToGrammars)

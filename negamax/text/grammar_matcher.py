@@ -80,7 +80,7 @@ class TagBits:
 
 
 class GrammarMatcher:
-    """One output on its way through its grammar. Single writer: the grammar process."""
+    """One output on its way through its grammar. Single writer: whichever thread of the grammar process has its turn."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
@@ -101,31 +101,13 @@ class GrammarMatcher:
         """Undo the last `num_parts` calls of `take`."""
         self._matcher.rollback(num_parts)
 
-    def _fill(self, mask: NDArray[np.int32], row: int) -> None:
-        self._matcher.fill_next_token_bitmask(mask, row)
-
-
-class MaskWriter:
-    """What several outputs may go on with, worked out by several threads."""
-
-    def __init__(self, compiler: GrammarCompiler, *, num_threads: int) -> None:
-        self._num_words = -(-compiler.vocab_size // 32)
-        self._num_bytes = -(-compiler.vocab_size // 8)
-        self._tags = compiler.tags
-        self._batch = xgrammar.BatchGrammarMatcher(num_threads) if num_threads > 1 else None
-
-    def masks(self, matchers: Sequence[GrammarMatcher]) -> list[Mask]:
-        """One mask per matcher, none of which has ended."""
-        words = np.zeros((len(matchers), self._num_words), dtype=np.int32)
-        if self._batch is not None and len(matchers) > 1:
-            self._batch.batch_fill_next_token_bitmask([matcher._matcher for matcher in matchers], words)
-        else:
-            for row, matcher in enumerate(matchers):
-                matcher._fill(words, row)
-        masks = [row[: self._num_bytes] for row in words.view(np.uint8)]
-        for mask in masks:
-            self._tags.clear(mask)
-        return masks
+    def mask(self, compiler: GrammarCompiler) -> Mask:
+        """What the output may go on with, unless it has ended; `compiler`: that of its grammar."""
+        words = np.zeros((1, -(-compiler.vocab_size // 32)), dtype=np.int32)
+        self._matcher.fill_next_token_bitmask(words, 0)
+        mask: Mask = words.view(np.uint8)[0][: -(-compiler.vocab_size // 8)]
+        compiler.tags.clear(mask)
+        return mask
 
 
 def _spelling(tokenizer: Tokenizer, token_id: int) -> bytes:

@@ -6,6 +6,7 @@ import threading
 import time
 from itertools import pairwise
 from types import TracebackType
+from typing import Any
 
 import httpx
 
@@ -18,7 +19,9 @@ class Neighbour:
     It asks for endless text again and again, so there is always a next token to wait for.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, **fields: Any) -> None:
+        """`fields` of its requests beside the usual ones."""
+        self._fields = fields
         self._server = server
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -58,6 +61,7 @@ class Neighbour:
             "max_tokens": 2000,
             "ignore_eos": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **self._fields,
         }
         with self._server.http() as client:
             while not self._stop.is_set():

@@ -15,7 +15,7 @@ pytest.importorskip("xgrammar")
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar, Marker, Reasoning
 from negamax.text.grammar import structural_tag
-from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher, Mask, MaskWriter
+from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher, Mask
 from negamax.text.minimax_m2_format import MINIMAX_M2
 from negamax.text.minimax_m3_format import MINIMAX_M3
 from negamax.text.output_parser import OutputFormat, ParsedOutput, parse
@@ -27,7 +27,6 @@ TOKENIZER = Tokenizer.from_folder(NANO)
 VOCAB_SIZE = 4160
 EOS = TOKENIZER.eos_token_id or 0
 COMPILER = GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], num_threads=1)
-WRITER = MaskWriter(COMPILER, num_threads=1)
 TAG_IDS = MINIMAX_M2.tag_ids(TOKENIZER)
 
 WEATHER = {
@@ -53,8 +52,7 @@ def matcher(grammar: Grammar, reasoning: Reasoning | None = None) -> GrammarMatc
 
 
 def allowed(following: GrammarMatcher) -> set[int]:
-    (mask,) = WRITER.masks([following])
-    return ids(mask)
+    return ids(following.mask(COMPILER))
 
 
 def ids(mask: Mask) -> set[int]:

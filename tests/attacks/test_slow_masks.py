@@ -1,0 +1,64 @@
+"""Grammars whose masks take ever longer, beside an output that follows a simple one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.attacks.neighbour import Neighbour
+from tests.e2e.conftest import Server
+
+SECONDS = 5.0
+FORMS: dict[str, dict[str, Any]] = {
+    "nested stars": {"regex": "((([a-z ]*)*)*)*z{5000}"},
+    "ambiguous": {"grammar": 'root ::= e\ne ::= e e | "a" | e e e | [a-z]'},
+    "left recursion": {"grammar": 'root ::= a "z"\na ::= a b | b a | b\nb ::= b b | [a-z] | ""'},
+    "many optional properties": {"json": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}}},
+}
+
+
+def attack(server: Server, form: dict[str, Any], stop: threading.Event, answers: list[str]) -> None:
+    """One stream after the other, each with its own form so that nothing is known of it."""
+    body = {
+        "model": "nano",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "structured_outputs": form,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "thinking_token_budget": 0,
+        "max_tokens": 200,
+        "stream": True,
+        "temperature": 1.0,
+        "ignore_eos": True,
+    }
+    with httpx.Client(base_url=server.url, timeout=2.0) as client:
+        while not stop.is_set():
+            with (
+                contextlib.suppress(httpx.TimeoutException),
+                client.stream("POST", "/v1/chat/completions", json=body) as answer,
+            ):
+                for line in answer.iter_lines():
+                    answers.append(line)
+                    if stop.is_set():
+                        return
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "nested stars" else pytest.param(name, marks=pytest.mark.full) for name in FORMS]
+)
+def test_slow_masks_of_one_stream_hold_up_no_other(server: Server, http: httpx.Client, name: str) -> None:
+    stop, answers = threading.Event(), list[str]()
+    attackers = [threading.Thread(target=attack, args=(server, FORMS[name], stop, answers)) for _ in range(2)]
+    with Neighbour(server, structured_outputs={"regex": "[a-z ]{4000}"}, thinking_token_budget=0) as neighbour:
+        for thread in attackers:
+            thread.start()
+        time.sleep(SECONDS)
+    stop.set()
+    for thread in attackers:
+        thread.join(30)
+    assert len(answers) > 3
+    assert neighbour.errors == [] and neighbour.longest_gap < 1.0, neighbour.longest_gap

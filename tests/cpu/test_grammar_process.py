@@ -1,0 +1,100 @@
+"""A grammar process that stands still, cannot start, or is kept busy: its requests end or go on elsewhere, the engine lives."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("xgrammar")
+
+from negamax import LLM, SamplingParams
+from negamax.base import process
+from negamax.config.grammar import Grammar
+from negamax.scheduler.step import SequenceUpdate
+
+YES = SamplingParams(grammar=Grammar(kind="choice", text='["yes"]'), max_tokens=20)
+LETTERS = SamplingParams(grammar=Grammar(kind="regex", text="[a-z ]{200}"), max_tokens=300, temperature=1.0, seed=1)
+SLOW = SamplingParams(grammar=Grammar(kind="regex", text="((([a-z ]*)*)*)*z{5000}"), max_tokens=300, temperature=1.0, seed=1)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM("nano", num_threads=1, max_model_len=1024) as engine:
+        yield engine
+
+
+def says_yes(llm: LLM) -> bool:
+    return llm.generate("Yes or no?", YES)[0].outputs[0].text == "yes"
+
+
+def drive(llm: LLM, params: Sequence[SamplingParams], *, seconds: float) -> list[SequenceUpdate]:
+    """Run one request for each of `params`; the last update of each."""
+    tokens = [llm.tokenizer.encode("letters:")] * len(params)
+    requests = [group[0][1] for group in llm._sequences(tokens, llm._admit(tokens, list(params)))]
+    last: dict[str, Any] = {}
+    for request in requests:
+        llm._loop.add(request)
+    deadline = time.monotonic() + seconds
+    while llm._loop.has_work and time.monotonic() < deadline:
+        last |= {update.request_id: update for update in llm._loop.step()}
+    assert not llm._loop.has_work
+    return [last[request.request_id] for request in requests]
+
+
+def test_a_process_that_is_stopped_while_a_grammar_is_opened_is_replaced(llm: LLM) -> None:
+    assert says_yes(llm)
+    client = llm._loop._constraints._client
+    assert client is not None
+    os.kill(client._process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    (update,) = drive(llm, [LETTERS], seconds=40.0)
+    assert update.finish_reason == "stop"
+    assert llm._loop._constraints._client is not client and not client.is_alive
+    assert time.monotonic() - started < 30.0
+
+
+def test_a_process_that_can_open_no_file_costs_its_requests_and_not_the_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn = process.spawn
+
+    def without_files(module: str, *args: str, **options: Any) -> Any:
+        child = spawn(module, *args, **options)
+        resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (3, 3))
+        return child
+
+    monkeypatch.setattr(process, "spawn", without_files)
+    refused, free = drive(llm, [YES, SamplingParams(max_tokens=20, ignore_eos=True)], seconds=40.0)
+    assert refused.finish_reason == "error" and "grammar process" in (refused.error or "")
+    assert free.finish_reason == "length"
+    monkeypatch.undo()
+    assert says_yes(llm)
+
+
+def test_an_engine_that_can_open_no_file_refuses_what_needs_one(llm: LLM) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        refused, free = drive(llm, [YES, SamplingParams(max_tokens=20, ignore_eos=True)], seconds=40.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert refused.finish_reason == "error" and "cannot be started" in (refused.error or "")
+    assert free.finish_reason == "length"
+    assert says_yes(llm)
+
+
+def test_an_output_whose_mask_takes_too_long_ends_and_its_neighbour_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    hurried = msgspec.structs.replace(llm._loop._constraints._setup, mask_seconds=0.2)
+    monkeypatch.setattr(llm._loop._constraints, "_setup", hurried)
+    slow, letters = drive(llm, [SLOW, LETTERS], seconds=60.0)
+    assert slow.finish_reason == "error" and "0.2 s for one token" in (slow.error or "")
+    assert letters.finish_reason == "stop"
+    client = llm._loop._constraints._client
+    assert client is not None and client.is_alive and says_yes(llm)
