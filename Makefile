@@ -7,7 +7,7 @@ TORCH  ?= torch==2.13.0
 # Everything else in the versions that were tested together.
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test attack test-install lint types contracts docs check constraints clean
+.PHONY: demo serve test attack fault-table test-install lint types contracts docs check sbom constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
 	$(BIN)/python examples/demo.py
@@ -18,6 +18,9 @@ serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 test: $(VENV)/.dev    ## everything that runs without a GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not install and not full and not serial"
 	$(BIN)/python -m pytest -m serial $$(grep -rl pytest.mark.serial tests)
+
+fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see
+	$(BIN)/python tools/fault_table.py
 
 attack: $(VENV)/.dev  ## hostile requests and dying parts at full size, against servers of its own
 	$(BIN)/python -m pytest -m "attacks" tests/attacks
@@ -38,6 +41,17 @@ docs: $(VENV)/.docs   ## the rendered documentation, in build/site; every link i
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 check: lint types contracts docs test-install test
+
+sbom:                 ## the components of the wheel's environment: build/negamax.cdx.json (CycloneDX)
+	rm -rf build/sbom
+	$(PYTHON) -m venv build/sbom/tool && $(PYTHON) -m venv build/sbom/wheel
+	build/sbom/tool/bin/python -m pip install --quiet build "cyclonedx-bom>=7,<8"
+	build/sbom/tool/bin/python -m build --wheel --outdir build/sbom/dist .
+	tools/install_torch.sh build/sbom/wheel/bin/python "$(TORCH)"
+	build/sbom/wheel/bin/python -m pip install --quiet -c constraints.txt build/sbom/dist/*.whl
+	build/sbom/wheel/bin/python -m pip uninstall --quiet --yes pip setuptools
+	build/sbom/tool/bin/cyclonedx-py environment build/sbom/wheel --output-reproducible \
+	  --output-file build/negamax.cdx.json
 
 constraints:          ## write down the versions that a fresh environment gets, to be tested
 	rm -rf build/constraints

@@ -1,0 +1,311 @@
+"""Kill and stop each part of a server, and measure what its clients see.
+
+    python tools/fault_table.py [--only TEXT] [--limit SECONDS]
+
+Servers of its own on the loopback: one process, two server processes, two tensor-parallel ranks. Each
+part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads prompts,
+generates, or opens a grammar. The table says after how many seconds open requests ended with an error,
+/readyz was no longer 200, and a request was answered again. Clients that only wait while a part
+is stopped, and get their tokens afterwards, go on. Exit code 1: a number is above its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.load.http import DONE, UnexpectedStatusError  # noqa: E402
+from tools.load.server import Server, serving  # noqa: E402
+
+CHAT = "/v1/chat/completions"
+TOLD_LIMIT, RED_LIMIT = 2.0, 1.0  # seconds
+CLIENTS = 4
+POLL_SECONDS = 0.05
+PROBE_SECONDS = 0.9  # without an answer /readyz counts as red
+STOPPED_SECONDS = 10.0
+STATES = ("idle", "prefill", "decode", "opening")
+ENGINE, GRAMMAR = "negamax.engine.process", "negamax.engine.grammar_process"
+RANK, MEMBER = "negamax.worker.rank_process", "negamax.api.processes.member"
+# Name, options, server processes, parts.
+SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
+    ("one process", (), 1, ("server process", "engine", "grammar process")),
+    ("two server processes", (), 2, ("leader", "server process", "engine")),
+    ("tp 2", ("-tp", "2"), 1, ("engine", "rank 0", "rank 1")),
+)
+# A fault must not be answered with a pause that grows with the number of faults before it.
+OPTIONS = ("--max-engine-restarts", "1000", "--engine-restart-window", "1")
+
+
+@dataclass
+class Client:
+    """A stream, and what became of it. Single writer: its task."""
+
+    events: list[float] = field(default_factory=list)  # monotonic seconds
+    ended: float | None = None
+    error: str | None = None  # with which it ended
+    task: asyncio.Task[None] = field(init=False)
+
+    async def run(self, server: Server, body: dict[str, Any]) -> None:
+        connection = server.connection()
+        try:
+            async for payload in connection.stream(CHAT, body):
+                self.events.append(time.monotonic())
+                if payload != DONE and "error" in json.loads(payload):
+                    self.error = "an error event"
+        except UnexpectedStatusError as error:
+            self.error = f"status {error.status}"
+        except (OSError, ValueError, asyncio.IncompleteReadError):
+            self.error = "the connection broke"
+        finally:
+            self.ended = self.ended or time.monotonic()
+            connection.hang_up()
+
+    def outcome(self, since: float) -> str:
+        """ "told", "goes on" (it got tokens half a second after `since`, or all) or "waits"."""
+        if self.ended is not None:
+            return "told" if self.error else "goes on"
+        return "goes on" if self.events and self.events[-1] > since + 0.5 else "waits"
+
+
+@dataclass
+class Cell:
+    """What one fault did. Seconds since the fault; None: not within the limit."""
+
+    told: float | None = None
+    goes_on: bool = False  # every client went on
+    red: float | None = None
+    again: float | None = None  # since the fault, or since the part runs on
+
+
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def descendants(pid: int, module: str) -> list[int]:
+    """The processes below `pid` that run `module`, oldest first."""
+    found = []
+    for child in children(pid):
+        with contextlib.suppress(OSError):
+            if module in Path(f"/proc/{child}/cmdline").read_text():
+                found.append(child)
+        found += descendants(child, module)
+    return found
+
+
+def pid_of(server: Server, part: str) -> int:
+    root = server.process.pid
+    if part == "leader" or (part == "server process" and not descendants(root, MEMBER)):
+        return root
+    module = {"engine": ENGINE, "grammar process": GRAMMAR, "server process": MEMBER}.get(part, RANK)
+    return descendants(root, module)[int(part[-1]) if module == RANK else 0]
+
+
+def body_for(state: str, *, constrained: bool, nonce: int) -> dict[str, Any]:
+    """A request that keeps the server in `state`; `constrained`: it follows a grammar."""
+    text = f"{nonce} " * (700 if state == "prefill" else 1)
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": text}],
+        "stream": True,
+        "max_tokens": 1500,
+        "ignore_eos": True,
+    }
+    if state == "opening":  # the compiler would need minutes
+        names = {f"p{nonce}_{index}": {"type": "integer"} for index in range(300)}
+        schema = {"type": "object", "properties": names, "minProperties": 100}
+        named = {"name": "slow", "schema": schema}
+        body["response_format"] = {"type": "json_schema", "json_schema": named}
+    elif constrained:
+        body["structured_outputs"] = {"regex": "[a-z ]{1400}"}
+    return body
+
+
+async def status(server: Server, path: str, body: Any = None, *, seconds: float) -> int:
+    """Of an answer on a new connection; 0: none came in time."""
+    connection = server.connection()
+    try:
+        sent = connection.get(path) if body is None else connection.post(path, body)
+        return (await asyncio.wait_for(sent, seconds)).status
+    except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
+        return 0
+    finally:
+        connection.hang_up()
+
+
+async def first_red(server: Server, since: float, limit: float) -> float | None:
+    """Seconds until /readyz is not 200."""
+    while time.monotonic() < since + limit:
+        if await status(server, "/readyz", seconds=PROBE_SECONDS) != 200:
+            return time.monotonic() - since
+        await asyncio.sleep(POLL_SECONDS)
+    return None
+
+
+async def first_answer(server: Server, part: str, since: float, limit: float) -> float | None:
+    """Seconds until a request is answered that was sent after the fault."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    if part == "grammar process":
+        body["structured_outputs"] = {"choice": ["yes", "no"]}
+    while time.monotonic() < since + limit:
+        if await status(server, CHAT, body, seconds=5.0) == 200:
+            return time.monotonic() - since
+        await asyncio.sleep(POLL_SECONDS)
+    return None
+
+
+async def wait_for(holds: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    return holds()
+
+
+async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Client]:
+    """Bring the server into `state`, with clients that wait for something in it."""
+    constrained = part == "grammar process"
+    if constrained:
+        await first_answer(server, part, time.monotonic(), 30.0)  # now the process is there
+    clients = [Client() for _ in range(0 if state == "idle" else CLIENTS)]
+    for number, client in enumerate(clients):
+        body = body_for(state, constrained=constrained, nonce=nonce + number)
+        client.task = asyncio.create_task(client.run(server, body))
+    if state == "decode":
+        await wait_for(lambda: all(len(client.events) > 4 for client in clients), 20.0)
+    elif state == "opening":
+        await wait_for(lambda: bool(descendants(server.process.pid, GRAMMAR)), 10.0)
+        await asyncio.sleep(0.5)
+    elif state == "prefill":
+        await asyncio.sleep(0.1)
+    return clients
+
+
+async def measure(server: Server, part: str, state: str, *, stop: bool, limit: float) -> Cell:
+    """One fault and what came of it. The server is as it was afterwards, or dead."""
+    clients = await enter(server, state, part=part, nonce=time.monotonic_ns() % 10**6)
+    pid = pid_of(server, part)
+    since = time.monotonic()
+    os.kill(pid, signal.SIGSTOP if stop else signal.SIGKILL)
+    if state == "idle":  # somebody comes before the fault is known
+        clients.append(Client())
+        body = body_for("decode", constrained=part == "grammar process", nonce=1)
+        clients[-1].task = asyncio.create_task(clients[-1].run(server, body))
+    red = asyncio.create_task(first_red(server, since, STOPPED_SECONDS if stop else limit))
+    cell = Cell()
+    back = since
+    if stop:
+        settled = all_settled(clients, since)
+        await wait_for(lambda: settled() and red.done(), STOPPED_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+        back = time.monotonic()
+    cell.again = await first_answer(server, part, back, limit)
+    await wait_for(all_settled(clients, back), max(0.0, since + limit - time.monotonic()))
+    told = [client for client in clients if client.outcome(back) == "told"]
+    if all(client.outcome(back) != "waits" for client in clients):
+        cell.goes_on = not told
+        cell.told = max((client.ended or since) - since for client in told) if told else None
+    if red.done():
+        cell.red = red.result()
+    red.cancel()
+    for client in clients:
+        client.task.cancel()
+    await asyncio.gather(red, *(client.task for client in clients), return_exceptions=True)
+    return cell
+
+
+def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
+    """Whether nobody waits any more; clients that go on show it within a second."""
+    return lambda: time.monotonic() > since + 1.0 and all(client.outcome(since) != "waits" for client in clients)
+
+
+def text_of(cell: Cell, part: str, *, stop: bool, restart: float) -> tuple[str, bool]:
+    """The cell for people, and whether every number is within its limit."""
+    is_front = part in ("server process", "leader")
+    parts = [
+        ("goes on", True) if cell.goes_on else _number(cell.told, TOLD_LIMIT),
+        # Where one of several server processes or a grammar process is gone, others answer.
+        _number(cell.red, RED_LIMIT, optional=is_front or part == "grammar process"),
+        _number(cell.again, restart),
+    ]
+    return " / ".join(text for text, _ in parts), all(good for _, good in parts)
+
+
+def _number(seconds: float | None, limit: float, *, optional: bool = False) -> tuple[str, bool]:
+    if seconds is None:
+        return ("green", True) if optional else ("**never**", False)
+    return (f"{seconds:.1f}", True) if seconds <= limit else (f"**{seconds:.1f}**", False)
+
+
+@contextlib.contextmanager
+def started(options: tuple[str, ...], num_servers: int) -> Iterator[tuple[Server, float]]:
+    """A server, and the seconds that its start took; what is stopped at the end runs on."""
+    began = time.monotonic()
+    with serving(*OPTIONS, *options, num_servers=num_servers) as server:
+        try:
+            yield server, time.monotonic() - began
+        finally:
+            root = server.process.pid
+            for module in (ENGINE, GRAMMAR, RANK, MEMBER):
+                for pid in descendants(root, module):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)
+
+
+def row(setup: str, part: str, *, stop: bool, limit: float) -> tuple[list[str], bool]:
+    """The cells of one part and one signal, each state after the other."""
+    options, num_servers = next(entry[1:3] for entry in SETUPS if entry[0] == setup)
+    cells, good = [], True
+    is_alone = part == "leader" or (part == "server process" and num_servers == 1)
+    for state in STATES:
+        try:
+            with started(options, num_servers) as (server, start_seconds):
+                cell = asyncio.run(measure(server, part, state, stop=stop, limit=limit))
+                restart = start_seconds + TOLD_LIMIT
+                if is_alone and not stop and server.process.poll() is not None:
+                    cell.again = 0.0  # whoever supervises the server starts it again
+                text, is_good = text_of(cell, part, stop=stop, restart=restart)
+        except IndexError as error:  # the part is not there
+            text, is_good = f"**{type(error).__name__}**", False
+        cells.append(text)
+        good &= is_good
+        print(f"{setup}, {part}, {state}: {text}", file=sys.stderr, flush=True)
+    return cells, good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--only", default="", help="rows whose name has this text")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds that a cell may take")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its server ends with it
+    good = True
+    print("| part | fault | " + " | ".join(STATES) + " |")
+    print("|---|---|" + "---|" * len(STATES), flush=True)
+    for setup, _, _, parts in SETUPS:
+        for part in parts:
+            for stop in (False, True):
+                fault = "stopped" if stop else "killed"
+                if arguments.only not in f"{setup}, {part}, {fault}":
+                    continue
+                cells, is_good = row(setup, part, stop=stop, limit=arguments.limit)
+                good &= is_good
+                print(f"| {setup}: {part} | {fault} | " + " | ".join(cells) + " |", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
