@@ -101,6 +101,7 @@ class Lifecycle:
 
 class Signals:
     """SIGINT and SIGTERM: the first one stops starting, or drains; the second one ends at once, the third without a word.
+    SIGHUP reloads files; where it says that the terminal is gone which this process began in, it is like SIGTERM.
 
     Single writer: the event loop.
     """
@@ -109,8 +110,10 @@ class Signals:
         self._main = asyncio.current_task()
         self._drain: Callable[[], None] | None = None
         self._abort: Callable[[], Awaitable[None]] | None = None
+        self._reload: Callable[[], None] | None = None
         self._aborting: asyncio.Future[None] | None = None
         self._count = 0
+        self._needs_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()  # else: nohup
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None, None, None]:
@@ -118,15 +121,22 @@ class Signals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._received)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         try:
             yield
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
-    def hand_over(self, *, drain: Callable[[], None], abort: Callable[[], Awaitable[None]]) -> None:
-        """From now on the first signal calls `drain`, the second one `abort`."""
-        self._drain, self._abort = drain, abort
+    def hand_over(self, *, drain: Callable[[], None], abort: Callable[[], Awaitable[None]], reload: Callable[[], None]) -> None:
+        """From now on the first signal calls `drain`, the second one `abort`, and SIGHUP `reload`."""
+        self._drain, self._abort, self._reload = drain, abort, reload
+
+    def _hung_up(self) -> None:
+        if self._needs_terminal and not _has_terminal():
+            self._received()
+        elif self._reload is not None:
+            self._reload()
 
     def _received(self) -> None:
         self._count += 1
@@ -140,3 +150,12 @@ class Signals:
             self._drain()
         else:
             self._aborting = asyncio.ensure_future(self._abort())
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a terminal that can send it signals."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

@@ -191,9 +191,12 @@ async def serve(
     announce: Callable[[str, AsyncEngine], None],
     engine_module: str = ENGINE_MODULE,
 ) -> None:
-    """Start the engine, serve on `listener` until SIGINT or SIGTERM, stop everything. `announce` is called with the URL and
-    the engine once requests are answered; `engine_module` is what the engine process runs. Errors: those of
-    `EngineSupervisor.run`, and `EngineDeadError` once the engine, or a server process beside this one, has died too often."""
+    """Start the engine, serve on `listener` until SIGINT or SIGTERM, stop everything; SIGHUP reloads files.
+
+    `announce` is called with the URL and the engine once requests are answered; `engine_module` is what
+    the engine process runs. Errors: those of `EngineSupervisor.run`, and `EngineDeadError` once the engine,
+    or a server process beside this one, has died too often.
+    """
     signals = Signals()
     seat = Seat.first_of(server_options.api_server_count)
     leader = Leader(seat, engine_options, server_options, listener=listener)
@@ -216,7 +219,7 @@ async def serve(
                 announce=lambda: announce(_url(listener, server_options), engine),
                 leader=leader,
             )
-            signals.hand_over(drain=server.drain, abort=server.abort)
+            signals.hand_over(drain=server.drain, abort=server.abort, reload=server.reload)
             settle_garbage_collection()
             try:
                 await server.serve(sockets=[listener])
@@ -343,6 +346,18 @@ class HttpServer(uvicorn.Server):
         if self._leader is not None:
             self._leader.drain()
         self._tasks.append(asyncio.create_task(self._drain()))
+
+    def reload(self) -> None:
+        """Read the TLS files again, for connections to come. Files that cannot be used change nothing."""
+        if self._leader is not None:
+            self._leader.reload()
+        try:
+            if self._tls is not None:
+                self._tls.reload()
+        except ConfigError as error:
+            logger.error("what was read before is kept: %s", error)
+        else:
+            logger.info("the files were read again")
 
     async def abort(self) -> None:
         """End now: stopping the engine ends every open stream with an error event, then the connections close."""

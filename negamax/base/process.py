@@ -51,10 +51,10 @@ def is_gone(process: subprocess.Popen[bytes]) -> bool:
 def exit_with_parent() -> None:
     """In a child started by `spawn`: end this process as soon as the parent is gone.
 
-    Signals that ask to end are the parent's business. Service managers and terminals send them to every process at once; a
-    child that followed them would break off what the parent wants to finish.
+    Signals that ask to end or to reload are the parent's business. Service managers and terminals send
+    them to every process at once; a child that followed them would break off what the parent wants to finish.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
     def wait() -> None:

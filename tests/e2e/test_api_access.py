@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import ssl
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, serving
+from tests.e2e.conftest import Server, eventually, serving
 from tests.e2e.listening import strangers_doors
 from tests.e2e.test_api_errors import CHAT, HELLO, error_of
 
@@ -77,7 +78,7 @@ def test_tls_with_a_certificate_and_its_key(tmp_path: Path) -> None:
         return certificate, key
 
     certificate, key = make("server")
-    _, other_key = make("other")
+    other_certificate, other_key = make("other")
     options = ("--ssl-certfile", certificate, "--ssl-keyfile", key, "--api-server-count", "2")
     with serving(*options, log_file=tmp_path / "log") as server:
         assert server.url.startswith("https://127.0.0.1:")
@@ -88,8 +89,23 @@ def test_tls_with_a_certificate_and_its_key(tmp_path: Path) -> None:
             assert http.get("/readyz").status_code == 200
             with http.stream("POST", CHAT, json=BODY | {"stream": True}) as answer:
                 assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
+            with http.stream("POST", CHAT, json=BODY | {"stream": True, "max_tokens": 300, "ignore_eos": True}) as answer:
+                lines = (line for line in answer.iter_lines() if line)
+                next(lines)
+                shutil.copy(other_certificate, certificate)
+                server.process.send_signal(signal.SIGHUP)  # in between the files do not fit
+                assert eventually(lambda: server.log.count("--ssl-keyfile cannot be used") == 2)
+                assert httpx.get(f"{server.url}/readyz", verify=context).status_code == 200
+                shutil.copy(other_key, key)
+                server.process.send_signal(signal.SIGHUP)
+                assert eventually(lambda: server.log.count("the files were read again") == 2)
+                renewed = ssl.create_default_context(cafile=other_certificate)
+                for _ in range(8):
+                    assert httpx.get(f"{server.url}/readyz", verify=renewed).status_code == 200
+                assert list(lines)[-1] == "data: [DONE]"
         with pytest.raises(httpx.HTTPError):
             httpx.get(server.url.replace("https", "http") + "/readyz")
+    _, other_key = make("third")
     command = [sys.executable, "-m", "negamax", "serve", "nano", "--port", "0"]
     mismatched = [*command, "--ssl-certfile", certificate, "--ssl-keyfile", other_key]
     done = subprocess.run(mismatched, capture_output=True, text=True, env=os.environ)

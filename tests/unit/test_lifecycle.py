@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
 
 from negamax.api.lifecycle import Lifecycle
 
@@ -38,3 +46,43 @@ def test_draining_waits_no_longer_than_its_timeout() -> None:
 
 def test_work_that_is_cancelled_before_it_begins_is_over() -> None:
     assert drained_while(seconds=20, drain_timeout=5, is_cancelled=True) == (True, 0, False)
+
+
+PROGRAM = """
+import asyncio, os, sys
+from negamax.api.lifecycle import Signals
+
+async def main():
+    signals, end = Signals(), asyncio.Event()
+    async def abort(): pass
+    def drain(): print("drain", flush=True); end.set()
+    with signals.watched():
+        signals.hand_over(drain=drain, abort=abort, reload=lambda: print("reload", flush=True))
+        print("ready", flush=True)
+        await asyncio.wait_for(end.wait(), 20)
+
+if sys.argv[1]:
+    os.open(sys.argv[1], os.O_RDWR)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("is_in_terminal", [True, False])
+def test_a_hangup_reloads_and_ends_only_when_the_terminal_is_gone(is_in_terminal: bool) -> None:
+    controller, terminal = pty.openpty()
+    name = os.ttyname(terminal) if is_in_terminal else ""
+    command = [sys.executable, "-c", PROGRAM, name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "reload\n"
+        os.close(terminal)
+        os.close(controller)
+        if is_in_terminal:
+            assert process.stdout.readline() == "drain\n"
+            assert process.wait(20) == 0
+        else:
+            time.sleep(0.2)
+            assert process.poll() is None
+            process.kill()

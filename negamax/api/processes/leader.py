@@ -79,6 +79,10 @@ class Leader:
         self._is_ending = True
         self._tell_all(wire.EngineGaveUp(reason))
 
+    def reload(self) -> None:
+        """They read the files again that can be replaced."""
+        self._tell_all(wire.Reload())
+
     def drain(self) -> None:
         """They answer what is open, and end."""
         self._is_ending = True

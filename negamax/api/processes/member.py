@@ -31,8 +31,9 @@ _CONNECT_SECONDS = 5.0  # for an engine to reach this process; it tries all the 
 
 
 def main() -> None:
-    """Serve until told to end. Signals that ask to end are the leader's business, see `base.process.exit_with_parent`."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Serve until told to end. Signals that ask to end or to reload are the leader's business, see
+    `base.process.exit_with_parent`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log.setup_as_parent()
     with event_loop() as runner:
@@ -79,6 +80,8 @@ class _Follower:
             news = await _next(reader)
             if isinstance(news, wire.Drain):
                 server.drain()
+            elif isinstance(news, wire.Reload):
+                server.reload()
             elif isinstance(news, wire.Abort):
                 self._ending = asyncio.create_task(server.abort())
             else:

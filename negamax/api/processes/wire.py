@@ -38,6 +38,10 @@ class EngineGaveUp(msgspec.Struct, frozen=True, tag="engine-gave-up"):
     reason: str
 
 
+class Reload(msgspec.Struct, frozen=True, tag="reload"):
+    """Read the files again that can be replaced while the server runs."""
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Answer what is open, and end."""
 
@@ -46,7 +50,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Break off what is open, and end."""
 
 
-News = Begin | EngineCame | EngineWent | EngineGaveUp | Drain | Abort
+News = Begin | EngineCame | EngineWent | EngineGaveUp | Reload | Drain | Abort
 
 encoder = msgspec.json.Encoder()
 decoder: msgspec.json.Decoder[News] = msgspec.json.Decoder(News)
