@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from negamax.base import env
+from negamax.base.log_output import Brake, StderrHandler, TextFormatter
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -31,8 +32,9 @@ _DATE = "%Y-%m-%d %H:%M:%S"
 def setup(level: str | int = "info", log_format: str = "text") -> None:
     """Configure the root logger of this process: `level` of Negamax's own messages (debug, info,
     warning, error; others are logged from warning on), `log_format` "text" or "json"."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT, _DATE))
+    handler = StderrHandler()
+    handler.addFilter(Brake())
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else TextFormatter(_TEXT, _DATE))
     root = logging.getLogger()
     root.handlers[:] = [handler, _RecentLines()]
     root.setLevel(logging.WARNING)

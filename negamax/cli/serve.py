@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,8 @@ from negamax.config.options import EngineOptions, ServerOptions
 
 if TYPE_CHECKING:
     from negamax.engine.client import AsyncEngine
+
+logger = log.get_logger(__name__)
 
 HELP = "Serve MODEL over an OpenAI-compatible HTTP API."
 
@@ -44,13 +48,23 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
     def announce(url: str, engine: AsyncEngine) -> None:
         name = (server_options.served_model_name or (engine.info.served_model_name,))[0]
         seconds = time.monotonic() - started
-        print(
+        _announce(
             f"Negamax is ready: {url}/v1 serves {name!r} ({engine.info.max_model_len} tokens, {seconds:.1f} s);"
-            f" chat page: {url}/",
-            flush=True,
+            f" chat page: {url}/"
         )
 
     try:
         server.run(engine_options, server_options, listener=listener, announce=announce)
     finally:
         listener.close()
+
+
+def _announce(line: str) -> None:
+    """Say that the server is ready, on standard output, or in the log where nobody can be told there."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        logger.warning("standard output cannot be written (%s): %s", error.strerror, line)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is left in the buffer must go somewhere at the end
+        os.close(nowhere)

@@ -1,0 +1,134 @@
+"""How log records become lines on standard error: escaped, braked, and never waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import stat
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_CONTROL_IN_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
+
+_BRAKE_SECONDS = 10.0
+_BRAKE_RECORDS = 20  # of one kind in that time
+_BRAKE_KINDS = 1000  # remembered
+
+_MOST_PENDING = 1000  # lines that wait for a reader of standard error
+_LONGEST_WRITE = 4096  # bytes that a pipe takes whole or not at all
+
+
+def escaped(text: str) -> str:
+    """`text` on one line, its control characters as backslash escapes."""
+    return _CONTROL.sub(_escape, text)
+
+
+class TextFormatter(logging.Formatter):
+    """A line per record, in which no control character of what was logged is left. Lines that follow are indented: those of a
+    traceback, or of a message whose own words have several."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        own_lines = "\n" in str(record.msg) and bool(record.args)
+        record.message = _indented(record.message) if own_lines else escaped(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: object) -> str:
+        return "    " + _indented(super().formatException(ei))  # type: ignore[arg-type]
+
+
+class Brake(logging.Filter):
+    """Lets through so many warnings and errors of one kind (the same words of the same logger) in a while; the next one that
+    passes says how many did not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}  # since when, how many
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        now = time.monotonic()
+        kind = record.name, str(record.msg)[:200]
+        since, count = self._seen.get(kind, (now, 0))
+        if now - since > _BRAKE_SECONDS:
+            skipped = max(0, count - _BRAKE_RECORDS)
+            since, count = now, 0
+            if skipped:
+                record.msg = f"{record.getMessage()} (and {skipped} more of this kind before)"
+                record.args = None
+        if len(self._seen) >= _BRAKE_KINDS:
+            self._seen.clear()
+        self._seen[kind] = since, count + 1
+        return count < _BRAKE_RECORDS
+
+
+class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to standard error. Where that is a pipe, a terminal or a socket that nobody reads, lines wait here, and the oldest
+    are lost: the process never waits."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._pending: deque[bytes] = deque()
+        self._num_lost = 0
+        self._write = _writer_without_waiting()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._write is None:
+            super().emit(record)
+            return
+        try:
+            line = self.format(record).encode("utf-8", "backslashreplace") + b"\n"
+        except Exception:
+            self.handleError(record)
+            return
+        while len(self._pending) >= _MOST_PENDING:
+            self._pending.popleft()
+            self._num_lost += 1
+        self._pending.append(line)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what can be written now."""
+        if self._write is None:
+            super().flush()
+            return
+        with contextlib.suppress(OSError):  # full: later; nobody will ever read: never
+            if self._pending and self._num_lost:
+                self._write(f"({self._num_lost} log lines are lost: standard error was not read)\n".encode())
+                self._num_lost = 0
+            while self._pending:
+                written = self._write(self._pending[0][:_LONGEST_WRITE])
+                rest = self._pending.popleft()[written:]
+                if rest:
+                    self._pending.appendleft(rest)
+
+
+def _writer_without_waiting() -> Callable[[bytes], int] | None:
+    """What writes bytes to standard error or raises `BlockingIOError`; None where a write never waits for a reader."""
+    try:
+        fd = sys.stderr.fileno()
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISSOCK(mode):
+            connection = socket.socket(fileno=os.dup(fd))
+            return lambda line: connection.send(line, socket.MSG_DONTWAIT)
+        if stat.S_ISFIFO(mode) or os.isatty(fd):
+            # Opened anew: other processes that write there keep their way of waiting.
+            own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+            return lambda line: os.write(own, line)
+    except (OSError, ValueError, AttributeError):  # no file, closed, or not Linux
+        pass
+    return None
+
+
+def _indented(text: str) -> str:
+    return _CONTROL_IN_LINES.sub(_escape, text).replace("\n", "\n    ")
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()

@@ -1,0 +1,58 @@
+"""A server whose output nobody reads, and strangers who want it to be long."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+
+from tests.e2e.conftest import eventually
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_unread_output_and_malformed_requests_hold_nobody_up() -> None:
+    port = free_port()
+    read, write = os.pipe()
+    os.close(read)  # whoever wanted to read the ready line is gone
+    command = [sys.executable, "-m", "negamax", "serve", "nano", "--num-threads", "1", "--port", str(port)]
+    server = subprocess.Popen([*command, "--enable-access-log"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=5) as http:
+            assert eventually(lambda: is_ready(http), seconds=60)
+            for _ in range(100):
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
+                    stranger.recv(1000)
+            for number in range(400):  # more lines than the pipe holds
+                assert http.get(f"/v1/models/%0aforged%1b[2J{number}{'x' * 200}").status_code == 404
+            begun = time.monotonic()
+            body = {"model": "nano", "prompt": "Hello", "max_tokens": 2}
+            assert http.post("/v1/completions", json=body).status_code == 200
+            assert time.monotonic() - begun < 2.0
+    finally:
+        server.terminate()
+        _, log = server.communicate(timeout=20)
+    lines = log.decode().splitlines()
+    assert not re.search(rb"[\x00-\x09\x0b-\x1f\x7f]", log)
+    assert not any(line.startswith("forged") for line in lines)
+    assert sum("Invalid HTTP request" in line for line in lines) <= 20
+    assert any("standard output cannot be written" in line and "Negamax is ready" in line for line in lines)
+    assert server.returncode == 0
+
+
+def is_ready(http: httpx.Client) -> bool:
+    try:
+        return http.get("/readyz").status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,75 @@
+"""Lines on standard error: what a stranger sends forges none, floods none, and nobody waits for a reader."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from negamax.base import log_output
+from negamax.base.log_output import Brake, StderrHandler, TextFormatter
+
+FORMATTER = TextFormatter("%(levelname)s %(name)s: %(message)s")
+
+
+def record(message: str, *args: object, level: int = logging.WARNING, name: str = "negamax.test") -> logging.LogRecord:
+    return logging.LogRecord(name, level, __file__, 1, message, args, None)
+
+
+def test_control_characters_are_escaped() -> None:
+    line = FORMATTER.format(record("path %s", "/a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e\u00e9"))
+    assert line == r"WARNING negamax.test: path /a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e" + "\u00e9"
+    assert FORMATTER.format(record("table:\n%s", "a\nb\x07")) == "WARNING negamax.test: table:\n    a\n    b\\x07"
+
+
+def test_an_exception_forges_no_line() -> None:
+    try:
+        raise ValueError("bad\nERROR negamax: forged\x1b[2J")
+    except ValueError:
+        failed = record("failed")
+        failed.exc_info = sys.exc_info()
+    first, *others = FORMATTER.format(failed).splitlines()
+    assert first == "WARNING negamax.test: failed"
+    assert all(line.startswith("    ") and "\x1b" not in line for line in others)
+
+
+def test_warnings_of_one_kind_are_braked_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    brake = Brake()
+    passed = sum(bool(brake.filter(record("bad request from %s", number))) for number in range(500))
+    assert passed == 20
+    assert brake.filter(record("another kind"))
+    assert all(brake.filter(record("request %s", 1, level=logging.INFO)) for _ in range(500))
+    now = time.monotonic()
+    monkeypatch.setattr(log_output.time, "monotonic", lambda: now + 11.0)
+    later = record("bad request from %s", "100 % of them")
+    assert brake.filter(later)
+    assert later.getMessage() == "bad request from 100 % of them (and 480 more of this kind before)"
+
+
+def test_a_pipe_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        handler = StderrHandler()
+        handler.setFormatter(FORMATTER)
+        for number in range(5000):  # far more than the 64 KiB that a pipe holds
+            handler.emit(record("line %d %s", number, "x" * 200))
+        assert os.get_blocking(write)  # other processes that write there may rely on it
+        text = b""
+        while b"line 4999 " not in text:
+            text += os.read(read, 65536)
+            handler.flush()
+    lines = text.decode().splitlines()
+    assert lines[0].startswith("WARNING negamax.test: line 0 ")
+    assert any(line.endswith("log lines are lost: standard error was not read)") for line in lines)
+    os.close(read)
+
+
+def test_the_last_lines_of_a_process_are_written() -> None:
+    code = "from negamax.base import log; log.setup(); log.get_logger('negamax.x').warning('the end of %s', 'it')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.endswith("WARNING negamax.x: the end of it\n")
