@@ -24,7 +24,7 @@ from negamax.api.schemas.common import nearest, shown
 from negamax.api.sse import EventStream, Say, Source
 from negamax.api.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.tracing import RequestTracer
-from negamax.base.errors import NotFoundError
+from negamax.base.errors import InvalidRequestError, NotFoundError
 from negamax.config.options import ServerOptions
 from negamax.engine.client import AsyncEngine
 from negamax.engine.generation import Generation, Observer, Owner
@@ -167,6 +167,13 @@ class ApiContext:
                 sampling=sampling,
             )
             observer = Observers([observer, RequestRecorder(record, self.request_ended)])
+        if wanted.priority and self.options.scheduling_policy != "priority":
+            raise InvalidRequestError(
+                f"priority is {wanted.priority}; this server takes all requests in turn, so allowed: 0",
+                hint="leave it out, or start the server with --scheduling-policy priority",
+                param="priority",
+                code="invalid_value",
+            )
         limits = [limit for limit in (wanted.timeout, self.options.request_timeout) if limit is not None]
         generation = self.engine.generate(
             prompt_token_ids,

@@ -560,11 +560,9 @@ _REFUSED = (
         switches="allow-auto-truncate",
     ),
     _group(
-        "requests run in order of arrival",
-        remedy="leave it out",
-        unless="fcfs",
+        "the option has another name here",
+        remedy="use --scheduling-policy priority",
         switches="enable-priority-scheduling",
-        values="scheduling-policy",
     ),
     _group(
         "on GPUs the last bits of a logit may depend on the company of a request",

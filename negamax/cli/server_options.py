@@ -14,7 +14,7 @@ import typer
 from negamax.base.errors import ConfigError
 from negamax.cli.engine_options import LOGS
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
-from negamax.config.options import ServerOptions
+from negamax.config.options import SCHEDULING_POLICIES, ServerOptions
 from negamax.text.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, output_style
 
 KEY_VARIABLE = "NEGAMAX_API_KEY"
@@ -54,6 +54,12 @@ _TABLE = (
     Flag("allowed_hosts", SECURITY, "Further name in the Host header where no key is set; may be repeated, '*' is all."),
     Flag("ssl_certfile", SECURITY, "TLS certificate (chain), PEM."),
     Flag("ssl_keyfile", SECURITY, "TLS private key, PEM."),
+    Flag(
+        "scheduling_policy",
+        LIMITS,
+        "Whether the priority of a request counts before its arrival.",
+        choices=SCHEDULING_POLICIES,
+    ),
     Flag("max_body_bytes", LIMITS, "Largest request body, such as 64MiB.", is_size=True),
     Flag(
         "max_connections_per_address",

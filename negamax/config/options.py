@@ -16,6 +16,7 @@ LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 MAX_API_SERVERS = 64
+SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_THREADS = 1024
 
 
@@ -103,6 +104,7 @@ class ServerOptions:
     allow_special_tokens_in_text: bool = False  # what a conversation says may become control tokens
     tool_call_parser: str = "auto"  # names: text.formats
     reasoning_parser: str = "auto"
+    scheduling_policy: str = "fcfs"  # "priority": requests may say how urgent they are
     max_body_bytes: int = 64 * 2**20
     max_connections_per_address: int | None = None  # of one server process; default: half of all it may have
     request_timeout: float | None = None  # from arrival to the last token; a request may ask for less
@@ -135,6 +137,7 @@ class ServerOptions:
             raise ConfigError(
                 "--admin-api-key is one of the API keys, which are for everybody else", hint="give a key of its own"
             )
+        _one_of("--scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _at_least("--max-body-bytes", self.max_body_bytes, 1024)
         if self.max_connections_per_address is not None:
             _at_least("--max-connections-per-address", self.max_connections_per_address, 1)

@@ -173,6 +173,7 @@ class AsyncEngine:
                 prompt_token_ids=prompt,
                 sampling=choice,
                 priority=priority,
+                tenant=owner.tenant,
                 cache_salt=cache_salt,
             )
             for index, choice in enumerate(choices)

@@ -69,6 +69,8 @@ class Scheduler:
         self._num_constrained = 0  # unfinished sequences that are
         self._admitted: list[str] = []  # request ids, until `take_admitted`
         self._arrival_count = 0
+        self._turn = 0  # of the request that was admitted last
+        self._last_turns: dict[str, int] = {}  # by tenant: of its latest request
         self._step_count = 0
         self._last_committed = -1  # step id
 
@@ -124,9 +126,13 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting, {limits.max_queued_requests} are allowed; try again later",
                 code="queue_full",
             )
+        # Fair queueing: a tenant's requests follow each other, and its first one stands beside the first of all others.
+        turn = max(self._turn, self._last_turns.get(request.tenant, 0)) + 1
+        self._last_turns[request.tenant] = turn
         sequence = Sequence(
             request,
             arrival=self._arrival_count,
+            turn=turn,
             limit=limit,
             eos_token_ids=limits.eos_token_ids,
             block_size=limits.block_size,
@@ -205,7 +211,9 @@ class Scheduler:
             if new_row is None:
                 break  # nobody overtakes the first
             draft.new_rows.append(new_row)
-            draft.add_chunk(self._waiting.pop(0))
+            sequence = self._waiting.pop(0)
+            self._turn = max(self._turn, sequence.turn)
+            draft.add_chunk(sequence)
         if not draft.sequences and not draft.chunks:
             return None
         plan = draft.finish(self._step_count, may_be_masked=self._num_constrained > 0)

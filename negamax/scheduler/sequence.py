@@ -43,6 +43,7 @@ class Sequence:
         "stop_from",
         "stop_ids",
         "tokens",
+        "turn",
         "was_admitted",
         "worker_sampling",
     )
@@ -52,15 +53,18 @@ class Sequence:
         request: GenerateRequest,
         *,
         arrival: int,
+        turn: int,
         limit: int,
         eos_token_ids: frozenset[int],
         block_size: int,
     ) -> None:
-        """`limit`: tokens it may have in the end, prompt and output; `arrival`: rises with every request."""
+        """`limit`: tokens it may have in the end, prompt and output; `arrival`: rises with every request; `turn`: its
+        place among those of its tenant."""
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id
-        self.order = (request.priority, arrival)  # smaller goes first, in everything
+        self.turn = turn
+        self.order = (request.priority, turn, arrival)  # smaller goes first, in everything
         self.tokens = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.limit = limit

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +20,7 @@ MESSAGES = [{"role": "user", "content": "Tell me something."}]
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ("--api-key", "anna", "--api-key", "bert", "--admin-api-key", "root")
+    options = ("--api-key", "anna", "--api-key", "bert", "--admin-api-key", "root", "--max-num-seqs", "2")
     with serving(*options, log_file=tmp_path_factory.mktemp("keyed") / "log") as running:
         yield running
         assert "Traceback" not in running.log
@@ -88,7 +90,7 @@ def test_what_acts_on_all_needs_the_key_of_administrators(keyed: Server) -> None
             assert http.get("/flush_cache").status_code == 405
 
 
-def test_without_an_administrators_key_holders_of_keys_may_not_either(tmp_path: Any) -> None:
+def test_without_an_administrators_key_holders_of_keys_may_not_either(tmp_path: Path) -> None:
     with serving("--api-key", "anna", log_file=tmp_path / "log") as server, as_holder(server, "anna") as anna:
         assert anna.post("/flush_cache").status_code == 403
         assert anna.post("/abort_request", json={"abort_all": True}).status_code == 403
@@ -153,3 +155,33 @@ def test_a_key_in_a_header_is_no_page_of_another_site(keyed: Server) -> None:
     with as_holder(keyed, "anna") as anna:
         body = {"messages": MESSAGES, "max_tokens": 1}
         assert anna.post(CHAT, json=body, headers={"origin": "https://app.example"}).status_code == 200
+
+
+def test_one_key_does_not_fill_the_queue_before_another(keyed: Server) -> None:
+    """Each choice of n counts: the next one of another key stands beside the first that waits."""
+    with as_holder(keyed, "anna") as anna, as_holder(keyed, "bert") as bert:
+        many = begin(anna, n=12, max_tokens=150)
+        next(many)
+        assert bert.post(CHAT, json={"messages": MESSAGES, "max_tokens": 5}).status_code == 200
+        (waiting,) = re.findall(r"^vllm:num_requests_waiting\S* (\S+)$", bert.get("/metrics").text, re.MULTILINE)
+        assert float(waiting) >= 6
+        anna.close()
+
+
+def test_nobody_overtakes_without_the_operators_option(http: httpx.Client) -> None:
+    urgent = {"priority": -(2**31)}
+    for path, body in (
+        (CHAT, {"messages": MESSAGES, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/messages", {"model": "nano", "messages": MESSAGES, "max_tokens": 1}),
+        (RESPONSES, {"input": "a", "max_output_tokens": 1}),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}}),
+    ):
+        assert http.post(path, json=body | {"priority": 0}).status_code == 200
+        answer = http.post(path, json=body | urgent)
+        assert answer.status_code == 400 and "--scheduling-policy priority" in answer.text, path
+
+
+def test_with_the_option_priority_is_taken(tmp_path: Path) -> None:
+    with serving("--scheduling-policy", "priority", log_file=tmp_path / "log") as server, server.http() as http:
+        assert http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1, "priority": -5}).status_code == 200

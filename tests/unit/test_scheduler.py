@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
@@ -136,6 +137,13 @@ def test_full_queue_refuses_and_takes_again_later() -> None:
 
 def test_nothing_to_do_is_none() -> None:
     assert make_scheduler().plan() is None
+
+
+def test_tenants_take_turns_however_much_one_of_them_has_waiting() -> None:
+    scheduler = make_scheduler(slots=5)
+    for name in "abcdefxy":
+        scheduler.add(msgspec.structs.replace(request(name), tenant="many" if name < "x" else "few"))
+    assert admitted(planned(scheduler)) == names("axbyc")
 
 
 def test_waiting_requests_run_by_priority_then_arrival() -> None:
