@@ -48,6 +48,7 @@ class Verdict:
     late: list[int]  # rows of the plan whose mask is not known yet: not to be sampled in this step
     ended: list[str]  # requests whose grammar has ended although their stop conditions have not
     failed: dict[str, str]  # requests that cannot go on, and why
+    lost: set[str]  # those of them whose grammar process is gone
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Opened:
     request: GenerateRequest
     problem: str | None  # why it cannot be served
     is_refusal: bool  # the problem is the request's own
+    is_lost: bool  # the problem is that its grammar process is gone
 
 
 @dataclass(eq=False)
@@ -76,6 +78,7 @@ class _Rule:
     kept_back: frozenset[int] = frozenset()  # tokens that must not come within an open reasoning
     has_ended: bool = False
     error: str | None = None
+    is_lost: bool = False  # the error is that its process is gone
     is_late: bool = False  # a step went without it
 
     @property
@@ -177,7 +180,7 @@ class Constraints:
         for rule in done:
             if rule.problem is not None:
                 self._forget(rule)
-        return [Opened(rule.request, rule.problem, rule.refusal is not None) for rule in done]
+        return [Opened(rule.request, rule.problem, rule.refusal is not None, rule.is_lost) for rule in done]
 
     def close(self, request_id: str) -> bool:
         """Forget the rules of a request; whether it was still being opened."""
@@ -233,10 +236,12 @@ class Constraints:
             self.wait(left)
         found: list[Mask] = []
         places: dict[int, int] = {}  # by identity: rows may share one
-        verdict = Verdict(StepMasks(step_id, [], [], []), [], [], {})
+        verdict = Verdict(StepMasks(step_id, [], [], []), [], [], {}, set())
         for row, rule in ruled:
             if rule.error is not None:
                 verdict.failed[row.request_id] = rule.error
+                if rule.is_lost:
+                    verdict.lost.add(row.request_id)
             elif rule.has_ended:
                 verdict.ended.append(row.request_id)
             elif rule.is_awaited:
@@ -307,7 +312,7 @@ class Constraints:
         assert grammar is not None
         rule.attempts += 1
         if rule.attempts > MAX_ATTEMPTS:
-            rule.error = "the grammar process ended while it compiled this grammar"
+            rule.error, rule.is_lost = "the grammar process ended while it compiled this grammar", True
             return
         rule.client, rule.asked = None, time.monotonic()
         try:
@@ -390,7 +395,7 @@ class Constraints:
         client.kill()
         for rule in self._followed_by(client):
             if rule.is_open:
-                rule.error = message
+                rule.error, rule.is_lost = message, True
             elif rule.problem is None:
                 self._send_open(rule)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from negamax.base.errors import EngineError, InvalidRequestError, RequestTimeoutError
+from negamax.base.errors import EngineError, InvalidRequestError, RequestTimeoutError, UnavailableError
 from negamax.base.log import get_logger
 from negamax.engine.output import ChoiceStream, RequestOutput, joined_outputs
 from negamax.scheduler.request import GenerateRequest, SamplingParams
@@ -136,7 +136,7 @@ class Generation:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
         for update in self._updates.values():
-            _check_refusal(update)
+            _check_end(update)
         if not self._updates and self._failure is not None:
             raise self._failure
 
@@ -225,8 +225,7 @@ class Generation:
             self._end(error)
 
     def _hand(self, update: SequenceUpdate) -> None:
-        if update.is_refusal:
-            _check_refusal(update)
+        _check_end(update)
         if self._unsent:
             unsent, self._unsent = self._unsent, ()
             self._host.submit(unsent)
@@ -335,7 +334,10 @@ def joined(earlier: SequenceUpdate, later: SequenceUpdate) -> SequenceUpdate:
     return replace(later, token_ids=earlier.token_ids, logprobs=logprobs, prompt_logprobs=earlier.prompt_logprobs)
 
 
-def _check_refusal(update: SequenceUpdate) -> None:
+def _check_end(update: SequenceUpdate) -> None:
+    """Errors: `InvalidRequestError` for a request that cannot be served, `UnavailableError` for one that lost a process."""
+    if update.is_lost:
+        raise UnavailableError(update.error or "lost", code="grammar_process_gone", retry_after=1.0)
     if update.is_refusal:
         raise InvalidRequestError(update.error or "refused", param="grammar", code="invalid_grammar")
 

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from negamax.base.errors import EngineError, InvalidRequestError
+from negamax.base.errors import EngineError, InvalidRequestError, UnavailableError
 from negamax.config.options import EngineOptions
 from negamax.engine.output import ChoiceStream, RequestOutput, admit
 from negamax.engine.setup import start_loop
@@ -257,6 +257,8 @@ class LLM:
                     position, stream = running[update.request_id]
                     if update.is_refusal:
                         raise InvalidRequestError(update.error or "refused", param="grammar", code="invalid_grammar")
+                    if update.is_lost:
+                        raise UnavailableError(update.error or "lost", code="grammar_process_gone")
                     if update.error is not None:
                         raise EngineError(update.error)
                     output = stream.push(update)

@@ -228,7 +228,7 @@ class EngineLoop:
                 self._add(opened.request)
             else:
                 update = ended_update(opened.request.request_id, "error", error=opened.problem, is_refusal=opened.is_refusal)
-                self._pending_updates.append(update)
+                self._pending_updates.append(msgspec.structs.replace(update, is_lost=opened.is_lost))
         for request_id in self._constraints.arrived():
             self._scheduler.resume(request_id)
 
@@ -240,7 +240,8 @@ class EngineLoop:
         self._scheduler.defer(plan, verdict.late)
         ends = [self._scheduler.end(request_id, "stop") for request_id in verdict.ended]
         ends += [self._scheduler.end(request_id, "error", error=error) for request_id, error in verdict.failed.items()]
-        updates = [update for update in ends if update is not None]
+        lost = verdict.lost
+        updates = [msgspec.structs.replace(end, is_lost=end.request_id in lost) for end in ends if end is not None]
         self._constraints.advance(updates)
         return updates
 

@@ -93,3 +93,4 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int  # prompt tokens taken from the prefix cache
     error: str | None
     is_refusal: bool = False  # the error is the request's own: what it asks for cannot be done
+    is_lost: bool = False  # the error is that a process which served the request is gone: the same request may succeed

@@ -1,0 +1,37 @@
+"""A grammar process that is killed under a stream: the client is told why, and that it may try again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.attacks.neighbour import Neighbour
+from tests.e2e.conftest import Server
+from tests.e2e.listening import family_of
+
+CHAT = "/v1/chat/completions"
+FOLLOWED = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "structured_outputs": {"regex": "[a-z ]{2000}"},
+    "max_tokens": 2000,
+}
+
+
+def kill_grammar_process(server: Server) -> None:
+    (pid,) = [pid for pid in family_of(server.process.pid) if b"grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_stream_whose_grammar_process_is_killed_may_be_retried(server: Server) -> None:
+    with Neighbour(server) as neighbour, server.http() as http:
+        with http.stream("POST", CHAT, json=FOLLOWED | {"stream": True}) as running:
+            lines = running.iter_lines()
+            for _ in range(20):
+                next(lines)
+            kill_grammar_process(server)
+            error, done = [line for line in lines if line][-2:]
+        assert "service_unavailable_error" in error and "grammar process ended" in error
+        assert done == "data: [DONE]"
+        assert http.post(CHAT, json=FOLLOWED | {"max_tokens": 5}).status_code == 200  # another process
+    assert neighbour.errors == [] and neighbour.longest_gap < 1.0
