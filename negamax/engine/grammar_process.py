@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import resource
 import sys
+import threading
 import time
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -103,7 +104,7 @@ class GrammarServer:
         self._jobs: dict[Wanted, _Job] = {}
         self._streams: dict[int, _Stream] = {}
         self._given_up: set[_Stream] = set()  # whose thread is still at it
-        self._taken: SimpleQueue[tuple[_Stream, wire.NextMask]] = SimpleQueue()  # turns that are over
+        self._taken: deque[tuple[_Stream, wire.NextMask]] = deque()  # turns that are over
         self._compiler: GrammarCompiler | None = None
         try:
             from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher  # seconds of import
@@ -112,7 +113,7 @@ class GrammarServer:
             self._send(wire.GrammarsReady())
             return
         tokenizer = Tokenizer.from_folder(Path(setup.tokenizer_folder))
-        size = setup.num_threads
+        size = self._num_threads = setup.num_threads
         self._matcher = GrammarMatcher
         self._compiler = GrammarCompiler(
             tokenizer, vocab_size=setup.vocab_size, eos_token_ids=setup.eos_token_ids, num_threads=size
@@ -135,7 +136,7 @@ class GrammarServer:
                 if not frame:
                     return
                 self._handle(wire.to_grammars.decode(frame))
-            self._collect(set())
+            self._collect()
             self._end_slow_turns()
             for wanted in [wanted for wanted, job in self._jobs.items() if self._is_over(job)]:
                 self._answer(self._jobs.pop(wanted))
@@ -189,20 +190,46 @@ class GrammarServer:
             self._send(wire.Overloaded())
 
     def _advance(self, message: wire.AdvanceGrammars) -> None:
-        awaited: set[_Stream] = set()
+        together: deque[tuple[_Stream, list[wire.Part]]] = deque()
         for key, parts in message.parts:
             stream = self._streams.get(key)
             if stream is None:
                 continue  # closed meanwhile
             stream.waiting.append(parts)
-            if not stream.has_turn:
-                if not stream.is_slow:
-                    awaited.add(stream)
+            if stream.has_turn or stream.is_slow:
                 self._take_turn(stream)
-        self._collect(awaited)
+            else:
+                stream.has_turn, stream.turn_started = True, None
+                together.append((stream, stream.waiting.popleft()))
+        if together:
+            self._take_turns(together)
+        self._collect()
+
+    def _take_turns(self, turns: deque[tuple[_Stream, list[wire.Part]]]) -> None:
+        """Work out several masks, one after the other in each thread: to wake a thread costs more than a quick mask."""
+        total = len(turns)
+        over: list[None] = []
+        all_over = threading.Event()
+
+        def work() -> None:
+            while turns:
+                with suppress(IndexError):  # another thread was faster
+                    self._turn(*turns.popleft())
+                    over.append(None)
+            if len(over) == total:
+                all_over.set()
+
+        for _ in range(min(self._num_threads, total)):
+            self._quick.submit(work)
+        if not all_over.wait(SLOW_SECONDS):
+            with suppress(IndexError):
+                while True:  # those behind a slow one
+                    self._quick.submit(partial(self._turn, *turns.popleft()))
 
     def _take_turn(self, stream: _Stream) -> None:
-        """Let a thread work out the stream's next mask."""
+        """Let a thread work out the stream's next mask, unless one is at it."""
+        if stream.has_turn:
+            return
         stream.has_turn, stream.turn_started = True, None
         parts = stream.waiting.popleft() if stream.waiting else []
         (self._slow if stream.is_slow else self._quick).submit(partial(self._turn, stream, parts))
@@ -216,7 +243,7 @@ class GrammarServer:
             logger.exception("a mask cannot be worked out")
             answer = wire.NextMask(stream.key, None, f"the grammar failed: {error!r}")
         stream.is_slow = time.monotonic() - started > SLOW_SECONDS
-        self._taken.put((stream, answer))
+        self._taken.append((stream, answer))
 
     def _next_mask(self, stream: _Stream, parts: list[wire.Part]) -> wire.NextMask:
         assert self._compiler is not None
@@ -230,17 +257,11 @@ class GrammarServer:
         mask = stream.matcher.mask(self._compiler)
         return wire.NextMask(stream.key, mask.tobytes(), None if mask.any() else "the grammar allows no further token")
 
-    def _collect(self, awaited: set[_Stream]) -> None:
-        """Send what the threads have worked out; wait for `awaited`, but not for slow ones among them."""
+    def _collect(self) -> None:
+        """Send what the threads have worked out."""
         answers: list[wire.NextMask] = []
-        deadline = time.monotonic() + SLOW_SECONDS
-        while True:
-            left = deadline - time.monotonic() if awaited else 0.0
-            try:
-                stream, answer = self._taken.get(timeout=left) if left > 0 else self._taken.get_nowait()
-            except Empty:
-                break
-            awaited.discard(stream)
+        while self._taken:
+            stream, answer = self._taken.popleft()
             self._given_up.discard(stream)
             if self._streams.get(stream.key) is not stream:
                 continue  # closed or given up meanwhile
