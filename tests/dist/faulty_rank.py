@@ -1,4 +1,4 @@
-"""A rank process that runs into the faults of `tests.row_faults`: `python -m tests.dist.faulty_rank PLANS RESULTS`."""
+"""A rank process that runs into the faults of `tests.row_faults`: `python -m tests.dist.faulty_rank FOLDER RANK`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,6 @@ from negamax.worker import rank_process
 from tests import row_faults
 
 if __name__ == "__main__":
-    row_faults.install(int(sys.argv[1].rpartition("rank")[2]), setattr)
-    sys.exit(rank_process.main(sys.argv[1], sys.argv[2]))
+    folder, rank = sys.argv[1], int(sys.argv[2])
+    row_faults.install(rank, setattr)
+    sys.exit(rank_process.main(folder, rank))
