@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from negamax.api.playground import browser_key
-from negamax.base.errors import AuthenticationError, ForbiddenError
+from negamax.base.errors import AuthenticationError, ConfigError, ForbiddenError
+from negamax.config.key_file import keys_of_file
 from negamax.config.options import ServerOptions
 
 _ALL = "*"
@@ -22,10 +23,20 @@ class Access:
     """Tells by a request's headers who sends it. Holders of one key are one tenant."""
 
     def __init__(self, options: ServerOptions) -> None:
-        self._keys = [key.encode() for key in options.api_keys]
+        """Errors: `ConfigError` for a file of keys that cannot be used."""
+        self._options = options
+        self.reload()
         self._admin_key = None if options.admin_api_key is None else options.admin_api_key.encode()
         self._origins = frozenset(options.allowed_origins)
         self.has_keys = bool(self._keys)
+
+    def reload(self) -> None:
+        """Read the file of keys again: from now on its keys count, and those that it no longer has do not. Errors: as above;
+        then the earlier ones stay."""
+        keys = (*self._options.api_keys, *keys_of_file(self._options.api_key_file))
+        if self._options.admin_api_key in keys:
+            raise ConfigError("--api-key-file has the key of --admin-api-key", hint="give administrators a key of their own")
+        self._keys = [key.encode() for key in keys]
 
     def identify(self, scope: Scope) -> None:
         """Note the tenant in the request's state, and whether it is an administrator. Errors: `AuthenticationError` for a key

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import Request
 
 from negamax import __version__
-from negamax.api.access import salt_of, tenant_of
+from negamax.api.access import Access, salt_of, tenant_of
 from negamax.api.conversation import PromptBuilder, Voice
 from negamax.api.lifecycle import Lifecycle
 from negamax.api.metrics import ServerMetrics
@@ -64,6 +64,7 @@ class ApiContext:
     lifecycle: Lifecycle
     seat: Seat
     peers: Peers
+    access: Access
     options: ServerOptions
     body_limits: BodyLimits
     model_names: tuple[str, ...]  # the first is the one answers carry when the request names none
@@ -103,6 +104,7 @@ class ApiContext:
             lifecycle=lifecycle,
             seat=seat,
             peers=Peers(seat),
+            access=Access(options),
             options=options,
             body_limits=BodyLimits.of(max_bytes=options.max_body_bytes, max_model_len=engine.info.max_model_len),
             model_names=names,

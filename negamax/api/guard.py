@@ -12,7 +12,6 @@ import time
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from negamax.api.access import Access
 from negamax.api.border import negamax_error
 from negamax.api.context import ApiContext
 from negamax.api.request_body import too_large
@@ -46,7 +45,7 @@ class Guard:
         options = context.options
         self._app = app
         self._context = context
-        self._access = Access(options)
+        self._access = context.access
         hosts = {host.lower() for host in (*options.allowed_hosts, options.host)}
         is_open = self._access.has_keys or options.allow_unauthenticated or _ALL in hosts
         self._hosts = None if is_open else hosts

@@ -109,7 +109,7 @@ def resolve_address(options: ServerOptions) -> tuple[int, int, int, Any]:
         )[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(f"--host is {host!r}, which cannot be resolved: {error}", hint="use 127.0.0.1 or 0.0.0.0") from None
-    if not (options.api_keys or options.allow_unauthenticated or is_loopback(str(address[0]))):
+    if not (options.api_keys or options.api_key_file or options.allow_unauthenticated or is_loopback(str(address[0]))):
         raise ConfigError(
             f"--host is {host!r}, which other machines can reach, and there is no API key",
             hint="set NEGAMAX_API_KEY or --api-key, or say --allow-unauthenticated",
@@ -348,10 +348,11 @@ class HttpServer(uvicorn.Server):
         self._tasks.append(asyncio.create_task(self._drain()))
 
     def reload(self) -> None:
-        """Read the TLS files again, for connections to come. Files that cannot be used change nothing."""
+        """Read the file of keys and the TLS files again, for what is to come. Files that cannot be used change nothing."""
         if self._leader is not None:
             self._leader.reload()
         try:
+            self._context.access.reload()
             if self._tls is not None:
                 self._tls.reload()
         except ConfigError as error:

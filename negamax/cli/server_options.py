@@ -14,6 +14,7 @@ import typer
 from negamax.base.errors import ConfigError
 from negamax.cli.engine_options import LOGS
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
+from negamax.config.key_file import keys_of_file
 from negamax.config.options import SCHEDULING_POLICIES, ServerOptions
 from negamax.text.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, output_style
 
@@ -121,7 +122,9 @@ def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
         chosen["served_model_name"] = tuple(chosen["served_model_name"] or ())
         chosen["allowed_origins"] = _texts("--allowed-origins", chosen["allowed_origins"])
         chosen["allowed_hosts"] = _texts("--allowed-hosts", chosen["allowed_hosts"])
-        chosen["api_keys"] = (*(chosen["api_keys"] or ()), *_keys_of_file(values.pop("api_key_file")))
+        chosen["api_keys"] = tuple(chosen["api_keys"] or ())
+        chosen["api_key_file"] = values.pop("api_key_file")
+        keys_of_file(chosen["api_key_file"])  # refused before the model is loaded
         chosen["default_chat_template_kwargs"] = _template_kwargs(values.pop("default_chat_template_kwargs"))
         template = chosen["chat_template"]
         if template is not None and not Path(template).is_file():
@@ -164,17 +167,3 @@ def _texts(flag: str, values: list[str] | None) -> tuple[str, ...]:
             raise ConfigError(f"{flag} is {value[:60]!r}, which is no JSON list of texts", hint=f"repeat {flag} instead")
         texts += listed
     return tuple(texts)
-
-
-def _keys_of_file(path: str | None) -> tuple[str, ...]:
-    """One key per line; empty lines and lines with # are left out."""
-    if path is None:
-        return ()
-    try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file is {path!r}, which cannot be read: {error}") from None
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(f"--api-key-file is {path!r}, which holds no key", hint="write one key per line")
-    return keys

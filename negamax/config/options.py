@@ -10,6 +10,7 @@ from typing import Any
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
+from negamax.config.key_file import check_keys
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "synthetic")
@@ -93,6 +94,7 @@ class ServerOptions:
     api_server_count: int = 1  # processes that answer HTTP, in front of one engine
     served_model_name: tuple[str, ...] = ()  # default: the model's own name
     api_keys: tuple[str, ...] = ()  # any of them opens every route; none: no key is asked for
+    api_key_file: str | None = None  # of further ones, one per line
     admin_api_key: str | None = None  # opens every route, and alone those that act on the requests of all
     allow_unauthenticated: bool = False  # listen on more than this machine without a key
     allowed_origins: tuple[str, ...] = ()  # of web pages that may call the server (CORS); "*": all
@@ -131,9 +133,8 @@ class ServerOptions:
             missing = "--ssl-keyfile" if self.ssl_keyfile is None else "--ssl-certfile"
             raise ConfigError(f"{missing} is missing; TLS needs a certificate and its key", hint=f"add {missing}")
         keys = self.api_keys if self.admin_api_key is None else (*self.api_keys, self.admin_api_key)
-        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
-            raise ConfigError("an API key is empty or has characters that no header can carry; allowed: printable ASCII")
-        if self.admin_api_key in self.api_keys:
+        check_keys(keys)
+        if self.admin_api_key is not None and self.admin_api_key in self.api_keys:
             raise ConfigError(
                 "--admin-api-key is one of the API keys, which are for everybody else", hint="give a key of its own"
             )

@@ -50,6 +50,9 @@ def test_one_server_process_listens_on_one_port(server: Server) -> None:
     assert strangers_doors(server) == (set(), set())
 
 
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+
+
 def test_cors_is_closed_and_keys_come_from_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# clients\nfirst-key\n\nsecond-key\n")
@@ -65,6 +68,15 @@ def test_cors_is_closed_and_keys_come_from_file_and_environment(tmp_path: Path, 
         preflight = http.options(CHAT, headers=asked)
         assert preflight.status_code == 405
         assert "access-control-allow-origin" not in preflight.headers
+        keys.write_text("")
+        server.process.send_signal(signal.SIGHUP)
+        assert eventually(lambda: "holds no key" in server.log)
+        assert http.get("/v1/models", headers={"x-api-key": "first-key"}).status_code == 200
+        keys.write_text("second-key\nsixth-key\n")
+        server.process.send_signal(signal.SIGHUP)
+        assert eventually(lambda: "were read again" in server.log)
+        statuses = [http.get("/v1/models", headers={"x-api-key": f"{name}-key"}).status_code for name in ORDINALS]
+        assert statuses == [401, 200, 200, 200, 200, 200]
         assert "first-key" not in server.log and "third-key" not in server.log
 
 
