@@ -17,7 +17,7 @@ serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 
 test: $(VENV)/.dev    ## everything that runs without a GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not install and not full and not serial"
-	$(BIN)/python -m pytest -m serial $$(grep -rl pytest.mark.serial tests)
+	$(BIN)/python -m pytest -m "serial and not full" tests/attacks $$(grep -rl pytest.mark.serial tests/*/)
 
 fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see
 	$(BIN)/python tools/fault_table.py

@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = Path(item.path).relative_to(TESTS).parts[0]
         item.add_marker(getattr(pytest.mark, folder))
+        if folder == "attacks":
+            item.add_marker(pytest.mark.serial)  # they measure what others feel
 
 
 def _gpu_is_here() -> bool:

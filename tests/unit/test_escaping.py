@@ -157,11 +157,11 @@ def test_a_longer_conversation_begins_with_the_tokens_of_the_shorter() -> None:
 
 
 def test_a_megabyte_of_control_tokens_takes_seconds_at_most() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     builder = PromptBuilder(TOKENIZER, NANO, voice=VOICE, max_model_len=1_000_000)
     made = asyncio.run(builder.chat(Conversation(messages=[user("]~b]" * 250_000)]), num_bytes=0))
     assert len(added(made)) == 7
-    assert time.monotonic() - began < 5.0
+    assert time.process_time() - began < 5.0
 
 
 def test_a_plain_prompt_is_the_clients_own() -> None:
