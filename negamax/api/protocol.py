@@ -98,6 +98,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = False  # also while the trailers come
         self._head_bytes = 0
         self._framing_bytes = 0
+        self._has_begun = False  # a body, within the bytes that are being read
         self._unwanted_bytes = 0
         self.source: Pausable | None = None  # of the body that is being sent
         self.ended: Callable[[LimitedProtocol], None] | None = None  # told of the connection's end
@@ -117,7 +118,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
-        was_in_body = self._in_body
+        was_in_body, self._has_begun = self._in_body, False
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
@@ -129,7 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_head:
             self._check_head(len(data))
         elif self._in_body:
-            self._check_framing(len(data) if was_in_body else 0)
+            self._check_framing(len(data) if was_in_body and not self._has_begun else 0)
         elif self.cycle.response_complete and self.timeout_keep_alive_task is None:  # what came was no request
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
@@ -161,7 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # `_parse` begins this message again
         self._in_head = False
-        self._in_body = True
+        self._in_body = self._has_begun = True
         self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
         self._head_arrived()
         super().on_headers_complete()

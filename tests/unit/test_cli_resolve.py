@@ -151,7 +151,7 @@ def test_the_last_of_several_names_is_the_model_only_where_none_is_known(
 
 
 def test_secrets_are_not_repeated(refused: Any) -> None:
-    for name in ("--hf-token", "--admin-api-key", "--ssl-keyfile-password"):
+    for name in ("--hf-token", "--ssl-keyfile-password"):
         assert "hunter2" not in refused(f"serve nano {name} hunter2")
 
 
@@ -233,7 +233,6 @@ def test_values_and_names_of_other_servers(explained: Any, line: str, option: st
         ),
         ("--tokenizer other", "--tokenizer is 'other': the tokenizer is the checkpoint's"),
         ("--quantization awq", "leave it out"),
-        ("--admin-api-key k", "every key opens every route"),
         ("--dtype int3", "allowed: auto, bfloat16, float16, float32"),
         ("--port", "--port needs a value"),
         ("--enforce-eager=maybe", "--enforce-eager is 'maybe'; allowed: true, false"),

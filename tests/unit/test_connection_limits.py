@@ -372,6 +372,25 @@ def test_body_in_chunks_of_a_byte_is_taken() -> None:
     with_server(test)
 
 
+def test_bodies_that_follow_each_other_have_no_framing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of one and the begin of the next may come together, as behind an early answer."""
+    monkeypatch.setattr(protocol, "MAX_FRAMING_BYTES", 1000)
+    num_bytes = 20_000
+    head = f"POST /headers HTTP/1.1\r\nhost: x\r\ncontent-length: {num_bytes}\r\n\r\n".encode()
+
+    async def test(port: int) -> None:
+        client = Client(port)
+        await client.send(head + b"x")
+        await asyncio.sleep(0.05)
+        await client.send(b"x" * (num_bytes - 1) + head + b"x")
+        assert (await client.answer()).startswith(b"HTTP/1.1 200")
+        await client.send(b"x" * (num_bytes - 1))
+        assert (await client.answer()).startswith(b"HTTP/1.1 200")
+        client.close()
+
+    with_server(test)
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_body_after_its_answer_is_not_taken_for_ever(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
     monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.4 if is_slow else 30.0)

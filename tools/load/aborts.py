@@ -77,6 +77,7 @@ async def _leave(server: Server, rng: random.Random) -> None:
 async def aborts(*, count: int, clients: int, seed: int, num_servers: int) -> dict[str, Any]:
     """The report on `count` broken requests from `clients` clients at a time."""
     options = ("--num-kv-blocks", "2048", "--max-num-seqs", "32", "--max-queued-requests", "4096")
+    options += ("--scheduling-policy", "priority")
     with serving(*options, num_servers=num_servers) as server:
         first = server.connection()
         texts = {prompt: await _text(first, prompt) for prompt in PROMPTS}
