@@ -113,7 +113,7 @@ class MultiProcessExecutor:
         self._results = msgspec.msgpack.Decoder(StepResult)
         self._result_socket = self._context.socket(zmq.PAIR)
         self._result_socket.bind(f"ipc://{self._folder.path}/results")
-        self._beats = SharedNumbers(1, num_rows=world_size, path=Path(self._folder.path, "beats"))
+        self._beats = SharedNumbers(1, num_rows=world_size + 1, path=Path(self._folder.path, "beats"))
         try:
             for rank in range(world_size):
                 socket = self._context.socket(zmq.PAIR)
@@ -156,6 +156,8 @@ class MultiProcessExecutor:
         return RankWatch(self._processes, self._beats)
 
     def shutdown(self) -> None:
+        if self.watch_ranks().death() is not None:
+            self._beats.row(self._beats.num_rows - 1)[0] = 1  # the others may wait for it
         for socket in self._sockets:
             with contextlib.suppress(zmq.ZMQError):
                 socket.send(b"", zmq.NOBLOCK)

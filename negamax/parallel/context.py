@@ -11,6 +11,7 @@ import torch.distributed as dist
 from negamax.base.errors import EngineError
 from negamax.parallel.collectives import Alone, Collective, ProcessGroup
 from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.poll_control import PollControl
 
 START_TIMEOUT_S = 120.0  # for all ranks to meet
 STEP_TIMEOUT_S = 600.0  # for a collective: longer than any honest forward pass
@@ -24,6 +25,7 @@ class ParallelContext:
     attention_group: Collective  # ranks that share the attention heads and the vocabulary of a replica
     expert_group: Collective  # ranks that share the experts of a layer
     world: Collective
+    poll_control: PollControl | None = None  # where kernels wait for other ranks
 
     @staticmethod
     def single() -> ParallelContext:
@@ -66,6 +68,7 @@ class ParallelContext:
 
         backend = "cpu:gloo,cuda:nccl"
         _meet(layout, init_method, backend=backend, device=device)
+        control = PollControl(symmetric.PEER_TIMEOUT_S)
         groups: dict[tuple[int, ...], Collective] = {}
         kernel_groups = {layout.attention.ranks, layout.experts.ranks}
         for ranks, group in _new_groups(layout, backend=backend).items():
@@ -74,18 +77,23 @@ class ParallelContext:
                 continue
             peers = shared = None
             if ranks in kernel_groups:
-                connected = symmetric.connect(group, device, hidden_size=hidden_size, max_tokens=max_tokens, max_rows=max_rows)
+                connected = symmetric.connect(
+                    group, device, hidden_size=hidden_size, max_tokens=max_tokens, max_rows=max_rows, control=control
+                )
                 peers, shared = connected or (None, None)
             groups[ranks] = ProcessGroup(group, peers=peers, shared=shared)
-        return ParallelContext._of(layout, groups)
+        return ParallelContext._of(layout, groups, control)
 
     @staticmethod
-    def _of(layout: ParallelLayout, groups: dict[tuple[int, ...], Collective]) -> ParallelContext:
+    def _of(
+        layout: ParallelLayout, groups: dict[tuple[int, ...], Collective], control: PollControl | None = None
+    ) -> ParallelContext:
         return ParallelContext(
             layout,
             attention_group=groups[layout.attention.ranks],
             expert_group=groups[layout.experts.ranks],
             world=groups[tuple(range(layout.world_size))],
+            poll_control=control,
         )
 
     def world_min(self, value: int) -> int:

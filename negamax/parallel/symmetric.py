@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from negamax.base.log import get_logger
 from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives.spec import PeerMemory, PeerRegion, ShardRegion
 from negamax.kernels.sampling.spec import CANDIDATES
+from negamax.parallel.poll_control import PollControl
 
 logger = get_logger(__name__)
 
@@ -25,6 +27,7 @@ REDUCE_ROWS = 256  # rows of hidden states summed through peers; more go through
 SHARED_ROWS = 2048  # rows of hidden states that the buffer holds; from there on NCCL is as fast (H200, four GPUs)
 SHARD_ROWS = 16384  # rows of hidden states that ranks share out through peers; more go through NCCL
 BUFFERS = 2
+PEER_TIMEOUT_S = 120.0  # that a kernel waits for another rank: shorter than the engine may stand still, longer than any skew
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,13 @@ class SharedBuffer:
 
 
 def connect(
-    group: dist.ProcessGroup, device: torch.device, *, hidden_size: int, max_tokens: int, max_rows: int
+    group: dist.ProcessGroup, device: torch.device, *, hidden_size: int, max_tokens: int, max_rows: int, control: PollControl
 ) -> tuple[PeerMemory, SharedBuffer] | None:
     """Regions for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and `max_rows` sampled tokens.
 
-    Every rank of `group`, which speaks gloo and NCCL, must call this with the same sizes. None, on all of them alike, where
-    the GPUs cannot reach each other's memory, or are not a power of two in number (kernels take ranks as one tile).
+    `control`: how kernels wait for words of other ranks. Every rank of `group`, which speaks gloo and NCCL, must call this
+    with the same sizes. None, on all of them alike, where the GPUs cannot reach each other's memory, or are not a power of
+    two in number (kernels take ranks as one tile).
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):
@@ -83,12 +87,14 @@ def connect(
                 )
             regions = []
             for (rows, words), size in zip(shapes, sizes, strict=True):
-                addresses = torch.tensor([base + 8 * first for base in bases], dtype=torch.int64, device=device)
+                addresses = torch.tensor(
+                    [*(base + 8 * first for base in bases), control.address], dtype=torch.int64, device=device
+                )
                 epochs = torch.zeros(rows, dtype=torch.int32, device=device)
                 regions.append(PeerRegion(addresses, epochs, rows, words))
                 first += size
             shared = SharedBuffer(memory[:shared_words].view(torch.bfloat16), group.group_name, world)
-            return PeerMemory(rank, world, *regions, shards=shards, owner=memory), shared
+            return PeerMemory(rank, world, *regions, shards=shards, owner=(memory, control)), shared
     logger.warning("GPUs share no memory (%s): every sum over ranks goes through NCCL", problem or "so another rank says")
     return None
 
@@ -131,7 +137,8 @@ def _share(
     except RuntimeError as error:
         return torch.empty(0), [], lambda: None, str(error).splitlines()[0]
     within = words.data_ptr() - handle.buffer_ptrs[handle.rank]  # the same everywhere: all ranks allocate alike
-    return words, [pointer + within for pointer in handle.buffer_ptrs], handle.barrier, None
+    barrier = partial(handle.barrier, timeout_ms=round(1000 * PEER_TIMEOUT_S))
+    return words, [pointer + within for pointer in handle.buffer_ptrs], barrier, None
 
 
 def _all_agree(is_fine: bool, group: dist.ProcessGroup) -> bool:

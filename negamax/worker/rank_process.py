@@ -4,7 +4,7 @@ Frames on the rank's socket in the executor's folder: a WorkerConfig, then StepP
 it has masked rows) and Probes, all behind one byte that tells which, and an empty frame to stop; back come a WorkerReady or a
 RankFailed, then one answer per probe. The socket of the results carries one StepResult per plan, from rank 0 only: a thread of
 its own waits for the device, so that the next plan is launched meanwhile. Another thread writes the time into the rank's row of
-the file of beats.
+the file of beats (`worker.heartbeat`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from negamax.base.errors import EngineDeadError, NegamaxError
 from negamax.base.log import get_logger
 from negamax.base.process import exit_now, exit_with_parent
 from negamax.base.shared_numbers import SharedNumbers
-from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler import crash_details
 from negamax.scheduler.step import StepMasks, StepPlan, StepResult
 from negamax.worker.config import Probe, WorkerConfig, WorkerReady
+from negamax.worker.heartbeat import LOST_SECONDS, Heartbeat
 
 if TYPE_CHECKING:
     from negamax.worker.outcome import Outcome
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 PLAN, MASKS, PROBE = b"s", b"m", b"p"  # first byte of a frame
-BEAT_SECONDS = 0.5
-LOST_SECONDS = 2.0  # that a rank which lost another one waits to be ended: the executor should find that one gone, not this one
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by themselves, is not used. The
 # executor watches the ranks, so PyTorch's own watch of them, which calls an orderly end an alarm, is off. What gloo and NCCL
@@ -77,7 +75,8 @@ def main(folder: str, rank: int) -> int:
         socket.linger = 1000
         socket.connect(f"ipc://{folder}/rank{rank}")
         config = msgspec.msgpack.decode(socket.recv(), type=WorkerConfig)
-        threading.Thread(target=_beat, args=(folder, config.layout), name="heartbeat", daemon=True).start()
+        beats = SharedNumbers(1, num_rows=config.layout.world_size + 1, path=Path(folder, "beats"))
+        heartbeat = Heartbeat(beats, rank)
         for name, value in ENVIRONMENT:
             env.set_default(name, value)
         part = f"rank-{rank}"
@@ -86,6 +85,7 @@ def main(folder: str, rank: int) -> int:
             from negamax.worker.worker import Worker  # torch: seconds of import, after the connection stands
 
             worker = Worker(config)
+            heartbeat.watch(worker.poll_control)
         except NegamaxError as error:
             socket.send(msgspec.msgpack.encode(RankFailed(str(error), error.exit_code)))
             socket.recv()  # the executor ends all ranks; one that went before would be an error to the others
@@ -93,7 +93,7 @@ def main(folder: str, rank: int) -> int:
         gc.freeze()  # what the start left behind lives as long as the process: later collections need not visit it
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
         outcomes: SimpleQueue[Outcome | StepResult | None] = SimpleQueue()
-        sending = (outcomes, context, f"ipc://{folder}/results", dumps)
+        sending = (outcomes, context, f"ipc://{folder}/results", dumps, heartbeat)
         sender = threading.Thread(target=_send_results, args=sending, name="results")
         if rank == 0:
             sender.start()
@@ -130,16 +130,10 @@ def main(folder: str, rank: int) -> int:
             outcomes.put(None)
             if rank == 0:
                 sender.join()
+        if heartbeat.is_aborted:
+            exit_now(1)  # the groups are not left in order: a rank is missing
         worker.close()
     return 0
-
-
-def _beat(folder: str, layout: ParallelLayout) -> None:
-    """Show again and again that this process is not stopped."""
-    row = SharedNumbers(1, num_rows=layout.world_size, path=Path(folder, "beats")).row(layout.rank)
-    while True:
-        row[0] = time.monotonic()
-        time.sleep(BEAT_SECONDS)
 
 
 def _send_results(
@@ -147,6 +141,7 @@ def _send_results(
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     dumps: CrashDumps,
+    heartbeat: Heartbeat,
 ) -> None:
     """Wait for one outcome after another and send what came of it, until None."""
     encoder = msgspec.msgpack.Encoder()
@@ -160,7 +155,8 @@ def _send_results(
                 logger.exception("a step failed on the device")
                 dumps.write("a step failed on the device", details=dict, error=error)
                 exit_now(1)
-            socket.send(encoder.encode(result))
+            if not heartbeat.is_aborted:
+                socket.send(encoder.encode(result))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Worker:
         kv_pool.check_rows_fit(config, device=device)
         self._context = context = _parallel_context(config, device)
         self._group = context.attention_group
+        self.poll_control = context.poll_control
         self._kernels = kernels = resolve(platform=config.device, dtype=dtype)
         self._model = model = build_model(config.spec, context=context, dtype=dtype, device=device, kernels=kernels)
         with torch.inference_mode():

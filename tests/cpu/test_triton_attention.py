@@ -198,7 +198,8 @@ def test_norms_cross_ranks_and_broken_rows_stay_finite(cache_dtype: torch.dtype,
     # Both ranks' copies of the region; the other rank has already written its words of every round into this one's.
     copies = torch.zeros(2, 2, 4, 2, 2, dtype=torch.int64)
     epochs = torch.zeros(4, dtype=torch.int32)
-    addresses = torch.tensor([copy.data_ptr() for copy in copies])
+    control = torch.zeros(3, dtype=torch.int64)
+    addresses = torch.tensor([copy.data_ptr() for copy in (*copies, control)])
     region = PeerRegion(addresses, epochs, rows=4, words=2)
     group = TwoRanks(others, PeerMemory(0, 2, region, region, region) if peers else None)
     scales = (0.5, 0.25)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 import torch
 from triton_support import Group, Ranks
@@ -96,3 +99,37 @@ def test_more_rows_than_the_region_holds_go_through_the_group() -> None:
     assert isinstance(out, torch.Tensor)
     assert torch.equal(residual, expected_residual)
     torch.testing.assert_close(out.float(), expected.float(), atol=2e-3, rtol=2e-3)
+
+
+def words_of_nobody(control: Callable[[torch.Tensor], None]) -> Ranks:
+    """One row of which rank 0's words never come to rank 1, which gives up as `control` says."""
+    ranks = Ranks(2, rows=1, words=WORDS)
+    control(ranks.control)
+    x = torch.ones(1, WIDTH, dtype=torch.float16)
+    norm = norm_kernels.prepare(torch.ones(WIDTH, dtype=torch.float16), 1e-6)
+    kernels.all_reduce_add_rms(x, torch.zeros_like(x), norm, Group(ranks, 1))
+    return ranks
+
+
+def test_wait_for_a_rank_that_does_not_come_ends_when_it_is_told_to() -> None:
+    ranks = words_of_nobody(lambda control: control[2:].fill_(1))
+    assert ranks.control.tolist() == [0, 0, 1]
+
+
+def test_wait_for_a_rank_that_does_not_come_ends_with_its_time_and_says_so() -> None:
+    ticking = threading.Event()
+
+    def tick(control: torch.Tensor) -> None:
+        control[1] = 50
+        while not ticking.wait(0.01):
+            control[0] += 20
+
+    def begin(control: torch.Tensor) -> None:
+        threading.Thread(target=tick, args=(control,), daemon=True).start()
+
+    try:
+        ranks = words_of_nobody(begin)
+    finally:
+        ticking.set()
+    assert ranks.control[2] == 1
+    assert ranks.control[0] > 50

@@ -72,9 +72,10 @@ class Ranks:
         self.world, self.rows, self.words = world, rows, words
         self.copies = [torch.zeros(2, rows, world, words, dtype=torch.int64) for _ in range(world)]
         self.epochs = [torch.zeros(rows, dtype=torch.int32) for _ in range(world)]
+        self.control = torch.zeros(3, dtype=torch.int64)  # as `PollControl.words`
 
     def region(self, rank: int) -> PeerRegion:
-        addresses = torch.tensor([copy.data_ptr() for copy in self.copies], dtype=torch.int64)
+        addresses = torch.tensor([copy.data_ptr() for copy in (*self.copies, self.control)], dtype=torch.int64)
         return PeerRegion(addresses, self.epochs[rank], self.rows, self.words)
 
     def peers(self, rank: int) -> PeerMemory:

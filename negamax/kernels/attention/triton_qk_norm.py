@@ -65,7 +65,7 @@ def _over_ranks(q_sum, k_sum, addresses, epochs, token, region_rows, rank, WORLD
     push(addresses, row + rank * 2, word, bits, epoch, word < 2, WORLD)
     own = copy_of(addresses, rank)
     index = tl.arange(0, WORLD * 2)
-    got = poll(own + row, index, epoch, index < WORLD * 2).to(tl.float32, bitcast=True)
+    got = poll(own + row, index, epoch, index < WORLD * 2, addresses + WORLD).to(tl.float32, bitcast=True)
     tl.debug_barrier()
     tl.store(epochs + token, epoch)
     return tl.sum(tl.where(index % 2 == 0, got, 0.0), axis=0), tl.sum(tl.where(index % 2 == 1, got, 0.0), axis=0)

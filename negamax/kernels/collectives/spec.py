@@ -29,7 +29,7 @@ class PeerRegion:
     peer does after it has read e.
     """
 
-    addresses: Tensor  # [world] int64, where each rank's copy begins, in the address space of this rank
+    addresses: Tensor  # [world + 1] int64: each rank's copy, in the address space of this one; `PollControl.words`
     epochs: Tensor  # [rows] int32, local to this rank
     rows: int
     words: int  # per row and sender

@@ -38,6 +38,8 @@ from negamax.kernels.norm.triton import (
 )
 from negamax.kernels.op import Kernel
 
+_SPINS = tl.constexpr(1024)  # between two looks at the abort flag, which is host memory: about a millisecond
+
 
 @triton.jit
 def copy_of(addresses, rank):
@@ -78,11 +80,35 @@ def _missing(word, tag, mask):
 
 
 @triton.jit
-def poll(base, index, tag, mask):
-    """The payloads (int32 words) at `base + index` of this rank's copy, once all of them carry `tag`."""
+def _gives_up(control, since, is_first):
+    """Whether to wait no longer, and since when the program waits. Sets the abort flag where the time is up."""
+    clock = tl.load(control, volatile=True)
+    since = tl.where(is_first, clock, since)
+    if clock - since > tl.load(control + 1):
+        tl.store(control + 2, 1)
+    return tl.load(control + 2, volatile=True) != 0, since
+
+
+@triton.jit
+def poll(base, index, tag, mask, control):
+    """The payloads (int32 words) at `base + index` of this rank's copy, once all of them carry `tag`; whatever is there
+    where the wait was given up.
+
+    `control`: where the address of `PollControl.words` is kept; None: the words are those of this rank's own launch, whose
+    programs all run, and always come.
+    """
     word = tl.load(base + index, mask=mask, other=0, volatile=True)
-    while _missing(word, tag, mask):
+    is_missing = _missing(word, tag, mask)
+    spins = 0
+    since = tl.full((), 0, tl.int64)
+    while is_missing:
         word = tl.load(base + index, mask=mask, other=0, volatile=True)
+        is_missing = _missing(word, tag, mask)
+        if control is not None:
+            spins += 1
+            if spins % _SPINS == 0:
+                gives_up, since = _gives_up(copy_of(control, 0), since, spins == _SPINS)
+                is_missing = is_missing & (gives_up == 0)
     return word.to(tl.int32)
 
 
@@ -137,18 +163,20 @@ def _all_reduce_add_rms(
             slices = slices + (tagged(words, tag),)  # noqa: RUF005
         for peer in tl.static_range(WORLD):
             tl.store(bases[peer] + offset + rank * SLOT + part_index, slices[peer], mask=part_mask)
-        arrived = poll(own + offset, sender * SLOT + part_index[None, :], tag, part_mask[None, :] & (sender >= 0))
+        arrived = poll(
+            own + offset, sender * SLOT + part_index[None, :], tag, part_mask[None, :] & (sender >= 0), addresses + WORLD
+        )
         part_even, part_odd = _sum_over_ranks(arrived, dtype)
         # The sums travel in the second part of the slots.
         push(addresses, offset + rank * SLOT + share, part_index, pack(part_even, part_odd, dtype), tag, part_mask, WORLD)
         residual_words = tl.load(words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0)
-        total = poll(own + offset, (index // share) * SLOT + share + index % share, tag, mask)
+        total = poll(own + offset, (index // share) * SLOT + share + index % share, tag, mask, addresses + WORLD)
         x_even, x_odd = unpack(tl.where(mask, total, 0), dtype)
     else:
         words = sum_parts(x, row, index, mask, PARTS, WORDS, dtype)
         push(addresses, offset + rank * SLOT, index, words, tag, mask, WORLD)
         residual_words = tl.load(words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0)
-        arrived = poll(own + offset, sender * SLOT + index[None, :], tag, mask[None, :] & (sender >= 0))
+        arrived = poll(own + offset, sender * SLOT + index[None, :], tag, mask[None, :] & (sender >= 0), addresses + WORLD)
         x_even, x_odd = _sum_over_ranks(arrived, dtype)
     add_and_normalise(
         x_even, x_odd, residual_words, weight_words, row, index, mask,

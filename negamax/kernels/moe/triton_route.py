@@ -152,7 +152,7 @@ def _route_few(
         token, step = tl.where(token == step - 1, 0, num_tokens), 1
     for t in range(token, num_tokens, step):
         num_active = tl.load(active)
-        payload = poll(words, t * EXPERTS + expert, tag, expert < EXPERTS)
+        payload = poll(words, t * EXPERTS + expert, tag, expert < EXPERTS, None)
         _choose_one(payload.to(tl.float32, bitcast=True), biases, expert, ids, weights, t, num_active,
                     EXPERTS, EXPERTS_2, TOP_K, PLACES)  # fmt: skip
         if t == num_tokens - 1:

@@ -130,7 +130,7 @@ def _best_of_row(
         payload = tl.where(word == 0, best.to(tl.int32, bitcast=True), chosen)
         push(addresses, offset + rank * SLOT, word, payload, tag, word < 2, WORLD)
         index = tl.arange(0, WORLD)[:, None] * SLOT + word[None, :]
-        arrived = poll(copy_of(addresses, rank) + offset, index, tag, index >= 0)  # [WORLD, 2]
+        arrived = poll(copy_of(addresses, rank) + offset, index, tag, index >= 0, addresses + WORLD)  # [WORLD, 2]
         is_score = word[None, :] == 0
         score = tl.sum(tl.where(is_score, arrived, 0), axis=1).to(tl.float32, bitcast=True)
         token = tl.sum(tl.where(is_score, 0, arrived), axis=1)
@@ -270,8 +270,8 @@ def _of_ranks(
     entry = tl.arange(0, WORLD * COUNT)
     at = (entry // COUNT) * SLOT + entry % COUNT
     own = copy_of(addresses, rank) + offset
-    key = poll(own, at, tag, entry >= 0).to(tl.uint32, bitcast=True)
-    token = poll(own + COUNT, at, tag, entry >= 0)
+    key = poll(own, at, tag, entry >= 0, addresses + WORLD).to(tl.uint32, bitcast=True)
+    token = poll(own + COUNT, at, tag, entry >= 0, addresses + WORLD)
     tl.debug_barrier()
     tl.store(epochs + row, tag)
     return key, token

@@ -1,0 +1,97 @@
+"""Kernels that wait for another GPU's words give up: when they are told to, when their time is up, when its process is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.poll_control import PollControl
+
+HIDDEN = 3072
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that reach each other")
+
+
+def waited(control: PollControl, context: ParallelContext, device: torch.device) -> float:
+    """Seconds for which a sum over two ranks waited for the other, which did not come."""
+    from negamax.kernels.collectives import triton as kernels
+    from negamax.kernels.norm import triton as norm_kernels
+
+    norm = norm_kernels.prepare(torch.ones(HIDDEN, device=device).bfloat16(), 1e-6, quantize=True)
+    x, residual = torch.zeros(2, 4, HIDDEN, device=device, dtype=torch.bfloat16)
+    began = time.monotonic()
+    kernels.all_reduce_add_rms(x, residual, norm, context.attention_group)
+    torch.cuda.synchronize()
+    assert control.is_aborted
+    return time.monotonic() - began
+
+
+def one_rank(rank: int, folder: str) -> None:
+    """Rank 1 never calls; rank 0 does, three times, and leaves its waits in `folder`."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    context = ParallelContext.nccl(
+        ParallelLayout(rank=rank, tp=2), f"file://{folder}/meet", device=device, hidden_size=HIDDEN, max_tokens=64, max_rows=8
+    )
+    control = context.poll_control
+    assert control is not None
+    if rank == 0:
+        waits = {}
+        threading.Timer(0.5, control.abort).start()
+        waits["told"] = waited(control, context, device)
+        waits["told before"] = waited(control, context, device)
+        control.words[1:] = torch.tensor([700, 0])
+        threading.Thread(target=tick, args=(control,), daemon=True).start()
+        waits["time is up"] = waited(control, context, device)
+        Path(folder, "waits.json").write_text(json.dumps(waits))
+    context.world_min(0)
+    context.close()
+
+
+def tick(control: PollControl) -> None:
+    while True:
+        control.tick(0.05)
+        time.sleep(0.05)
+
+
+@several
+def test_waits_end_when_told_to_and_with_their_time() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(one_rank, args=(folder,), nprocs=2)
+        waits = json.loads(Path(folder, "waits.json").read_text())
+    print(waits)
+    assert waits["told"] > 0.4  # the kernel is compiled before it waits
+    assert waits["told before"] < 0.1
+    assert 0.6 < waits["time is up"] < 1.5
+
+
+@several
+def test_rank_whose_peer_was_killed_stops_waiting_and_ends_by_itself() -> None:
+    from negamax import LLM, SamplingParams
+    from negamax.engine.executor import MultiProcessExecutor
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
+    llm = LLM("nano", device="cuda", tensor_parallel_size=2, max_num_seqs=8, max_model_len=2048)
+    executor = llm._loop._executor
+    assert isinstance(executor, MultiProcessExecutor)
+    survivor, victim = executor._processes
+    threading.Timer(0.5, os.kill, (victim.pid, signal.SIGKILL)).start()
+    with contextlib.suppress(Exception):
+        llm.generate([[5, 6, 7]] * 8, sampling)
+    began = time.monotonic()
+    llm.shutdown()
+    seconds = time.monotonic() - began
+    print(f"the other rank ended with {survivor.returncode} after {seconds:.2f} s")
+    assert survivor.returncode == 1  # by itself: nobody had to kill it
+    assert seconds < 3
