@@ -17,6 +17,7 @@ import io
 import pkgutil
 import re
 import sys
+import tempfile
 import tokenize
 import types
 import typing
@@ -216,16 +217,17 @@ def app_routes() -> list[APIRoute]:
     """The routes of the app, made without an engine: making them needs no more of it than its names."""
     info = types.SimpleNamespace(served_model_name="model", model="model", max_model_len=1)
     engine = types.SimpleNamespace(info=info)
-    context: Any = types.SimpleNamespace(
-        engine=engine,
-        options=ServerOptions(),
-        peers=Peers(Seat.of(0, 1, None)),
-        model_names=("model",),
-        started=0,
-        metrics=None,
-        lifecycle=None,
-    )
-    app = server.create_app(context)
+    with tempfile.TemporaryDirectory() as folder:
+        context: Any = types.SimpleNamespace(
+            engine=engine,
+            options=ServerOptions(),
+            peers=Peers(Seat.of(0, 1, Path(folder))),
+            model_names=("model",),
+            started=0,
+            metrics=None,
+            lifecycle=None,
+        )
+        app = server.create_app(context)
     listed = set(app.state.paths)
     return [route for route in _all_routes(app.router) if route.path in listed]
 

@@ -87,7 +87,7 @@ class ApiContext:
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
         )
-        lifecycle = Lifecycle(drain_timeout=options.drain_timeout, numbers=seat.metrics, index=seat.index)
+        lifecycle = Lifecycle(drain_timeout=options.drain_timeout, numbers=seat.metrics, pulses=seat.pulses, index=seat.index)
         voice = Voice.of(style, engine.tokenizer)
         return cls(
             engine=engine,

@@ -22,8 +22,10 @@ def health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/readyz")
     async def readyz() -> Response:
-        """200 while a request would be taken: the engine and its ranks run and show it, and the server does not stop."""
+        """200 while a request would be taken: the engine, its ranks and the first server process run and show it, and the
+        server does not stop."""
         context.lifecycle.check_accepting()
+        context.lifecycle.check_leader()
         context.engine.check_responsive()
         return json_response(HealthAnswer("ok"))
 

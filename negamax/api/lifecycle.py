@@ -17,21 +17,31 @@ from negamax.base.shared_numbers import SharedNumbers
 logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
-_PULSE_SECONDS = 0.5
+_PULSE_SECONDS = 0.25
+_SILENT_SECONDS = 0.75  # without a pulse of the first process the others are not ready
 
 
 class Lifecycle:
     """The server's state, shared by its parts. Single writer: the event loop. How busy it is can be seen in the first numbers
     of its row, beside those of other processes of the same server."""
 
-    NUM_COLUMNS = 3
-    _OPEN, _LAG, _PULSE = range(NUM_COLUMNS)
+    NUM_COLUMNS = 2
+    _OPEN, _LAG = range(NUM_COLUMNS)
 
-    def __init__(self, *, drain_timeout: float, numbers: SharedNumbers | None = None, index: int = 0) -> None:
-        """`numbers` have `NUM_COLUMNS` or more, and this process writes row `index`."""
+    def __init__(
+        self,
+        *,
+        drain_timeout: float,
+        numbers: SharedNumbers | None = None,
+        pulses: SharedNumbers | None = None,
+        index: int = 0,
+    ) -> None:
+        """`numbers` have `NUM_COLUMNS` or more, `pulses` one, and this process writes row `index` of both."""
         self.is_draining = False
         self._numbers = numbers or SharedNumbers(self.NUM_COLUMNS)
         self._row = self._numbers.row(index)
+        self._pulses = pulses or SharedNumbers(1)
+        self._index = index
         self._drain_timeout = drain_timeout
         self._drain_end = 0.0  # monotonic
 
@@ -50,11 +60,6 @@ class Lifecycle:
         """Seconds that the latest event loop of all processes was late at its last pulse."""
         return max(self._numbers.row(index)[self._LAG] for index in range(self._numbers.num_rows))
 
-    @classmethod
-    def pulse_of(cls, numbers: SharedNumbers, index: int) -> float:
-        """When the event loop of process `index` last showed that it goes round, in its monotonic seconds; 0: it never did."""
-        return numbers.row(index)[cls._PULSE]
-
     def opened(self) -> None:
         """A request came."""
         self._row[self._OPEN] += 1
@@ -68,6 +73,13 @@ class Lifecycle:
         if self.is_draining:
             wait = max(1.0, self._drain_end - time.monotonic())
             raise UnavailableError("the server is stopping", hint="ask another one", code="draining", retry_after=wait)
+
+    def check_leader(self) -> None:
+        """Refuse while the first server process stands still, unless it is this one: `UnavailableError`."""
+        pulse = self._pulses.row(0)[0]
+        if self._index and pulse and time.monotonic() - pulse > _SILENT_SECONDS:
+            message = "the first server process gives no sign of life"
+            raise UnavailableError(message, code="server_process_silent", retry_after=1.0)
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start `work`, which counts as an open request from now until it ends."""
@@ -91,12 +103,12 @@ class Lifecycle:
         return True
 
     async def pulse(self) -> None:
-        """Show that the event loop goes round, and how late it is, twice a second, until cancelled."""
+        """Show that the event loop goes round, and how late it is, four times a second, until cancelled."""
+        pulse = self._pulses.row(self._index)
         while True:
-            due = time.monotonic() + _PULSE_SECONDS
+            pulse[0] = now = time.monotonic()
             await asyncio.sleep(_PULSE_SECONDS)
-            now = time.monotonic()
-            self._row[self._LAG], self._row[self._PULSE] = max(0.0, now - due), now
+            self._row[self._LAG] = max(0.0, time.monotonic() - now - _PULSE_SECONDS)
 
 
 class Signals:

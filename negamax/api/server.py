@@ -249,6 +249,7 @@ async def _start_engine(
         module=module,
         num_servers=seat.count,
         followers=leader,
+        parent=leader.pulse,
     )
 
 
@@ -317,13 +318,14 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or ():
             self._listen(listener)
         context, leader = self._context, self._leader
-        watches = [context.lifecycle.pulse(), self._watch(context.engine.gave_up)]
+        self._pulse = asyncio.create_task(context.lifecycle.pulse())  # as long as the event loop
+        watches = [self._watch(context.engine.gave_up)]
         if leader is not None:  # the first process, which also tells the metrics
             watches += [context.metrics.watch(), self._watch(leader.gave_up)]
             if context.options.log_stats:
                 watches.append(log_load(context.engine, interval=context.options.log_stats_interval))
         self._tasks = [asyncio.create_task(watch) for watch in watches]
-        if context.seat.folder is not None:
+        if context.seat.count > 1:
             await self._listen_to_peers()
         if leader is not None:
             await leader.ready()

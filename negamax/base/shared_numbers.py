@@ -15,7 +15,8 @@ Row = ctypes.Array[ctypes.c_double]
 class SharedNumbers:
     """A table of float64, all zero at first: `num_rows` processes with `num_columns` numbers each. Counts are exact up to 2^53.
 
-    With `path`, processes that give the same file share the table; without, it belongs to this process.
+    With `path`, processes that give the same file share the table, of which some may know the first rows alone; without, it
+    belongs to this process.
     """
 
     def __init__(self, num_columns: int, *, num_rows: int = 1, path: Path | None = None) -> None:
@@ -23,7 +24,8 @@ class SharedNumbers:
         self._memory: bytearray | mmap.mmap = bytearray(num_numbers * _BYTES)
         if path is not None:
             with path.open("a+b") as file:
-                file.truncate(num_numbers * _BYTES)
+                if file.tell() < num_numbers * _BYTES:
+                    file.truncate(num_numbers * _BYTES)
                 self._memory = mmap.mmap(file.fileno(), num_numbers * _BYTES)
         self._numbers: Row = (ctypes.c_double * num_numbers).from_buffer(self._memory)
         self._num_columns = num_columns

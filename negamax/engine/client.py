@@ -258,10 +258,10 @@ class AsyncEngine:
         """The engine stays dead."""
         self.gave_up.set_result(reason)
 
-    def stop(self) -> None:
+    def stop(self, reason: str = "the engine was stopped") -> None:
         """Take no more requests; every open one ends with `EngineDeadError`."""
         self._is_stopped = True
-        self._death = "the engine was stopped"
+        self._death = reason
         self._fail_open()
 
     def receive(self, steps: Sequence[wire.StepOutputs]) -> None:

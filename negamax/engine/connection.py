@@ -19,6 +19,7 @@ import zmq
 from negamax.base import process
 from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.base.log import get_logger
+from negamax.base.parent_watch import ParentPulse
 from negamax.base.private_folder import PrivateFolder
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
@@ -172,13 +173,22 @@ class EngineConnection:
     `hang_seconds` is how long its loop may stand still while there is work.
     """
 
-    def __init__(self, options: EngineOptions, *, num_servers: int, receive: Receive, hang_seconds: float, module: str) -> None:
-        """Starts the process; `handshake` waits for it."""
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        num_servers: int,
+        receive: Receive,
+        hang_seconds: float,
+        module: str,
+        parent: ParentPulse | None = None,
+    ) -> None:
+        """Starts the process, which watches this one by the pulse of `parent`; `handshake` waits for it."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._folder = PrivateFolder()
         self.address = EngineAddress(self._folder.path)
         self.channel = EngineChannel(self.address, 0, receive=receive, failed=self.ended.set_result)
-        self._start = wire.Start(options, num_servers)
+        self._start = wire.Start(options, num_servers, parent)
         self._hang_seconds = hang_seconds
         self._process = process.spawn(module, self.address.folder, own_group=True)
         self._watch: asyncio.Task[None] | None = None

@@ -2,7 +2,8 @@
 
 The first frame holds the options; then requests come in from one server process or several, and after every step each gets the
 updates of its sequences with the statistics. A thread of its own watches the ranks, and tells all server processes twice a
-second that the process lives, whether its loop goes round, and how long a rank has been silent.
+second that the process lives, whether its loop goes round, and how long a rank has been silent. Another one watches the first
+server process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from negamax.base import log
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import EngineDeadError, NegamaxError, ResourceError
 from negamax.base.log import get_logger
+from negamax.base.parent_watch import watch_parent
 from negamax.base.process import exit_with_parent
 from negamax.engine import wire
 from negamax.engine.connection import BEAT_SECONDS, EngineAddress
@@ -45,6 +47,8 @@ def main(folder: str) -> int:
     with zmq.Context() as context, context.socket(zmq.PULL) as requests:
         requests.connect(address.requests(0))
         start = wire.start_decoder.decode(requests.recv())
+        if start.parent is not None:
+            watch_parent(start.parent)
         listen(requests, address, num_servers=start.num_servers)
         with Outbox(context, address, num_servers=start.num_servers, linger=1000) as outbox:
             return _serve(start, context=context, address=address, requests=requests, outbox=outbox)

@@ -13,6 +13,7 @@ import msgspec
 
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.log import get_logger
+from negamax.base.parent_watch import ParentPulse
 from negamax.config.options import EngineOptions
 from negamax.engine.client import AsyncEngine
 from negamax.engine.connection import ENGINE_MODULE, EngineAddress, EngineConnection
@@ -50,6 +51,7 @@ class EngineSupervisor:
         self._module = module
         self._num_servers = num_servers
         self._followers: Followers | None = None
+        self._parent: ParentPulse | None = None
         self._connection: EngineConnection | None = None
         self._start_seconds = 0.0  # that the last start took
         self._task: asyncio.Task[None] | None = None
@@ -73,12 +75,15 @@ class EngineSupervisor:
         module: str,
         num_servers: int = 1,
         followers: Followers | None = None,
+        parent: ParentPulse | None = None,
     ) -> EngineSupervisor:
         """Spawn an engine process for `options` and wait until it can serve `engine`, and the clients of `num_servers` - 1
-        `followers`. `module` is what the process runs. Errors: `ConfigError` and its kin, with the message of whatever refused
+        `followers`. `module` is what the process runs; it ends this process, too, where the pulse of `parent`, which is this
+        process, stands still. Errors: `ConfigError` and its kin, with the message of whatever refused
         to start; nothing is left running then."""
         supervisor = cls(engine, options, supervision=supervision, module=module, num_servers=num_servers)
         supervisor._followers = followers
+        supervisor._parent = parent
         await supervisor._connect()
         supervisor._task = asyncio.create_task(supervisor._supervise())
         return supervisor
@@ -107,6 +112,7 @@ class EngineSupervisor:
             receive=self.engine.receive,
             hang_seconds=self._supervision.hang_timeout,
             module=self._module,
+            parent=self._parent,
         )
         try:
             info = await connection.handshake()

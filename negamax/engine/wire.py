@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from negamax.base.parent_watch import ParentPulse
 from negamax.config.generation import SamplingDefaults
 from negamax.config.options import EngineOptions
 from negamax.scheduler.request import GenerateRequest
@@ -67,6 +68,7 @@ class Start(msgspec.Struct, frozen=True):
 
     options: EngineOptions
     num_servers: int  # processes that send requests, each with sockets of its own
+    parent: ParentPulse | None = None  # to be watched
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):

@@ -315,6 +315,22 @@ def test_answers_need_the_key_whoever_passes_them_on(tmp_path: Path) -> None:
 def test_processes_do_not_outlive_the_first(several: Server) -> None:
     """The last test of the shared server, which ends it."""
     family = [several.engine_pid(), *several.member_pids()]
-    os.kill(several.process.pid, signal.SIGKILL)
-    assert eventually(lambda: not any(map(is_alive, family)))
+    told: list[str] = []
+
+    def run() -> None:
+        broken_off = contextlib.suppress(httpx.TransportError)  # by the first process, which can tell nothing
+        with broken_off, several.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+            told.extend([line for line in running.iter_lines() if line][-2:])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(run) for _ in range(8)]
+        assert eventually(lambda: several.gauge("vllm:num_requests_running") == 8)
+        os.kill(several.process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        for stream in streams:
+            stream.result(10)
+        assert time.monotonic() - killed < 2
+    assert told and told[1::2] == ["data: [DONE]"] * (len(told) // 2)
+    assert all("service_unavailable_error" in error and "the first server process is gone" in error for error in told[::2])
+    assert eventually(lambda: not any(map(is_alive, family)), seconds=5)
     several.process.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -11,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from negamax.api.lifecycle import Lifecycle
 from negamax.api.processes import wire
 from negamax.api.processes.seat import Seat
 from negamax.base import process
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
+from negamax.base.parent_watch import ParentPulse
 from negamax.base.silence import Silence
 from negamax.config.options import EngineOptions, ServerOptions
 from negamax.engine.connection import BEAT_TIMEOUT_SECONDS, EngineAddress
@@ -45,6 +46,7 @@ class Leader:
         self._server_options = server_options
         self._listener = listener
         self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)  # the engine's measure
+        self.pulse = ParentPulse(os.getpid(), str(seat.leader_pulse), self._hang_seconds)  # for the children of this process
         self._news: wire.EngineCame | wire.EngineWent | None = None  # what a new process must know
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ending = False
@@ -107,8 +109,7 @@ class Leader:
             ending.kill()
             ending.wait()
             _close(ending)
-        if self._seat.folder is not None:
-            shutil.rmtree(self._seat.folder, ignore_errors=True)
+        shutil.rmtree(self._seat.folder, ignore_errors=True)
 
     async def _keep(self, index: int) -> None:
         """Run a process, again and again."""
@@ -123,7 +124,7 @@ class Leader:
             while running.poll() is None:
                 await asyncio.sleep(_POLL_SECONDS)
                 has_served = has_served or self._seat.socket_of(index).exists()
-                if silence.seconds(Lifecycle.pulse_of(self._seat.metrics, index)) > self._hang_seconds:
+                if silence.seconds(self._seat.pulses.row(index)[0]) > self._hang_seconds:
                     logger.error("server process %d gives no sign of life for %g s and is killed", index, self._hang_seconds)
                     running.kill()
                     silence = Silence()
@@ -155,6 +156,7 @@ class Leader:
                 index=index,
                 folder=str(self._seat.folder),
                 listener=listener.fileno(),
+                leader=self.pulse,
                 engine=self._engine_options,
                 server=self._server_options,
             )

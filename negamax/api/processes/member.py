@@ -1,7 +1,7 @@
 """A server process beside the first: `python -m negamax.api.processes.member`, started by `leader`.
 
 It serves like the first one, with an engine that is not its own. What becomes of that, and when to end, it reads from its
-standard input; when that ends, the leader is gone.
+standard input; when that ends, the leader is gone. A thread watches whether the leader's event loop goes round.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from negamax.api.processes.seat import Seat
 from negamax.api.server import HttpServer, event_loop, settle_garbage_collection
 from negamax.base import log
 from negamax.base.log import get_logger
+from negamax.base.parent_watch import watch_parent
 from negamax.base.process import exit_now
 from negamax.engine.client import AsyncEngine
 from negamax.engine.connection import EngineAddress, EngineChannel
@@ -27,6 +29,7 @@ logger = get_logger(__name__)
 
 _MAX_LINE_BYTES = 1 << 20
 _POLL_SECONDS = 0.01
+_END_SECONDS = 2.0  # for the clients of a server without a leader to be told
 _CONNECT_SECONDS = 5.0  # for an engine to reach this process; it tries all the time, unless it died again
 
 
@@ -46,7 +49,7 @@ async def _serve() -> None:
     begin = await _next(reader)
     assert isinstance(begin, wire.Begin), begin
     while not isinstance(news := await _next(reader), wire.EngineCame):
-        if isinstance(news, wire.Drain | wire.Abort):
+        if news is None or isinstance(news, wire.Drain | wire.Abort):
             return
     seat = Seat.of(begin.index, begin.server.api_server_count, Path(begin.folder))
     template = begin.server.chat_template
@@ -57,6 +60,8 @@ async def _serve() -> None:
     await follower.take(news)
     context = ApiContext.create(engine, begin.server, seat)
     server = HttpServer(context, stop_engine=follower.stop)
+    loop = asyncio.get_running_loop()
+    watch_parent(begin.leader, tell=lambda reason: loop.call_soon_threadsafe(follower.leave, server, reason))
     following = asyncio.create_task(follower.follow(reader, server))
     settle_garbage_collection()
     with socket.socket(fileno=begin.listener) as listener:
@@ -73,11 +78,11 @@ class _Follower:
         self._seat = seat
         self._channel: EngineChannel | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._end_reason = "the engine was stopped"
 
     async def follow(self, reader: asyncio.StreamReader, server: HttpServer) -> None:
-        """Until cancelled."""
-        while True:
-            news = await _next(reader)
+        """Until cancelled, or the leader is gone."""
+        while (news := await _next(reader)) is not None:
             if isinstance(news, wire.Drain):
                 server.drain()
             elif isinstance(news, wire.Reload):
@@ -86,6 +91,15 @@ class _Follower:
                 self._ending = asyncio.create_task(server.abort())
             else:
                 await self.take(news)
+        self.leave(server, "the first server process is gone")
+
+    def leave(self, server: HttpServer, reason: str) -> None:
+        """Nobody leads any more: tell the clients why, and end, at the latest after 2 s."""
+        end = threading.Timer(_END_SECONDS, exit_now, (1,))
+        end.daemon = True
+        end.start()
+        self._end_reason = reason
+        self._ending = asyncio.create_task(server.abort())
 
     async def take(self, news: wire.News) -> None:
         """Something became of the engine."""
@@ -107,7 +121,7 @@ class _Follower:
 
     async def stop(self) -> None:
         """End every open request."""
-        self._engine.stop()
+        self._engine.stop(self._end_reason)
 
     def close(self) -> None:
         """The engine's sockets are not needed any more."""
@@ -116,12 +130,10 @@ class _Follower:
             self._channel = None
 
 
-async def _next(reader: asyncio.StreamReader) -> wire.News:
-    """The leader's next word; its end is this process's end."""
+async def _next(reader: asyncio.StreamReader) -> wire.News | None:
+    """The leader's next word; None: it is gone."""
     line = await reader.readline()
-    if not line:
-        exit_now(1)
-    return wire.decoder.decode(line)
+    return wire.decoder.decode(line) if line else None
 
 
 def _failed(reason: str) -> None:

@@ -23,29 +23,30 @@ class Seat:
 
     index: int
     count: int
-    folder: Path | None  # of what they share, which only this user can enter; None: there is one process
+    folder: Path  # of what they share, which only this user can enter
     queue: SharedNumbers  # what waits for the engine
     metrics: SharedNumbers
+    pulses: SharedNumbers  # when each event loop last went round, in monotonic seconds; 0: it has not yet
 
     @classmethod
     def first_of(cls, count: int) -> Seat:
         """The leader's; it makes what the others find."""
-        return cls.of(0, count, Path(PrivateFolder().path) if count > 1 else None)
+        return cls.of(0, count, Path(PrivateFolder().path))
 
     @classmethod
-    def of(cls, index: int, count: int, folder: Path | None) -> Seat:
+    def of(cls, index: int, count: int, folder: Path) -> Seat:
         """The seat of process `index`."""
         return cls(
             index=index,
             count=count,
             folder=folder,
-            queue=SharedNumbers(QUEUE_COLUMNS, num_rows=count, path=None if folder is None else folder / "queue"),
-            metrics=SharedNumbers(METRIC_COLUMNS, num_rows=count, path=None if folder is None else folder / "metrics"),
+            queue=SharedNumbers(QUEUE_COLUMNS, num_rows=count, path=folder / "queue"),
+            metrics=SharedNumbers(METRIC_COLUMNS, num_rows=count, path=folder / "metrics"),
+            pulses=SharedNumbers(1, num_rows=count, path=folder / "pulses"),
         )
 
     def socket_of(self, index: int) -> Path:
         """Where process `index` answers the others, in HTTP."""
-        assert self.folder is not None
         return self.folder / f"server-{index}"
 
     def new_id(self, prefix: str, *, num_bytes: int) -> str:
@@ -59,7 +60,13 @@ class Seat:
             return self.index
         return int(mark, 16)
 
+    @property
+    def leader_pulse(self) -> Path:
+        """The file that begins with the leader's pulse."""
+        return self.folder / "pulses"
+
     def clear(self, index: int) -> None:
         """Process `index` is gone, and nothing of it is open. What it has counted stays."""
         self.queue.clear(index)
         self.metrics.clear(index, num_columns=Lifecycle.NUM_COLUMNS)
+        self.pulses.clear(index)

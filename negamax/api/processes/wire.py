@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from negamax.base.parent_watch import ParentPulse
 from negamax.config.options import EngineOptions, ServerOptions
 from negamax.engine.wire import ModelInfo
 
@@ -14,6 +15,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     index: int
     folder: str  # of what the processes share
     listener: int  # file descriptor of a bound socket
+    leader: ParentPulse
     engine: EngineOptions
     server: ServerOptions
 

@@ -1,0 +1,121 @@
+"""A first server process that stands still: its children tell their clients, and end it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Server, eventually, serving
+from tests.e2e.test_engine_restarts import is_alive
+
+CHAT = "/v1/chat/completions"
+LONG: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "ignore_eos": True,
+    "max_tokens": 3000,
+    "stream": True,
+}
+HANG_SECONDS = 3
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two server processes."""
+    log_file = tmp_path_factory.mktemp("two") / "log"
+    options = ("--api-server-count", "2", "--engine-hang-timeout", str(HANG_SECONDS))
+    with serving(*options, log_file=log_file) as server:
+        yield server
+        server.process.kill()  # stopped, if its test failed
+        assert "Traceback" not in server.log
+
+
+def children_of(server: Server) -> list[int]:
+    return [*server.member_pids(), server.engine_pid()]
+
+
+@contextlib.contextmanager
+def member_of(server: Server) -> Iterator[httpx.Client]:
+    """A client whose connection goes to the second process."""
+    for _ in range(100):
+        with server.http() as http:
+            answer = http.post("/v1/responses", json={"input": "Hello", "max_output_tokens": 1})
+            if answer.json()["id"].endswith("01"):
+                yield http
+                return
+    raise AssertionError("the second process answers nothing")
+
+
+def last_lines(http: httpx.Client) -> tuple[list[str], float]:
+    """The last two lines of a stream, and when it ended."""
+    with http.stream("POST", CHAT, json=LONG) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    return lines[-2:], time.monotonic()
+
+
+def test_leader_that_goes_on_in_time_stays(two: Server) -> None:
+    family = children_of(two)
+    with member_of(two) as http:
+        for _ in range(2):
+            os.kill(two.process.pid, signal.SIGSTOP)
+            time.sleep(HANG_SECONDS / 2)
+            os.kill(two.process.pid, signal.SIGCONT)
+            assert eventually(lambda: http.get("/readyz").status_code == 200, seconds=2)
+    assert children_of(two) == family
+
+
+def test_server_whose_every_process_was_stopped_goes_on(two: Server) -> None:
+    """As a paused container or a suspended machine."""
+    family = [two.process.pid, *children_of(two)]
+    for pid in family:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(HANG_SECONDS + 1)
+    for pid in reversed(family):  # the first process comes last
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.2)
+    time.sleep(1)
+    assert [two.process.pid, *children_of(two)] == family
+    assert "gives no sign of life" not in two.log
+
+
+def test_leader_that_stands_still_is_ended_by_its_children(two: Server) -> None:
+    """The last test of the shared server, which ends it."""
+    family = children_of(two)
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    with member_of(two) as probing, member_of(two) as streaming, pool:
+        stream = pool.submit(last_lines, streaming)
+        assert eventually(lambda: two.gauge("vllm:num_requests_running") == 1)
+        os.kill(two.process.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert eventually(lambda: probing.get("/readyz").status_code == 503, seconds=1)
+        assert probing.get("/readyz").json()["error"]["code"] == "server_process_silent"
+        assert probing.get("/livez").status_code == 200
+        (error, done), ended = stream.result(20)
+    assert done == "data: [DONE]"
+    told = json.loads(error.removeprefix("data: "))["error"]
+    assert told["type"] == "service_unavailable_error"
+    assert "the first server process gives no sign of life" in told["message"]
+    assert HANG_SECONDS - 1 < ended - stopped < HANG_SECONDS + 2
+    assert two.process.wait(10) == -signal.SIGKILL
+    assert eventually(lambda: not any(map(is_alive, family)), seconds=5)
+    assert f"gives no sign of life for {HANG_SECONDS} s and is killed" in two.log
+
+
+def test_server_of_one_process_is_ended_by_its_engine(tmp_path: Path) -> None:
+    with serving("--engine-hang-timeout", str(HANG_SECONDS), log_file=tmp_path / "log") as server:
+        engine = server.engine_pid()
+        os.kill(server.process.pid, signal.SIGSTOP)
+        ended = eventually(lambda: server.process.poll() is not None, seconds=HANG_SECONDS + 5)
+        server.process.kill()
+        assert ended and server.process.returncode == -signal.SIGKILL
+        assert eventually(lambda: not is_alive(engine), seconds=5)
+        assert "gives no sign of life" in server.log and "Traceback" not in server.log
