@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 
@@ -14,18 +16,16 @@ class PollControl:
 
     def __init__(self, seconds: float) -> None:
         """`seconds` of `tick`: the time limit of one wait. Without ticks there is none."""
-        self.words = torch.zeros(3, dtype=torch.int64, pin_memory=True)  # [clock, limit, abort flag], in ms
+        self._memory = torch.zeros(3, dtype=torch.int64, pin_memory=True)
+        self.address = self._memory.data_ptr()  # for kernels
+        # [clock, limit, abort flag], in ms. No tensor operation: a thread inside one when the process ends would abort it
+        self.words = (ctypes.c_int64 * 3).from_address(self.address)
         self.words[1] = round(1000 * seconds)
-
-    @property
-    def address(self) -> int:
-        """Of `words`, for kernels."""
-        return self.words.data_ptr()
 
     @property
     def is_aborted(self) -> bool:
         """Whether waits were given up."""
-        return bool(self.words[2])
+        return self.words[2] != 0
 
     def tick(self, seconds: float) -> None:
         """Let the clock go on by `seconds`. Single writer: one thread."""

@@ -51,7 +51,7 @@ def one_rank(rank: int, folder: str) -> None:
         threading.Timer(0.5, control.abort).start()
         waits["told"] = waited(control, context, device)
         waits["told before"] = waited(control, context, device)
-        control.words[1:] = torch.tensor([700, 0])
+        control.words[1], control.words[2] = 700, 0
         threading.Thread(target=tick, args=(control,), daemon=True).start()
         waits["time is up"] = waited(control, context, device)
         Path(folder, "waits.json").write_text(json.dumps(waits))
