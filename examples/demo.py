@@ -1,4 +1,5 @@
-"""What Negamax does, in one minute: serve the embedded model, stream a chat with thinking, run one tool call, stop.
+"""What Negamax does, in one minute: serve the embedded model, stream a chat with thinking, run one
+tool call, stop.
 
 `make demo` runs it. It exits with 1 if anything is not as it should be.
 """
@@ -25,7 +26,11 @@ TOOL = {
     "function": {
         "name": "get_weather",
         "description": "Get the current weather for a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 
@@ -50,7 +55,17 @@ def check(is_right: bool, problem: str) -> None:
 
 def start_server() -> tuple[subprocess.Popen[str], str]:
     """Start `negamax serve nano` on a free port; its process and its URL once it is ready."""
-    command = [sys.executable, "-m", "negamax", "serve", MODEL, "--port", "0", "--log-level", "warning"]
+    command = [
+        sys.executable,
+        "-m",
+        "negamax",
+        "serve",
+        MODEL,
+        "--port",
+        "0",
+        "--log-level",
+        "warning",
+    ]
     print("$ negamax serve nano", flush=True)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -62,7 +77,9 @@ def start_server() -> tuple[subprocess.Popen[str], str]:
 
 
 def stream(client: OpenAI, show: Callable[[str, str], None], **request: Any) -> dict[str, Any]:
-    """Stream one answer; the assistant message put together, with `usage` and `seconds` beside it."""
+    """Stream one answer; the assistant message put together, with `usage` and `seconds` beside
+    it.
+    """
     started = time.perf_counter()
     first = started
     parts = {"reasoning_content": "", "content": ""}
@@ -90,7 +107,12 @@ def stream(client: OpenAI, show: Callable[[str, str], None], **request: Any) -> 
     message: dict[str, Any] = {"role": "assistant", **parts}
     if calls:
         message["tool_calls"] = [calls[index] for index in sorted(calls)]
-    return {"message": message, "usage": usage, "first": first - started, "seconds": time.perf_counter() - started}
+    return {
+        "message": message,
+        "usage": usage,
+        "first": first - started,
+        "seconds": time.perf_counter() - started,
+    }
 
 
 def printer() -> Callable[[str, str], None]:
@@ -114,8 +136,10 @@ def report(answer: dict[str, Any]) -> None:
     thought = usage.completion_tokens_details.reasoning_tokens
     print(
         styled(
-            f"[{usage.completion_tokens} tokens, {thought} of them thinking, first after {answer['first'] * 1000:.0f} ms, "
-            f"{pace:.0f} tokens/s; prompt {usage.prompt_tokens}, {usage.prompt_tokens_details.cached_tokens} from the cache]",
+            f"[{usage.completion_tokens} tokens, {thought} of them thinking, first after "
+            f"{answer['first'] * 1000:.0f} ms, "
+            f"{pace:.0f} tokens/s; prompt {usage.prompt_tokens}, "
+            f"{usage.prompt_tokens_details.cached_tokens} from the cache]",
             "36",
         )
     )
@@ -143,13 +167,21 @@ def tool_call(client: OpenAI) -> None:
     function = calls[0]["function"]
     print(styled(f"call: {function['name']}({function['arguments']})", "33"))
     check(function["name"] == "get_weather", "the tool should be get_weather")
-    check(json.loads(function["arguments"]) == {"city": "Paris"}, "the arguments should be the city")
+    check(
+        json.loads(function["arguments"]) == {"city": "Paris"}, "the arguments should be the city"
+    )
     result = json.dumps(WEATHER)
     print(styled(f"result: {result}", "33"))
-    messages += [asked["message"], {"role": "tool", "tool_call_id": calls[0]["id"], "content": result}]
+    messages += [
+        asked["message"],
+        {"role": "tool", "tool_call_id": calls[0]["id"], "content": result},
+    ]
     final = stream(client, printer(), messages=messages, tools=[TOOL])
     report(final)
-    check(str(WEATHER["temperature"]) in final["message"]["content"], "the final answer should use the result")
+    check(
+        str(WEATHER["temperature"]) in final["message"]["content"],
+        "the final answer should use the result",
+    )
 
 
 def main() -> None:

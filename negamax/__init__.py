@@ -1,6 +1,7 @@
 """Negamax: a serving engine for the MiniMax model family.
 
-`from negamax import LLM, SamplingParams` runs the engine in this process; `negamax serve MODEL` runs it behind HTTP.
+`from negamax import LLM, SamplingParams` runs the engine in this process; `negamax serve MODEL`
+runs it behind HTTP.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names on first use, so that importing a part of the package imports what that part needs and no more."""
+    """The public names on first use, so that importing a part of the package imports what that part
+    needs and no more.
+    """
     if name == "LLM":
         from negamax.engine.llm import LLM
 

@@ -1,4 +1,6 @@
-"""Markers come from the folder a test lives in; how Triton's kernels and PyTorch's threads run is decided here."""
+"""Markers come from the folder a test lives in; how Triton's kernels and PyTorch's threads run is
+decided here.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ TESTS = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has Triton interpret its kernels unless this run is for the GPU: Triton looks once, when a kernel is defined.
+    """Has Triton interpret its kernels unless this run is for the GPU: Triton looks once, when a
+    kernel is defined.
 
-    PyTorch looks once too: at the tests' sizes several threads mostly wait for each other. Tests of threads set their number;
-    those wait asleep, since other tests and servers want their cores. Its libraries compute as in the engine.
+    PyTorch looks once too: at the tests' sizes several threads mostly wait for each other. Tests of
+    threads set their number; those wait asleep, since other tests and servers want their cores. Its
+    libraries compute as in the engine.
     """
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="negamax-tests-")  # crash dumps
     os.environ.setdefault("OMP_NUM_THREADS", "1")

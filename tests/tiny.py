@@ -1,4 +1,6 @@
-"""Small MiniMax-M2 checkpoints with random weights, made by transformers, so that it can be the oracle for them."""
+"""Small MiniMax-M2 checkpoints with random weights, made by transformers, so that it can be the
+oracle for them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 def random_sizes(seed: int) -> dict[str, Any]:
-    """Configuration values of an odd little M2: 2 to 12 heads, 1 to 4 KV heads, 4 to 32 experts, top-1 to top-8."""
+    """Configuration values of an odd little M2: 2 to 12 heads, 1 to 4 KV heads, 4 to 32 experts,
+    top-1 to top-8.
+    """
     rng = random.Random(seed)
     num_kv_heads = rng.choice([1, 2, 3, 4])
     num_heads = num_kv_heads * rng.randint(-(-2 // num_kv_heads), 12 // num_kv_heads)
@@ -38,12 +42,23 @@ def random_sizes(seed: int) -> dict[str, Any]:
 
 
 def make_model(seed: int, **sizes: Any) -> MiniMaxM2ForCausalLM:
-    """A float32 model whose every weight is random: norms around 1, router bias of magnitude 4 to 10, well-separated logits."""
+    """A float32 model whose every weight is random: norms around 1, router bias of magnitude 4 to
+    10, well-separated logits.
+    """
     rotary_dim = sizes.pop("rotary_dim")
     theta = sizes.pop("rope_theta", 5e6)
-    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary_dim / sizes["head_dim"]}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": theta,
+        "partial_rotary_factor": rotary_dim / sizes["head_dim"],
+    }
     config = MiniMaxM2Config(
-        **sizes, rope_parameters=rope, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False
+        **sizes,
+        rope_parameters=rope,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
     )
     model = MiniMaxM2ForCausalLM(config).float().eval()
     model.set_experts_implementation("eager")  # the others cannot run odd sizes

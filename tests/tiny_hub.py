@@ -1,4 +1,6 @@
-"""A model hub on this machine: what huggingface_hub asks for a download, and the ways in which that can fail."""
+"""A model hub on this machine: what huggingface_hub asks for a download, and the ways in which that
+can fail.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.ranges.append(wanted[0])
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
         body, cut = body[start:], None
-        if self.command == "GET" and found[1] == "cut" and self.server.cuts and len(body) > self.server.cut_at:
+        if (
+            self.command == "GET"
+            and found[1] == "cut"
+            and self.server.cuts
+            and len(body) > self.server.cut_at
+        ):
             self.server.cuts -= 1
             cut = self.server.cut_at
         return self.reply(206 if start else 200, headers, body, cut)
@@ -94,13 +101,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         files = self.server.files.items()
         if route.startswith("/tree/"):
             tree = [
-                {"type": "file", "path": path, "size": len(body), "oid": hashlib.sha1(body).hexdigest()} for path, body in files
+                {
+                    "type": "file",
+                    "path": path,
+                    "size": len(body),
+                    "oid": hashlib.sha1(body).hexdigest(),
+                }
+                for path, body in files
             ]
             return self.reply(200, {}, json.dumps(tree).encode())
-        about = {"id": f"lab/{name}", "sha": COMMIT, "siblings": [{"rfilename": path} for path, _ in files]}
+        about = {
+            "id": f"lab/{name}",
+            "sha": COMMIT,
+            "siblings": [{"rfilename": path} for path, _ in files],
+        }
         return self.reply(200, {}, json.dumps(about).encode())
 
-    def reply(self, status: int, headers: Mapping[str, str], body: bytes = b"", cut: int | None = None) -> None:
+    def reply(
+        self, status: int, headers: Mapping[str, str], body: bytes = b"", cut: int | None = None
+    ) -> None:
         """Answer with `body`, or with its first `cut` bytes under its whole length."""
         self.send_response(status)
         for name, value in headers.items():

@@ -1,10 +1,11 @@
-"""Decode speed on the CPU: this engine against transformers' generate; same weights, same dtype, same run.
+"""Decode speed on the CPU: this engine against transformers' generate; same weights, same dtype,
+same run.
 
     python tools/bench_cpu.py [--model nano] [--dtype bfloat16] [--json FILE]
 
-Each engine lives in a process of its own, with its own default number of threads; the measurements of a round alternate, and
-each figure is the median over the rounds. A rate is output tokens per second of decoding alone: the time for one output token
-is subtracted from the time for all.
+Each engine lives in a process of its own, with its own default number of threads; the measurements
+of a round alternate, and each figure is the median over the rounds. A rate is output tokens per
+second of decoding alone: the time for one output token is subtracted from the time for all.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ Seconds = Callable[[list[list[int]], int], float]  # prompts, output tokens of e
 
 
 def load_transformers(folder: Path, dtype: str, implementation: str | None) -> Any:
-    """The checkpoint in transformers, its FP8 blocks dequantised by the op that our own loader uses."""
+    """The checkpoint in transformers, its FP8 blocks dequantised by the op that our own loader
+    uses.
+    """
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import MiniMaxM2ForCausalLM
@@ -37,10 +40,16 @@ def load_transformers(folder: Path, dtype: str, implementation: str | None) -> A
     tensors: dict[str, torch.Tensor] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(shard)
-    scales = {name.removesuffix("_scale_inv"): value for name, value in tensors.items() if name.endswith("_scale_inv")}
+    scales = {
+        name.removesuffix("_scale_inv"): value
+        for name, value in tensors.items()
+        if name.endswith("_scale_inv")
+    }
     target = getattr(torch, dtype)
     plain = {
-        name: dequantize_block(tensor, scales[name], block=(128, 128), dtype=target) if name in scales else tensor
+        name: dequantize_block(tensor, scales[name], block=(128, 128), dtype=target)
+        if name in scales
+        else tensor
         for name, tensor in tensors.items()
         if not name.endswith("_scale_inv")
     }
@@ -108,8 +117,12 @@ def start_negamax(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """The child: one line of facts, then for each line [prompts, output tokens] the seconds it took."""
-    seconds, facts = {"transformers": start_transformers, "negamax": start_negamax}[args.serve](args)
+    """The child: one line of facts, then for each line [prompts, output tokens] the seconds it
+    took.
+    """
+    seconds, facts = {"transformers": start_transformers, "negamax": start_negamax}[args.serve](
+        args
+    )
     print(json.dumps(facts), flush=True)
     for line in sys.stdin:
         prompts, new_tokens = json.loads(line)
@@ -121,12 +134,18 @@ class Engine:
 
     def __init__(self, name: str, arguments: list[str]) -> None:
         command = [sys.executable, __file__, *arguments, "--serve", name]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.facts = json.loads(self._answer())
 
     def decode_rate(self, prompts: list[list[int]], new_tokens: int) -> float:
         """Output tokens per second of decoding `prompts` together."""
-        return len(prompts) * (new_tokens - 1) / (self._seconds(prompts, new_tokens) - self._seconds(prompts, 1))
+        return (
+            len(prompts)
+            * (new_tokens - 1)
+            / (self._seconds(prompts, new_tokens) - self._seconds(prompts, 1))
+        )
 
     def stop(self) -> None:
         """End the child."""
@@ -149,13 +168,18 @@ class Engine:
 
 def prompts_for(batch: int) -> list[list[int]]:
     """`batch` different prompts of PROMPT_TOKENS ordinary tokens, the same in every run."""
-    return [[100 + (7919 * (row + 1) * (column + 1)) % 3900 for column in range(PROMPT_TOKENS)] for row in range(batch)]
+    return [
+        [100 + (7919 * (row + 1) * (column + 1)) % 3900 for column in range(PROMPT_TOKENS)]
+        for row in range(batch)
+    ]
 
 
 def compare(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """Run all rounds and put the figures together."""
     engines = {name: Engine(name, arguments) for name in ("transformers", "negamax")}
-    rates: dict[str, list[float]] = {f"{name}, batch {batch}": [] for batch in (1, 16) for name in engines}
+    rates: dict[str, list[float]] = {
+        f"{name}, batch {batch}": [] for batch in (1, 16) for name in engines
+    }
     for round_number in range(args.rounds + 1):
         for batch in (1, 16):
             for name, engine in engines.items():
@@ -175,8 +199,10 @@ def compare(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         "tokens_per_second": rates,
         "median": median,
         "ratio, 1 request": median["negamax, batch 1"] / median["transformers, batch 1"],
-        "ratio, 16 requests to batch 1": median["negamax, batch 16"] / median["transformers, batch 1"],
-        "ratio, 16 requests to static batch 16": median["negamax, batch 16"] / median["transformers, batch 16"],
+        "ratio, 16 requests to batch 1": median["negamax, batch 16"]
+        / median["transformers, batch 1"],
+        "ratio, 16 requests to static batch 16": median["negamax, batch 16"]
+        / median["transformers, batch 16"],
     }
 
 
@@ -184,8 +210,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="nano")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--experts", default=None, help="transformers' experts implementation: eager, batched_mm, grouped_mm")
-    parser.add_argument("--threads", type=int, default=None, help="threads of the engine (transformers keeps torch's default)")
+    parser.add_argument(
+        "--experts",
+        default=None,
+        help="transformers' experts implementation: eager, batched_mm, grouped_mm",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=None,
+        help="threads of the engine (transformers keeps torch's default)",
+    )
     parser.add_argument("--new-tokens", type=int, default=129)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -1,10 +1,12 @@
-"""What the scheduler costs: microseconds per step for plan and commit together, with a worker that answers at once.
+"""What the scheduler costs: microseconds per step for plan and commit together, with a worker that
+answers at once.
 
     python tools/bench_scheduler.py [--steps 2000]
 
-Steps overlap as in the engine: step N is planned before step N-1 is committed. Decode: n sequences with prompts of 500
-to 1,000 tokens, one token each per step. Mixed: requests of 100 to 2,000 prompt tokens (a third of them shares a prefix
-of 256) and 20 to 200 outputs arrive as others end, 100 at a time. Block size 16, prefix cache on, budget 2,048 tokens.
+Steps overlap as in the engine: step N is planned before step N-1 is committed. Decode: n sequences
+with prompts of 500 to 1,000 tokens, one token each per step. Mixed: requests of 100 to 2,000 prompt
+tokens (a third of them shares a prefix of 256) and 20 to 200 outputs arrive as others end, 100 at a
+time. Block size 16, prefix cache on, budget 2,048 tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +40,15 @@ def make_scheduler(*, max_num_seqs: int, num_blocks: int) -> Scheduler:
     )
 
 
-def make_request(rng: random.Random, name: str, *, prompt: list[int], prompt_len: int, max_tokens: int) -> GenerateRequest:
+def make_request(
+    rng: random.Random, name: str, *, prompt: list[int], prompt_len: int, max_tokens: int
+) -> GenerateRequest:
     body = [rng.randrange(1, VOCAB_SIZE) for _ in range(prompt_len - len(prompt))]
-    return GenerateRequest(request_id=name, prompt_token_ids=(*prompt, *body), sampling=SamplingParams(max_tokens=max_tokens))
+    return GenerateRequest(
+        request_id=name,
+        prompt_token_ids=(*prompt, *body),
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
 
 
 class Loop:
@@ -70,10 +78,18 @@ class Loop:
 
 def bench_decode(num_running: int, *, steps: int) -> Loop:
     rng = random.Random(num_running)
-    scheduler = make_scheduler(max_num_seqs=num_running, num_blocks=num_running * (steps + 2000) // 16 + 1)
+    scheduler = make_scheduler(
+        max_num_seqs=num_running, num_blocks=num_running * (steps + 2000) // 16 + 1
+    )
     for index in range(num_running):
         scheduler.add(
-            make_request(rng, f"request {index}", prompt=[], prompt_len=rng.randint(500, 1000), max_tokens=steps + 1000)
+            make_request(
+                rng,
+                f"request {index}",
+                prompt=[],
+                prompt_len=rng.randint(500, 1000),
+                max_tokens=steps + 1000,
+            )
         )
     loop = Loop(scheduler, rng)
     while not loop.tokens or loop.tokens[-1] != num_running:
@@ -114,14 +130,18 @@ def report(name: str, loop: Loop) -> None:
     ordered = sorted(loop.microseconds)
     median, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
     mean_tokens = sum(loop.tokens) / len(loop.tokens)
-    print(f"{name:<24}{len(ordered):>8}{mean_tokens:>13.1f}{median:>11.1f}{p99:>11.1f}{ordered[-1]:>11.1f}")
+    print(
+        f"{name:<24}{len(ordered):>8}{mean_tokens:>13.1f}{median:>11.1f}{p99:>11.1f}{ordered[-1]:>11.1f}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Microseconds per scheduler step (plan + commit).")
     parser.add_argument("--steps", type=int, default=2000, help="timed steps per case")
     steps = parser.parse_args().steps
-    print(f"{'case':<24}{'steps':>8}{'tokens/step':>13}{'median us':>11}{'p99 us':>11}{'max us':>11}")
+    print(
+        f"{'case':<24}{'steps':>8}{'tokens/step':>13}{'median us':>11}{'p99 us':>11}{'max us':>11}"
+    )
     for num_running in (1, 16, 100, 256):
         gc.collect()
         report(f"decode, {num_running} running", bench_decode(num_running, steps=steps))

@@ -1,4 +1,5 @@
-"""Seconds from the command `negamax serve nano` to the first streamed token of a chat, several starts in a row.
+"""Seconds from the command `negamax serve nano` to the first streamed token of a chat, several
+starts in a row.
 
 python tools/bench_start.py [--starts 3] [--json FILE]
 """
@@ -19,7 +20,12 @@ import httpx
 from negamax.base.env import usable_cores
 
 TIMEOUT_SECONDS = 120.0
-BODY = {"model": "nano", "messages": [{"role": "user", "content": "Hello!"}], "stream": True, "max_tokens": 16}
+BODY = {
+    "model": "nano",
+    "messages": [{"role": "user", "content": "Hello!"}],
+    "stream": True,
+    "max_tokens": 16,
+}
 
 
 def free_port() -> int:
@@ -32,7 +38,17 @@ def free_port() -> int:
 def first_token_seconds(port: int) -> float:
     """Start a server, ask as soon as it listens, stop it."""
     started = time.perf_counter()
-    command = [sys.executable, "-m", "negamax", "serve", "nano", "--port", str(port), "--log-level", "warning"]
+    command = [
+        sys.executable,
+        "-m",
+        "negamax",
+        "serve",
+        "nano",
+        "--port",
+        str(port),
+        "--log-level",
+        "warning",
+    ]
     server = subprocess.Popen(command)
     try:
         while time.perf_counter() - started < TIMEOUT_SECONDS:
@@ -40,7 +56,10 @@ def first_token_seconds(port: int) -> float:
                 url = f"http://127.0.0.1:{port}/v1/chat/completions"
                 with httpx.stream("POST", url, json=BODY, timeout=TIMEOUT_SECONDS) as answer:
                     for line in answer.iter_lines():
-                        if line.startswith("data: {") and "reasoning" in json.loads(line[6:])["choices"][0]["delta"]:
+                        if (
+                            line.startswith("data: {")
+                            and "reasoning" in json.loads(line[6:])["choices"][0]["delta"]
+                        ):
                             return time.perf_counter() - started
             except httpx.ConnectError:
                 time.sleep(0.02)
@@ -56,8 +75,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     seconds = [first_token_seconds(free_port()) for _ in range(args.starts)]
-    report = {"cores": usable_cores(), "seconds_to_first_token": seconds, "median": statistics.median(seconds)}
-    print(f"first token after {report['median']:.2f} s (median of {args.starts}: {', '.join(f'{s:.2f}' for s in seconds)})")
+    report = {
+        "cores": usable_cores(),
+        "seconds_to_first_token": seconds,
+        "median": statistics.median(seconds),
+    }
+    print(
+        f"first token after {report['median']:.2f} s (median of {args.starts}: "
+        f"{', '.join(f'{s:.2f}' for s in seconds)})"
+    )
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -2,11 +2,12 @@
 
     python tools/fault_table.py [--only TEXT] [--limit SECONDS]
 
-Servers of its own on the loopback: one process, two server processes, two tensor-parallel ranks. Each
-part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads prompts,
-generates, or opens a grammar. The table says after how many seconds open requests ended with an error,
-/readyz was no longer 200, and a request was answered again. Clients that only wait while a part
-is stopped, and get their tokens afterwards, go on. Exit code 1: a number is above its limit.
+Servers of its own on the loopback: one process, two server processes, two tensor-parallel ranks.
+Each part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads
+prompts, generates, or opens a grammar. The table says after how many seconds open requests ended
+with an error, /readyz was no longer 200, and a request was answered again. Clients that only wait
+while a part is stopped, and get their tokens afterwards, go on. Exit code 1: a number is above its
+limit.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class Cell:
 
 def children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     return []
 
 
@@ -111,7 +114,9 @@ def pid_of(server: Server, part: str) -> int:
     root = server.process.pid
     if part == "leader" or (part == "server process" and not descendants(root, MEMBER)):
         return root
-    module = {"engine": ENGINE, "grammar process": GRAMMAR, "server process": MEMBER}.get(part, RANK)
+    module = {"engine": ENGINE, "grammar process": GRAMMAR, "server process": MEMBER}.get(
+        part, RANK
+    )
     return descendants(root, module)[int(part[-1]) if module == RANK else 0]
 
 
@@ -229,7 +234,10 @@ async def measure(server: Server, part: str, state: str, *, stop: bool, limit: f
 
 def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
     """Whether nobody waits any more; clients that go on show it within a second."""
-    return lambda: time.monotonic() > since + 1.0 and all(client.outcome(since) != "waits" for client in clients)
+    return lambda: (
+        time.monotonic() > since + 1.0
+        and all(client.outcome(since) != "waits" for client in clients)
+    )
 
 
 def text_of(cell: Cell, part: str, *, stop: bool, restart: float) -> tuple[str, bool]:

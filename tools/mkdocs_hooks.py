@@ -13,7 +13,9 @@ _DOCS = PurePosixPath("docs")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Turn relative links that leave docs/, and links to raw results, into links to the repository."""
+    """Turn relative links that leave docs/, and links to raw results, into links to the
+    repository.
+    """
     folder = _DOCS / PurePosixPath(page.file.src_uri).parent
 
     def outside(match: re.Match[str]) -> str:

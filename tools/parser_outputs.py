@@ -1,4 +1,6 @@
-"""Generated texts for the output parser, as MiniMax-M2 and M3 write them: valid, malformed and truncated ones, from a seed."""
+"""Generated texts for the output parser, as MiniMax-M2 and M3 write them: valid, malformed and
+truncated ones, from a seed.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,23 @@ TAG_IDS = {
 
 
 def _tool(name: str, properties: dict[str, Any] | None = None, **keywords: Any) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": properties, **keywords} if properties is not None else {}
-    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+    parameters = (
+        {"type": "object", "properties": properties, **keywords} if properties is not None else {}
+    )
+    return {
+        "type": "function",
+        "function": {"name": name, "description": name, "parameters": parameters},
+    }
 
 
-_GUEST = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "vip": {"type": "boolean"}}}
+_GUEST = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "vip": {"type": "boolean"},
+    },
+}
 TOOLS = [
     _tool(
         "write_file",
@@ -46,7 +60,10 @@ TOOLS = [
         "create_event",
         {
             "title": {"type": "string"},
-            "location": {"type": "object", "properties": {"city": {"type": "string"}, "zip": {"type": "integer"}}},
+            "location": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "zip": {"type": "integer"}},
+            },
             "guests": {"type": "array", "items": {"$ref": "#/$defs/Guest"}},
             "matrix": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
             "price": {"type": "number"},
@@ -59,11 +76,15 @@ TOOLS = [
     ),
     _tool("ping"),
 ]
-_PROPERTIES = {tool["function"]["name"]: tool["function"]["parameters"].get("properties", {}) for tool in TOOLS}
+_PROPERTIES = {
+    tool["function"]["name"]: tool["function"]["parameters"].get("properties", {}) for tool in TOOLS
+}
 
 _WORDS = [
-    "the", "Plan", "x", "if a < b:", "return", "naïve", "日本語", "🙂", "👩\u200d🚀", "العربية", "\n", "\n\n  ", "\t", " ",
-    "[x]", "]", "[1, 2]", "]<]", "<b>", "</div>", "<", ">", "&amp;", '"quoted"', "\\", "\\n", "null", "true", "none", "007",
+    "the", "Plan", "x", "if a < b:", "return", "naïve", "日本語", "🙂", "👩\u200d🚀", "العربية",
+    "\n", "\n\n  ", "\t", " ",
+    "[x]", "]", "[1, 2]", "]<]", "<b>", "</div>", "<", ">", "&amp;", '"quoted"',
+    "\\", "\\n", "null", "true", "none", "007",
     "[SILENCE]", "{", "}", "\u2028", "\x00", "</param>", "<para", "minimax", "=",
 ]  # fmt: skip
 
@@ -97,7 +118,9 @@ def generate(format: OutputFormat, rng: random.Random) -> GeneratedOutput:
 
 
 def pieces(text: str, rng: random.Random | None = None) -> list[TextPiece]:
-    """`text` as tokens: tags whole and with their ids, the rest in words. With `rng`, a marker may come as several tokens."""
+    """`text` as tokens: tags whole and with their ids, the rest in words. With `rng`, a marker may
+    come as several tokens.
+    """
     found: list[TextPiece] = []
     for match in _TOKEN.finditer(text):
         token = match[0]
@@ -111,8 +134,14 @@ def pieces(text: str, rng: random.Random | None = None) -> list[TextPiece]:
 
 def cut_at_random(items: Any, rng: random.Random, *, num_cuts: int) -> list[Any]:
     """A text or a list in pieces."""
-    borders = sorted(rng.sample(range(1, len(items)), min(num_cuts, len(items) - 1))) if len(items) > 1 else []
-    return [items[start:end] for start, end in zip([0, *borders], [*borders, len(items)], strict=True)]
+    borders = (
+        sorted(rng.sample(range(1, len(items)), min(num_cuts, len(items) - 1)))
+        if len(items) > 1
+        else []
+    )
+    return [
+        items[start:end] for start, end in zip([0, *borders], [*borders, len(items)], strict=True)
+    ]
 
 
 _TOKEN = re.compile("|".join([*map(re.escape, TAG_IDS), r" ?\w{1,6}", r"\s", "."]), re.DOTALL)
@@ -147,9 +176,13 @@ def _words(rng: random.Random) -> str:
 
 
 def _call(format: OutputFormat, rng: random.Random) -> tuple[str, dict[str, Any]]:
-    name = rng.choice(["write_file", "write_file", "create_event", "create_event", "ping", "other_tool"])
+    name = rng.choice(
+        ["write_file", "write_file", "create_event", "create_event", "ping", "other_tool"]
+    )
     if name == "other_tool":
-        return name, {key: _plain(rng) for key in rng.sample(["a", "b-c", "größe"], rng.randint(0, 3))}
+        return name, {
+            key: _plain(rng) for key in rng.sample(["a", "b-c", "größe"], rng.randint(0, 3))
+        }
     keys = [key for key in _PROPERTIES[name] if rng.random() < 0.6]
     rng.shuffle(keys)
     return name, {key: _value(key, rng, is_m3=format is MINIMAX_M3) for key in keys}
@@ -162,7 +195,8 @@ def _value(key: str, rng: random.Random, *, is_m3: bool) -> Any:
         case "price":
             return rng.choice([0.5, 3, -1.25, 1e-7])
         case "limit":
-            return rng.choice([3] if is_m3 else [3, None])  # the M3 template leaves null arguments out
+            # the M3 template leaves null arguments out
+            return rng.choice([3] if is_m3 else [3, None])
         case "note":
             return _plain(rng) if is_m3 or rng.random() < 0.7 else None
         case "tags":
@@ -171,10 +205,14 @@ def _value(key: str, rng: random.Random, *, is_m3: bool) -> Any:
             return {"city": _words(rng), "zip": rng.randint(0, 99999)}
         case "guests":
             return [
-                {"name": _words(rng), "age": rng.randint(0, 99), "vip": rng.random() < 0.5} for _ in range(rng.randint(0, 3))
+                {"name": _words(rng), "age": rng.randint(0, 99), "vip": rng.random() < 0.5}
+                for _ in range(rng.randint(0, 3))
             ]
         case "matrix":
-            return [[rng.randint(0, 9) for _ in range(rng.randint(0, 3))] for _ in range(rng.randint(0, 3))]
+            return [
+                [rng.randint(0, 9) for _ in range(rng.randint(0, 3))]
+                for _ in range(rng.randint(0, 3))
+            ]
         case "meta":
             return {"a": _plain(rng), "b": [_plain(rng), _plain(rng)], "c": {"d": _plain(rng)}}
         case "kind":
@@ -204,7 +242,9 @@ def m2_block(calls: list[tuple[str, Any]]) -> str:
 def m3_block(calls: list[tuple[str, Any]]) -> str:
     parts = [f"{MARKER}<tool_call>\n"]
     for name, arguments in calls:
-        parts.append(f'{MARKER}<invoke name="{name}">{"".join(_m3_elements(arguments))}{MARKER}</invoke>\n')
+        parts.append(
+            f'{MARKER}<invoke name="{name}">{"".join(_m3_elements(arguments))}{MARKER}</invoke>\n'
+        )
     return "".join(parts) + f"{MARKER}</tool_call>"
 
 
@@ -243,7 +283,11 @@ def _damaged(format: OutputFormat, text: str, rng: random.Random) -> str:
             start, end = rng.choice(tags)
             return text[:start] + rng.choice(_fragments(format)) + text[end:]
         case _:
-            return text.replace(MARKER, "", 1) if rng.random() < 0.5 else text[:start] + rng.choice(_WORDS) + text[end:]
+            return (
+                text.replace(MARKER, "", 1)
+                if rng.random() < 0.5
+                else text[:start] + rng.choice(_WORDS) + text[end:]
+            )
 
 
 _TAG = re.compile(rf"(?:{re.escape(MARKER)})?</?[^<>]+>")
@@ -254,23 +298,42 @@ def _fragments(format: OutputFormat) -> list[str]:
 
 
 _M2_FRAGMENTS = [
-    "<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>", "</invoke>", "</parameter>", "<parameter>",
-    '<invoke name="write_file">', '<invoke name="create_event">', '<invoke name="other">', '<invoke name write_file">',
-    '<invoke nameping">', '<invoke name="">', "<invoke name='ping' />", '<invoke name="Write_File">',
-    '<parameter name="path">', '<parameter name="content">', "<parameter name='mode'>", '<parameter name="note">',
-    '<parameter name="tags">', '<parameter name="meta">', '<parameter name="free">', '<parameter name = "any" type="x">',
-    "<parameter name=path>", "<invoke ", "</param", "<minimax:tool", "nul", "5", "[1, 2]", '{"a": 1}', "True",
+    "<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>", "</invoke>",
+    "</parameter>", "<parameter>",
+    '<invoke name="write_file">', '<invoke name="create_event">', '<invoke '
+                                                                  'name="other">', '<invoke name '
+                                                                                   'write_file">',
+    '<invoke nameping">', '<invoke name="">', "<invoke name='ping' />", '<invoke '
+                                                                        'name="Write_File">',
+    '<parameter name="path">', '<parameter name="content">', "<parameter name='mode'>",
+    '<parameter name="note">',
+    '<parameter name="tags">', '<parameter name="meta">', '<parameter name="free">', '<parameter '
+                                                                                     'name = '
+                                                                                     '"any" '
+                                                                                     'type="x">',
+    "<parameter name=path>", "<invoke ", "</param", "<minimax:tool", "nul", "5", "[1, 2]",
+    '{"a": 1}', "True",
 ]  # fmt: skip
 _M3_FRAGMENTS = [
-    "<mm:think>", "</mm:think>", "<mm:thin", "<tool_call>", "</tool_call>", "</invoke>", '<invoke name="ping">',
-    MARKER, MARKER[:5], MARKER[5:], f"{MARKER} ", f"{MARKER}<", f"{MARKER}</", f"{MARKER}<tool_call>", f"{MARKER}</tool_call>",
-    f"{MARKER}\n<tool_call>", f"{MARKER}</invoke>", f'{MARKER}<invoke name="write_file">', f"{MARKER}<item>",
+    "<mm:think>", "</mm:think>", "<mm:thin", "<tool_call>", "</tool_call>", "</invoke>",
+    '<invoke name="ping">',
+    MARKER, MARKER[:5], MARKER[5:], f"{MARKER} ", f"{MARKER}<", f"{MARKER}</",
+    f"{MARKER}<tool_call>", f"{MARKER}</tool_call>",
+    f"{MARKER}\n<tool_call>", f"{MARKER}</invoke>", f'{MARKER}<invoke '
+                                                    f'name="write_file">', f"{MARKER}<item>",
     f'{MARKER}<invoke name="create_event">',
-    f'{MARKER}<invoke name="other">', f'{MARKER}<invoke nameping">', f'{MARKER}<invoke name{MARKER}<write_file">',
-    f'{MARKER}<invoke{MARKER} name="ping">', f'{MARKER}<invoke name name="ping">', f"{MARKER}<invoke>",
-    *(f"{MARKER}<{name}>" for name in ("path", "content", "mode", "note", "tags", "title", "location", "city", "zip")),
-    *(f"{MARKER}<{name}>" for name in ("guests", "matrix", "meta", "any", "limit", "item", "item", "free", "a", "name", "age")),
-    *(f"{MARKER}</{name}>" for name in ("path", "content", "mode", "tags", "location", "city", "guests", "meta", "any", "zip")),
-    *(f"{MARKER}</{name}>" for name in ("matrix", "item", "item", "item", "free", "a", "name", "strange")),
-    f"{MARKER}<tags/>", f"{MARKER}<city a=\"b\">", "</city>", "nul", "5", "[1, 2]", '{"a": 1}', "True", " \n ",
+    f'{MARKER}<invoke name="other">', f'{MARKER}<invoke nameping">', f'{MARKER}<invoke '
+                                                                     f'name{MARKER}<write_file">',
+    f'{MARKER}<invoke{MARKER} name="ping">', f'{MARKER}<invoke name name="ping">',
+    f"{MARKER}<invoke>",
+    *(f"{MARKER}<{name}>" for name in ("path", "content", "mode", "note", "tags", "title",
+        "location", "city", "zip")),
+    *(f"{MARKER}<{name}>" for name in ("guests", "matrix", "meta", "any", "limit", "item", "item",
+        "free", "a", "name", "age")),
+    *(f"{MARKER}</{name}>" for name in ("path", "content", "mode", "tags", "location", "city",
+        "guests", "meta", "any", "zip")),
+    *(f"{MARKER}</{name}>" for name in ("matrix", "item", "item", "item", "free", "a", "name",
+        "strange")),
+    f"{MARKER}<tags/>", f"{MARKER}<city a=\"b\">", "</city>", "nul", "5", "[1, 2]", '{"a": 1}',
+    "True", " \n ",
 ]  # fmt: skip

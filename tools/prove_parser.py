@@ -2,13 +2,14 @@
 
     python tools/prove_parser.py [--outputs 5000] [--seed 0] [--jobs 1] [--cases FILE ...]
 
-Cases (recorded texts with expected answers) and generated outputs, half of each format, are read whole and then in pieces: cut
-in two at every place, one character at a time, at random, one token at a time with token ids, several tokens at once. Every
-reading must give the same answer, call events in order and arguments in valid JSON, but those of a
-call that was cut in none; so must its packets, which must also keep to their sizes. Valid outputs
-are also ended at every place: their calls must be whole or cut, and what is cut a beginning of what
-is whole. Then outputs of 1 MB are timed, whole and in pieces of 4 characters. Exit code 1: something
-differed, or took over a second of CPU time.
+Cases (recorded texts with expected answers) and generated outputs, half of each format, are read
+whole and then in pieces: cut in two at every place, one character at a time, at random, one token
+at a time with token ids, several tokens at once. Every reading must give the same answer, call
+events in order and arguments in valid JSON, but those of a call that was cut in none; so must its
+packets, which must also keep to their sizes. Valid outputs are also ended at every place: their
+calls must be whole or cut, and what is cut a beginning of what is whole. Then outputs of 1 MB are
+timed, whole and in pieces of 4 characters. Exit code 1: something differed, or took over a second
+of CPU time.
 """
 
 from __future__ import annotations
@@ -76,7 +77,13 @@ class Case:
 
 def read_cases(paths: Iterable[Path]) -> list[Case]:
     """The cases of those files that exist."""
-    lines = [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").split("\n") if line]
+    lines = [
+        line
+        for path in paths
+        if path.exists()
+        for line in path.read_text(encoding="utf-8").split("\n")
+        if line
+    ]
     return [
         Case(
             id=case["id"],
@@ -92,14 +99,19 @@ def read_cases(paths: Iterable[Path]) -> list[Case]:
 
 
 def comparable(reasoning: str | None, content: str | None, calls: Iterable[tuple[str, Any]]) -> str:
-    """The comparison of the cases: white space normalised in text, null equal to "", arguments as JSON."""
+    """The comparison of the cases: white space normalised in text, null equal to "", arguments as
+    JSON.
+    """
     texts = [" ".join((text or "").split()) for text in (reasoning, content)]
     return json.dumps([*texts, [[name, arguments] for name, arguments in calls]], sort_keys=True)
 
 
 def calls_of(output: ParsedOutput) -> list[tuple[str, Any]]:
     """Names and arguments; arguments that were cut are text."""
-    return [(call.name, json.loads(call.arguments) if call.is_whole else call.arguments) for call in output.tool_calls]
+    return [
+        (call.name, json.loads(call.arguments) if call.is_whole else call.arguments)
+        for call in output.tool_calls
+    ]
 
 
 def is_json(text: str) -> bool:
@@ -119,7 +131,8 @@ def check_expected(case: Case, output: ParsedOutput) -> None:
 
 def check_well_formed(events: Sequence[ParserEvent]) -> None:
     """Calls follow each other, have a name first, and arguments that are one JSON object when they
-    end; no delta is empty. The last call may have no end; its arguments have begun and are no JSON."""
+    end; no delta is empty. The last call may have no end; its arguments have begun and are no JSON.
+    """
     open_call: int | None = None
     num_calls = 0
     arguments = ""
@@ -162,25 +175,45 @@ def two_piece_cuts(text: str, places: Iterable[int]) -> Iterator[list[list[TextP
 
 
 def check_readings(
-    source: Case | GeneratedOutput, rng: random.Random, *, tools: Sequence[dict[str, Any]], places: Iterable[int]
+    source: Case | GeneratedOutput,
+    rng: random.Random,
+    *,
+    tools: Sequence[dict[str, Any]],
+    places: Iterable[int],
 ) -> int:
-    """Read a text in pieces, in every way; returns the number of readings. `places`: where it is cut in two."""
+    """Read a text in pieces, in every way; returns the number of readings. `places`: where it is
+    cut in two.
+    """
     text, format = source.text, source.format
     whole = parse(format, text, tools=tools, in_reasoning=source.in_reasoning)
-    by_text = [*two_piece_cuts(text, places), text_chunks(text), text_chunks(text[i : i + 4] for i in range(0, len(text), 4))]
-    by_text += [text_chunks(cut_at_random(text, rng, num_cuts=rng.randint(2, 30))) for _ in range(8)]
+    by_text = [
+        *two_piece_cuts(text, places),
+        text_chunks(text),
+        text_chunks(text[i : i + 4] for i in range(0, len(text), 4)),
+    ]
+    by_text += [
+        text_chunks(cut_at_random(text, rng, num_cuts=rng.randint(2, 30))) for _ in range(8)
+    ]
     tokens = pieces(text, rng)
     by_token = [[tokens], [[token] for token in tokens]]
-    by_token += [cut_at_random(tokens, rng, num_cuts=max(1, len(tokens) // size)) for size in (2, 3, 5, 8)]
+    by_token += [
+        cut_at_random(tokens, rng, num_cuts=max(1, len(tokens) // size)) for size in (2, 3, 5, 8)
+    ]
     tag_ids = {tag: TAG_IDS[tag] for tag in format.literals}
-    for chunks, ids in [*((chunks, None) for chunks in by_text), *((chunks, tag_ids) for chunks in by_token)]:
+    for chunks, ids in [
+        *((chunks, None) for chunks in by_text),
+        *((chunks, tag_ids) for chunks in by_token),
+    ]:
         steps = stream(format, chunks, tools=tools, in_reasoning=source.in_reasoning, tag_ids=ids)
         events = [event for step in steps for event in step]
         check_well_formed(events)
         if chunks is by_token[0] and reads_otherwise_by_token(format, text, whole):
             whole = collect(events)
             assert format.think_close not in (whole.content or ""), text
-        assert collect(events) == whole, (text, [[piece.text for piece in chunk] for chunk in chunks])
+        assert collect(events) == whole, (
+            text,
+            [[piece.text for piece in chunk] for chunk in chunks],
+        )
     check_packets(steps, whole)
     return len(by_text) + len(by_token)
 
@@ -189,7 +222,9 @@ def reads_otherwise_by_token(format: OutputFormat, text: str, whole: ParsedOutpu
     """Whether tokens tell more than the text: it ends with the beginning of a tag that has a token,
     there is a think closer in the content, which is a quotation only where it is no token, or M3's
     marker stands before a think tag, which is an element of that name only where it is no token."""
-    ends_in_tag = any(text.endswith(tag[:length]) for tag in format.literals for length in range(1, len(tag)))
+    ends_in_tag = any(
+        text.endswith(tag[:length]) for tag in format.literals for length in range(1, len(tag))
+    )
     is_marked = _MARKED_THINK_TAG.search(text) is not None
     return ends_in_tag or is_marked or format.think_close in (whole.content or "")
 
@@ -200,11 +235,17 @@ def check_packets(steps: Iterable[Sequence[ParserEvent]], whole: ParsedOutput) -
     events = [event for step in steps for event in packets.push(step)] + packets.flush()
     check_well_formed(events)
     assert collect(events) == whole
-    assert all(len(event.text) <= MAX_CHARS for event in events if not isinstance(event, ToolCallStart | ToolCallEnd))
+    assert all(
+        len(event.text) <= MAX_CHARS
+        for event in events
+        if not isinstance(event, ToolCallStart | ToolCallEnd)
+    )
 
 
 def check_generated(format: OutputFormat, seed: str, *, all_places: bool) -> int:
-    """Generate one output, check what it must be read as if that is known, and read it in pieces."""
+    """Generate one output, check what it must be read as if that is known, and read it in
+    pieces.
+    """
     rng = random.Random(f"{format.name} {seed}")
     output = generate(format, rng)
     if output.expected is not None:
@@ -221,11 +262,17 @@ def check_generated(format: OutputFormat, seed: str, *, all_places: bool) -> int
 def check_ended_early(output: GeneratedOutput, places: Iterable[int]) -> None:
     """Read a valid output that ends too early: its calls are those of the whole one, or the last of
     them is cut."""
-    whole = parse(output.format, output.text, tools=TOOLS, in_reasoning=output.in_reasoning).tool_calls
+    whole = parse(
+        output.format, output.text, tools=TOOLS, in_reasoning=output.in_reasoning
+    ).tool_calls
     for place in places:
         text = output.text[:place]
-        parser = OutputParser(output.format, tools=TOOLS, in_reasoning=output.in_reasoning, tag_ids=None)
-        found = collect([*parser.feed([TextPiece(text, None)]), *parser.finish(is_cut=True)]).tool_calls
+        parser = OutputParser(
+            output.format, tools=TOOLS, in_reasoning=output.in_reasoning, tag_ids=None
+        )
+        found = collect(
+            [*parser.feed([TextPiece(text, None)]), *parser.finish(is_cut=True)]
+        ).tool_calls
         assert found[:-1] == whole[: max(0, len(found) - 1)], text
         if found:
             made, cut = whole[len(found) - 1], found[-1]
@@ -249,7 +296,11 @@ def long_outputs(num_chars: int) -> dict[str, tuple[OutputFormat, str]]:
     m2_texts = {
         "reasoning": fill("", "a < b, ] and </thin or <minimax: "),
         "content": fill("x</think>", "words < and <b> or [x] "),
-        "string": fill(m2_content, "if a < b: return '<tag>' \n", "</parameter>\n</invoke>\n</minimax:tool_call>"),
+        "string": fill(
+            m2_content,
+            "if a < b: return '<tag>' \n",
+            "</parameter>\n</invoke>\n</minimax:tool_call>",
+        ),
         "angles": fill(m2_content, "<"),
         "closers": fill(m2_content, "</parameter>"),
         "closer and space": fill(f"{m2_content}</parameter>", " ", "x"),
@@ -258,7 +309,9 @@ def long_outputs(num_chars: int) -> dict[str, tuple[OutputFormat, str]]:
         "unclosed tag": fill(f"{m2_content}<parameter ", "a"),
         "long tags": fill(m2_content, "<parameter " + "a" * 500),
         "JSON": fill(f'{m2}<parameter name="tags">', "[", "</parameter>\n</invoke>"),
-        "parameters": m2 + "".join(f'<parameter name="p{i}">{i}</parameter>\n' for i in numbered) + "</invoke>",
+        "parameters": m2
+        + "".join(f'<parameter name="p{i}">{i}</parameter>\n' for i in numbered)
+        + "</invoke>",
         "calls": fill(m2, call),
     }
     m3_texts = {
@@ -273,9 +326,15 @@ def long_outputs(num_chars: int) -> dict[str, tuple[OutputFormat, str]]:
         "spliced tags": fill(f"{m3_content}x", f"{MARKER}<invoke x{MARKER}<yy"),
         "wrong closers": fill(m3, f"{MARKER}<path>a{MARKER}</q>"),
         "arguments": m3 + "".join(f"{MARKER}<p{i}>v{i}{MARKER}</p{i}>" for i in numbered),
-        "items": fill(f"{m3}{MARKER}<tags>", f"{MARKER}<item>ab{MARKER}</item>", f"{MARKER}</tags>"),
-        "untyped items": fill(f"{m3_event}{MARKER}<any>", f"{MARKER}<item>ab{MARKER}</item>", f"{MARKER}</any>"),
-        "repeated members": fill(f"{m3_event}{MARKER}<meta>", f"{MARKER}<a>v{MARKER}</a>", f"{MARKER}</meta>"),
+        "items": fill(
+            f"{m3}{MARKER}<tags>", f"{MARKER}<item>ab{MARKER}</item>", f"{MARKER}</tags>"
+        ),
+        "untyped items": fill(
+            f"{m3_event}{MARKER}<any>", f"{MARKER}<item>ab{MARKER}</item>", f"{MARKER}</any>"
+        ),
+        "repeated members": fill(
+            f"{m3_event}{MARKER}<meta>", f"{MARKER}<a>v{MARKER}</a>", f"{MARKER}</meta>"
+        ),
         "deep nesting": fill(f"{m3_event}{MARKER}<any>", f"{MARKER}<a>"),
         "space": fill(f"{m3_event}{MARKER}<any>", " "),
         "calls": fill(f"{m3}{MARKER}</invoke>", f'{MARKER}<invoke name="ping">{MARKER}</invoke>\n'),
@@ -299,8 +358,13 @@ def seconds_to_read(format: OutputFormat, text: str, *, size: int) -> float:
 def _prove_case(case: Case) -> tuple[int, str]:
     try:
         if case.id not in OTHER_CHOICE:
-            check_expected(case, parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning))
-        return check_readings(case, random.Random(case.id), tools=case.tools, places=range(1, len(case.text))), ""
+            check_expected(
+                case,
+                parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning),
+            )
+        return check_readings(
+            case, random.Random(case.id), tools=case.tools, places=range(1, len(case.text))
+        ), ""
     except AssertionError as error:
         return 0, f"case {case.id}: {error}"
 
@@ -320,21 +384,32 @@ def _report(what: str, results: Iterable[tuple[int, str]]) -> bool:
         num_texts += 1
         num_read += count
         faults += [fault] if fault else []
-    print(f"{what}: {num_texts} texts, {num_read} readings, {len(faults)} differ, {time.perf_counter() - start:.0f} s")
+    print(
+        f"{what}: {num_texts} texts, {num_read} readings, {len(faults)} differ, "
+        f"{time.perf_counter() - start:.0f} s"
+    )
     for fault in faults[:10]:
         print(f"  {fault[:2000]}")
     return not faults
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description="Prove that streaming equals reading whole, in linear time.")
-    options.add_argument("--outputs", type=int, default=5000, help="generated outputs, half of each format")
+    options = argparse.ArgumentParser(
+        description="Prove that streaming equals reading whole, in linear time."
+    )
+    options.add_argument(
+        "--outputs", type=int, default=5000, help="generated outputs, half of each format"
+    )
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--jobs", type=int, default=1, help="processes")
-    options.add_argument("--cases", type=Path, nargs="*", default=CASE_FILES, help="files with recorded cases")
+    options.add_argument(
+        "--cases", type=Path, nargs="*", default=CASE_FILES, help="files with recorded cases"
+    )
     given = options.parse_args()
     cases = read_cases(given.cases)
-    jobs = [("m2" if number % 2 else "m3", f"{given.seed}/{number}") for number in range(given.outputs)]
+    jobs = [
+        ("m2" if number % 2 else "m3", f"{given.seed}/{number}") for number in range(given.outputs)
+    ]
     chosen = [case.id for case in cases if case.id in OTHER_CHOICE]
     print(f"{len(cases)} cases; in {len(chosen)} we choose otherwise: {', '.join(chosen) or '-'}")
     with ProcessPoolExecutor(given.jobs) as pool:

@@ -1,12 +1,15 @@
-"""Replays a coding agent's day against a server of this machine and says whether a call broke. Exit code 1: one did.
+"""Replays a coding agent's day against a server of this machine and says whether a call broke. Exit
+code 1: one did.
 
     python tools/replay_day.py                           both days
-    python tools/replay_day.py --day scripted            prepared answers, checked word for word, over three APIs
-    python tools/replay_day.py --day live                the embedded model's own answers, checked against the tools' schemas
-    python tools/replay_day.py --day scripted --format m3 --m3-template FILE
+    python tools/replay_day.py --day scripted            prepared answers, checked word for word,
+    over three APIs python tools/replay_day.py --day live                the embedded model's own
+    answers, checked against the tools' schemas python tools/replay_day.py --day scripted --format
+    m3 --m3-template FILE
 
-The scripted day is the real server in front of an engine that answers from a script; the live day is the whole engine.
-`--small` takes a size of seconds, which the test suite runs too. `--json FILE` keeps the report.
+The scripted day is the real server in front of an engine that answers from a script; the live day
+is the whole engine. `--small` takes a size of seconds, which the test suite runs too. `--json FILE`
+keeps the report.
 """
 
 from __future__ import annotations
@@ -35,8 +38,18 @@ def scripted(args: argparse.Namespace) -> dict[str, Any]:
     sessions = args.sessions or (len(WAYS) if args.small else 8)
     size = DaySize.small(sessions) if args.small else DaySize.full(sessions)
     with tempfile.TemporaryDirectory(prefix="replay-") as name:
-        folder = resolve_model("nano") if args.format == "m2" else m3_folder(args.m3_template, Path(name))
-        return scripted_day(families=FAMILIES[args.format], folder=folder, size=size, seed=args.seed, step_ms=args.step_ms)
+        folder = (
+            resolve_model("nano")
+            if args.format == "m2"
+            else m3_folder(args.m3_template, Path(name))
+        )
+        return scripted_day(
+            families=FAMILIES[args.format],
+            folder=folder,
+            size=size,
+            seed=args.seed,
+            step_ms=args.step_ms,
+        )
 
 
 def live(args: argparse.Namespace) -> dict[str, Any]:
@@ -49,25 +62,45 @@ def show(name: str, report: dict[str, Any]) -> None:
     print(f"{name}: {'FAILED' if report['problems'] else 'ok'}")
     for key, value in report.items():
         if key != "problems":
-            shown = f"{value:,.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+            shown = (
+                f"{value:,.1f}"
+                if isinstance(value, float)
+                else f"{value:,}"
+                if isinstance(value, int)
+                else value
+            )
             print(f"  {key:<28}{shown}")
     for problem in report["problems"]:
         print(f"  PROBLEM {problem}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--day", choices=DAYS, action="append", help="may be repeated; default: both")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--day", choices=DAYS, action="append", help="may be repeated; default: both"
+    )
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--format", choices=tuple(FAMILIES), default="m2", help="of the scripted day")
-    parser.add_argument("--m3-template", type=Path, help="chat template of the M3 family, which comes with its checkpoints")
+    parser.add_argument(
+        "--format", choices=tuple(FAMILIES), default="m2", help="of the scripted day"
+    )
+    parser.add_argument(
+        "--m3-template",
+        type=Path,
+        help="chat template of the M3 family, which comes with its checkpoints",
+    )
     parser.add_argument("--sessions", type=int, help="at once; default: 8")
-    parser.add_argument("--step-ms", type=float, default=1.0, help="time between two steps of the scripted engine")
+    parser.add_argument(
+        "--step-ms", type=float, default=1.0, help="time between two steps of the scripted engine"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.format == "m3" and args.m3_template is None:
-        parser.error("--format m3 needs --m3-template FILE: no M3 checkpoint comes with this repository")
+        parser.error(
+            "--format m3 needs --m3-template FILE: no M3 checkpoint comes with this repository"
+        )
     reports: dict[str, dict[str, Any]] = {}
     for day in args.day or DAYS:
         report = reports[day] = scripted(args) if day == "scripted" else live(args)

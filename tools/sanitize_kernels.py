@@ -12,7 +12,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # an allocation of its own for each tensor: its borders are watched
+# an allocation of its own for each tensor: its borders are watched
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
@@ -22,7 +23,9 @@ from negamax.kernels.registry import OPS, gpu_kernels
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--op", action="append", choices=sorted(OPS), help="default: all")
     chosen = parser.parse_args().op or sorted(OPS)
     if not torch.cuda.is_available():
@@ -37,12 +40,18 @@ def main() -> int:
             if dtype not in kernel.dtypes:
                 continue
             for case in op.cases(dtype, torch.Generator().manual_seed(0)):
-                on_gpu = replace(case, tensors=map_tensors(case.tensors, lambda tensor: tensor.cuda()))
+                on_gpu = replace(
+                    case, tensors=map_tensors(case.tensors, lambda tensor: tensor.cuda())
+                )
                 with torch.inference_mode():
                     op.apply(kernel, on_gpu)
                 torch.cuda.synchronize()
                 count += 1
-                print(f"{kernel.op} {kernel.provider} {str(dtype).removeprefix('torch.')}: {case.label}", flush=True)
+                print(
+                    f"{kernel.op} {kernel.provider} {str(dtype).removeprefix('torch.')}: "
+                    f"{case.label}",
+                    flush=True,
+                )
     print(f"{count} runs")
     return 0 if count else 1
 

@@ -31,16 +31,19 @@ class Access:
         self.has_keys = bool(self._keys)
 
     def reload(self) -> None:
-        """Read the file of keys again: from now on its keys count, and those that it no longer has do not. Errors: as above;
-        then the earlier ones stay."""
+        """Read the file of keys again: from now on its keys count, and those that it no longer has
+        do not. Errors: as above; then the earlier ones stay."""
         keys = (*self._options.api_keys, *keys_of_file(self._options.api_key_file))
         if self._options.admin_api_key in keys:
-            raise ConfigError("--api-key-file has the key of --admin-api-key", hint="give administrators a key of their own")
+            raise ConfigError(
+                "--api-key-file has the key of --admin-api-key",
+                hint="give administrators a key of their own",
+            )
         self._keys = [key.encode() for key in keys]
 
     def identify(self, scope: Scope) -> None:
-        """Note the tenant in the request's state, and whether it is an administrator. Errors: `AuthenticationError` for a key
-        that is missing or wrong."""
+        """Note the tenant in the request's state, and whether it is an administrator. Errors:
+        `AuthenticationError` for a key that is missing or wrong."""
         state = scope.setdefault("state", {})
         given = _given_key(scope["headers"]) or browser_key(scope["path"], scope["headers"])
         is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
@@ -54,14 +57,15 @@ class Access:
                 hint="send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="missing_api_key",
             )
-        is_known = sum(hmac.compare_digest(given, key) for key in self._keys)  # all are compared, whichever fits
+        # all are compared, whichever fits
+        is_known = sum(hmac.compare_digest(given, key) for key in self._keys)
         if not (is_known or is_admin):
             raise AuthenticationError("the API key is wrong", code="invalid_api_key")
         state["tenant"] = hashlib.blake2b(given, digest_size=16).hexdigest()
 
     def check_site(self, scope: Scope) -> None:
-        """Refuse what a page of another site lets a browser send. A key in a header is nothing that such a page could have
-        sent by itself. Errors: `ForbiddenError`."""
+        """Refuse what a page of another site lets a browser send. A key in a header is nothing that
+        such a page could have sent by itself. Errors: `ForbiddenError`."""
         fields = dict(scope["headers"])
         origin = fields.get(b"origin", b"").decode("latin-1")
         site = fields.get(b"sec-fetch-site", b"").decode("latin-1")
@@ -69,10 +73,15 @@ class Access:
             return
         if origin in self._origins or _ALL in self._origins:
             return
-        if not site and urlsplit(origin).netloc.lower() == fields.get(b"host", b"").decode("latin-1").lower():
+        if (
+            not site
+            and urlsplit(origin).netloc.lower()
+            == fields.get(b"host", b"").decode("latin-1").lower()
+        ):
             return
         raise ForbiddenError(
-            f"a page of {(origin or 'another site')[:100]!r} sent this, which is not a page of this server",
+            f"a page of {(origin or 'another site')[:100]!r} sent this, which is not a page of "
+            f"this server",
             hint="start the server with --allowed-origins to let it",
             code="cross_site",
         )
@@ -96,12 +105,16 @@ def names_of(answer_id: str) -> list[str]:
 
 
 def is_admin(request: Request) -> bool:
-    """Whether it may act on the requests of all: it has the administrators' key, or there are no keys."""
+    """Whether it may act on the requests of all: it has the administrators' key, or there are no
+    keys.
+    """
     return bool(request.scope["state"]["is_admin"])
 
 
 def check_admin(request: Request) -> None:
-    """Refuse what changes the server for everybody to all but administrators. Errors: `ForbiddenError`."""
+    """Refuse what changes the server for everybody to all but administrators. Errors:
+    `ForbiddenError`.
+    """
     if not is_admin(request):
         raise ForbiddenError(
             f"{request.url.path} is for administrators: it acts on the requests of all",

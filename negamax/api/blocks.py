@@ -1,4 +1,6 @@
-"""An answer as blocks in the order the model wrote them: reasoning, content, calls. so say Anthropic's API and Responses."""
+"""An answer as blocks in the order the model wrote them: reasoning, content, calls. so say
+Anthropic's API and Responses.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ class BlockWriter:
                     yield from self._close(is_whole=True)
 
     def finish(self, *, is_cut: bool) -> Iterator[BlockEvent]:
-        """The end of the answer; `is_cut`: by the limit of tokens. An open call is cut in any case."""
+        """The end of the answer; `is_cut`: by the limit of tokens. An open call is cut in any
+        case.
+        """
         is_call = self._open is not None and self._open.kind is BlockKind.CALL
         yield from self._close(is_whole=not (is_cut or is_call))
 

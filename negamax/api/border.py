@@ -35,20 +35,30 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _INTERNAL = "the server failed on this request; its log has the details under the request id"
 
 
-def json_response(answer: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(
+    answer: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     """`answer` as a JSON response."""
-    return Response(encode(answer), status_code=status, headers=headers, media_type="application/json")
+    return Response(
+        encode(answer), status_code=status, headers=headers, media_type="application/json"
+    )
 
 
 def error_of(error: Exception) -> tuple[int, ErrorAnswer]:
-    """Status and body for `error`. What is not ours, or our own fault, is told without its details."""
+    """Status and body for `error`. What is not ours, or our own fault, is told without its
+    details.
+    """
     if isinstance(error, NegamaxError) and error.http_status != 500:
         message = str(error)[:MAX_MESSAGE_CHARS]
-        return error.http_status, error_answer(message, error_type=error.error_type, param=error.param, code=error.code)
+        return error.http_status, error_answer(
+            message, error_type=error.error_type, param=error.param, code=error.code
+        )
     return 500, error_answer(_INTERNAL, error_type="internal_error", code="internal_error")
 
 
-def error_response(scope: Scope, status: int, answer: ErrorAnswer, *, headers: dict[str, str] | None = None) -> Response:
+def error_response(
+    scope: Scope, status: int, answer: ErrorAnswer, *, headers: dict[str, str] | None = None
+) -> Response:
     """An error in the shape that the route's clients know."""
     if not scope["path"].startswith(MESSAGES_PATH):
         return json_response(answer, status=status, headers=headers)
@@ -58,7 +68,9 @@ def error_response(scope: Scope, status: int, answer: ErrorAnswer, *, headers: d
 
 
 def failure_event(error: Exception, *, request_id: str) -> bytes:
-    """An error after a stream has begun: logged, and told in an event, because the status line is already sent."""
+    """An error after a stream has begun: logged, and told in an event, because the status line is
+    already sent.
+    """
     return event(logged_failure(error, request_id=request_id)[1])
 
 
@@ -73,7 +85,9 @@ def logged_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnsw
 
 
 class Border:
-    """The outermost layer: gives every response an `x-request-id`, and turns what no handler caught into a 500."""
+    """The outermost layer: gives every response an `x-request-id`, and turns what no handler caught
+    into a 500.
+    """
 
     def __init__(self, app: ASGIApp, *, lifecycle: Lifecycle, logs_access: bool) -> None:
         self._app = app
@@ -151,7 +165,9 @@ def http_error(request: Request, error: Exception) -> Response:
         )
     elif error.status_code == 405:
         message = f"{where} is not allowed; allowed: {headers.get('Allow', 'another method')}"
-        answer = error_answer(message, error_type="invalid_request_error", code="method_not_allowed")
+        answer = error_answer(
+            message, error_type="invalid_request_error", code="method_not_allowed"
+        )
     else:
         answer = error_answer(str(error.detail), error_type="invalid_request_error")
     return error_response(request.scope, error.status_code, answer, headers=headers)

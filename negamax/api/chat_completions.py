@@ -64,7 +64,10 @@ from negamax.text.output_parser import (
 def chat_router(context: ApiContext) -> APIRouter:
     """The routes of chat completions."""
     router = APIRouter()
-    body_schema = {"content": {"application/json": {"schema": ChatRequest.model_json_schema()}}, "required": True}
+    body_schema = {
+        "content": {"application/json": {"schema": ChatRequest.model_json_schema()}},
+        "required": True,
+    }
 
     @router.post("/v1/chat/completions", openapi_extra={"requestBody": body_schema})
     async def chat_completions(request: Request) -> Response:
@@ -78,11 +81,20 @@ def chat_router(context: ApiContext) -> APIRouter:
         thinking = chat.thinking_choice
         content = chat.grammar
         grammar = await off_loop(
-            lambda: answer_grammar(context.voice, tools=tools, choice=calls, content=content), num_bytes=num_bytes
+            lambda: answer_grammar(context.voice, tools=tools, choice=calls, content=content),
+            num_bytes=num_bytes,
         )
         conversation = _conversation(chat, tools, thinking)
-        prompt = await context.prompts.chat(conversation, num_bytes=num_bytes, cache_salt=salt_of(request, chat.cache_salt))
-        sampling = constrained(sampling, context.voice, reasoning=prompt.reasoning, grammar=grammar, budget=thinking.budget)
+        prompt = await context.prompts.chat(
+            conversation, num_bytes=num_bytes, cache_salt=salt_of(request, chat.cache_salt)
+        )
+        sampling = constrained(
+            sampling,
+            context.voice,
+            reasoning=prompt.reasoning,
+            grammar=grammar,
+            budget=thinking.budget,
+        )
         rules = _reading_rules(chat, tools, calls, sampling)
         readers = [ChoiceReader(context.voice, prompt=prompt, rules=rules) for _ in range(chat.n)]
         answer = _ChatAnswering(context, chat, model=model, prompt=prompt, readers=readers)
@@ -99,7 +111,11 @@ def chat_router(context: ApiContext) -> APIRouter:
         )
         if chat.stream:
             # a grammar is compiled first, and may be refused
-            await begun(request.receive, generation, seconds=FIRST_OUTPUT_SECONDS if grammar is None else None)
+            await begun(
+                request.receive,
+                generation,
+                seconds=FIRST_OUTPUT_SECONDS if grammar is None else None,
+            )
             return context.event_stream(partial(answer.stream, generation), source=generation)
         return json_response(await while_connected(request.receive, answer.whole(generation)))
 
@@ -110,9 +126,14 @@ def chat_router(context: ApiContext) -> APIRouter:
         model = context.model_name(chat.model)
         _sampling(context, chat)
         conversation = _conversation(chat, chat.offered_tools, chat.thinking_choice)
-        prompt = await context.prompts.chat(conversation, num_bytes=num_bytes, cache_salt=salt_of(request, chat.cache_salt))
+        prompt = await context.prompts.chat(
+            conversation, num_bytes=num_bytes, cache_salt=salt_of(request, chat.cache_salt)
+        )
         answer = RenderedPrompt(
-            request_id=chat.answer_id("chatcmpl"), model=model, prompt=prompt.text, token_ids=prompt.token_ids
+            request_id=chat.answer_id("chatcmpl"),
+            model=model,
+            prompt=prompt.text,
+            token_ids=prompt.token_ids,
         )
         return json_response(answer)
 
@@ -124,12 +145,16 @@ def _sampling(context: ApiContext, chat: ChatRequest) -> SamplingParams:
     limit = 1 if chat.token_limit == 0 else chat.token_limit
     sampling = chat.sampling_params(max_tokens=limit, logprobs=chat.wanted_logprobs)
     if (sampling.logprobs or 0) > context.engine.info.max_logprobs:
-        refuse("top_logprobs", f"{sampling.logprobs}; allowed: 0 to {context.engine.info.max_logprobs}")
+        refuse(
+            "top_logprobs", f"{sampling.logprobs}; allowed: 0 to {context.engine.info.max_logprobs}"
+        )
     context.check_sampling(sampling)
     return sampling
 
 
-def _conversation(chat: ChatRequest, tools: list[dict[str, Any]] | None, thinking: ThinkingChoice) -> Conversation:
+def _conversation(
+    chat: ChatRequest, tools: list[dict[str, Any]] | None, thinking: ThinkingChoice
+) -> Conversation:
     return Conversation(
         messages=chat.messages,
         tools=tools,
@@ -141,7 +166,10 @@ def _conversation(chat: ChatRequest, tools: list[dict[str, Any]] | None, thinkin
 
 
 def _reading_rules(
-    chat: ChatRequest, tools: list[dict[str, Any]] | None, calls: CallChoice, sampling: SamplingParams
+    chat: ChatRequest,
+    tools: list[dict[str, Any]] | None,
+    calls: CallChoice,
+    sampling: SamplingParams,
 ) -> ReadingRules:
     return ReadingRules(
         tools=calls.callable_tools(tools),
@@ -156,7 +184,9 @@ def _reading_rules(
 
 
 class _Choice:
-    """What a choice is still to send, beside what its reader knows. Single writer: its `_ChatAnswering`."""
+    """What a choice is still to send, beside what its reader knows. Single writer: its
+    `_ChatAnswering`.
+    """
 
     __slots__ = ("events", "index", "logprobs", "packets", "reader", "role_sent", "token_ids")
 
@@ -192,7 +222,13 @@ class _ChatAnswering:
     )
 
     def __init__(
-        self, context: ApiContext, chat: ChatRequest, *, model: str, prompt: ChatPrompt, readers: list[ChoiceReader]
+        self,
+        context: ApiContext,
+        chat: ChatRequest,
+        *,
+        model: str,
+        prompt: ChatPrompt,
+        readers: list[ChoiceReader],
     ) -> None:
         self.id = chat.answer_id("chatcmpl")
         self._created = int(time.time())
@@ -212,7 +248,9 @@ class _ChatAnswering:
 
     async def whole(self, generation: Generation) -> ChatAnswer:
         """The answer in one piece."""
-        await generation.run(lambda output: self._choices[output.index].events.extend(self._take(output)))
+        await generation.run(
+            lambda output: self._choices[output.index].events.extend(self._take(output))
+        )
         return ChatAnswer(
             id=self.id,
             created=self._created,
@@ -225,7 +263,9 @@ class _ChatAnswering:
         )
 
     async def stream(self, generation: Generation, say: Say) -> None:
-        """The answer as events. An error after the start is an event too: the status line is already sent."""
+        """The answer as events. An error after the start is an event too: the status line is
+        already sent.
+        """
 
         def tell(output: RequestOutput) -> None:
             choice = self._choices[output.index]
@@ -248,7 +288,9 @@ class _ChatAnswering:
         say(DONE)
 
     def _deltas(self, choice: _Choice, output: RequestOutput) -> list[Delta]:
-        """Take an output into its choice; what a stream says about it. Content and reasoning never share a delta."""
+        """Take an output into its choice; what a stream says about it. Content and reasoning never
+        share a delta.
+        """
         is_last = output.finish_reason is not None
         events = choice.packets.push(self._take(output), now=time.monotonic(), is_last=is_last)
         deltas: list[Delta] = []
@@ -268,7 +310,12 @@ class _ChatAnswering:
         if self._reads_only:
             output = without_tokens(output)
         events = choice.reader.push(output)
-        self._usage.update(output, prompt=0, choice=choice.index, reasoning_tokens=choice.reader.num_reasoning_tokens)
+        self._usage.update(
+            output,
+            prompt=0,
+            choice=choice.index,
+            reasoning_tokens=choice.reader.num_reasoning_tokens,
+        )
         if output.prompt_logprobs is not None and self._chat.prompt_logprobs is not None:
             self._prompt_logprobs = prompt_logprobs(self._tokenizer, output.prompt_logprobs)
         if output.logprobs is not None:
@@ -283,15 +330,23 @@ class _ChatAnswering:
     def _delta(self, choice: _Choice, parsed: ParserEvent) -> Delta | None:
         match parsed:
             case ReasoningDelta(text):
-                return Delta(reasoning_content=text, reasoning=text, reasoning_details=self._details(text))
+                return Delta(
+                    reasoning_content=text, reasoning=text, reasoning_details=self._details(text)
+                )
             case ContentDelta(text):
                 return Delta(content=text)
             case ToolCallStart(index, name):
                 function = FunctionCall(name=name, arguments="")
                 call_id = choice.reader.calls[index].id
-                return Delta(tool_calls=[ToolCall(index=index, id=call_id, type="function", function=function)])
+                return Delta(
+                    tool_calls=[
+                        ToolCall(index=index, id=call_id, type="function", function=function)
+                    ]
+                )
             case ToolArgumentsDelta(index, text):
-                return Delta(tool_calls=[ToolCall(index=index, function=FunctionCall(arguments=text))])
+                return Delta(
+                    tool_calls=[ToolCall(index=index, function=FunctionCall(arguments=text))]
+                )
             case ToolCallEnd():
                 return None
 
@@ -299,7 +354,9 @@ class _ChatAnswering:
         return [ReasoningDetail(text)] if self._chat.reasoning_split else UNSET
 
     def _chunk(self, choice: _Choice, delta: Delta, *, last: bool = False) -> Struct:
-        """A chunk of one choice; it takes along the logprobs and token ids that were not sent yet."""
+        """A chunk of one choice; it takes along the logprobs and token ids that were not sent
+        yet.
+        """
         logprobs: ChatLogprobs | None = None
         if choice.logprobs:
             logprobs, choice.logprobs = ChatLogprobs(choice.logprobs), []

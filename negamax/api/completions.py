@@ -36,7 +36,10 @@ from negamax.scheduler.request import SamplingParams
 def completions_router(context: ApiContext) -> APIRouter:
     """The route of plain completions."""
     router = APIRouter()
-    body_schema = {"content": {"application/json": {"schema": CompletionRequest.model_json_schema()}}, "required": True}
+    body_schema = {
+        "content": {"application/json": {"schema": CompletionRequest.model_json_schema()}},
+        "required": True,
+    }
 
     @router.post("/v1/completions", openapi_extra={"requestBody": body_schema})
     async def completions(request: Request) -> Response:
@@ -46,9 +49,13 @@ def completions_router(context: ApiContext) -> APIRouter:
         model = context.model_name(wanted.model)
         sampling = _sampling(wanted)
         context.check_sampling(sampling)
-        prompts = await context.prompts.plain(wanted.prompt, cache_salt=salt_of(request, wanted.cache_salt))
+        prompts = await context.prompts.plain(
+            wanted.prompt, cache_salt=salt_of(request, wanted.cache_salt)
+        )
         context.engine.check_room(len(prompts) * sampling.n, sum(map(len, prompts)))
-        samplings = [_constrained(sampling, wanted, prompt, voice=context.voice) for prompt in prompts]
+        samplings = [
+            _constrained(sampling, wanted, prompt, voice=context.voice) for prompt in prompts
+        ]
         answer = _TextAnswering(context, wanted, model=model, prompts=prompts)
         engine_id = f"{answer.id}-{secrets.token_hex(4)}"
         parts = [
@@ -68,7 +75,9 @@ def completions_router(context: ApiContext) -> APIRouter:
         if wanted.stream:
             # a grammar is compiled first, and may be refused
             is_free = all(limits.grammar is None for limits in samplings)
-            await begun(request.receive, generations, seconds=FIRST_OUTPUT_SECONDS if is_free else None)
+            await begun(
+                request.receive, generations, seconds=FIRST_OUTPUT_SECONDS if is_free else None
+            )
             return context.event_stream(partial(answer.stream, generations), source=generations)
         return json_response(await while_connected(request.receive, answer.whole(generations)))
 
@@ -76,16 +85,24 @@ def completions_router(context: ApiContext) -> APIRouter:
 
 
 def _sampling(wanted: CompletionRequest) -> SamplingParams:
-    """Echoed prompts carry logprobs too, and scoring a prompt runs one step whose token is not shown."""
-    sampling = wanted.sampling_params(max_tokens=1 if wanted.scores_only else wanted.max_tokens, logprobs=wanted.logprobs)
+    """Echoed prompts carry logprobs too, and scoring a prompt runs one step whose token is not
+    shown.
+    """
+    sampling = wanted.sampling_params(
+        max_tokens=1 if wanted.scores_only else wanted.max_tokens, logprobs=wanted.logprobs
+    )
     if not wanted.echo or wanted.logprobs is None:
         return sampling
     asked = [count for count in (wanted.logprobs, wanted.prompt_logprobs) if count is not None]
     return replace(sampling, prompt_logprobs=max(asked))
 
 
-def _constrained(sampling: SamplingParams, wanted: CompletionRequest, prompt: list[int], *, voice: Voice) -> SamplingParams:
-    """With the form of the answer, which begins after the reasoning where the prompt ends in one."""
+def _constrained(
+    sampling: SamplingParams, wanted: CompletionRequest, prompt: list[int], *, voice: Voice
+) -> SamplingParams:
+    """With the form of the answer, which begins after the reasoning where the prompt ends in
+    one.
+    """
     reasoning: ReasoningState = "open" if prompt_in_reasoning(prompt, voice) else "none"
     budget = wanted.reasoning_budget if reasoning == "open" else None
     return constrained(sampling, voice, reasoning=reasoning, grammar=wanted.grammar, budget=budget)
@@ -106,9 +123,18 @@ class _Choice:
 
 
 class _TextAnswering:
-    """Answers one completion request from the engine's outputs. Single writer: the request's handler."""
+    """Answers one completion request from the engine's outputs. Single writer: the request's
+    handler.
+    """
 
-    def __init__(self, context: ApiContext, wanted: CompletionRequest, *, model: str, prompts: list[list[int]]) -> None:
+    def __init__(
+        self,
+        context: ApiContext,
+        wanted: CompletionRequest,
+        *,
+        model: str,
+        prompts: list[list[int]],
+    ) -> None:
         self.id = wanted.answer_id("cmpl")
         self._created = int(time.time())
         self._tokenizer = context.engine.tokenizer
@@ -134,7 +160,10 @@ class _TextAnswering:
             self._choices[index].text.append(text)
 
         await generations.run(take)
-        choices = [self._choice(index, "".join(choice.text), last=True) for index, choice in enumerate(self._choices)]
+        choices = [
+            self._choice(index, "".join(choice.text), last=True)
+            for index, choice in enumerate(self._choices)
+        ]
         return self._envelope(choices, usage=self._usage.usage())
 
     async def stream(self, generations: Generations, say: Say) -> None:
@@ -179,7 +208,9 @@ class _TextAnswering:
             choice.reasoning.call_began()
         for entry in output.logprobs or ():
             choice.logprobs.push(entry)
-        self._usage.update(output, prompt=number, choice=index, reasoning_tokens=choice.reasoning.count)
+        self._usage.update(
+            output, prompt=number, choice=index, reasoning_tokens=choice.reasoning.count
+        )
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
         return index, text
 
@@ -195,11 +226,17 @@ class _TextAnswering:
             for entry in entries:
                 choice.logprobs.push(entry)
         given = self._wanted.prompt[number]
-        return given if isinstance(given, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
+        return (
+            given
+            if isinstance(given, str)
+            else self._tokenizer.decode(prompt, skip_special_tokens=False)
+        )
 
     def _choice(self, index: int, text: str, *, last: bool) -> TextChoice:
         choice = self._choices[index]
-        logprobs: TextLogprobs | None = choice.logprobs.take() if self._wanted.logprobs is not None else None
+        logprobs: TextLogprobs | None = (
+            choice.logprobs.take() if self._wanted.logprobs is not None else None
+        )
         token_ids, choice.token_ids = choice.token_ids, []
         ids = self._wanted.return_token_ids
         return TextChoice(
@@ -213,7 +250,9 @@ class _TextAnswering:
             prompt_token_ids=self._prompts[index // self._wanted.n] if ids and last else UNSET,
         )
 
-    def _envelope(self, choices: list[TextChoice], *, usage: Usage | UnsetType | None) -> TextAnswer:
+    def _envelope(
+        self, choices: list[TextChoice], *, usage: Usage | UnsetType | None
+    ) -> TextAnswer:
         return TextAnswer(
             id=self.id,
             created=self._created,

@@ -1,4 +1,6 @@
-"""What the engine must enforce on the answers of a request: a form, calls, a budget of thinking, in the model's own format."""
+"""What the engine must enforce on the answers of a request: a form, calls, a budget of thinking, in
+the model's own format.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ _MAX_NEWLINES = 3  # between reasoning and content
 
 @dataclass(frozen=True, slots=True)
 class CallChoice:
-    """Which calls an answer may or must have: "auto", "none", "required", or "function" with the `name` of the one to make.
-    `allowed`: the names of the tools that may be called, where the model is shown more."""
+    """Which calls an answer may or must have: "auto", "none", "required", or "function" with the
+    `name` of the one to make. `allowed`: the names of the tools that may be called, where the model
+    is shown more."""
 
     mode: str = "auto"
     name: str | None = None
@@ -48,17 +51,24 @@ def call_choice(
     parallel: bool,
     allowed: Mapping[str, str] | None = None,
 ) -> CallChoice:
-    """The checked choice of calls: `mode` is auto, none, required, or function with a `name`. `allowed` has the names of the
-    tools that may be called, where not all may, with the places in the request that name them."""
+    """The checked choice of calls: `mode` is auto, none, required, or function with a `name`.
+    `allowed` has the names of the tools that may be called, where not all may, with the places in
+    the request that name them."""
     names = [tool["function"]["name"] for tool in tools or ()]
     for allowed_name, place in (allowed or {}).items():
         if allowed_name not in names:
-            refuse(place, f"{shown(allowed_name)} is not a declared tool.{nearest(allowed_name, names)}")
+            refuse(
+                place,
+                f"{shown(allowed_name)} is not a declared tool.{nearest(allowed_name, names)}",
+            )
     may_call = None if allowed is None else tuple(allowed)
     if mode in ("auto", "none"):
         return CallChoice(mode, parallel=parallel, allowed=may_call)
     if not tools:
-        refuse("tool_choice", "asks for a call, but there are no tools to call; send tools, or use 'auto'")
+        refuse(
+            "tool_choice",
+            "asks for a call, but there are no tools to call; send tools, or use 'auto'",
+        )
     if mode == "required":
         return CallChoice("required", parallel=parallel, allowed=may_call)
     if name not in names:
@@ -67,16 +77,24 @@ def call_choice(
 
 
 def answer_grammar(
-    voice: Voice, *, tools: Sequence[Mapping[str, Any]] | None, choice: CallChoice, content: Grammar | None
+    voice: Voice,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    choice: CallChoice,
+    content: Grammar | None,
 ) -> Grammar | None:
-    """The grammar of an answer that may or must call `tools`, and whose content has the form `content` otherwise.
+    """The grammar of an answer that may or must call `tools`, and whose content has the form
+    `content` otherwise.
 
     Errors: `InvalidRequestError` for a call that is forced but cannot be made.
     """
     if choice.mode == "none":
         return content
     if choice.is_forced and not voice.style.reads_calls:
-        refuse("tool_choice", "this server reads no calls (--tool-call-parser none); allowed: 'auto', 'none'")
+        refuse(
+            "tool_choice",
+            "this server reads no calls (--tool-call-parser none); allowed: 'auto', 'none'",
+        )
     return tool_grammar(
         tools or (),
         _call_style(voice),
@@ -89,12 +107,24 @@ def answer_grammar(
 
 
 def constrained(
-    sampling: SamplingParams, voice: Voice, *, reasoning: ReasoningState, grammar: Grammar | None, budget: int | None
+    sampling: SamplingParams,
+    voice: Voice,
+    *,
+    reasoning: ReasoningState,
+    grammar: Grammar | None,
+    budget: int | None,
 ) -> SamplingParams:
-    """`sampling` with the grammar, which begins after the reasoning, and with a budget of reasoning tokens."""
+    """`sampling` with the grammar, which begins after the reasoning, and with a budget of reasoning
+    tokens.
+    """
     if grammar is None and budget is None:
         return sampling
-    return replace(sampling, grammar=grammar, reasoning=_reasoning(voice, state=reasoning), thinking_token_budget=budget)
+    return replace(
+        sampling,
+        grammar=grammar,
+        reasoning=_reasoning(voice, state=reasoning),
+        thinking_token_budget=budget,
+    )
 
 
 def _reasoning(voice: Voice, *, state: ReasoningState) -> Reasoning | None:

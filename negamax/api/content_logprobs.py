@@ -1,4 +1,6 @@
-"""Which tokens of an answer made its content: their log-probabilities, for dialects that tell them with the content alone."""
+"""Which tokens of an answer made its content: their log-probabilities, for dialects that tell them
+with the content alone.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ _SPACE = re.compile(r"\s*")
 
 
 class ContentLogprobs:
-    """Finds the text of blocks again in the text of the tokens, as both grow. Single writer: the request's handler.
+    """Finds the text of blocks again in the text of the tokens, as both grow. Single writer: the
+    request's handler.
 
-    Reasoning and content are parts of the generated text, in its order; between them are tags, calls and white space, which are
-    passed over. A token that two stretches of content share counts for the first of them.
+    Reasoning and content are parts of the generated text, in its order; between them are tags,
+    calls and white space, which are passed over. A token that two stretches of content share counts
+    for the first of them.
     """
 
     def __init__(self, tokenizer: Tokenizer, voice: Voice) -> None:
@@ -36,7 +40,8 @@ class ContentLogprobs:
         self._tag = re.compile("|".join(map(re.escape, tags)))
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_mid_character = False
-        self._tokens: deque[tuple[int, int, TokenLogprobs]] = deque()  # first character and the one behind the last
+        # first character and the one behind the last
+        self._tokens: deque[tuple[int, int, TokenLogprobs]] = deque()
         self._new_texts: list[str] = []  # of tokens, behind `_text`
         self._text = ""  # from character `_start` on
         self._start = 0
@@ -59,7 +64,9 @@ class ContentLogprobs:
             self._tokens.append((first, self._end + self._is_mid_character, entry))
 
     def take(self, block: Block, text: str) -> list[ChatLogprob]:
-        """The tokens of the next part of a block, which has this `text`; none where it is not content."""
+        """The tokens of the next part of a block, which has this `text`; none where it is not
+        content.
+        """
         self._num_parts[block.index] = self._num_parts.get(block.index, 0) + 1
         if block.kind is BlockKind.CALL:
             return []
@@ -72,7 +79,9 @@ class ContentLogprobs:
         return entries
 
     def of(self, block: Block) -> list[ChatLogprob]:
-        """The tokens of a block so far. Blocks are to be asked for in their order, where they were not taken as they grew."""
+        """The tokens of a block so far. Blocks are to be asked for in their order, where they were
+        not taken as they grew.
+        """
         for part in block.parts[self._num_parts.get(block.index, 0) :]:
             self.take(block, part)
         return self._of_block.get(block.index, [])
@@ -87,8 +96,11 @@ class ContentLogprobs:
         self._is_mid_character = False
 
     def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
-        """The tokens of the next stretch of text; they, and those before them, are not looked at again."""
-        if self._is_mid_character and text.endswith("\ufffd"):  # the answer ended within a character
+        """The tokens of the next stretch of text; they, and those before them, are not looked at
+        again.
+        """
+        # the answer ended within a character
+        if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()
         self._text += "".join(self._new_texts)
         self._new_texts = []
@@ -107,7 +119,9 @@ class ContentLogprobs:
         return found
 
     def _place(self, text: str, *, is_begun: bool) -> int:
-        """Where `text` is: where the last stretch ended, or else behind white space there or behind a tag; -1: nowhere."""
+        """Where `text` is: where the last stretch ended, or else behind white space there or behind
+        a tag; -1: nowhere.
+        """
         if is_begun and self._text.startswith(text, self._at):
             return self._at
         start = self._at

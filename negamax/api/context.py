@@ -1,4 +1,6 @@
-"""What every route needs: the engine, the prompt builder, the metrics and the names the model answers to."""
+"""What every route needs: the engine, the prompt builder, the metrics and the names the model
+answers to.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,12 @@ class ApiContext:
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
         )
-        lifecycle = Lifecycle(drain_timeout=options.drain_timeout, numbers=seat.metrics, pulses=seat.pulses, index=seat.index)
+        lifecycle = Lifecycle(
+            drain_timeout=options.drain_timeout,
+            numbers=seat.metrics,
+            pulses=seat.pulses,
+            index=seat.index,
+        )
         voice = Voice.of(style, engine.tokenizer)
         return cls(
             engine=engine,
@@ -100,19 +107,25 @@ class ApiContext:
                 allow_special_tokens_in_text=options.allow_special_tokens_in_text,
             ),
             voice=voice,
-            metrics=ServerMetrics(engine, lifecycle, model_name=names[0], numbers=seat.metrics, index=seat.index),
+            metrics=ServerMetrics(
+                engine, lifecycle, model_name=names[0], numbers=seat.metrics, index=seat.index
+            ),
             lifecycle=lifecycle,
             seat=seat,
             peers=Peers(seat),
             access=Access(options),
             options=options,
-            body_limits=BodyLimits.of(max_bytes=options.max_body_bytes, max_model_len=engine.info.max_model_len),
+            body_limits=BodyLimits.of(
+                max_bytes=options.max_body_bytes, max_model_len=engine.info.max_model_len
+            ),
             model_names=names,
             started=int(time.time()),
             request_log=RequestLog(engine.tokenizer, max_prompt_chars=options.max_log_len)
             if options.enable_log_requests
             else None,
-            tracer=RequestTracer(options.otlp_traces_endpoint) if options.otlp_traces_endpoint else None,
+            tracer=RequestTracer(options.otlp_traces_endpoint)
+            if options.otlp_traces_endpoint
+            else None,
         )
 
     def model_name(self, requested: str | None) -> str:
@@ -133,11 +146,15 @@ class ApiContext:
         """What takes the thoughts of one request out of their signatures."""
         template = self.engine.chat_template
         shows_earlier = template is not None and template.shows_earlier_thinking
-        return HiddenThoughts(signer, window=self.engine.info.max_model_len, shows_earlier=shows_earlier)
+        return HiddenThoughts(
+            signer, window=self.engine.info.max_model_len, shows_earlier=shows_earlier
+        )
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse parameters out of range before any work is done for them."""
-        sampling.check(max_logprobs=self.engine.info.max_logprobs, vocab_size=self.engine.info.vocab_size)
+        sampling.check(
+            max_logprobs=self.engine.info.max_logprobs, vocab_size=self.engine.info.vocab_size
+        )
 
     def generate(
         self,
@@ -152,9 +169,11 @@ class ApiContext:
         http: Request,
         readers: Sequence[TextReader] | None = None,
     ) -> Generation:
-        """A request to the engine, measured. Errors at the call are the engine's; `arrival` is a `time.monotonic()`. The
-        server's own limit of time counts beside the request's; its interval where the request has none. `http` is where
-        it came from; `names` are what the client may call it, `readers` are as of `AsyncEngine.generate`."""
+        """A request to the engine, measured. Errors at the call are the engine's; `arrival` is a
+        `time.monotonic()`. The server's own limit of time counts beside the request's; its interval
+        where the request has none. `http` is where it came from; `names` are what the client may
+        call it, `readers` are as of `AsyncEngine.generate`.
+        """
         observer: Observer = self.metrics.meter(sampling, arrival=arrival)
         if self.request_ended:
             record = RequestRecord(
@@ -171,12 +190,15 @@ class ApiContext:
             observer = Observers([observer, RequestRecorder(record, self.request_ended)])
         if wanted.priority and self.options.scheduling_policy != "priority":
             raise InvalidRequestError(
-                f"priority is {wanted.priority}; this server takes all requests in turn, so allowed: 0",
+                f"priority is {wanted.priority}; this server takes all requests in turn, so "
+                f"allowed: 0",
                 hint="leave it out, or start the server with --scheduling-policy priority",
                 param="priority",
                 code="invalid_value",
             )
-        limits = [limit for limit in (wanted.timeout, self.options.request_timeout) if limit is not None]
+        limits = [
+            limit for limit in (wanted.timeout, self.options.request_timeout) if limit is not None
+        ]
         generation = self.engine.generate(
             prompt_token_ids,
             sampling,
@@ -187,7 +209,9 @@ class ApiContext:
             observer=observer,
             readers=readers,
             owner=Owner(tenant_of(http), frozenset(names)),
-            interval=(stream_interval or self.options.stream_interval) if wanted.stream else _WHOLE_INTERVAL,
+            interval=(stream_interval or self.options.stream_interval)
+            if wanted.stream
+            else _WHOLE_INTERVAL,
         )
         if self.request_ended:
             record.sampling = msgspec.structs.replace(generation.sampling, n=sampling.n)
@@ -200,7 +224,9 @@ class ApiContext:
         if self.tracer is not None:
             await self.tracer.close()
 
-    def event_stream(self, tell: Callable[[Say], Awaitable[None]], *, source: Source) -> EventStream:
+    def event_stream(
+        self, tell: Callable[[Say], Awaitable[None]], *, source: Source
+    ) -> EventStream:
         """The response that sends what `tell` says, with comments in its pauses."""
         seconds = self.options.sse_keep_alive_interval
         if not seconds:

@@ -1,7 +1,9 @@
-"""What all dialects share: from messages to prompt tokens, and from a choice's outputs to reasoning, content and calls.
+"""What all dialects share: from messages to prompt tokens, and from a choice's outputs to
+reasoning, content and calls.
 
-A dialect turns its request into a `Conversation`, which `PromptBuilder.chat` turns into a prompt, and into `ReadingRules`, by
-which a `ChoiceReader` per choice reads what the engine sends. `UsageMeter` counts.
+A dialect turns its request into a `Conversation`, which `PromptBuilder.chat` turns into a prompt,
+and into `ReadingRules`, by which a `ChoiceReader` per choice reads what the engine sends.
+`UsageMeter` counts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
-from negamax.api.thinking import NO_CHOICE, ReasoningPlace, ThinkingChoice, other_variables, template_switch
+from negamax.api.thinking import (
+    NO_CHOICE,
+    ReasoningPlace,
+    ThinkingChoice,
+    other_variables,
+    template_switch,
+)
 from negamax.base.errors import ContextLengthError, EngineError, InvalidRequestError
 from negamax.config.grammar import Marker
 from negamax.engine.output import RequestOutput
@@ -38,14 +46,17 @@ from negamax.text.output_parser import (
 from negamax.text.tokenizer import Tokenizer
 
 _INLINE_BYTES = 8192  # work on larger requests runs in a thread, so that other requests go on
-_PROBE_CHARS_PER_TOKEN = 16  # text of more characters than this per token of the window is probed before it is tokenised
+# text of more characters than this per token of the window is probed before it is tokenised
+_PROBE_CHARS_PER_TOKEN = 16
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """How the served model writes: its style, the tokens of its tags, and the tokens that close its reasoning."""
+    """How the served model writes: its style, the tokens of its tags, and the tokens that close its
+    reasoning.
+    """
 
     style: OutputStyle
     tag_ids: Mapping[str, int]
@@ -54,7 +65,11 @@ class Voice:
     @classmethod
     def of(cls, style: OutputStyle, tokenizer: Tokenizer) -> Voice:
         """The voice of a model with this tokenizer."""
-        return cls(style, style.format.tag_ids(tokenizer), tuple(tokenizer.encode(closing_text(style.format))))
+        return cls(
+            style,
+            style.format.tag_ids(tokenizer),
+            tuple(tokenizer.encode(closing_text(style.format))),
+        )
 
     def marker(self, tag: str) -> Marker:
         """A tag as grammars know it."""
@@ -63,12 +78,18 @@ class Voice:
 
 def closing_text(output_format: OutputFormat) -> str:
     """What a model of this format writes to end its reasoning."""
-    return f"\n{output_format.think_close}\n\n" if output_format is MINIMAX_M2 else output_format.think_close
+    return (
+        f"\n{output_format.think_close}\n\n"
+        if output_format is MINIMAX_M2
+        else output_format.think_close
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What is to be answered. Messages are as in OpenAI's API and not checked yet; tools keep the key order of the client."""
+    """What is to be answered. Messages are as in OpenAI's API and not checked yet; tools keep the
+    key order of the client.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: list[dict[str, Any]] | None = None  # that the model is shown
@@ -79,7 +100,9 @@ class Conversation:
 
 
 async def off_loop(work: Callable[[], T], *, num_bytes: int) -> T:
-    """The result of `work` on a request of about `num_bytes`, in a thread where it may take long."""
+    """The result of `work` on a request of about `num_bytes`, in a thread where it may take
+    long.
+    """
     return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
 
@@ -88,8 +111,8 @@ ReasoningState = Literal["open", "optional", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation. `reasoning`: the answer begins within it, may begin with it, or has none. `continued`: the
-    content that the answer goes on with (continue_final_message)."""
+    """A rendered conversation. `reasoning`: the answer begins within it, may begin with it, or has
+    none. `continued`: the content that the answer goes on with (continue_final_message)."""
 
     text: str
     token_ids: list[int]
@@ -110,8 +133,8 @@ class PromptBuilder:
         default_template_kwargs: Mapping[str, Any] | None = None,
         allow_special_tokens_in_text: bool = False,
     ) -> None:
-        """`default_template_kwargs` are the template variables of requests that set none of that name;
-        `allow_special_tokens_in_text`: what a conversation says may become control tokens."""
+        """`default_template_kwargs` are the template variables of requests that set none of that
+        name; `allow_special_tokens_in_text`: what a conversation says may become control tokens."""
         self._escaper = None if allow_special_tokens_in_text else tokenizer.escaper
         self._encodings = EncodingCache(tokenizer)
         self._chat_template = chat_template
@@ -120,14 +143,18 @@ class PromptBuilder:
         self._default_variables = other_variables(default_template_kwargs or {})
         self._default_mode = template_switch(default_template_kwargs or {})
 
-    async def chat(self, conversation: Conversation, *, num_bytes: int, cache_salt: str = "") -> ChatPrompt:
+    async def chat(
+        self, conversation: Conversation, *, num_bytes: int, cache_salt: str = ""
+    ) -> ChatPrompt:
         """The prompt for `conversation`, which has about `num_bytes`.
 
-        Errors: `InvalidRequestError` for what the messages, the template or the combination refuses.
+        Errors: `InvalidRequestError` for what the messages, the template or the combination
+        refuses.
         """
         if conversation.continue_final_message and conversation.add_generation_prompt:
             raise InvalidRequestError(
-                "continue_final_message continues the last message, add_generation_prompt starts a new one",
+                "continue_final_message continues the last message, add_generation_prompt starts "
+                "a new one",
                 hint="send add_generation_prompt=false",
                 param="continue_final_message",
                 code="invalid_value",
@@ -137,25 +164,42 @@ class PromptBuilder:
             try:
                 text, reasoning, continued = self._render(conversation)
             except RecursionError:
-                raise InvalidRequestError("the messages or tools are nested too deeply", param="messages") from None
-            return ChatPrompt(unescaped(text), self._encode(text, cache_salt, is_escaped=True), reasoning, continued)
+                raise InvalidRequestError(
+                    "the messages or tools are nested too deeply", param="messages"
+                ) from None
+            return ChatPrompt(
+                unescaped(text),
+                self._encode(text, cache_salt, is_escaped=True),
+                reasoning,
+                continued,
+            )
 
         return await off_loop(build, num_bytes=num_bytes)
 
-    async def plain(self, prompts: Sequence[str | list[int]], *, cache_salt: str = "") -> list[list[int]]:
-        """The tokens of plain prompts; special tokens written as text count as such. Token ids stay as they are."""
+    async def plain(
+        self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
+    ) -> list[list[int]]:
+        """The tokens of plain prompts; special tokens written as text count as such. Token ids stay
+        as they are.
+        """
 
         def build() -> list[list[int]]:
-            return [self._encode(prompt, cache_salt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            return [
+                self._encode(prompt, cache_salt) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
 
-        return await off_loop(build, num_bytes=sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
+        return await off_loop(
+            build, num_bytes=sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        )
 
     def _render(self, conversation: Conversation) -> tuple[str, ReasoningState, str]:
         """The prompt's text, escaped; how the answer begins, and the content that it continues."""
         template = self._chat_template
         if template is None:
             raise InvalidRequestError(
-                "this model has no chat template", hint="use /v1/completions, or start the server with --chat-template FILE"
+                "this model has no chat template",
+                hint="use /v1/completions, or start the server with --chat-template FILE",
             )
         thinking = conversation.thinking
         if thinking.mode_for(template) is None:
@@ -179,17 +223,22 @@ class PromptBuilder:
         if output_format.opens_reasoning(text):
             if thinking.mode_for(template) != "disabled":
                 return text, "open", ""
-            return text + closing_text(output_format).lstrip("\n"), "none", ""  # the same prompt up to its end
+            # the same prompt up to its end
+            return text + closing_text(output_format).lstrip("\n"), "none", ""
         return text, "none" if text.endswith(output_format.think_close) else "optional", ""
 
     def _encode(self, text: str, cache_salt: str, *, is_escaped: bool = False) -> list[int]:
-        """Tokens of `text`; text that is far longer than the window is refused without tokenising all of it."""
+        """Tokens of `text`; text that is far longer than the window is refused without tokenising
+        all of it.
+        """
         encode = self._encodings.encode_escaped if is_escaped else self._encodings.encode
         probe_chars = _PROBE_CHARS_PER_TOKEN * self._max_model_len
         if len(text) > probe_chars:
             probed = len(encode(text[:probe_chars], salt=cache_salt))
             if probed > 2 * self._max_model_len:
-                raise ContextLengthError.of_prompt(probed, window=self._max_model_len, param="messages", is_counted=False)
+                raise ContextLengthError.of_prompt(
+                    probed, window=self._max_model_len, param="messages", is_counted=False
+                )
         return encode(text, salt=cache_salt)
 
 
@@ -217,24 +266,37 @@ class _Mark:
         elif reasoning:
             messages[-1] = {**last, "reasoning_content": reasoning + mark}
         else:
-            raise InvalidRequestError("the last message is empty; there is nothing to continue", param="continue_final_message")
+            raise InvalidRequestError(
+                "the last message is empty; there is nothing to continue",
+                param="continue_final_message",
+            )
         return cls(mark, not content, content)
 
     def cut(self, prompt: str) -> str:
         """`prompt` up to the mark."""
         before, found, _ = prompt.rpartition(self.text)
         if not found:
-            raise InvalidRequestError("the chat template does not show the last message", param="continue_final_message")
+            raise InvalidRequestError(
+                "the chat template does not show the last message", param="continue_final_message"
+            )
         return before
 
 
 class ReasoningCounter:
-    """Counts the tokens of a choice that lie inside its reasoning, by the tags' token ids. What was closed stays closed, as in
-    the parser: think tags in content are content. A call opener in reasoning may be a quoted one: whoever reads the text tells
-    by `call_began` when it was not.
+    """Counts the tokens of a choice that lie inside its reasoning, by the tags' token ids. What was
+    closed stays closed, as in the parser: think tags in content are content. A call opener in
+    reasoning may be a quoted one: whoever reads the text tells by `call_began` when it was not.
     """
 
-    __slots__ = ("_call", "_closer", "_in_reasoning", "_num_certain", "_num_since_call", "_opener", "knows_tags")
+    __slots__ = (
+        "_call",
+        "_closer",
+        "_in_reasoning",
+        "_num_certain",
+        "_num_since_call",
+        "_opener",
+        "knows_tags",
+    )
 
     def __init__(self, voice: Voice, *, in_reasoning: bool) -> None:
         style = voice.style.format
@@ -287,10 +349,12 @@ class ReasoningCounter:
 class ReadingRules:
     """How the choices of one request are read."""
 
-    tools: Sequence[Mapping[str, Any]] | None = None  # the declared ones: their schemas decide the types of arguments
+    # the declared ones: their schemas decide the types of arguments
+    tools: Sequence[Mapping[str, Any]] | None = None
     may_call: bool = True  # False: the answer has no calls, what looks like one is content
     parallel_calls: bool = True  # False: only the first call is reported
-    is_call_forced_by_name: bool = False  # then a call is the answer, and it ends with "stop", as in OpenAI's API
+    # then a call is the answer, and it ends with "stop", as in OpenAI's API
+    is_call_forced_by_name: bool = False
     reasoning: ReasoningPlace | None = None  # None: where the server's parser puts it
     stream_reasoning: bool = True  # False: reasoning comes in one piece when it is complete
     stop: tuple[str, ...] = ()  # strings that end the answer where they occur in its content
@@ -311,7 +375,8 @@ def new_call_id() -> str:
 
 
 class ChoiceReader:
-    """One choice of a chat answer: its outputs in, events out. Single writer: the request's handler.
+    """One choice of a chat answer: its outputs in, events out. Single writer: the request's
+    handler.
 
     Where there are stop strings, the engine's client reads with it (`TextReader`), because it must
     know when one has ended the answer; its outputs then bring the events along.
@@ -331,7 +396,8 @@ class ChoiceReader:
     def __init__(self, voice: Voice, *, prompt: ChatPrompt, rules: ReadingRules) -> None:
         self._rules = rules
         is_silent = rules.reasoning is ReasoningPlace.NOWHERE
-        self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls  # more than the parser knows
+        # more than the parser knows
+        self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         in_reasoning = prompt.reasoning == "open"
         self._parser = _with_reasoning_in(rules.reasoning, voice.style).new_parser(
             tools=rules.tools,
@@ -371,7 +437,10 @@ class ChoiceReader:
             if isinstance(event, ToolCallStart):
                 self.calls.append(BegunCall(new_call_id(), event.name))
         if output.finish_reason is not None:
-            self.finish_reason, self.stop_reason = self._finish_reason(output.finish_reason), output.stop_reason
+            self.finish_reason, self.stop_reason = (
+                self._finish_reason(output.finish_reason),
+                output.stop_reason,
+            )
         return events
 
     @property
@@ -380,8 +449,8 @@ class ChoiceReader:
         return self._parser.matched_stop
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Read the next pieces, as of `OutputParser`. Where tags are no tokens of their own, the parser
-        says which pieces count as reasoning."""
+        """Read the next pieces, as of `OutputParser`. Where tags are no tokens of their own, the
+        parser says which pieces count as reasoning."""
         if self._counter.knows_tags:
             return self._parser.feed(pieces, may_stop=may_stop)
         events = []
@@ -395,7 +464,9 @@ class ChoiceReader:
         return self._parser.finish(is_cut=is_cut)
 
     def _finish_reason(self, of_engine: str) -> str:
-        ends_with_calls = of_engine == "stop" and self.calls and not self._rules.is_call_forced_by_name
+        ends_with_calls = (
+            of_engine == "stop" and self.calls and not self._rules.is_call_forced_by_name
+        )
         return "tool_calls" if ends_with_calls else of_engine
 
     def _chosen(self, events: Iterable[ParserEvent], *, is_end: bool) -> Iterator[ParserEvent]:
@@ -409,7 +480,11 @@ class ChoiceReader:
                     continue
             elif self._held_reasoning:
                 yield self._released_reasoning()
-            if isinstance(event, ReasoningDelta | ContentDelta) or event.index == 0 or self._rules.parallel_calls:
+            if (
+                isinstance(event, ReasoningDelta | ContentDelta)
+                or event.index == 0
+                or self._rules.parallel_calls
+            ):
                 yield event
         if is_end and self._held_reasoning:
             yield self._released_reasoning()
@@ -422,11 +497,15 @@ class ChoiceReader:
 def _with_reasoning_in(place: ReasoningPlace | None, style: OutputStyle) -> OutputStyle:
     if place is None or (place is ReasoningPlace.CONTENT and style.thinking is not Thinking.SPLIT):
         return style
-    return dataclasses.replace(style, thinking=Thinking.APPEND if place is ReasoningPlace.CONTENT else Thinking.SPLIT)
+    return dataclasses.replace(
+        style, thinking=Thinking.APPEND if place is ReasoningPlace.CONTENT else Thinking.SPLIT
+    )
 
 
 def without_tokens(output: RequestOutput) -> RequestOutput:
-    """An output of a request that only reads its prompt: the one token that had to run is no part of the answer."""
+    """An output of a request that only reads its prompt: the one token that had to run is no part
+    of the answer.
+    """
     return msgspec.structs.replace(
         output,
         token_ids=[],
@@ -445,7 +524,9 @@ def check_failed(output: RequestOutput) -> None:
 
 
 def prompt_in_reasoning(token_ids: Sequence[int], voice: Voice) -> bool:
-    """Whether a plain prompt ends with the think opener and at most one token (its line break) after it."""
+    """Whether a plain prompt ends with the think opener and at most one token (its line break)
+    after it.
+    """
     opener = voice.tag_ids.get(voice.style.format.think_open)
     return opener is not None and opener in token_ids[-2:]
 
@@ -456,15 +537,18 @@ class UsageMeter:
     __slots__ = ("_latest",)
 
     def __init__(self) -> None:
-        self._latest: dict[int, tuple[int, RequestOutput, int]] = {}  # by choice: prompt, output, reasoning tokens
+        # by choice: prompt, output, reasoning tokens
+        self._latest: dict[int, tuple[int, RequestOutput, int]] = {}
 
-    def update(self, output: RequestOutput, *, prompt: int, choice: int, reasoning_tokens: int) -> None:
+    def update(
+        self, output: RequestOutput, *, prompt: int, choice: int, reasoning_tokens: int
+    ) -> None:
         """Take the counts of the latest output of `choice`, which belongs to `prompt`."""
         self._latest[choice] = prompt, output, reasoning_tokens
 
     def usage(self) -> Usage:
-        """The counts so far. The choices of a prompt share it; what the least lucky one found in the cache is what the cache
-        gave."""
+        """The counts so far. The choices of a prompt share it; what the least lucky one found in
+        the cache is what the cache gave."""
         prompts: dict[int, tuple[int, int]] = {}  # tokens, cached tokens
         completion_tokens = all_reasoning_tokens = 0
         for prompt, output, reasoning_tokens in self._latest.values():
@@ -477,6 +561,8 @@ class UsageMeter:
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(sum(cached for _, cached in prompts.values())),
+            prompt_tokens_details=PromptTokensDetails(
+                sum(cached for _, cached in prompts.values())
+            ),
             completion_tokens_details=CompletionTokensDetails(all_reasoning_tokens),
         )

@@ -1,4 +1,6 @@
-"""JSON that grows: streams whose every event repeats what was said before, without writing it anew each time."""
+"""JSON that grows: streams whose every event repeats what was said before, without writing it anew
+each time.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class GrowingList:
 
 
 class RepeatPacing:
-    """When to tell again all that was said so far: what is longer is told less often, so that a stream
-    costs as many bytes as it lasts. Single writer: its stream."""
+    """When to tell again all that was said so far: what is longer is told less often, so that a
+    stream costs as many bytes as it lasts. Single writer: its stream."""
 
     __slots__ = ("_next", "_rate")
 

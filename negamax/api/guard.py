@@ -1,4 +1,5 @@
-"""What every request must pass before a route sees it: sizes, key, host, whether the server takes requests, room in the queue.
+"""What every request must pass before a route sees it: sizes, key, host, whether the server takes
+requests, room in the queue.
 
 All of it is decided before the body is read, so that refusing costs next to nothing.
 """
@@ -26,14 +27,17 @@ from negamax.base.errors import (
 )
 
 OPEN_PATH = "/livez"  # the one route without a key
-GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"})
+GENERATION_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"}
+)
 MAX_URL_BYTES = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
 BODY_SECONDS = 120.0  # for a body to arrive
 BODIES_IN_FLIGHT = 8  # bodies of the largest size that may be in the server's memory at a time
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # no longer true once the body is unpacked
+# no longer true once the body is unpacked
+_PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})
 _ALL = "*"
 _Headers = list[tuple[bytes, bytes]]
 
@@ -65,12 +69,18 @@ class Guard:
             await negamax_error(Request(scope), error)(scope, receive, send)
             return
         if scope["method"] in _SAFE_METHODS:
-            if scope["method"] == "HEAD":  # the routes answer as to GET, the connection leaves the body out
+            # the routes answer as to GET, the connection leaves the body out
+            if scope["method"] == "HEAD":
                 scope = {**scope, "method": "GET"}
             await self._app(scope, receive, send)
             return
         if encoding is not None:
-            scope = {**scope, "headers": [header for header in scope["headers"] if header[0] not in _PACKED_HEADERS]}
+            scope = {
+                **scope,
+                "headers": [
+                    header for header in scope["headers"] if header[0] not in _PACKED_HEADERS
+                ],
+            }
         body = _Body(receive, self, encoding=encoding)
         lifecycle = self._context.lifecycle
         lifecycle.opened()
@@ -81,9 +91,15 @@ class Guard:
             self._body_budget += body.num_bytes
 
     def take_bytes(self, count: int) -> None:
-        """Account for `count` more bytes of a body. Errors: `OverloadedError` where all open bodies together are too large."""
+        """Account for `count` more bytes of a body. Errors: `OverloadedError` where all open bodies
+        together are too large.
+        """
         if count > self._body_budget:
-            raise OverloadedError("the bodies of open requests fill the memory for them", hint="retry later", code="memory")
+            raise OverloadedError(
+                "the bodies of open requests fill the memory for them",
+                hint="retry later",
+                code="memory",
+            )
         self._body_budget -= count
 
     def _check(self, scope: Scope) -> None:
@@ -105,8 +121,8 @@ class Guard:
 
 
 class _Body:
-    """Receives one request's body, unpacked, which must come in time and fit into memory with the others. Single reader: the
-    route."""
+    """Receives one request's body, unpacked, which must come in time and fit into memory with the
+    others. Single reader: the route."""
 
     def __init__(self, receive: Receive, guard: Guard, *, encoding: bytes | None = None) -> None:
         self._receive = receive
@@ -119,11 +135,13 @@ class _Body:
         self.num_bytes = 0
 
     async def receive(self) -> Message:
-        """The next message. Errors: `RequestTimeoutError`, `OverloadedError`, and for a body that was sent compressed
-        `PayloadTooLargeError` and `InvalidRequestError`."""
+        """The next message. Errors: `RequestTimeoutError`, `OverloadedError`, and for a body that
+        was sent compressed `PayloadTooLargeError` and `InvalidRequestError`."""
         if self._is_complete:
             return await self._receive()
-        message = await (self._arrived() if self._unpacker is None else self._unpacked(self._unpacker))
+        message = await (
+            self._arrived() if self._unpacker is None else self._unpacked(self._unpacker)
+        )
         if message["type"] != "http.request":
             return message
         count = len(message.get("body", b""))
@@ -156,21 +174,33 @@ class _Body:
             async with asyncio.timeout(max(0.0, self._end - time.monotonic())):
                 return await self._receive()
         except TimeoutError:
-            raise RequestTimeoutError(f"the body did not arrive within {BODY_SECONDS:g} s", code="body_timeout") from None
+            raise RequestTimeoutError(
+                f"the body did not arrive within {BODY_SECONDS:g} s", code="body_timeout"
+            ) from None
 
 
 def _check_size(headers: _Headers, *, url_bytes: int) -> None:
     if url_bytes > MAX_URL_BYTES:
-        raise UrlTooLongError(f"the URL has {url_bytes} bytes; allowed: {MAX_URL_BYTES}", code="url_too_long")
+        raise UrlTooLongError(
+            f"the URL has {url_bytes} bytes; allowed: {MAX_URL_BYTES}", code="url_too_long"
+        )
     if len(headers) > MAX_HEADERS:
-        raise HeadTooLargeError(f"the request has {len(headers)} headers; allowed: {MAX_HEADERS}", code="too_many_headers")
+        raise HeadTooLargeError(
+            f"the request has {len(headers)} headers; allowed: {MAX_HEADERS}",
+            code="too_many_headers",
+        )
     header_bytes = sum(len(name) + len(value) for name, value in headers)
     if header_bytes > MAX_HEADER_BYTES:
-        raise HeadTooLargeError(f"the headers have {header_bytes} bytes; allowed: {MAX_HEADER_BYTES}", code="headers_too_large")
+        raise HeadTooLargeError(
+            f"the headers have {header_bytes} bytes; allowed: {MAX_HEADER_BYTES}",
+            code="headers_too_large",
+        )
 
 
 def _check_host(headers: _Headers, allowed: set[str]) -> None:
-    """Without a key, only names of this machine: a page elsewhere may let its own name point here (DNS rebinding)."""
+    """Without a key, only names of this machine: a page elsewhere may let its own name point here
+    (DNS rebinding).
+    """
     for name, value in headers:
         if name == b"host":
             host = _host_name(value.decode("latin-1"))

@@ -22,8 +22,8 @@ def health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/readyz")
     async def readyz() -> Response:
-        """200 while a request would be taken: the engine, its ranks and the first server process run and show it, and the
-        server does not stop."""
+        """200 while a request would be taken: the engine, its ranks and the first server process
+        run and show it, and the server does not stop."""
         context.lifecycle.check_accepting()
         context.lifecycle.check_leader()
         context.engine.check_responsive()
@@ -35,7 +35,8 @@ def health_router(context: ApiContext) -> APIRouter:
         return json_response(HealthAnswer("ok"))
 
     router.add_api_route("/health", health, methods=["GET"])
-    for method in ("GET", "POST"):  # two routes: an operation of the OpenAPI document has one method
+    # two routes: an operation of the OpenAPI document has one method
+    for method in ("GET", "POST"):
         router.add_api_route("/ping", health, methods=[method])
 
     @router.get("/version")
@@ -45,7 +46,9 @@ def health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Prometheus text, or OpenMetrics where the scraper accepts it. The first server process tells it for all."""
+        """Prometheus text, or OpenMetrics where the scraper accepts it. The first server process
+        tells it for all.
+        """
         if context.seat.index:
             return await context.peers.relay(request, to=0)
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))

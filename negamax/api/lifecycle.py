@@ -1,4 +1,6 @@
-"""Whether the server takes requests: what is open, the way from SIGTERM to the end, and the beat of the event loop."""
+"""Whether the server takes requests: what is open, the way from SIGTERM to the end, and the beat of
+the event loop.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ _SILENT_SECONDS = 0.75  # without a pulse of the first process the others are no
 
 
 class Lifecycle:
-    """The server's state, shared by its parts. Single writer: the event loop. How busy it is can be seen in the first numbers
-    of its row, beside those of other processes of the same server."""
+    """The server's state, shared by its parts. Single writer: the event loop. How busy it is can be
+    seen in the first numbers of its row, beside those of other processes of the same server."""
 
     NUM_COLUMNS = 2
     _OPEN, _LAG = range(NUM_COLUMNS)
@@ -36,7 +38,9 @@ class Lifecycle:
         pulses: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """`numbers` have `NUM_COLUMNS` or more, `pulses` one, and this process writes row `index` of both."""
+        """`numbers` have `NUM_COLUMNS` or more, `pulses` one, and this process writes row `index`
+        of both.
+        """
         self.is_draining = False
         self._numbers = numbers or SharedNumbers(self.NUM_COLUMNS)
         self._row = self._numbers.row(index)
@@ -72,10 +76,14 @@ class Lifecycle:
         """Refuse while the server stops: `UnavailableError`."""
         if self.is_draining:
             wait = max(1.0, self._drain_end - time.monotonic())
-            raise UnavailableError("the server is stopping", hint="ask another one", code="draining", retry_after=wait)
+            raise UnavailableError(
+                "the server is stopping", hint="ask another one", code="draining", retry_after=wait
+            )
 
     def check_leader(self) -> None:
-        """Refuse while the first server process stands still, unless it is this one: `UnavailableError`."""
+        """Refuse while the first server process stands still, unless it is this one:
+        `UnavailableError`.
+        """
         pulse = self._pulses.row(0)[0]
         if self._index and pulse and time.monotonic() - pulse > _SILENT_SECONDS:
             message = "the first server process gives no sign of life"
@@ -103,7 +111,9 @@ class Lifecycle:
         return True
 
     async def pulse(self) -> None:
-        """Show that the event loop goes round, and how late it is, four times a second, until cancelled."""
+        """Show that the event loop goes round, and how late it is, four times a second, until
+        cancelled.
+        """
         pulse = self._pulses.row(self._index)
         while True:
             pulse[0] = now = time.monotonic()
@@ -112,8 +122,9 @@ class Lifecycle:
 
 
 class Signals:
-    """SIGINT and SIGTERM: the first one stops starting, or drains; the second one ends at once, the third without a word.
-    SIGHUP reloads files; where it says that the terminal is gone which this process began in, it is like SIGTERM.
+    """SIGINT and SIGTERM: the first one stops starting, or drains; the second one ends at once, the
+    third without a word. SIGHUP reloads files; where it says that the terminal is gone which this
+    process began in, it is like SIGTERM.
 
     Single writer: the event loop.
     """
@@ -125,7 +136,10 @@ class Signals:
         self._reload: Callable[[], None] | None = None
         self._aborting: asyncio.Future[None] | None = None
         self._count = 0
-        self._needs_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()  # else: nohup
+        # else: nohup
+        self._needs_terminal = (
+            signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
+        )
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None, None, None]:
@@ -140,8 +154,16 @@ class Signals:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
-    def hand_over(self, *, drain: Callable[[], None], abort: Callable[[], Awaitable[None]], reload: Callable[[], None]) -> None:
-        """From now on the first signal calls `drain`, the second one `abort`, and SIGHUP `reload`."""
+    def hand_over(
+        self,
+        *,
+        drain: Callable[[], None],
+        abort: Callable[[], Awaitable[None]],
+        reload: Callable[[], None],
+    ) -> None:
+        """From now on the first signal calls `drain`, the second one `abort`, and SIGHUP
+        `reload`.
+        """
         self._drain, self._abort, self._reload = drain, abort, reload
 
     def _hung_up(self) -> None:
@@ -158,7 +180,10 @@ class Signals:
             assert self._main is not None
             self._main.cancel()
         elif self._count == 1:
-            logger.info("draining: open requests are answered, new ones refused; a second signal ends at once")
+            logger.info(
+                "draining: open requests are answered, new ones refused; a second signal ends at "
+                "once"
+            )
             self._drain()
         else:
             self._aborting = asyncio.ensure_future(self._abort())

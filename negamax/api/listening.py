@@ -1,4 +1,6 @@
-"""Accepting connections: how many may be open, in all and from one address, TLS handshakes among them."""
+"""Accepting connections: how many may be open, in all and from one address, TLS handshakes among
+them.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,17 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, *, max_files: int, per_address: int | None) -> ConnectionLimits:
-        """Those of a process with `max_files` file descriptors. By default one address has no more than half."""
+        """Those of a process with `max_files` file descriptors. By default one address has no more
+        than half.
+        """
         in_all = max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
         return cls(in_all, per_address or in_all // 2)
 
 
 class TlsFiles:
-    """A certificate with its key, and what they were last read as. Single writer: the event loop."""
+    """A certificate with its key, and what they were last read as. Single writer: the event
+    loop.
+    """
 
     def __init__(self, certfile: str, keyfile: str) -> None:
         """Errors: `ConfigError` for files that are not there or do not fit."""
@@ -55,13 +61,17 @@ class TlsFiles:
         self.context = self._read()
 
     def reload(self) -> None:
-        """Read the files again, for connections to come. Errors: as above; then the earlier ones stay."""
+        """Read the files again, for connections to come. Errors: as above; then the earlier ones
+        stay.
+        """
         self.context = self._read()
 
     def _read(self) -> ssl.SSLContext:
         for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
             if not Path(path).is_file():
-                raise ConfigError(f"{flag} is {path!r}, which is not a file", hint="give a PEM file")
+                raise ConfigError(
+                    f"{flag} is {path!r}, which is not a file", hint="give a PEM file"
+                )
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self._certfile, self._keyfile)
@@ -72,8 +82,9 @@ class TlsFiles:
 
 
 class Acceptor:
-    """Accepts the connections of one listening socket; uvicorn takes it for one of its servers. A connection counts from the
-    moment it is accepted: asyncio's own servers tell of one only when its TLS handshake is over. Single writer: the event loop.
+    """Accepts the connections of one listening socket; uvicorn takes it for one of its servers. A
+    connection counts from the moment it is accepted: asyncio's own servers tell of one only when
+    its TLS handshake is over. Single writer: the event loop.
     """
 
     def __init__(
@@ -125,10 +136,16 @@ class Acceptor:
                 return
             client = _client_of(address[0])
             if len(self._addresses) >= self._limits.in_all:
-                self._warn("connections are refused: %d are open, as many as may be", self._limits.in_all)
+                self._warn(
+                    "connections are refused: %d are open, as many as may be", self._limits.in_all
+                )
                 connection.close()
             elif self._counts[client] >= self._limits.per_address:
-                self._warn("connections are refused: %s has %d, as many as an address may", client, self._limits.per_address)
+                self._warn(
+                    "connections are refused: %s has %d, as many as an address may",
+                    client,
+                    self._limits.per_address,
+                )
                 connection.close()
             else:
                 self._admit(connection, client)
@@ -173,7 +190,9 @@ class Acceptor:
         """Let connections wait where the system has no room for them."""
         self._warn("connections wait: %s", error.strerror)
         self._loop.remove_reader(self._listener.fileno())
-        self._retry = self._loop.call_later(_RETRY_SECONDS, self._loop.add_reader, self._listener.fileno(), self._accept)
+        self._retry = self._loop.call_later(
+            _RETRY_SECONDS, self._loop.add_reader, self._listener.fileno(), self._accept
+        )
 
     def _warn(self, message: str, *values: object) -> None:
         now = time.monotonic()

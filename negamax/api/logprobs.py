@@ -1,11 +1,19 @@
-"""Token log-probabilities in the shapes of chat answers, plain completions and vLLM's prompt_logprobs."""
+"""Token log-probabilities in the shapes of chat answers, plain completions and vLLM's
+prompt_logprobs.
+"""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
 
-from negamax.api.schemas.answers import ChatLogprob, PromptLogprob, PromptLogprobs, TextLogprobs, TopLogprob
+from negamax.api.schemas.answers import (
+    ChatLogprob,
+    PromptLogprob,
+    PromptLogprobs,
+    TextLogprobs,
+    TopLogprob,
+)
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.tokenizer import Tokenizer
 
@@ -16,8 +24,12 @@ def _text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
     return f"token_id:{token_id}" if as_ids else tokenizer.token_text(token_id)
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False) -> list[ChatLogprob]:
-    """One entry per token, with the most likely alternatives; with `as_ids` their texts read "token_id:123"."""
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False
+) -> list[ChatLogprob]:
+    """One entry per token, with the most likely alternatives; with `as_ids` their texts read
+    "token_id:123".
+    """
     return [
         ChatLogprob(
             token=_text(tokenizer, entry.token_id, as_ids=as_ids),
@@ -25,7 +37,9 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_
             bytes=list(tokenizer.token_bytes(entry.token_id)),
             top_logprobs=[
                 TopLogprob(
-                    _text(tokenizer, token_id, as_ids=as_ids), max(logprob, _LEAST), list(tokenizer.token_bytes(token_id))
+                    _text(tokenizer, token_id, as_ids=as_ids),
+                    max(logprob, _LEAST),
+                    list(tokenizer.token_bytes(token_id)),
                 )
                 for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
             ],
@@ -42,7 +56,9 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> P
         ranked.setdefault(entry.token_id, (entry.rank, entry.logprob))
         answer.append(
             {
-                str(token_id): PromptLogprob(max(logprob, _LEAST), rank, tokenizer.token_text(token_id))
+                str(token_id): PromptLogprob(
+                    max(logprob, _LEAST), rank, tokenizer.token_text(token_id)
+                )
                 for token_id, (rank, logprob) in ranked.items()
             }
         )
@@ -50,7 +66,9 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> P
 
 
 class TextLogprobWriter:
-    """Collects the logprobs of one completion choice and knows where each token starts in its text. Single writer."""
+    """Collects the logprobs of one completion choice and knows where each token starts in its text.
+    Single writer.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,6 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's API. A whole answer is the blocks of its stream."""
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's API. A whole answer is the blocks of its
+stream.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +50,22 @@ from negamax.api.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.turns import Turn, TurnAnswer, begin_answer, turn_prompt
 
 _PING = named_event("ping", Ping())
-PING_SECONDS = 10.0  # of silence, so that nobody on the way hangs up while the model reads a long prompt
+# of silence, so that nobody on the way hangs up while the model reads a long prompt
+PING_SECONDS = 10.0
 
 
 def messages_router(context: ApiContext) -> APIRouter:
     """The routes of Anthropic's API."""
     router = APIRouter()
     signer = ThoughtSigner(context.engine.info.served_model_name)
-    answer_schema = {"content": {"application/json": {"schema": MessagesRequest.model_json_schema()}}, "required": True}
-    count_schema = {"content": {"application/json": {"schema": CountRequest.model_json_schema()}}, "required": True}
+    answer_schema = {
+        "content": {"application/json": {"schema": MessagesRequest.model_json_schema()}},
+        "required": True,
+    }
+    count_schema = {
+        "content": {"application/json": {"schema": CountRequest.model_json_schema()}},
+        "required": True,
+    }
 
     @router.post("/v1/messages", openapi_extra={"requestBody": answer_schema})
     async def messages(request: Request) -> Response:
@@ -67,16 +76,38 @@ def messages_router(context: ApiContext) -> APIRouter:
         message_id = f"msg_{secrets.token_hex(12)}"
         thoughts = context.hidden_thoughts(signer)
         turn = await off_loop(
-            lambda: _turn(wanted, thoughts, max_tokens=wanted.max_tokens, stop=wanted.stop_sequences), num_bytes=num_bytes
+            lambda: _turn(
+                wanted, thoughts, max_tokens=wanted.max_tokens, stop=wanted.stop_sequences
+            ),
+            num_bytes=num_bytes,
         )
-        answer = await begin_answer(context, request, turn, wanted, request_id=message_id, num_bytes=num_bytes, arrival=arrival)
-        answering = _Answering(answer, wanted, signer, message_id=message_id, model=model, request_id=request.state.request_id)
+        answer = await begin_answer(
+            context,
+            request,
+            turn,
+            wanted,
+            request_id=message_id,
+            num_bytes=num_bytes,
+            arrival=arrival,
+        )
+        answering = _Answering(
+            answer,
+            wanted,
+            signer,
+            message_id=message_id,
+            model=model,
+            request_id=request.state.request_id,
+        )
         headers = {"request-id": request.state.request_id}
         if wanted.stream:
-            stream = EventStream(answering.stream, source=answer.generation, ping=_PING, ping_seconds=PING_SECONDS)
+            stream = EventStream(
+                answering.stream, source=answer.generation, ping=_PING, ping_seconds=PING_SECONDS
+            )
             stream.headers.update(headers)
             return stream
-        return json_response(await while_connected(request.receive, answering.whole()), headers=headers)
+        return json_response(
+            await while_connected(request.receive, answering.whole()), headers=headers
+        )
 
     @router.post("/v1/messages/count_tokens", openapi_extra={"requestBody": count_schema})
     async def count_tokens(request: Request) -> Response:
@@ -84,15 +115,20 @@ def messages_router(context: ApiContext) -> APIRouter:
         wanted, num_bytes = await read_request(request, CountRequest, context.body_limits)
         context.model_name(wanted.model)
         turn = await off_loop(
-            lambda: _turn(wanted, context.hidden_thoughts(signer), max_tokens=1, stop=[]), num_bytes=num_bytes
+            lambda: _turn(wanted, context.hidden_thoughts(signer), max_tokens=1, stop=[]),
+            num_bytes=num_bytes,
         )
         prompt = await turn_prompt(context, request, turn, wanted, num_bytes=num_bytes)
-        return json_response(TokenCount(len(prompt.token_ids)), headers={"request-id": request.state.request_id})
+        return json_response(
+            TokenCount(len(prompt.token_ids)), headers={"request-id": request.state.request_id}
+        )
 
     return router
 
 
-def _turn(wanted: CountRequest, thoughts: HiddenThoughts, *, max_tokens: int, stop: list[str]) -> Turn:
+def _turn(
+    wanted: CountRequest, thoughts: HiddenThoughts, *, max_tokens: int, stop: list[str]
+) -> Turn:
     history = history_of(wanted.messages, system=wanted.system, thoughts=thoughts)
     tools = wanted.offered_tools
     last = history.messages[-1]
@@ -134,7 +170,11 @@ class _Answering:
         """The answer in one piece. A call that was cut is left out: its input would have to be an
         object, which clients run."""
         await self._answer.whole()
-        blocks = [block for block in self._answer.blocks if block.is_whole or block.kind is not BlockKind.CALL]
+        blocks = [
+            block
+            for block in self._answer.blocks
+            if block.is_whole or block.kind is not BlockKind.CALL
+        ]
         message = self._message([self._block(block) for block in blocks])
         has_call = any(block.kind is BlockKind.CALL for block in blocks)
         if message.stop_reason == "tool_use" and not has_call:
@@ -149,14 +189,19 @@ class _Answering:
             nonlocal has_started
             told = b"" if has_started else self._start()
             has_started = True
-            told += b"".join(named_event(name, data) for event in events for name, data in self._told(event))
+            told += b"".join(
+                named_event(name, data) for event in events for name, data in self._told(event)
+            )
             if told:
                 say(told)
 
         try:
             await self._answer.run(tell, is_paced=True)
             stop = StopDelta(self._stop_reason, self._stop_sequence)
-            say(named_event("message_delta", MessageDelta(stop, self._usage())) + named_event("message_stop", MessageStop()))
+            say(
+                named_event("message_delta", MessageDelta(stop, self._usage()))
+                + named_event("message_stop", MessageStop())
+            )
         except Exception as error:
             status, answer = logged_failure(error, request_id=self._request_id)
             say(named_event("error", message_error(status, answer, request_id=self._request_id)))
@@ -178,7 +223,10 @@ class _Answering:
                     yield "content_block_delta", BlockDelta(block.index, delta)
             case BlockClosed():
                 if block.kind is BlockKind.REASONING:
-                    yield "content_block_delta", BlockDelta(block.index, SignatureDelta(self._signature(block)))
+                    yield (
+                        "content_block_delta",
+                        BlockDelta(block.index, SignatureDelta(self._signature(block))),
+                    )
                 yield "content_block_stop", BlockStop(block.index)
 
     def _opened(self, block: Block) -> ContentBlock:
@@ -202,7 +250,9 @@ class _Answering:
     def _block(self, block: Block) -> ContentBlock:
         match block.kind:
             case BlockKind.REASONING:
-                return ThinkingBlock("" if self._wanted.hides_thinking else block.text, self._signature(block))
+                return ThinkingBlock(
+                    "" if self._wanted.hides_thinking else block.text, self._signature(block)
+                )
             case BlockKind.CONTENT:
                 return TextBlock(block.text)
             case BlockKind.CALL:

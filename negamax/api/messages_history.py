@@ -1,4 +1,6 @@
-"""Anthropic's conversations as those of chat completions, without losing anything and with a prefix that stays the same."""
+"""Anthropic's conversations as those of chat completions, without losing anything and with a prefix
+that stays the same.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from negamax.api.thought_signature import HiddenThoughts
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system")
-# Claude Code begins its system prompt with a line that changes with every request: no prefix could be cached behind it.
+# Claude Code begins its system prompt with a line that changes with every request: no prefix could
+# be cached behind it.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
 
@@ -27,11 +30,14 @@ class HiddenThought:
 
 @dataclass(slots=True)
 class History:
-    """Messages in the shape of chat completions, and where in the request each comes from. Single writer: its maker."""
+    """Messages in the shape of chat completions, and where in the request each comes from. Single
+    writer: its maker.
+    """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # by index of the message
+    # by index of the message
+    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)
 
     def add(self, message: dict[str, Any], *, place: str) -> None:
         """Append a message."""
@@ -78,11 +84,13 @@ class AssistantParts:
     def add_call(self, call_id: Any, name: Any, arguments: Any) -> None:
         """Add a call; it is checked with the other messages."""
         self._is_text_last = False
-        self.calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+        self.calls.append(
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        )
 
     def message(self, thoughts: HiddenThoughts | None = None, *, place: str = "") -> dict[str, Any]:
-        """As a message of chat completions, with its hidden thoughts where `thoughts` can read them;
-        `place` is where in the request it comes from."""
+        """As a message of chat completions, with its hidden thoughts where `thoughts` can read
+        them; `place` is where in the request it comes from."""
         texts: list[str] = []
         for thought in self.reasoning:
             if not isinstance(thought, HiddenThought):
@@ -99,13 +107,17 @@ class AssistantParts:
 
 
 def history_of(
-    messages: Sequence[Mapping[str, Any]], *, system: str | list[dict[str, Any]] | None, thoughts: HiddenThoughts
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    system: str | list[dict[str, Any]] | None,
+    thoughts: HiddenThoughts,
 ) -> History:
     """The conversation of a request.
 
     - The blocks of the system prompt become paragraphs, without the billing line of Claude Code.
-    - Neighbouring messages of one role are one turn. In a user's turn the tool results come first. A text that is one
-      `<system-reminder>` beside tool results belongs to them; it would hide the thinking of the loop as a user message.
+    - Neighbouring messages of one role are one turn. In a user's turn the tool results come first.
+      A text that is one `<system-reminder>` beside tool results belongs to them; it would hide the
+      thinking of the loop as a user message.
     - System messages further on stay in place, as in chat completions.
     - Thinking becomes reasoning, whoever signed it; hidden thinking is taken out of its signature
       where the prompt shows it.
@@ -118,7 +130,9 @@ def history_of(
             _add_assistant(history, blocks)
         elif role == "system":
             for place, block in blocks:
-                history.add({"role": "system", "content": _text(block, place)}, place=_message_of(place))
+                history.add(
+                    {"role": "system", "content": _text(block, place)}, place=_message_of(place)
+                )
         else:
             _add_user(history, blocks)
     history.reveal(thoughts)
@@ -171,7 +185,11 @@ def _blocks(content: object, place: str) -> Blocks:
 def _add_user(history: History, blocks: Blocks) -> None:
     results = [(place, block) for place, block in blocks if block.get("type") == "tool_result"]
     for place, block in results:
-        result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block, place)}
+        result = {
+            "role": "tool",
+            "tool_call_id": block.get("tool_use_id"),
+            "content": _result(block, place),
+        }
         history.add(result, place=_message_of(place))
     parts: list[dict[str, Any]] = []
     for place, block in blocks:
@@ -182,7 +200,9 @@ def _add_user(history: History, blocks: Blocks) -> None:
         if reminder is not None and "<system-reminder>" not in reminder[1]:
             history.add({"role": "system", "content": reminder[1]}, place=_message_of(place))
         else:
-            parts.append({"type": block["type"]} if text is None else {"type": "text", "text": text})
+            parts.append(
+                {"type": block["type"]} if text is None else {"type": "text", "text": text}
+            )
     if parts:
         content = parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
         history.add({"role": "user", "content": content}, place=_message_of(blocks[-1][0]))
@@ -207,7 +227,11 @@ def _add_assistant(history: History, blocks: Blocks) -> None:
             case _ if note := unseen_note(kind):
                 parts.add_text(note, is_apart=True)
             case _:
-                refuse(place, f"has type {shown(kind)}; allowed: 'text', 'thinking', 'redacted_thinking', 'tool_use'")
+                refuse(
+                    place,
+                    f"has type {shown(kind)}; allowed: 'text', 'thinking', 'redacted_thinking', "
+                    f"'tool_use'",
+                )
     history.add_said(parts, place=_message_of(blocks[0][0]))
 
 
@@ -218,7 +242,11 @@ def _user_text(block: Mapping[str, Any], place: str) -> str | None:
         return _text(block, place)
     shown_text = _document_text(block)
     if shown_text is None and unseen_note(kind) is None:
-        refuse(place, f"has type {shown(kind)}; allowed: 'text', 'image', 'document', 'search_result', 'tool_result'")
+        refuse(
+            place,
+            f"has type {shown(kind)}; allowed: 'text', 'image', 'document', 'search_result', "
+            f"'tool_result'",
+        )
     return shown_text
 
 
@@ -248,7 +276,9 @@ def _joined_texts(content: object) -> str:
 
 
 def _result(block: Mapping[str, Any], place: str) -> str:
-    """The text of a tool's result. What the model cannot see is mentioned: a refusal would end the session that has it."""
+    """The text of a tool's result. What the model cannot see is mentioned: a refusal would end the
+    session that has it.
+    """
     content = block.get("content")
     texts: list[str] = []
     if isinstance(content, str):
@@ -261,9 +291,15 @@ def _result(block: Mapping[str, Any], place: str) -> str:
                 case "tool_reference":
                     texts.append(f"[the tool {part.get('tool_name')}]")
                 case kind:
-                    text = _document_text(part) or unseen_note("document" if kind == "search_result" else kind)
+                    text = _document_text(part) or unseen_note(
+                        "document" if kind == "search_result" else kind
+                    )
                     if text is None:
-                        refuse(where, f"has type {shown(kind)}; allowed: 'text', 'image', 'document', 'search_result'")
+                        refuse(
+                            where,
+                            f"has type {shown(kind)}; allowed: 'text', 'image', 'document', "
+                            f"'search_result'",
+                        )
                     texts.append(text)
     text = "\n".join(texts)
     is_told = text.lstrip().lower().startswith(("error", "<tool_use_error>"))

@@ -1,7 +1,9 @@
-"""Prometheus metrics under the names that vLLM's and SGLang's dashboards read, in a registry that belongs to one server.
+"""Prometheus metrics under the names that vLLM's and SGLang's dashboards read, in a registry that
+belongs to one server.
 
-Counters and gauges come from the engine's own statistics when they are scraped; histograms are filled as outputs pass. Where
-several processes serve, each counts what passes it in numbers that they share, and the first one answers for all.
+Counters and gauges come from the engine's own statistics when they are scraped; histograms are
+filled as outputs pass. Where several processes serve, each counts what passes it in numbers that
+they share, and the first one answers for all.
 """
 
 from __future__ import annotations
@@ -11,7 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from negamax.api.histogram import Histogram
@@ -22,9 +29,73 @@ from negamax.engine.output import RequestOutput
 from negamax.engine.wire import EngineStats
 from negamax.scheduler.request import SamplingParams
 
-_TTFT_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
-_REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TTFT_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+)
+_TOKEN_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+    40,
+)
+_REQUEST_SECONDS = (
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+)
 _TOKEN_COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _STEP_TOKENS = tuple(float(2**power) for power in range(15))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
@@ -44,8 +115,8 @@ _REJECTIONS = (  # codes of refusals with a time to come back
 )
 _EVENTS = ("requests", "tool_calls")
 
-# Histogram: its buckets, its help, and all names it is sent under. Where there are several, dashboards of another generation
-# or of SGLang ask for the later ones.
+# Histogram: its buckets, its help, and all names it is sent under. Where there are several,
+# dashboards of another generation or of SGLang ask for the later ones.
 _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, tuple[str, ...]]] = {
     "ttft": (
         _TTFT_SECONDS,
@@ -55,7 +126,11 @@ _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, tuple[str, ...]]] = {
     "inter_token": (
         _TOKEN_SECONDS,
         "Seconds between two tokens of one choice.",
-        ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds", "sglang:inter_token_latency_seconds"),
+        (
+            "vllm:inter_token_latency_seconds",
+            "vllm:time_per_output_token_seconds",
+            "sglang:inter_token_latency_seconds",
+        ),
     ),
     "pace": (
         _TOKEN_SECONDS,
@@ -72,14 +147,38 @@ _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, tuple[str, ...]]] = {
         "Seconds from arrival to the first step.",
         ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
     ),
-    "prefill": (_REQUEST_SECONDS, "Seconds from the first step to the first token.", ("vllm:request_prefill_time_seconds",)),
-    "decode": (_REQUEST_SECONDS, "Seconds from the first token to the last.", ("vllm:request_decode_time_seconds",)),
-    "inference": (_REQUEST_SECONDS, "Seconds from the first step to the last token.", ("vllm:request_inference_time_seconds",)),
+    "prefill": (
+        _REQUEST_SECONDS,
+        "Seconds from the first step to the first token.",
+        ("vllm:request_prefill_time_seconds",),
+    ),
+    "decode": (
+        _REQUEST_SECONDS,
+        "Seconds from the first token to the last.",
+        ("vllm:request_decode_time_seconds",),
+    ),
+    "inference": (
+        _REQUEST_SECONDS,
+        "Seconds from the first step to the last token.",
+        ("vllm:request_inference_time_seconds",),
+    ),
     "prompt_tokens": (_TOKEN_COUNTS, "Prompt tokens per request.", ("vllm:request_prompt_tokens",)),
-    "generation_tokens": (_TOKEN_COUNTS, "Generated tokens per choice.", ("vllm:request_generation_tokens",)),
-    "max_tokens": (_TOKEN_COUNTS, "max_tokens per request that sets it.", ("vllm:request_params_max_tokens",)),
+    "generation_tokens": (
+        _TOKEN_COUNTS,
+        "Generated tokens per choice.",
+        ("vllm:request_generation_tokens",),
+    ),
+    "max_tokens": (
+        _TOKEN_COUNTS,
+        "max_tokens per request that sets it.",
+        ("vllm:request_params_max_tokens",),
+    ),
     "n": (_CHOICES, "Choices per request.", ("vllm:request_params_n",)),
-    "step_tokens": (_STEP_TOKENS, "Tokens per step of the engine.", ("vllm:iteration_tokens_total",)),
+    "step_tokens": (
+        _STEP_TOKENS,
+        "Tokens per step of the engine.",
+        ("vllm:iteration_tokens_total",),
+    ),
 }
 
 # Counters: names, help, and the value in the statistics of one engine process.
@@ -90,7 +189,12 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineStats], float]], ..
         lambda stats: stats.prompt_tokens,
     ),
     (
-        ("vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits", "vllm:prompt_tokens_cached", "sglang:cached_tokens"),
+        (
+            "vllm:prefix_cache_hits",
+            "vllm:gpu_prefix_cache_hits",
+            "vllm:prompt_tokens_cached",
+            "sglang:cached_tokens",
+        ),
         "Prompt tokens found in the prefix cache.",
         lambda stats: stats.cached_prompt_tokens,
     ),
@@ -99,11 +203,27 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineStats], float]], ..
         "Prompt tokens, cached ones included.",
         lambda stats: stats.prompt_tokens,
     ),
-    (("vllm:generation_tokens", "sglang:generation_tokens"), "Generated tokens.", lambda stats: stats.generated_tokens),
-    (("vllm:num_preemptions",), "Sequences set back to make room for others.", lambda stats: stats.preemption_count),
+    (
+        ("vllm:generation_tokens", "sglang:generation_tokens"),
+        "Generated tokens.",
+        lambda stats: stats.generated_tokens,
+    ),
+    (
+        ("vllm:num_preemptions",),
+        "Sequences set back to make room for others.",
+        lambda stats: stats.preemption_count,
+    ),
     (("vllm:spec_decode_num_drafts",), "Drafts proposed.", lambda stats: stats.num_drafts),
-    (("vllm:spec_decode_num_draft_tokens",), "Draft tokens proposed.", lambda stats: stats.num_draft_tokens),
-    (("vllm:spec_decode_num_accepted_tokens",), "Draft tokens accepted.", lambda stats: stats.num_accepted_tokens),
+    (
+        ("vllm:spec_decode_num_draft_tokens",),
+        "Draft tokens proposed.",
+        lambda stats: stats.num_draft_tokens,
+    ),
+    (
+        ("vllm:spec_decode_num_accepted_tokens",),
+        "Draft tokens accepted.",
+        lambda stats: stats.num_accepted_tokens,
+    ),
     (("negamax:engine_steps",), "Steps the engine has run.", lambda stats: stats.step_count),
 )
 
@@ -111,15 +231,21 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineStats], float]], ..
 # What the server processes share: Lifecycle's numbers first, then counts, then the histograms.
 _COUNTS = (REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
-    Lifecycle.NUM_COLUMNS + sum(map(len, _COUNTS)) + sum(Histogram.num_columns(bounds) for bounds, _, _ in _HISTOGRAMS.values())
+    Lifecycle.NUM_COLUMNS
+    + sum(map(len, _COUNTS))
+    + sum(Histogram.num_columns(bounds) for bounds, _, _ in _HISTOGRAMS.values())
 )
 
 
 class Counts:
     """Counts by name, of all server processes. Single writer of a process's own: its event loop."""
 
-    def __init__(self, names: Sequence[str], *, numbers: SharedNumbers, index: int, start: int) -> None:
-        """The counts of process `index` are kept in its row of `numbers`, from column `start` on."""
+    def __init__(
+        self, names: Sequence[str], *, numbers: SharedNumbers, index: int, start: int
+    ) -> None:
+        """The counts of process `index` are kept in its row of `numbers`, from column `start`
+        on.
+        """
         self._columns = {name: start + place for place, name in enumerate(names)}
         self._numbers = numbers
         self._row = numbers.row(index)
@@ -135,7 +261,9 @@ class Counts:
 
 
 class _Rates:
-    """What is told as a rate, measured over the last second or so. Single writer: the event loop."""
+    """What is told as a rate, measured over the last second or so. Single writer: the event
+    loop.
+    """
 
     def __init__(self) -> None:
         self._time = time.monotonic()
@@ -149,10 +277,14 @@ class _Rates:
         if self._stats is None or stats.step_count < self._stats.step_count:
             self._stats, self._time, self.throughput = stats, now, 0.0
         elif now - self._time >= _SAMPLE_SECONDS:
-            self.throughput = (stats.generated_tokens - self._stats.generated_tokens) / (now - self._time)
+            self.throughput = (stats.generated_tokens - self._stats.generated_tokens) / (
+                now - self._time
+            )
             prompt_tokens = stats.prompt_tokens - self._stats.prompt_tokens
             if prompt_tokens:
-                self.cache_hit_rate = (stats.cached_prompt_tokens - self._stats.cached_prompt_tokens) / prompt_tokens
+                self.cache_hit_rate = (
+                    stats.cached_prompt_tokens - self._stats.cached_prompt_tokens
+                ) / prompt_tokens
             self._stats, self._time = stats, now
 
 
@@ -160,7 +292,13 @@ class ServerMetrics(Collector):
     """All metrics of one server. Single writer: the event loop."""
 
     def __init__(
-        self, engine: AsyncEngine, lifecycle: Lifecycle, *, model_name: str, numbers: SharedNumbers, index: int
+        self,
+        engine: AsyncEngine,
+        lifecycle: Lifecycle,
+        *,
+        model_name: str,
+        numbers: SharedNumbers,
+        index: int,
     ) -> None:
         """`numbers` have `NUM_COLUMNS`, and this process writes row `index`."""
         self.registry = CollectorRegistry(auto_describe=False)
@@ -170,7 +308,8 @@ class ServerMetrics(Collector):
         for names in _COUNTS:
             counts.append(Counts(names, numbers=numbers, index=index, start=start))
             start += len(names)
-        self.finished, self.rejections, self.events = counts  # choices by reason, refusals by code, requests and tool calls
+        # choices by reason, refusals by code, requests and tool calls
+        self.finished, self.rejections, self.events = counts
         self.histograms: dict[str, Histogram] = {}
         for key, (bounds, _, _) in _HISTOGRAMS.items():
             self.histograms[key] = Histogram(bounds, numbers=numbers, index=index, start=start)
@@ -226,19 +365,59 @@ class ServerMetrics(Collector):
             ("sglang:num_running_reqs", running, stats.num_running),
             ("sglang:num_queue_reqs", waiting, stats.num_waiting),
             ("sglang:token_usage", cache, usage),
-            ("sglang:num_used_tokens", "Tokens of KV cache in use.", (total - free) * info.block_size),
-            ("sglang:max_total_num_tokens", "Tokens that the KV cache holds.", info.num_kv_blocks * info.block_size),
+            (
+                "sglang:num_used_tokens",
+                "Tokens of KV cache in use.",
+                (total - free) * info.block_size,
+            ),
+            (
+                "sglang:max_total_num_tokens",
+                "Tokens that the KV cache holds.",
+                info.num_kv_blocks * info.block_size,
+            ),
             ("sglang:gen_throughput", "Generated tokens per second.", self._rates.throughput),
-            ("sglang:cache_hit_rate", "Share of prompt tokens found in the prefix cache, lately.", self._rates.cache_hit_rate),
-            ("sglang:num_retracted_reqs", "Sequences set back to make room for others.", stats.preemption_count),
-            ("sglang:utilization", "Share of the running batch's places in use.", stats.num_running / info.max_num_seqs),
-            ("sglang:spec_accept_length", "Tokens per draft that were right, and one.", accepted / drafts + 1 if drafts else 0),
-            ("sglang:spec_accept_rate", "Share of draft tokens that were right.", accepted / drafted if drafted else 0),
-            ("negamax:waiting_tokens", "Prompt tokens of waiting sequences.", engine.admission.waiting_tokens),
-            ("negamax:open_requests", "Requests that are being answered, also in the background.", self._lifecycle.total_open),
+            (
+                "sglang:cache_hit_rate",
+                "Share of prompt tokens found in the prefix cache, lately.",
+                self._rates.cache_hit_rate,
+            ),
+            (
+                "sglang:num_retracted_reqs",
+                "Sequences set back to make room for others.",
+                stats.preemption_count,
+            ),
+            (
+                "sglang:utilization",
+                "Share of the running batch's places in use.",
+                stats.num_running / info.max_num_seqs,
+            ),
+            (
+                "sglang:spec_accept_length",
+                "Tokens per draft that were right, and one.",
+                accepted / drafts + 1 if drafts else 0,
+            ),
+            (
+                "sglang:spec_accept_rate",
+                "Share of draft tokens that were right.",
+                accepted / drafted if drafted else 0,
+            ),
+            (
+                "negamax:waiting_tokens",
+                "Prompt tokens of waiting sequences.",
+                engine.admission.waiting_tokens,
+            ),
+            (
+                "negamax:open_requests",
+                "Requests that are being answered, also in the background.",
+                self._lifecycle.total_open,
+            ),
             ("negamax:draining", "1 while the server stops.", float(self._lifecycle.is_draining)),
             ("negamax:engine_up", "1 while the engine can serve.", float(engine.alive)),
-            ("negamax:event_loop_lag_seconds", "How late the event loop was.", self._lifecycle.worst_lag),
+            (
+                "negamax:event_loop_lag_seconds",
+                "How late the event loop was.",
+                self._lifecycle.worst_lag,
+            ),
         )
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
@@ -247,36 +426,55 @@ class ServerMetrics(Collector):
 
     def _server_counters(self) -> Iterator[Metric]:
         success = CounterMetricFamily(
-            "vllm:request_success", "Finished choices by reason.", labels=["model_name", "finished_reason"]
+            "vllm:request_success",
+            "Finished choices by reason.",
+            labels=["model_name", "finished_reason"],
         )
         finished, events = self.finished.totals(), self.events.totals()
         for reason, count in finished.items():
             success.add_metric([self._model_name, reason], count)
         yield success
         rejections = CounterMetricFamily(
-            "vllm:admission_rejections", "Requests refused with 429 or 503.", labels=["model_name", "reason"]
+            "vllm:admission_rejections",
+            "Requests refused with 429 or 503.",
+            labels=["model_name", "reason"],
         )
         for reason, count in self.rejections.totals().items():
             rejections.add_metric([self._model_name, reason], count)
         yield rejections
-        yield self._counter("vllm:tool_call_parser_invocations", "Tool calls parsed.", events["tool_calls"])
+        yield self._counter(
+            "vllm:tool_call_parser_invocations", "Tool calls parsed.", events["tool_calls"]
+        )
         yield self._counter("sglang:num_requests", "Requests.", events["requests"])
-        yield self._counter("sglang:num_aborted_requests", "Choices that were aborted.", finished["abort"])
-        yield self._counter("negamax:engine_restarts", "Restarts of the engine.", self._engine.restart_count)
+        yield self._counter(
+            "sglang:num_aborted_requests", "Choices that were aborted.", finished["abort"]
+        )
+        yield self._counter(
+            "negamax:engine_restarts", "Restarts of the engine.", self._engine.restart_count
+        )
 
     def _speculation(self, engines: list[EngineStats]) -> Iterator[Metric]:
         by_position = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted by position.", labels=["model_name", "position"]
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted by position.",
+            labels=["model_name", "position"],
         )
         for position in range(max(len(stats.accepted_per_position) for stats in engines)):
-            count = sum(sum(stats.accepted_per_position[position : position + 1]) for stats in engines)
+            count = sum(
+                sum(stats.accepted_per_position[position : position + 1]) for stats in engines
+            )
             by_position.add_metric([self._model_name, str(position)], count)
         yield by_position
 
     def _cache_info(self) -> Iterator[Metric]:
         info = self._engine.info
-        cache = InfoMetricFamily("vllm:cache_config", "The KV cache as configured.", labels=["model_name"])
-        cache.add_metric([self._model_name], {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_kv_blocks)})
+        cache = InfoMetricFamily(
+            "vllm:cache_config", "The KV cache as configured.", labels=["model_name"]
+        )
+        cache.add_metric(
+            [self._model_name],
+            {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_kv_blocks)},
+        )
         yield cache
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
@@ -323,7 +521,9 @@ class RequestMeter:
         choice = self._choices.get(output.index)
         if choice is not None:
             if num_new:
-                self._metrics.histograms["inter_token"].observe((now - choice.latest) / num_new, num_new)
+                self._metrics.histograms["inter_token"].observe(
+                    (now - choice.latest) / num_new, num_new
+                )
                 choice.latest = now
         elif num_new:
             choice = self._choices[output.index] = _ChoiceTimes(now)

@@ -1,4 +1,6 @@
-"""SGLang's native API: /generate with its helpers to abort, to empty the cache, and to tell what is served."""
+"""SGLang's native API: /generate with its helpers to abort, to empty the cache, and to tell what is
+served.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from negamax.api.access import check_admin, is_admin, salt_of, tenant_of
 from negamax.api.border import failure_event, json_response
 from negamax.api.constraints import constrained
 from negamax.api.context import ApiContext
-from negamax.api.conversation import ReasoningState, check_failed, prompt_in_reasoning, without_tokens
+from negamax.api.conversation import (
+    ReasoningState,
+    check_failed,
+    prompt_in_reasoning,
+    without_tokens,
+)
 from negamax.api.growing_json import GrowingList, RepeatPacing
 from negamax.api.request_body import read_request
 from negamax.api.schemas.common import refuse
@@ -48,7 +55,10 @@ def native_router(context: ApiContext) -> APIRouter:
     router = APIRouter()
     abort = partial(_abort, context.engine)
     context.peers.when_asked(_ABORT, abort)
-    body_schema = {"content": {"application/json": {"schema": NativeRequest.model_json_schema()}}, "required": True}
+    body_schema = {
+        "content": {"application/json": {"schema": NativeRequest.model_json_schema()}},
+        "required": True,
+    }
 
     @router.post("/generate", openapi_extra={"requestBody": body_schema})
     async def generate(request: Request) -> Response:
@@ -60,8 +70,12 @@ def native_router(context: ApiContext) -> APIRouter:
         limits = [_engine_sampling(wanted, sampling) for sampling in samplings]
         for limit in limits:
             context.check_sampling(limit)
-        prompts = await context.prompts.plain(wanted.prompts, cache_salt=salt_of(request, wanted.cache_salt))
-        context.engine.check_room(sum(limit.n for limit in limits), sum(len(prompt) for prompt in prompts))
+        prompts = await context.prompts.plain(
+            wanted.prompts, cache_salt=salt_of(request, wanted.cache_salt)
+        )
+        context.engine.check_room(
+            sum(limit.n for limit in limits), sum(len(prompt) for prompt in prompts)
+        )
         parts = [
             context.generate(
                 prompt,
@@ -75,17 +89,25 @@ def native_router(context: ApiContext) -> APIRouter:
             )
             for prompt, sampling, limit, rid in zip(prompts, samplings, limits, ids, strict=True)
         ]
-        answer = _NativeAnswering(context, wanted, samplings, ids=ids, prompts=prompts, arrival=arrival)
+        answer = _NativeAnswering(
+            context, wanted, samplings, ids=ids, prompts=prompts, arrival=arrival
+        )
         generations = Generations(parts)
         if wanted.stream:
-            seconds = FIRST_OUTPUT_SECONDS if all(sampling.grammar is None for sampling in samplings) else None
+            seconds = (
+                FIRST_OUTPUT_SECONDS
+                if all(sampling.grammar is None for sampling in samplings)
+                else None
+            )
             await begun(request.receive, generations, seconds=seconds)
             return context.event_stream(partial(answer.stream, generations), source=generations)
         return await while_connected(request.receive, answer.whole(generations))
 
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        """End the requests with an id, of whatever route, or all. Administrators may end those of other keys."""
+        """End the requests with an id, of whatever route, or all. Administrators may end those of
+        other keys.
+        """
         wanted, _ = await read_request(request, AbortRequest, context.body_limits)
         meant = _meant(request, wanted)
         counts = await context.peers.ask_others(_ABORT, meant)
@@ -109,7 +131,9 @@ def native_router(context: ApiContext) -> APIRouter:
         """What is served."""
         info = context.engine.info
         return json_response(
-            NativeModelInfo(model_path=info.model, tokenizer_path=info.model, architectures=[info.architecture])
+            NativeModelInfo(
+                model_path=info.model, tokenizer_path=info.model, architectures=[info.architecture]
+            )
         )
 
     async def server_info() -> Response:
@@ -135,25 +159,39 @@ def _meant(request: Request, wanted: AbortRequest) -> dict[str, str | None]:
 
 
 def _abort(engine: AsyncEngine, meant: Mapping[str, str | None]) -> int:
-    """End this process's sequences that have the name and are the tenant's, either of which may be None: any; how many."""
+    """End this process's sequences that have the name and are the tenant's, either of which may be
+    None: any; how many.
+    """
     name, tenant = meant["name"], meant["tenant"]
-    return engine.abort(lambda owner: name in (None, *owner.names) and tenant in (None, owner.tenant))
+    return engine.abort(
+        lambda owner: name in (None, *owner.names) and tenant in (None, owner.tenant)
+    )
 
 
 def _engine_sampling(wanted: NativeRequest, sampling: NativeSampling) -> SamplingParams:
     if not wanted.return_logprob:
         return sampling.sampling_params(logprobs=None, prompt_logprobs=None)
     top = wanted.top_logprobs_num
-    return sampling.sampling_params(logprobs=top, prompt_logprobs=top if wanted.logprob_start_len >= 0 else None)
+    return sampling.sampling_params(
+        logprobs=top, prompt_logprobs=top if wanted.logprob_start_len >= 0 else None
+    )
 
 
 def _constrained(
-    context: ApiContext, wanted: NativeRequest, sampling: NativeSampling, limits: SamplingParams, prompt: list[int]
+    context: ApiContext,
+    wanted: NativeRequest,
+    sampling: NativeSampling,
+    limits: SamplingParams,
+    prompt: list[int],
 ) -> SamplingParams:
-    """With the form of the answer, which begins after the reasoning where the prompt ends in one."""
+    """With the form of the answer, which begins after the reasoning where the prompt ends in
+    one.
+    """
     reasoning: ReasoningState = "open" if prompt_in_reasoning(prompt, context.voice) else "none"
     budget = wanted.max_thinking_tokens if reasoning == "open" else None
-    return constrained(limits, context.voice, reasoning=reasoning, grammar=sampling.grammar, budget=budget)
+    return constrained(
+        limits, context.voice, reasoning=reasoning, grammar=sampling.grammar, budget=budget
+    )
 
 
 class _Choice:
@@ -179,7 +217,13 @@ class _Choice:
     @property
     def num_bytes(self) -> int:
         """About the size of an event that tells all of it."""
-        lists = (self.token_ids, self.input_logprobs, self.input_top_logprobs, self.logprobs, self.top_logprobs)
+        lists = (
+            self.token_ids,
+            self.input_logprobs,
+            self.input_top_logprobs,
+            self.logprobs,
+            self.top_logprobs,
+        )
         return sum(entries.num_bytes for entries in lists) + sum(map(len, self.texts))
 
 
@@ -206,7 +250,10 @@ class _NativeAnswering:
         num_choices = sum(sampling.n for sampling in samplings)
         for index, (rid, sampling) in enumerate(zip(ids, samplings, strict=True)):
             self._starts.append(len(self._choices))
-            self._choices += [_Choice(index, rid, RepeatPacing(num_choices=num_choices)) for _ in range(sampling.n)]
+            self._choices += [
+                _Choice(index, rid, RepeatPacing(num_choices=num_choices))
+                for _ in range(sampling.n)
+            ]
         self._is_list = wanted.is_batch or len(self._choices) > 1
 
     async def whole(self, generations: Generations) -> Response:
@@ -217,7 +264,9 @@ class _NativeAnswering:
         return Response(encoded, media_type="application/json")
 
     async def stream(self, generations: Generations, say: Say) -> None:
-        """The answer as events, each with all that was said so far; an error after the start is an event too."""
+        """The answer as events, each with all that was said so far; an error after the start is an
+        event too.
+        """
 
         def tell(number: int, output: RequestOutput) -> None:
             index = self._take(number, output)
@@ -263,7 +312,10 @@ class _NativeAnswering:
                 return {"type": "length", "length": choice.num_tokens}
             case "stop":
                 matched = output.stop_reason
-                return {"type": "stop", "matched": choice.last_token_id if matched is None else matched}
+                return {
+                    "type": "stop",
+                    "matched": choice.last_token_id if matched is None else matched,
+                }
             case _:
                 return {"type": "abort", "message": "the request was aborted"}
 
@@ -283,7 +335,9 @@ class _NativeAnswering:
         prompt, start = self._prompts[choice.prompt_index], self._wanted.logprob_start_len
         if not self._wanted.return_logprob or start < 0:
             return
-        given: list[TokenLogprobs | None] = [None, *prompt_logprobs] if prompt_logprobs or start == 0 else []
+        given: list[TokenLogprobs | None] = (
+            [None, *prompt_logprobs] if prompt_logprobs or start == 0 else []
+        )
         asked = list(zip(prompt, given, strict=False))[min(start, len(prompt) - 1) :]
         choice.input_logprobs.extend([self._entry(token_id, entry) for token_id, entry in asked])
         if self._wanted.top_logprobs_num > 0:
@@ -291,7 +345,10 @@ class _NativeAnswering:
 
     def _meta(self, choice: _Choice) -> MetaInfo:
         wanted = self._wanted
-        has_logprobs, has_top = wanted.return_logprob, wanted.return_logprob and wanted.top_logprobs_num > 0
+        has_logprobs, has_top = (
+            wanted.return_logprob,
+            wanted.return_logprob and wanted.top_logprobs_num > 0,
+        )
         return MetaInfo(
             id=choice.rid,
             finish_reason=choice.finish_reason,
@@ -306,7 +363,9 @@ class _NativeAnswering:
         )
 
     def _entry(self, token_id: int, entry: TokenLogprobs | None) -> LogprobEntry:
-        text = self._tokenizer.token_text(token_id) if self._wanted.return_text_in_logprobs else None
+        text = (
+            self._tokenizer.token_text(token_id) if self._wanted.return_text_in_logprobs else None
+        )
         return None if entry is None else max(entry.logprob, _LEAST), token_id, text
 
     def _top(self, entry: TokenLogprobs | None) -> list[LogprobEntry] | None:
@@ -314,7 +373,10 @@ class _NativeAnswering:
             return None
         with_text = self._wanted.return_text_in_logprobs
         pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return [(max(logprob, _LEAST), i, self._tokenizer.token_text(i) if with_text else None) for i, logprob in pairs]
+        return [
+            (max(logprob, _LEAST), i, self._tokenizer.token_text(i) if with_text else None)
+            for i, logprob in pairs
+        ]
 
 
 def _server_info(context: ApiContext) -> NativeServerInfo:

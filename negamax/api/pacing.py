@@ -14,8 +14,9 @@ HOLD_SECONDS = 0.05
 class PacedPackets:
     """`Packets` for one choice of a stream. Single writer: its stream.
 
-    Holding pays only while the rest of a fragment is about to come. So text goes out at once where outputs come more than
-    `HOLD_SECONDS` apart, where it has been held for so long, and where it is the first, which people wait for most.
+    Holding pays only while the rest of a fragment is about to come. So text goes out at once where
+    outputs come more than `HOLD_SECONDS` apart, where it has been held for so long, and where it is
+    the first, which people wait for most.
     """
 
     __slots__ = ("_has_begun", "_held_since", "_last_output", "_packets")
@@ -26,8 +27,12 @@ class PacedPackets:
         self._last_output = -math.inf  # monotonic seconds
         self._held_since = -math.inf
 
-    def push(self, events: Sequence[ParserEvent], *, now: float, is_last: bool) -> list[ParserEvent]:
-        """Take the events of an output that came at `now` (monotonic seconds); return those that go out with it."""
+    def push(
+        self, events: Sequence[ParserEvent], *, now: float, is_last: bool
+    ) -> list[ParserEvent]:
+        """Take the events of an output that came at `now` (monotonic seconds); return those that go
+        out with it.
+        """
         was_holding = self._packets.is_holding
         out = self._packets.push(events)
         if out or not was_holding:  # else what was held is still there

@@ -1,6 +1,7 @@
-"""A connection with limits: how large and how slow a request's head may be, what a body may carry beside its content, how long
-it may go on after its answer, how slowly a client may read, and JSON for what is no HTTP at all. What happens inside a request
-is the business of the app, which can write a response's body without awaiting."""
+"""A connection with limits: how large and how slow a request's head may be, what a body may carry
+beside its content, how long it may go on after its answer, how slowly a client may read, and JSON
+for what is no HTTP at all. What happens inside a request is the business of the app, which can
+write a response's body without awaiting."""
 
 from __future__ import annotations
 
@@ -18,19 +19,22 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers while they arrive; `border` has the exact limits
+# request line and headers while they arrive; `border` has the exact limits
+MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0  # for a request's head to arrive, from the connection or its first byte on
 MAX_FRAMING_BYTES = 64 * 1024  # of a chunked body beside its content: extensions and trailers
-MAX_UNWANTED_BYTES = 64 * 2**20  # of a body, taken after the answer: many clients read only when they have sent everything
+# of a body, taken after the answer: many clients read only when they have sent everything
+MAX_UNWANTED_BYTES = 64 * 2**20
 LINGER_SECONDS = 30.0  # for the end of such a body
 _CHUNK_BYTES = 32  # of a chunk beside its content that do not count: its size, line ends
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
-BODY_CHANNEL = "negamax.body_channel"  # the extension of a request's scope that is its `BodyChannel`
+# the extension of a request's scope that is its `BodyChannel`
+BODY_CHANNEL = "negamax.body_channel"
 
 
 def protocol_class(*, slow_client_timeout: float) -> type[LimitedProtocol]:
-    """The class of the server's connections. A client that leaves what was sent to it unread for `slow_client_timeout` seconds
-    is cut off."""
+    """The class of the server's connections. A client that leaves what was sent to it unread for
+    `slow_client_timeout` seconds is cut off."""
 
     class Connection(LimitedProtocol):
         SLOW_CLIENT_SECONDS = slow_client_timeout
@@ -47,15 +51,17 @@ class Pausable(Protocol):
 
 
 class BodyChannel:
-    """Writes pieces of a response's body in the moment they are there: no task has to wake up for each, as with ASGI's `send`,
-    which begins and ends the response. Single user: the response's handler.
+    """Writes pieces of a response's body in the moment they are there: no task has to wake up for
+    each, as with ASGI's `send`, which begins and ends the response. Single user: the response's
+    handler.
     """
 
     __slots__ = ("_is_chunked", "_protocol", "_response", "_transport")
 
     def __init__(self, protocol: LimitedProtocol, response: Any) -> None:
         """`response`: uvicorn's cycle of request and response, whose scope leads here."""
-        self._protocol = weakref.ref(protocol)  # weak, so that requests are freed when they end, not by the garbage collector
+        # weak, so that requests are freed when they end, not by the garbage collector
+        self._protocol = weakref.ref(protocol)
         self._response = weakref.ref(response)
         self._transport: asyncio.Transport | None = None  # while there is a body to write
         self._is_chunked = False
@@ -72,8 +78,8 @@ class BodyChannel:
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
     def feed(self, source: Pausable | None) -> None:
-        """Where the next parts come from, once the response has begun: it is told to pause while the client is behind. None:
-        they have come."""
+        """Where the next parts come from, once the response has begun: it is told to pause while
+        the client is behind. None: they have come."""
         protocol, response = self._protocol(), self._response()
         self._transport = None
         if source is not None and response is not None:
@@ -131,23 +137,34 @@ class LimitedProtocol(HttpToolsProtocol):
             self._check_head(len(data))
         elif self._in_body:
             self._check_framing(len(data) if was_in_body and not self._has_begun else 0)
-        elif self.cycle.response_complete and self.timeout_keep_alive_task is None:  # what came was no request
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        # what came was no request
+        elif self.cycle.response_complete and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _check_head(self, num_bytes: int) -> None:
         """`num_bytes` came, the last of which belong to a head."""
         if not self._head_bytes:
             self._head_bytes = num_bytes  # the head began behind the body of the request before
         if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, f"the request's head has {self._head_bytes} bytes or more; allowed: {MAX_HEAD_BYTES}")
+            self._refuse(
+                431,
+                f"the request's head has {self._head_bytes} bytes or more; allowed: "
+                f"{MAX_HEAD_BYTES}",
+            )
         elif self._head_timer is None:
             self._await_head()
 
     def _check_framing(self, num_bytes: int) -> None:
-        """`num_bytes` of a body came; `on_body` and `on_chunk_header` have subtracted from the count what is allowed."""
+        """`num_bytes` of a body came; `on_body` and `on_chunk_header` have subtracted from the
+        count what is allowed.
+        """
         self._framing_bytes = max(0, self._framing_bytes + num_bytes)
         if self._framing_bytes > MAX_FRAMING_BYTES:
-            message = f"the body has {self._framing_bytes} bytes or more of chunk extensions and trailers"
+            message = (
+                f"the body has {self._framing_bytes} bytes or more of chunk extensions and trailers"
+            )
             self._refuse(431, f"{message}; allowed: {MAX_FRAMING_BYTES}")
 
     def on_message_begin(self) -> None:
@@ -196,8 +213,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._rest_timer = self.loop.call_later(LINGER_SECONDS, self._hang_up)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser, which skips the body of a message that offers another protocol: such a message is parsed again
-        without the offer. Errors: `HttpParserError`, also for CONNECT, which can mean nothing else."""
+        """Feed the parser, which skips the body of a message that offers another protocol: such a
+        message is parsed again without the offer. Errors: `HttpParserError`, also for CONNECT,
+        which can mean nothing else.
+        """
         rest = memoryview(data)
         while rest:
             try:
@@ -209,12 +228,20 @@ class LimitedProtocol(HttpToolsProtocol):
                 rest = rest[upgrade.args[0] :]
                 head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in the parser it replaces
+                # as in the parser it replaces
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self.parser.feed_data(head)
 
     def _head_without_upgrade(self) -> bytes:
-        """The head of the message that was parsed last, as it would be without its offer of another protocol."""
-        options = [option.strip() for name, value in self.headers if name == b"connection" for option in value.split(b",")]
+        """The head of the message that was parsed last, as it would be without its offer of another
+        protocol.
+        """
+        options = [
+            option.strip()
+            for name, value in self.headers
+            if name == b"connection"
+            for option in value.split(b",")
+        ]
         kept = [option for option in options if option.lower() in (b"close", b"keep-alive")]
         headers = [header for header in self.headers if header[0] not in _UPGRADE_HEADERS]
         headers += [(b"connection", option) for option in kept]
@@ -239,7 +266,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Close, once the client has read what was sent, for which it has the time of a slow client."""
+        """Close, once the client has read what was sent, for which it has the time of a slow
+        client.
+        """
         self.transport.close()
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(self.SLOW_CLIENT_SECONDS, self._cut_off)
@@ -274,14 +303,23 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer without the app, and hang up; without an answer where another one is under way, or was given."""
+        """Answer without the app, and hang up; without an answer where another one is under way, or
+        was given.
+        """
         if not self._can_answer:
             self._hang_up()
             return
-        reason = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}[status]
-        body = encode(error_answer(message, error_type="invalid_request_error", code="invalid_http"))
+        reason = {
+            400: "Bad Request",
+            408: "Request Timeout",
+            431: "Request Header Fields Too Large",
+        }[status]
+        body = encode(
+            error_answer(message, error_type="invalid_request_error", code="invalid_http")
+        )
         head = (
-            f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\ncontent-length: "
+            f"{len(body)}\r\n"
             f"x-request-id: {secrets.token_hex(12)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
@@ -289,7 +327,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _can_answer(self) -> bool:
-        """Whether an answer to the message that is coming in would be the next one, and be whole."""
+        """Whether an answer to the message that is coming in would be the next one, and be
+        whole.
+        """
         if self.pipeline:
             return False
         if self._in_body:
@@ -298,8 +338,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _send_without_chunks(response: Any) -> None:
-    """HTTP/1.0 knows no chunks: a body whose length is not said ends with the connection. `response`: uvicorn's cycle, which
-    closes such a connection anyway."""
+    """HTTP/1.0 knows no chunks: a body whose length is not said ends with the connection.
+    `response`: uvicorn's cycle, which closes such a connection anyway."""
     send = response.send
     has_length = True
 

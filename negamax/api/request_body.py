@@ -1,4 +1,5 @@
-"""Request bodies: received within limits, and decoded only as far as the request's model reads them.
+"""Request bodies: received within limits, and decoded only as far as the request's model reads
+them.
 
 Decoding holds Python's lock, in whatever thread it runs. So what costs more than its bytes, the
 elements of lists and objects, is bounded before anything is decoded, and a large body is decoded
@@ -42,19 +43,23 @@ class BodyLimits:
     @classmethod
     def of(cls, *, max_bytes: int, max_model_len: int) -> BodyLimits:
         """Those for a window of `max_model_len` tokens."""
-        return cls(max_bytes, max(_LEAST_COMMAS, 4 * max_model_len), max(_LEAST_OPENERS, 2 * max_model_len))
+        return cls(
+            max_bytes, max(_LEAST_COMMAS, 4 * max_model_len), max(_LEAST_OPENERS, 2 * max_model_len)
+        )
 
 
-async def read_request(request: Request, model: type[RequestT], limits: BodyLimits) -> tuple[RequestT, int]:
-    """The request of type `model` in a JSON body, and the size of the body in bytes. Errors: those of
-    `receive` and `understand`."""
+async def read_request(
+    request: Request, model: type[RequestT], limits: BodyLimits
+) -> tuple[RequestT, int]:
+    """The request of type `model` in a JSON body, and the size of the body in bytes. Errors: those
+    of `receive` and `understand`."""
     body = await receive(request, limits)
     return await understand(body, model), len(body)
 
 
 async def receive(request: Request, limits: BodyLimits) -> bytes:
-    """The body. Errors: `InvalidRequestError` for another content type, broken UTF-8 and more elements
-    than allowed; `PayloadTooLargeError`."""
+    """The body. Errors: `InvalidRequestError` for another content type, broken UTF-8 and more
+    elements than allowed; `PayloadTooLargeError`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise InvalidRequestError(
@@ -76,20 +81,23 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
         if num_commas > limits.commas or num_openers > limits.openers:
             allowed = f"{limits.commas} commas, and {limits.openers} brackets and colons"
             raise InvalidRequestError(
-                f"the body has more elements than any request needs; allowed: {allowed}", code="invalid_json"
+                f"the body has more elements than any request needs; allowed: {allowed}",
+                code="invalid_json",
             )
         try:
             text.decode(part, final=not part)
         except UnicodeDecodeError as error:
             start = max(0, size - len(part)) + error.start
-            raise InvalidRequestError(f"the body is not UTF-8 (byte {start})", code="invalid_json") from None
+            raise InvalidRequestError(
+                f"the body is not UTF-8 (byte {start})", code="invalid_json"
+            ) from None
         parts.append(part)
     return b"".join(parts)
 
 
 async def understand(body: bytes, model: type[RequestT]) -> RequestT:
-    """The request in `body`. Errors: `InvalidRequestError` for malformed or absurd JSON (NaN, numbers
-    that overflow, nesting), and those of `RequestModel.parse`."""
+    """The request in `body`. Errors: `InvalidRequestError` for malformed or absurd JSON (NaN,
+    numbers that overflow, nesting), and those of `RequestModel.parse`."""
     if len(body) <= _INLINE_BYTES:
         return model.parse(_decoded(body, model))
     return await asyncio.to_thread(lambda: model.parse(_decoded(body, model)))
@@ -97,18 +105,25 @@ async def understand(body: bytes, model: type[RequestT]) -> RequestT:
 
 def too_large(size: int, max_bytes: int) -> PayloadTooLargeError:
     """The error of a body that is larger than allowed."""
-    return PayloadTooLargeError(f"the body has {size} bytes or more; allowed: {max_bytes}", code="body_too_large")
+    return PayloadTooLargeError(
+        f"the body has {size} bytes or more; allowed: {max_bytes}", code="body_too_large"
+    )
 
 
 def _decoded(body: bytes, model: type[RequestModel]) -> dict[str, object]:
-    """The fields in `body`. Of those that the model does not read only name and syntax are checked."""
+    """The fields in `body`. Of those that the model does not read only name and syntax are
+    checked.
+    """
     try:
         fields = _fields(body)
         decoded = {
-            name: _value(raw) if model.reads(name) else None if bytes(raw) == _NULL else ... for name, raw in fields.items()
+            name: _value(raw) if model.reads(name) else None if bytes(raw) == _NULL else ...
+            for name, raw in fields.items()
         }
     except msgspec.MsgspecError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise InvalidRequestError(
+            f"the body is not valid JSON: {error}", code="invalid_json"
+        ) from None
     except RecursionError:
         raise _too_deep() from None
     if _num_openers(body) > MAX_JSON_DEPTH:
@@ -117,8 +132,8 @@ def _decoded(body: bytes, model: type[RequestModel]) -> dict[str, object]:
 
 
 def _fields(body: bytes) -> _RawFields:
-    """The fields of an object. An escaped lone surrogate stands for U+FFFD: agents send such text back
-    for ever, once a tool has cut an emoji in two."""
+    """The fields of an object. An escaped lone surrogate stands for U+FFFD: agents send such text
+    back for ever, once a tool has cut an emoji in two."""
     try:
         return msgspec.json.decode(body, type=_RawFields)
     except msgspec.ValidationError:
@@ -131,7 +146,9 @@ def _fields(body: bytes) -> _RawFields:
 
 
 def _value(raw: msgspec.Raw, *, levels: int = _PIECE_LEVELS) -> object:
-    """The value in `raw`; a large one comes in pieces, between which other threads have their turns."""
+    """The value in `raw`; a large one comes in pieces, between which other threads have their
+    turns.
+    """
     text = memoryview(raw)
     if len(text) <= _PIECE_BYTES or levels == 0 or bytes(text).count(b",") * _DENSE > len(text):
         return msgspec.json.decode(raw)
@@ -150,7 +167,9 @@ def _num_openers(text: bytes) -> int:
 
 
 def _too_deep() -> InvalidRequestError:
-    return InvalidRequestError(f"the JSON is nested too deeply; allowed: {MAX_JSON_DEPTH} levels", code="invalid_json")
+    return InvalidRequestError(
+        f"the JSON is nested too deeply; allowed: {MAX_JSON_DEPTH} levels", code="invalid_json"
+    )
 
 
 def _check_depth(value: object) -> None:
@@ -159,5 +178,9 @@ def _check_depth(value: object) -> None:
         containers = [part for part in level if isinstance(part, dict | list)]
         if not containers:
             return
-        level = [inner for part in containers for inner in (part.values() if isinstance(part, dict) else part)]
+        level = [
+            inner
+            for part in containers
+            for inner in (part.values() if isinstance(part, dict) else part)
+        ]
     raise _too_deep()

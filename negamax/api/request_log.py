@@ -1,5 +1,5 @@
-"""The log of requests (`--enable-log-requests`) and of HTTP requests (`--enable-access-log`). Headers are
-never logged, and URLs without their query: either may hold a key."""
+"""The log of requests (`--enable-log-requests`) and of HTTP requests (`--enable-access-log`).
+Headers are never logged, and URLs without their query: either may hold a key."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ class RequestLog:
         limit = self._max_prompt_chars
         few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # a token has a character or more
         text = self._tokenizer.decode(few, skip_special_tokens=False)
-        return text if len(text) <= limit and len(few) == len(prompt_token_ids) else text[:limit] + "…"
+        return (
+            text if len(text) <= limit and len(few) == len(prompt_token_ids) else text[:limit] + "…"
+        )
 
 
 def log_refusal(request: Request, status: int, reason: str, *, is_asked_for: bool) -> None:
@@ -111,7 +113,9 @@ def log_refusal(request: Request, status: int, reason: str, *, is_asked_for: boo
     )
 
 
-def log_access(*, client: str, method: str, path: str, status: int, seconds: float, request_id: str) -> None:
+def log_access(
+    *, client: str, method: str, path: str, status: int, seconds: float, request_id: str
+) -> None:
     """One HTTP request, at the end of its response; status 0: it got none."""
     fields = {
         "client": client,

@@ -1,4 +1,6 @@
-"""What is known of one request to the engine at its end, for those who write it down: request log and traces."""
+"""What is known of one request to the engine at its end, for those who write it down: request log
+and traces.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class RequestRecorder:
 
     __slots__ = ("_record", "_takers")
 
-    def __init__(self, record: RequestRecord, takers: Sequence[Callable[[RequestRecord], None]]) -> None:
+    def __init__(
+        self, record: RequestRecord, takers: Sequence[Callable[[RequestRecord], None]]
+    ) -> None:
         self._record = record
         self._takers = takers
 

@@ -1,4 +1,6 @@
-"""Responses that the server keeps, so that they can be fetched and gone on from: in memory, and never more than fits."""
+"""Responses that the server keeps, so that they can be fetched and gone on from: in memory, and
+never more than fits.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,17 @@ Item = dict[str, Any]
 
 
 class KeptTurn:
-    """The items of one response, as JSON, on top of the turn that it goes on from. Single writer: the store."""
+    """The items of one response, as JSON, on top of the turn that it goes on from. Single writer:
+    the store.
+    """
 
     def __init__(self, parent: KeptTurn | None, *, input_items: bytes, output_items: bytes) -> None:
         self.parent = parent
         self.input_items = input_items
         self.output_items = output_items
-        self.total_bytes: int = len(input_items) + len(output_items) + (0 if parent is None else parent.total_bytes)
+        self.total_bytes: int = (
+            len(input_items) + len(output_items) + (0 if parent is None else parent.total_bytes)
+        )
         self.num_users = 0  # kept responses with this turn, and turns on top of it
 
     @property
@@ -42,7 +48,9 @@ class KeptTurn:
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response as it is answered to those who fetch it, its turn, and the ids of its output items."""
+    """A response as it is answered to those who fetch it, its turn, and the ids of its output
+    items.
+    """
 
     body: bytes  # JSON
     turn: KeptTurn
@@ -51,8 +59,8 @@ class KeptResponse:
 
 
 class ResponseStore:
-    """Keeps the responses used last. A turn lives as long as a kept response needs it; its bytes count once. Single writer: the
-    event loop."""
+    """Keeps the responses used last. A turn lives as long as a kept response needs it; its bytes
+    count once. Single writer: the event loop."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
@@ -65,13 +73,17 @@ class ResponseStore:
         return len(self._responses)
 
     def put(self, response_id: str, kept: KeptResponse) -> None:
-        """Keep a response, in place of an earlier state of it; the ones not used for longest make room."""
+        """Keep a response, in place of an earlier state of it; the ones not used for longest make
+        room.
+        """
         _change_users(kept.turn, 1, store=self)
         self.remove(response_id)
         self._responses[response_id] = kept
         self.num_bytes += len(kept.body)
         self._owners.update((item_id, response_id) for item_id in kept.item_ids)
-        while self._responses and (len(self._responses) > self._max_responses or self.num_bytes > self._max_bytes):
+        while self._responses and (
+            len(self._responses) > self._max_responses or self.num_bytes > self._max_bytes
+        ):
             self.remove(next(iter(self._responses)))
 
     def get(self, response_id: str, *, tenant: str = "") -> KeptResponse | None:
@@ -101,7 +113,9 @@ class ResponseStore:
 
 
 def _change_users(turn: KeptTurn, change: int, *, store: ResponseStore) -> None:
-    """Count a user more or less of `turn`; one that begins or ceases to be used begins or ceases to use the turn below."""
+    """Count a user more or less of `turn`; one that begins or ceases to be used begins or ceases to
+    use the turn below.
+    """
     below: KeptTurn | None = turn
     while below is not None:
         num_before = below.num_users

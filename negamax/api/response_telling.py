@@ -57,8 +57,8 @@ class ResponseTeller:
         logprobs: ContentLogprobs | None,
         request_id: str,
     ) -> None:
-        """`blank` is the response before anything is answered; `new_id` makes the id of an item, from its prefix; `logprobs`
-        finds those that were asked for."""
+        """`blank` is the response before anything is answered; `new_id` makes the id of an item,
+        from its prefix; `logprobs` finds those that were asked for."""
         self._answer = answer
         self._blank = blank
         self._new_id = new_id
@@ -77,15 +77,20 @@ class ResponseTeller:
         return self._response()
 
     async def stream(self, keep: Callable[[ResponseAnswer], None], say: Say) -> None:
-        """The events; the last state of the response is kept before it is said, so that it can be gone on from at once. An
-        error after the start is an event too."""
+        """The events; the last state of the response is kept before it is said, so that it can be
+        gone on from at once. An error after the start is an event too."""
 
         def tell(events: list[BlockEvent]) -> None:
-            told = b"".join(named_event(data.type, data) for event in events for data in self._told(event))
+            told = b"".join(
+                named_event(data.type, data) for event in events for data in self._told(event)
+            )
             if told:
                 say(told)
 
-        say(self._state("response.created", self._blank) + self._state("response.in_progress", self._blank))
+        say(
+            self._state("response.created", self._blank)
+            + self._state("response.in_progress", self._blank)
+        )
         try:
             await self._answer.run(tell, is_paced=True)
             response = self._response()
@@ -97,7 +102,12 @@ class ResponseTeller:
 
     def failed(self, message: str) -> ResponseAnswer:
         """The response of an answer that ended in an error."""
-        return replace(self._blank, status="failed", error=ResponseError("server_error", message), output=self._items())
+        return replace(
+            self._blank,
+            status="failed",
+            error=ResponseError("server_error", message),
+            output=self._items(),
+        )
 
     def cancelled(self) -> ResponseAnswer:
         """The response of an answer that was cancelled."""
@@ -117,7 +127,9 @@ class ResponseTeller:
                 input_tokens=usage.prompt_tokens,
                 input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
                 output_tokens=usage.completion_tokens,
-                output_tokens_details=OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
+                output_tokens_details=OutputTokensDetails(
+                    usage.completion_tokens_details.reasoning_tokens
+                ),
                 total_tokens=usage.total_tokens,
             ),
         )
@@ -126,7 +138,10 @@ class ResponseTeller:
         self._read_logprobs()
         for block in self._answer.blocks:
             self._of_block(block)  # in their order, also where they have none
-        return [self._item(block, "completed" if block.is_whole else "incomplete") for block in self._answer.blocks]
+        return [
+            self._item(block, "completed" if block.is_whole else "incomplete")
+            for block in self._answer.blocks
+        ]
 
     def _read_logprobs(self) -> None:
         if self._logprobs is not None:
@@ -136,7 +151,9 @@ class ResponseTeller:
         return [] if self._logprobs is None else self._logprobs.of(block)
 
     def _state(self, kind: str, response: ResponseAnswer) -> bytes:
-        return named_event(kind, ResponseEvent(type=kind, sequence_number=self._next(), response=response))
+        return named_event(
+            kind, ResponseEvent(type=kind, sequence_number=self._next(), response=response)
+        )
 
     def _next(self) -> int:
         self._sequence_number += 1
@@ -158,16 +175,24 @@ class ResponseTeller:
                 if self._has_encrypted:
                     encrypted = None if is_empty else self._signer.signature(text, is_hidden=True)
                 summary = [SummaryText(text)] if self._has_summary and not is_empty else []
-                return ReasoningItem(item_id, status, summary, [] if is_empty else [ReasoningText(text)], encrypted)
+                return ReasoningItem(
+                    item_id, status, summary, [] if is_empty else [ReasoningText(text)], encrypted
+                )
             case BlockKind.CONTENT:
-                return MessageItem(item_id, status, [] if is_empty else [OutputText(text, logprobs=self._of_block(block))])
+                return MessageItem(
+                    item_id,
+                    status,
+                    [] if is_empty else [OutputText(text, logprobs=self._of_block(block))],
+                )
             case BlockKind.CALL:
                 assert block.call is not None
                 tool, call_id = self._tools.get(block.call.name), block.call.id
                 name = block.call.name if tool is None else tool.name
                 namespace = tool.namespace or UNSET if tool is not None else UNSET
                 if self._is_custom(block):
-                    return CustomCallItem(item_id, status, call_id, name, _custom_input(text), namespace)
+                    return CustomCallItem(
+                        item_id, status, call_id, name, _custom_input(text), namespace
+                    )
                 return FunctionCallItem(item_id, status, call_id, name, text, namespace)
 
     def _told(self, event: BlockEvent) -> Iterator[Any]:
@@ -178,7 +203,9 @@ class ResponseTeller:
             case BlockOpened():
                 item = self._item(block, "in_progress", is_empty=True)
                 kind = "response.output_item.added"
-                yield ItemEvent(type=kind, sequence_number=self._next(), output_index=block.index, item=item)
+                yield ItemEvent(
+                    type=kind, sequence_number=self._next(), output_index=block.index, item=item
+                )
                 yield from self._opened(block)
             case BlockGrew(_, text):
                 yield from self._grew(block, text)
@@ -186,7 +213,9 @@ class ResponseTeller:
                 yield from self._closed(block)
                 item = self._item(block, "completed" if block.is_whole else "incomplete")
                 kind = "response.output_item.done"
-                yield ItemEvent(type=kind, sequence_number=self._next(), output_index=block.index, item=item)
+                yield ItemEvent(
+                    type=kind, sequence_number=self._next(), output_index=block.index, item=item
+                )
 
     def _opened(self, block: Block) -> Iterator[Struct]:
         if block.kind is not BlockKind.CALL:
@@ -198,12 +227,23 @@ class ResponseTeller:
         logprobs = [] if self._logprobs is None else self._logprobs.take(block, text)
         match block.kind:
             case BlockKind.REASONING:
-                yield self._text(block, "response.reasoning_text.delta", content_index=0, delta=text)
+                yield self._text(
+                    block, "response.reasoning_text.delta", content_index=0, delta=text
+                )
                 if self._has_summary:
-                    yield self._text(block, "response.reasoning_summary_text.delta", summary_index=0, delta=text)
+                    yield self._text(
+                        block, "response.reasoning_summary_text.delta", summary_index=0, delta=text
+                    )
             case BlockKind.CONTENT:
-                yield self._text(block, "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
-            case BlockKind.CALL if not self._is_custom(block):  # the input of others is text within JSON, known at the end
+                yield self._text(
+                    block,
+                    "response.output_text.delta",
+                    content_index=0,
+                    delta=text,
+                    logprobs=logprobs,
+                )
+            # the input of others is text within JSON, known at the end
+            case BlockKind.CALL if not self._is_custom(block):
                 yield self._text(block, "response.function_call_arguments.delta", delta=text)
 
     def _closed(self, block: Block) -> Iterator[Struct]:
@@ -213,11 +253,19 @@ class ResponseTeller:
                 yield self._text(block, "response.reasoning_text.done", content_index=0, text=text)
                 yield self._part(block, "done", text)
                 if self._has_summary:
-                    yield self._text(block, "response.reasoning_summary_text.done", summary_index=0, text=text)
+                    yield self._text(
+                        block, "response.reasoning_summary_text.done", summary_index=0, text=text
+                    )
                     yield self._summary_part(block, "done", text)
             case BlockKind.CONTENT:
                 logprobs = self._of_block(block)
-                yield self._text(block, "response.output_text.done", content_index=0, text=text, logprobs=logprobs)
+                yield self._text(
+                    block,
+                    "response.output_text.done",
+                    content_index=0,
+                    text=text,
+                    logprobs=logprobs,
+                )
                 yield self._part(block, "done", text)
             case BlockKind.CALL if self._is_custom(block):
                 given = _custom_input(text)
@@ -227,7 +275,9 @@ class ResponseTeller:
                 assert block.call is not None
                 tool = self._tools.get(block.call.name)
                 name = block.call.name if tool is None else tool.name
-                yield self._text(block, "response.function_call_arguments.done", arguments=text, name=name)
+                yield self._text(
+                    block, "response.function_call_arguments.done", arguments=text, name=name
+                )
 
     def _is_custom(self, block: Block) -> bool:
         tool = None if block.call is None else self._tools.get(block.call.name)
@@ -235,7 +285,13 @@ class ResponseTeller:
 
     def _text(self, block: Block, kind: str, **fields: Any) -> TextEvent:
         number = self._next()
-        return TextEvent(type=kind, sequence_number=number, item_id=self._id(block), output_index=block.index, **fields)
+        return TextEvent(
+            type=kind,
+            sequence_number=number,
+            item_id=self._id(block),
+            output_index=block.index,
+            **fields,
+        )
 
     def _part(self, block: Block, moment: str, text: str) -> PartEvent:
         if block.kind is BlockKind.REASONING:

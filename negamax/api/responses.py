@@ -1,4 +1,6 @@
-"""/v1/responses: OpenAI's newer API. Answers are items, and the server keeps them, so that a request can go on from one."""
+"""/v1/responses: OpenAI's newer API. Answers are items, and the server keeps them, so that a
+request can go on from one.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,18 @@ from negamax.base.log import get_logger
 logger = get_logger(__name__)
 
 _ITEM = "item"  # what server processes ask each other for, by its id
-_FETCH_SECONDS = 5.0  # that a stopping server waits for the client of a response that ended in the background
+# that a stopping server waits for the client of a response that ended in the background
+_FETCH_SECONDS = 5.0
 
 
 def responses_router(context: ApiContext) -> APIRouter:
     """The routes of the Responses API."""
     router = APIRouter(route_class=context.peers.keeper_route("response_id"))
     responses = _Responses(context)
-    body_schema = {"content": {"application/json": {"schema": ResponsesRequest.model_json_schema()}}, "required": True}
+    body_schema = {
+        "content": {"application/json": {"schema": ResponsesRequest.model_json_schema()}},
+        "required": True,
+    }
 
     @router.post("/v1/responses", openapi_extra={"requestBody": body_schema})
     async def create(request: Request) -> Response:
@@ -72,7 +78,9 @@ def responses_router(context: ApiContext) -> APIRouter:
         """A kept response."""
         if request.query_params.get("stream", "false").lower() == "true":
             refuse("stream", "a kept response is not streamed again; leave it out")
-        return Response(responses.fetched(response_id, tenant_of(request)), media_type="application/json")
+        return Response(
+            responses.fetched(response_id, tenant_of(request)), media_type="application/json"
+        )
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def input_items(request: Request, response_id: str) -> Response:
@@ -90,14 +98,16 @@ def responses_router(context: ApiContext) -> APIRouter:
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
         """End a response that runs in the background."""
-        return Response(await responses.cancel(response_id, tenant_of(request)), media_type="application/json")
+        return Response(
+            await responses.cancel(response_id, tenant_of(request)), media_type="application/json"
+        )
 
     return router
 
 
 async def _read(context: ApiContext, request: Request) -> tuple[ResponsesRequest, int] | Response:
-    """The request and its size in bytes, or the answer of the server process that keeps what it goes
-    on from."""
+    """The request and its size in bytes, or the answer of the server process that keeps what it
+    goes on from."""
     body = await receive(request, context.body_limits)
     wanted = await understand(body, ResponsesRequest)
     keeper = context.seat.keeper_of(wanted.previous_response_id)
@@ -107,7 +117,9 @@ async def _read(context: ApiContext, request: Request) -> tuple[ResponsesRequest
 
 
 class _Responses:
-    """The responses of one server: those that are kept, and those that run in the background. Single writer: the event loop."""
+    """The responses of one server: those that are kept, and those that run in the background.
+    Single writer: the event loop.
+    """
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -115,7 +127,9 @@ class _Responses:
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._awaited: dict[str, asyncio.Event] = {}  # set when the response is fetched
-        context.peers.when_asked(_ITEM, lambda asked: self._store.item(asked["id"], tenant=asked["tenant"]))
+        context.peers.when_asked(
+            _ITEM, lambda asked: self._store.item(asked["id"], tenant=asked["tenant"])
+        )
 
     def kept(self, response_id: str, tenant: str) -> KeptResponse:
         """A kept response of a tenant's. Errors: `NotFoundError`."""
@@ -131,19 +145,40 @@ class _Responses:
             self._awaited[response_id].set()
         return body
 
-    async def create(self, request: Request, wanted: ResponsesRequest, *, num_bytes: int, arrival: float) -> Response:
+    async def create(
+        self, request: Request, wanted: ResponsesRequest, *, num_bytes: int, arrival: float
+    ) -> Response:
         """Answer a request."""
         context = self._context
         model = context.model_name(wanted.model)
         if wanted.background and (wanted.stream or not wanted.store):
-            refuse("background", "a response in the background is fetched later; it needs store=true and stream=false")
+            refuse(
+                "background",
+                "a response in the background is fetched later; it needs store=true and "
+                "stream=false",
+            )
         if wanted.top_logprobs > context.engine.info.max_logprobs:
-            refuse("top_logprobs", f"{wanted.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}")
+            refuse(
+                "top_logprobs",
+                f"{wanted.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}",
+            )
         tenant = tenant_of(request)
         parent, given, turn, num_bytes = await self._understood(wanted, tenant, num_bytes=num_bytes)
         blank = self._blank(wanted, model=model, turn=turn)
-        answer = await begin_answer(context, request, turn, wanted, request_id=blank.id, num_bytes=num_bytes, arrival=arrival)
-        logprobs = None if wanted.wanted_logprobs is None else ContentLogprobs(context.engine.tokenizer, context.voice)
+        answer = await begin_answer(
+            context,
+            request,
+            turn,
+            wanted,
+            request_id=blank.id,
+            num_bytes=num_bytes,
+            arrival=arrival,
+        )
+        logprobs = (
+            None
+            if wanted.wanted_logprobs is None
+            else ContentLogprobs(context.engine.tokenizer, context.voice)
+        )
         teller = ResponseTeller(
             answer,
             wanted,
@@ -160,24 +195,34 @@ class _Responses:
             self._running[blank.id] = context.lifecycle.run_in_background(work)
             return json_response(blank)
         if wanted.stream:
-            keep = partial(self._keep, tenant=tenant, parent=parent, input_items=input_items) if wanted.store else _forget
+            keep = (
+                partial(self._keep, tenant=tenant, parent=parent, input_items=input_items)
+                if wanted.store
+                else _forget
+            )
             return context.event_stream(partial(teller.stream, keep), source=answer.generation)
         response = await while_connected(request.receive, teller.whole())
         if wanted.store:
             self._keep(response, tenant, parent=parent, input_items=input_items)
         return json_response(response)
 
-    async def count(self, request: Request, wanted: ResponsesRequest, *, num_bytes: int) -> InputTokenCount:
+    async def count(
+        self, request: Request, wanted: ResponsesRequest, *, num_bytes: int
+    ) -> InputTokenCount:
         """Count the tokens of a request's prompt."""
         self._context.model_name(wanted.model)
-        _, _, turn, num_bytes = await self._understood(wanted, tenant_of(request), num_bytes=num_bytes)
+        _, _, turn, num_bytes = await self._understood(
+            wanted, tenant_of(request), num_bytes=num_bytes
+        )
         prompt = await turn_prompt(self._context, request, turn, wanted, num_bytes=num_bytes)
         return InputTokenCount(len(prompt.token_ids))
 
     async def _understood(
         self, wanted: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[KeptTurn | None, list[Item], Turn, int]:
-        """What a request goes on from, its own items, what they ask for together, and how many bytes that is."""
+        """What a request goes on from, its own items, what they ask for together, and how many
+        bytes that is.
+        """
         parent = self._parent(wanted.previous_response_id, tenant)
         given = await self._given(wanted, tenant)
         num_bytes += 0 if parent is None else parent.total_bytes
@@ -193,11 +238,14 @@ class _Responses:
         self._store.remove(response_id)
 
     async def cancel(self, response_id: str, tenant: str) -> bytes:
-        """End a response in the background; its last state. Errors: `NotFoundError`, `InvalidRequestError` for another kind."""
+        """End a response in the background; its last state. Errors: `NotFoundError`,
+        `InvalidRequestError` for another kind.
+        """
         response = msgspec.json.decode(self.kept(response_id, tenant).body)
         if not response["background"]:
             raise InvalidRequestError(
-                "only a response in the background can be cancelled; close the connection of any other",
+                "only a response in the background can be cancelled; close the connection of any "
+                "other",
                 param="response_id",
                 code="not_in_background",
             )
@@ -208,7 +256,12 @@ class _Responses:
         return self.kept(response_id, tenant).body
 
     async def _run(
-        self, teller: ResponseTeller, blank: ResponseAnswer, tenant: str, parent: KeptTurn | None, input_items: bytes
+        self,
+        teller: ResponseTeller,
+        blank: ResponseAnswer,
+        tenant: str,
+        parent: KeptTurn | None,
+        input_items: bytes,
     ) -> None:
         """Run a response in the background, and keep its last state unless it was deleted."""
         try:
@@ -220,20 +273,32 @@ class _Responses:
             response = teller.failed(error_of(error)[1].error.message)
         if self._running.pop(blank.id, None) is not None:
             self._keep(response, tenant, parent=parent, input_items=input_items)
-            if self._context.lifecycle.is_draining and response.status in ("completed", "incomplete"):
+            if self._context.lifecycle.is_draining and response.status in (
+                "completed",
+                "incomplete",
+            ):
                 await self._until_fetched(blank.id)
 
     async def _until_fetched(self, response_id: str) -> None:
-        """Give its client the time to ask for it once more, because with the server the response goes."""
+        """Give its client the time to ask for it once more, because with the server the response
+        goes.
+        """
         fetched = self._awaited[response_id] = asyncio.Event()
         with suppress(TimeoutError):
             async with asyncio.timeout(_FETCH_SECONDS):
                 await fetched.wait()
         del self._awaited[response_id]
 
-    def _keep(self, response: ResponseAnswer, tenant: str, *, parent: KeptTurn | None, input_items: bytes) -> None:
-        turn = KeptTurn(parent, input_items=input_items, output_items=msgspec.json.encode(response.output))
-        self._store.put(response.id, KeptResponse(encode(response), turn, [item.id for item in response.output], tenant))
+    def _keep(
+        self, response: ResponseAnswer, tenant: str, *, parent: KeptTurn | None, input_items: bytes
+    ) -> None:
+        turn = KeptTurn(
+            parent, input_items=input_items, output_items=msgspec.json.encode(response.output)
+        )
+        self._store.put(
+            response.id,
+            KeptResponse(encode(response), turn, [item.id for item in response.output], tenant),
+        )
 
     def _parent(self, response_id: str | None, tenant: str) -> KeptTurn | None:
         """The turn to go on from."""
@@ -241,7 +306,9 @@ class _Responses:
             return None
         kept = self._store.get(response_id, tenant=tenant)
         if kept is None:
-            raise _unknown(response_id, param="previous_response_id", code="previous_response_not_found")
+            raise _unknown(
+                response_id, param="previous_response_id", code="previous_response_not_found"
+            )
         if response_id in self._running:
             refuse("previous_response_id", f"{response_id} is not complete yet; wait until it is")
         return kept.turn
@@ -267,13 +334,18 @@ class _Responses:
         keeper = self._context.seat.keeper_of(item_id)
         if keeper == self._context.seat.index:
             return self._store.item(item_id, tenant=tenant)
-        item: Item | None = await self._context.peers.ask(_ITEM, {"id": item_id, "tenant": tenant}, of=keeper)
+        item: Item | None = await self._context.peers.ask(
+            _ITEM, {"id": item_id, "tenant": tenant}, of=keeper
+        )
         return item
 
     def _turn(self, wanted: ResponsesRequest, parent: KeptTurn | None, given: list[Item]) -> Turn:
         earlier = [] if parent is None else parent.conversation()
         items = [("previous_response_id", item) for item in earlier]
-        items += [("input" if isinstance(wanted.input, str) else f"input[{i}]", item) for i, item in enumerate(given)]
+        items += [
+            ("input" if isinstance(wanted.input, str) else f"input[{i}]", item)
+            for i, item in enumerate(given)
+        ]
         thoughts = self._context.hidden_thoughts(self._signer)
         history = history_of(items, instructions=wanted.instructions, thoughts=thoughts)
         tools, calls = wanted.choice()
@@ -285,7 +357,9 @@ class _Responses:
             thinking=wanted.thinking_choice,
             form=wanted.grammar,
             sampling=wanted.shared_sampling(
-                max_tokens=wanted.max_output_tokens, stop=wanted.stop, logprobs=wanted.wanted_logprobs
+                max_tokens=wanted.max_output_tokens,
+                stop=wanted.stop,
+                logprobs=wanted.wanted_logprobs,
             ),
         )
 
@@ -309,7 +383,9 @@ class _Responses:
             reasoning=ReasoningEcho(wanted.reasoning.effort, wanted.reasoning.summary),
             store=wanted.store,
             temperature=resolved.temperature,
-            text=TextEcho(wanted.text.format or {"type": "text"}, wanted.text.verbosity or "medium"),
+            text=TextEcho(
+                wanted.text.format or {"type": "text"}, wanted.text.verbosity or "medium"
+            ),
             tool_choice=wanted.tool_choice,
             tools=wanted.tools or [],
             top_logprobs=wanted.top_logprobs,
@@ -323,5 +399,8 @@ def _forget(response: ResponseAnswer) -> None:
 
 def _unknown(name: object, *, param: str, code: str) -> NotFoundError:
     return NotFoundError(
-        f"{param}: {shown(name)} is not kept here; responses are kept in memory until others make room", param=param, code=code
+        f"{param}: {shown(name)} is not kept here; responses are kept in memory until others "
+        f"make room",
+        param=param,
+        code=code,
     )

@@ -15,11 +15,20 @@ from negamax.text.messages import unseen_note
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
-_PASSED_OVER = ("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "compaction")
+_PASSED_OVER = (
+    "web_search_call",
+    "file_search_call",
+    "image_generation_call",
+    "code_interpreter_call",
+    "compaction",
+)
 
 
 def history_of(
-    items: Sequence[tuple[str, Mapping[str, Any]]], *, instructions: str | None, thoughts: HiddenThoughts
+    items: Sequence[tuple[str, Mapping[str, Any]]],
+    *,
+    instructions: str | None,
+    thoughts: HiddenThoughts,
 ) -> History:
     """The conversation of `items`, which come with their places.
 
@@ -40,7 +49,9 @@ def history_of(
         is_cut = kind in _CALLS and item.get("status") == "incomplete"
         if is_cut and item.get("call_id") not in answered:
             continue
-        is_assistants = kind in ("reasoning", *_CALLS) or (kind == "message" and item.get("role") == "assistant")
+        is_assistants = kind in ("reasoning", *_CALLS) or (
+            kind == "message" and item.get("role") == "assistant"
+        )
         if is_assistants:
             if said is None:
                 said, said_place = AssistantParts(), place
@@ -64,7 +75,9 @@ def _say(said: AssistantParts, item: Mapping[str, Any], place: str) -> None:
         case "function_call":
             said.add_call(item.get("call_id"), _called_name(item), item.get("arguments"))
         case "custom_tool_call":
-            said.add_call(item.get("call_id"), _called_name(item), {CUSTOM_INPUT: item.get("input")})
+            said.add_call(
+                item.get("call_id"), _called_name(item), {CUSTOM_INPUT: item.get("input")}
+            )
         case _:
             said.add_text(_said_text(item.get("content"), place), is_apart=True)
 
@@ -85,7 +98,9 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
         allowed = ("message", "reasoning", *_CALLS, *_RESULTS, "item_reference")
         refuse(f"{place}.type", f"{shown(kind)}; allowed: {', '.join(map(repr, allowed))}")
     if item.get("role") not in _ROLES:
-        refuse(f"{place}.role", f"{shown(item.get('role'))}; allowed: {', '.join(map(repr, _ROLES))}")
+        refuse(
+            f"{place}.role", f"{shown(item.get('role'))}; allowed: {', '.join(map(repr, _ROLES))}"
+        )
     return {"role": item["role"], "content": item.get("content")}
 
 
@@ -99,9 +114,16 @@ def _said_text(content: object, place: str) -> str:
         if note is not None:
             texts.append(f"\n{note}\n")
             continue
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else part
-        if kind not in ("output_text", "input_text", "text", "refusal") or not isinstance(text, str):
-            refuse(f"{place}.content[{index}]", "must be a part with text; allowed: 'output_text', 'refusal'")
+        text = (
+            part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else part
+        )
+        if kind not in ("output_text", "input_text", "text", "refusal") or not isinstance(
+            text, str
+        ):
+            refuse(
+                f"{place}.content[{index}]",
+                "must be a part with text; allowed: 'output_text', 'refusal'",
+            )
         texts.append(text)
     return "".join(texts)
 

@@ -1,4 +1,6 @@
-"""The server: the app with its routes and its layers, the listening socket, and the way from start to stop."""
+"""The server: the app with its routes and its layers, the listening socket, and the way from start
+to stop.
+"""
 
 from __future__ import annotations
 
@@ -95,21 +97,31 @@ def create_app(context: ApiContext) -> FastAPI:
     app.state.logs_requests = options.enable_log_requests
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     app.state.paths = [route.path for route in routes]
-    app.state.endpoints = [f"{method} {route.path}" for route in routes for method in sorted(route.methods or ())]
+    app.state.endpoints = [
+        f"{method} {route.path}" for route in routes for method in sorted(route.methods or ())
+    ]
     return app
 
 
 def resolve_address(options: ServerOptions) -> tuple[int, int, int, Any]:
-    """Family, kind, protocol and address to listen on. Errors: `ConfigError` for a host that is not found, and for one that
-    others can reach without a key."""
+    """Family, kind, protocol and address to listen on. Errors: `ConfigError` for a host that is not
+    found, and for one that others can reach without a key."""
     host, port = options.host, options.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"--host is {host!r}, which cannot be resolved: {error}", hint="use 127.0.0.1 or 0.0.0.0") from None
-    if not (options.api_keys or options.api_key_file or options.allow_unauthenticated or is_loopback(str(address[0]))):
+        raise ConfigError(
+            f"--host is {host!r}, which cannot be resolved: {error}",
+            hint="use 127.0.0.1 or 0.0.0.0",
+        ) from None
+    if not (
+        options.api_keys
+        or options.api_key_file
+        or options.allow_unauthenticated
+        or is_loopback(str(address[0]))
+    ):
         raise ConfigError(
             f"--host is {host!r}, which other machines can reach, and there is no API key",
             hint="set NEGAMAX_API_KEY or --api-key, or say --allow-unauthenticated",
@@ -118,10 +130,10 @@ def resolve_address(options: ServerOptions) -> tuple[int, int, int, Any]:
 
 
 def open_listener(options: ServerOptions) -> socket.socket:
-    """A bound socket for the host and port of `options` (0: any free port), made before the model is loaded so that what
-    cannot work is told at once; with several server processes, others can be bound beside it. Errors: `ResourceError` for a
-    port in use, `ConfigError` for a host that is not this machine's, one that others can reach without a key, and for TLS files
-    that do not fit."""
+    """A bound socket for the host and port of `options` (0: any free port), made before the model
+    is loaded so that what cannot work is told at once; with several server processes, others can be
+    bound beside it. Errors: `ResourceError` for a port in use, `ConfigError` for a host that is not
+    this machine's, one that others can reach without a key, and for TLS files that do not fit."""
     family, kind, protocol, address = resolve_address(options)
     host, port = options.host, options.port
     _tls_files(options)
@@ -138,8 +150,8 @@ def open_listener(options: ServerOptions) -> socket.socket:
 
 
 def _shared(listener: socket.socket) -> socket.socket:
-    """A socket in place of `listener` that others can be bound beside. It could not have told whether the port was free: any
-    process of this user may listen beside it, another server too."""
+    """A socket in place of `listener` that others can be bound beside. It could not have told
+    whether the port was free: any process of this user may listen beside it, another server too."""
     address = listener.getsockname()
     listener.close()
     return bound_to(address, family=listener.family)
@@ -156,8 +168,12 @@ def _bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
         hint = "stop the other server, or use another --port (0 picks a free one)"
         return ResourceError(f"--port is {port}, which is in use on {host}", hint=hint)
     if error.errno in (errno.EACCES, errno.EPERM):
-        return ResourceError(f"--port is {port}, which this user may not open", hint="use a port above 1023")
-    return ConfigError(f"--host is {host!r} and --port {port}: {error.strerror}", hint="use 127.0.0.1 or 0.0.0.0")
+        return ResourceError(
+            f"--port is {port}, which this user may not open", hint="use a port above 1023"
+        )
+    return ConfigError(
+        f"--host is {host!r} and --port {port}: {error.strerror}", hint="use 127.0.0.1 or 0.0.0.0"
+    )
 
 
 def event_loop() -> asyncio.Runner:
@@ -166,7 +182,8 @@ def event_loop() -> asyncio.Runner:
         from uvloop import Loop as loop_factory
     except ImportError:
         loop_factory = None
-    env.set_default("TOKENIZERS_PARALLELISM", "false")  # its pool of threads is for many texts at once
+    # its pool of threads is for many texts at once
+    env.set_default("TOKENIZERS_PARALLELISM", "false")
     return asyncio.Runner(loop_factory=loop_factory)
 
 
@@ -180,7 +197,15 @@ def run(
 ) -> None:
     """`serve` in an event loop of its own."""
     with event_loop() as runner:
-        runner.run(serve(engine_options, server_options, listener=listener, announce=announce, engine_module=engine_module))
+        runner.run(
+            serve(
+                engine_options,
+                server_options,
+                listener=listener,
+                announce=announce,
+                engine_module=engine_module,
+            )
+        )
 
 
 async def serve(
@@ -191,18 +216,21 @@ async def serve(
     announce: Callable[[str, AsyncEngine], None],
     engine_module: str = ENGINE_MODULE,
 ) -> None:
-    """Start the engine, serve on `listener` until SIGINT or SIGTERM, stop everything; SIGHUP reloads files.
+    """Start the engine, serve on `listener` until SIGINT or SIGTERM, stop everything; SIGHUP
+    reloads files.
 
-    `announce` is called with the URL and the engine once requests are answered; `engine_module` is what
-    the engine process runs. Errors: those of `EngineSupervisor.run`, and `EngineDeadError` once the engine,
-    or a server process beside this one, has died too often.
+    `announce` is called with the URL and the engine once requests are answered; `engine_module` is
+    what the engine process runs. Errors: those of `EngineSupervisor.run`, and `EngineDeadError`
+    once the engine, or a server process beside this one, has died too often.
     """
     signals = Signals()
     seat = Seat.first_of(server_options.api_server_count)
     leader = Leader(seat, engine_options, server_options, listener=listener)
     with signals.watched():
         try:
-            supervisor = await _start_engine(engine_options, server_options, seat=seat, leader=leader, module=engine_module)
+            supervisor = await _start_engine(
+                engine_options, server_options, seat=seat, leader=leader, module=engine_module
+            )
         except asyncio.CancelledError:
             logger.info("stopped while starting")
             await leader.end()
@@ -224,7 +252,9 @@ async def serve(
             try:
                 await server.serve(sockets=[listener])
             except OSError as error:  # someone else took the port while the model was loading
-                raise _bind_error(error, host=server_options.host, port=server_options.port) from None
+                raise _bind_error(
+                    error, host=server_options.host, port=server_options.port
+                ) from None
         finally:
             await leader.end()
             await supervisor.shutdown()
@@ -235,7 +265,12 @@ async def serve(
 
 
 async def _start_engine(
-    engine_options: EngineOptions, server_options: ServerOptions, *, seat: Seat, leader: Leader, module: str
+    engine_options: EngineOptions,
+    server_options: ServerOptions,
+    *,
+    seat: Seat,
+    leader: Leader,
+    module: str,
 ) -> EngineSupervisor:
     template = None if server_options.chat_template is None else Path(server_options.chat_template)
     return await EngineSupervisor.run(
@@ -254,8 +289,8 @@ async def _start_engine(
 
 
 def settle_garbage_collection() -> None:
-    """What the start left behind lives as long as the process, and what a token leaves behind is freed by its references:
-    collections need visit neither."""
+    """What the start left behind lives as long as the process, and what a token leaves behind is
+    freed by its references: collections need visit neither."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 20)
@@ -268,7 +303,9 @@ def _url(listener: socket.socket, options: ServerOptions) -> str:
 
 
 def _raise_file_limit() -> int:
-    """Allow this process as many open files as the system lets it have, for its connections; how many that are."""
+    """Allow this process as many open files as the system lets it have, for its connections; how
+    many that are.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
     with contextlib.suppress(ValueError, OSError):  # macOS refuses large numbers
@@ -278,7 +315,9 @@ def _raise_file_limit() -> int:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with our signals and connections, and a word when it listens. Single writer: the event loop."""
+    """uvicorn, with our signals and connections, and a word when it listens. Single writer: the
+    event loop.
+    """
 
     def __init__(
         self,
@@ -288,10 +327,14 @@ class HttpServer(uvicorn.Server):
         announce: Callable[[], None] | None = None,
         leader: Leader | None = None,
     ) -> None:
-        """`stop_engine` ends every open request; `leader` has the server processes that begin and end with this one."""
+        """`stop_engine` ends every open request; `leader` has the server processes that begin and
+        end with this one.
+        """
         options = context.options
         self._protocol_class = protocol_class(slow_client_timeout=options.slow_client_timeout)
-        self._limits = ConnectionLimits.of(max_files=_raise_file_limit(), per_address=options.max_connections_per_address)
+        self._limits = ConnectionLimits.of(
+            max_files=_raise_file_limit(), per_address=options.max_connections_per_address
+        )
         self._tls = _tls_files(options)
         self._make_config = partial(
             uvicorn.Config,
@@ -323,7 +366,9 @@ class HttpServer(uvicorn.Server):
         if leader is not None:  # the first process, which also tells the metrics
             watches += [context.metrics.watch(), self._watch(leader.gave_up)]
             if context.options.log_stats:
-                watches.append(log_load(context.engine, interval=context.options.log_stats_interval))
+                watches.append(
+                    log_load(context.engine, interval=context.options.log_stats_interval)
+                )
         self._tasks = [asyncio.create_task(watch) for watch in watches]
         if context.seat.count > 1:
             await self._listen_to_peers()
@@ -350,7 +395,9 @@ class HttpServer(uvicorn.Server):
         self._tasks.append(asyncio.create_task(self._drain()))
 
     def reload(self) -> None:
-        """Read the file of keys and the TLS files again, for what is to come. Files that cannot be used change nothing."""
+        """Read the file of keys and the TLS files again, for what is to come. Files that cannot be
+        used change nothing.
+        """
         if self._leader is not None:
             self._leader.reload()
         try:
@@ -363,7 +410,9 @@ class HttpServer(uvicorn.Server):
             logger.info("the files were read again")
 
     async def abort(self) -> None:
-        """End now: stopping the engine ends every open stream with an error event, then the connections close."""
+        """End now: stopping the engine ends every open stream with an error event, then the
+        connections close.
+        """
         self._context.lifecycle.begin_drain()
         ends = [self._stop_engine()]
         if self._leader is not None:
@@ -377,7 +426,9 @@ class HttpServer(uvicorn.Server):
             is_idle=lambda: engine.num_open == 0 and (leader is None or leader.num_running == 0)
         )
         if not is_idle:
-            logger.warning("%d requests are still open and are aborted", self._context.lifecycle.total_open)
+            logger.warning(
+                "%d requests are still open and are aborted", self._context.lifecycle.total_open
+            )
             await self.abort()
         self.should_exit = True
 
@@ -389,7 +440,10 @@ class HttpServer(uvicorn.Server):
 
     def _listen(self, listener: socket.socket) -> None:
         make_protocol = partial(
-            self._protocol_class, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            self._protocol_class,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
         )
         acceptor: Any = Acceptor(listener, make_protocol, limits=self._limits, tls=self._tls)
         self.servers.append(acceptor)
@@ -399,7 +453,12 @@ class HttpServer(uvicorn.Server):
         config = self._make_config(self._internal_app)
         config.load()
         make_protocol = partial(
-            self._protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
+            self._protocol_class,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
         )
         path = str(self._context.seat.socket_of(self._context.seat.index))
-        self.servers.append(await asyncio.get_running_loop().create_unix_server(make_protocol, path))
+        self.servers.append(
+            await asyncio.get_running_loop().create_unix_server(make_protocol, path)
+        )

@@ -52,7 +52,8 @@ def named_event(name: str, answer: Struct) -> bytes:
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`; cancel it the moment the client hangs up and raise `ClientGoneError` then.
 
-    `receive` is the ASGI channel after the body was read: all that can still arrive is the disconnect.
+    `receive` is the ASGI channel after the body was read: all that can still arrive is the
+    disconnect.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_hang_up(receive))
@@ -72,9 +73,12 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-async def begun(receive: Receive, source: Source, *, seconds: float | None = FIRST_OUTPUT_SECONDS) -> None:
-    """Begin `source` and wait for its first output: an error before it is raised here, where a status line can still tell it.
-    After `seconds` without an output (None: however long it takes) its stream begins nevertheless, and errors come in it.
+async def begun(
+    receive: Receive, source: Source, *, seconds: float | None = FIRST_OUTPUT_SECONDS
+) -> None:
+    """Begin `source` and wait for its first output: an error before it is raised here, where a
+    status line can still tell it. After `seconds` without an output (None: however long it takes)
+    its stream begins nevertheless, and errors come in it.
     """
     first = asyncio.ensure_future(source.begun())
     watcher = asyncio.ensure_future(_hang_up(receive))
@@ -97,14 +101,20 @@ async def begun(receive: Receive, source: Source, *, seconds: float | None = FIR
 
 
 class EventStream(Response):
-    """Sends the events that `tell` says while it runs; `source` is where it has them from, which pauses while the client does
-    not read, and ends when the client hangs up. Says `ping` whenever nothing else was said for `ping_seconds`.
+    """Sends the events that `tell` says while it runs; `source` is where it has them from, which
+    pauses while the client does not read, and ends when the client hangs up. Says `ping` whenever
+    nothing else was said for `ping_seconds`.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, tell: Callable[[Say], Awaitable[None]], *, source: Source, ping: bytes = b"", ping_seconds: float = math.inf
+        self,
+        tell: Callable[[Say], Awaitable[None]],
+        *,
+        source: Source,
+        ping: bytes = b"",
+        ping_seconds: float = math.inf,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -122,7 +132,9 @@ class EventStream(Response):
             self._source.close()
 
     async def _send(self, scope: Scope, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         channel: BodyChannel = scope["extensions"][BODY_CHANNEL]
 
         def say(events: bytes) -> None:

@@ -1,7 +1,8 @@
 """How much the model is to think: one choice behind the many names that clients have for it.
 
-Models differ in what can be chosen. The M3 family has three modes, which its template writes into the prompt. The M2 family
-always thinks by itself; for it "disabled" closes the think block in the prompt, and the other modes change nothing.
+Models differ in what can be chosen. The M3 family has three modes, which its template writes into
+the prompt. The M2 family always thinks by itself; for it "disabled" closes the think block in the
+prompt, and the other modes change nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from negamax.text.chat_template import ChatTemplate
 MODES = ("enabled", "disabled", "adaptive")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # names of the choice in chat_template_kwargs
+# names of the choice in chat_template_kwargs
+_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")
 
 
 class ReasoningPlace(enum.Enum):
@@ -30,14 +32,18 @@ class ReasoningPlace(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice:
-    """What a request says about thinking; None: nothing, so the model's own way. `budget` is in tokens."""
+    """What a request says about thinking; None: nothing, so the model's own way. `budget` is in
+    tokens.
+    """
 
     mode: str | None = None  # of MODES
     effort: str | None = None  # of EFFORTS
     budget: int | None = None
 
     def mode_for(self, template: ChatTemplate) -> str | None:
-        """The mode that mode, effort and budget add up to. Minimal effort means none where the model can stop thinking."""
+        """The mode that mode, effort and budget add up to. Minimal effort means none where the
+        model can stop thinking.
+        """
         if self.mode is not None:
             return self.mode
         if self.effort == "none" or self.budget == 0:
@@ -52,7 +58,11 @@ class ThinkingChoice:
             "enable_thinking": None if mode is None else mode != "disabled",
             "reasoning_effort": self.effort,
         }
-        return {name: value for name, value in variables.items() if value is not None and template.reads(name)}
+        return {
+            name: value
+            for name, value in variables.items()
+            if value is not None and template.reads(name)
+        }
 
 
 NO_CHOICE = ThinkingChoice()
@@ -72,7 +82,10 @@ def template_switch(kwargs: Mapping[str, Any]) -> str | None:
         if isinstance(value, bool):
             return switch(value)
         if value not in MODES:
-            refuse("chat_template_kwargs", f"{name} is {shown(value)}; allowed: {', '.join(MODES)}, true, false")
+            refuse(
+                "chat_template_kwargs",
+                f"{name} is {shown(value)}; allowed: {', '.join(MODES)}, true, false",
+            )
         return str(value)
     return None
 

@@ -1,8 +1,10 @@
-"""Signatures of thinking: what clients that store thinking blocks expect beside the text, and can bring back instead of it.
+"""Signatures of thinking: what clients that store thinking blocks expect beside the text, and can
+bring back instead of it.
 
-The signature of a shown thought is a MAC of its text, the same for the same text on every server of the model. A hidden thought
-travels inside its signature, so that the model gets it back with the next request. Nothing here is a secret: whoever has the
-text can make its signature, and a thought that somebody else signed is a thought too.
+The signature of a shown thought is a MAC of its text, the same for the same text on every server of
+the model. A hidden thought travels inside its signature, so that the model gets it back with the
+next request. Nothing here is a secret: whoever has the text can make its signature, and a thought
+that somebody else signed is a thought too.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ class ThoughtSigner:
         """The signature of `thought`; one that is hidden is within it."""
         text = thought.encode("utf-8", "surrogatepass")
         packed = zlib.compress(text) if is_hidden else b""
-        return (_HIDDEN if is_hidden else _SHOWN) + base64.b64encode(self._mac(text) + packed).decode()
+        return (_HIDDEN if is_hidden else _SHOWN) + base64.b64encode(
+            self._mac(text) + packed
+        ).decode()
 
     def unpack(self, signature: str, *, max_bytes: int) -> tuple[str | None, int]:
-        """The thought within `signature` (None if there is none, or if it is another model's) and how
-        many bytes were unpacked: at most `max_bytes`, and one more where there are more."""
+        """The thought within `signature` (None if there is none, or if it is another model's) and
+        how many bytes were unpacked: at most `max_bytes`, and one more where there are more."""
         if not signature.startswith(_HIDDEN):
             return None, 0
         unpacker = zlib.decompressobj()
@@ -51,12 +55,12 @@ class ThoughtSigner:
 
 
 class HiddenThoughts:
-    """Takes the thoughts of one request out of their signatures, as many bytes as fit into a window.
-    Single writer: the request's history."""
+    """Takes the thoughts of one request out of their signatures, as many bytes as fit into a
+    window. Single writer: the request's history."""
 
     def __init__(self, signer: ThoughtSigner, *, window: int, shows_earlier: bool) -> None:
-        """`window` is in tokens; `shows_earlier`: the prompt also has what was thought before the last
-        user message."""
+        """`window` is in tokens; `shows_earlier`: the prompt also has what was thought before the
+        last user message."""
         self._signer = signer
         self._window = window
         self._bytes_left = _BYTES_PER_TOKEN * window

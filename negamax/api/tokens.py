@@ -1,4 +1,6 @@
-"""/tokenize, /detokenize and /tokenizer_info: what the model's tokenizer makes of texts, conversations and token ids."""
+"""/tokenize, /detokenize and /tokenizer_info: what the model's tokenizer makes of texts,
+conversations and token ids.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from negamax.api.context import ApiContext
 from negamax.api.conversation import Conversation, off_loop
 from negamax.api.request_body import read_request
 from negamax.api.schemas.common import refuse
-from negamax.api.schemas.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest, TokenizerInfo
+from negamax.api.schemas.tokens import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+    TokenizerInfo,
+)
 from negamax.api.thinking import ThinkingChoice, other_variables, template_switch
 from negamax.text.tokenizer import token_text
 
@@ -30,14 +38,20 @@ def tokens_router(context: ApiContext) -> APIRouter:
         if (wanted.prompt is None) == (wanted.messages is None):
             refuse("prompt", "send either prompt or messages")
         if wanted.prompt is None:
-            prompt = await context.prompts.chat(_conversation(wanted), num_bytes=num_bytes, cache_salt=salt_of(request, ""))
+            prompt = await context.prompts.chat(
+                _conversation(wanted), num_bytes=num_bytes, cache_salt=salt_of(request, "")
+            )
             texts = [prompt.token_ids]
         else:
             given = [wanted.prompt] if isinstance(wanted.prompt, str) else wanted.prompt
             texts = await context.prompts.plain(given, cache_salt=salt_of(request, ""))
         is_list = isinstance(wanted.prompt, list)
         counts = [len(ids) for ids in texts]
-        strings = [[context.engine.tokenizer.token_text(i) for i in ids] for ids in texts] if wanted.return_token_strs else None
+        strings = (
+            [[context.engine.tokenizer.token_text(i) for i in ids] for ids in texts]
+            if wanted.return_token_strs
+            else None
+        )
         answer = TokenizeAnswer(
             count=counts if is_list else counts[0],
             max_model_len=context.engine.info.max_model_len,
@@ -55,14 +69,23 @@ def tokens_router(context: ApiContext) -> APIRouter:
         _check_vocabulary(sequences, vocab_size=context.engine.info.vocab_size)
         tokenizer = context.engine.tokenizer
         texts = await off_loop(
-            lambda: [tokenizer.decode(ids, skip_special_tokens=wanted.skip_special_tokens) for ids in sequences],
+            lambda: [
+                tokenizer.decode(ids, skip_special_tokens=wanted.skip_special_tokens)
+                for ids in sequences
+            ],
             num_bytes=num_bytes,
         )
         text = texts if is_nested else texts[0]
         return json_response(DetokenizeAnswer(prompt=text, text=text))
 
-    tokenize_schema = {"content": {"application/json": {"schema": TokenizeRequest.model_json_schema()}}, "required": True}
-    detokenize_schema = {"content": {"application/json": {"schema": DetokenizeRequest.model_json_schema()}}, "required": True}
+    tokenize_schema = {
+        "content": {"application/json": {"schema": TokenizeRequest.model_json_schema()}},
+        "required": True,
+    }
+    detokenize_schema = {
+        "content": {"application/json": {"schema": DetokenizeRequest.model_json_schema()}},
+        "required": True,
+    }
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
@@ -70,9 +93,17 @@ def tokens_router(context: ApiContext) -> APIRouter:
         return json_response(_info(context))
 
     for prefix in ("", "/v1"):
-        router.add_api_route(f"{prefix}/tokenize", tokenize, methods=["POST"], openapi_extra={"requestBody": tokenize_schema})
         router.add_api_route(
-            f"{prefix}/detokenize", detokenize, methods=["POST"], openapi_extra={"requestBody": detokenize_schema}
+            f"{prefix}/tokenize",
+            tokenize,
+            methods=["POST"],
+            openapi_extra={"requestBody": tokenize_schema},
+        )
+        router.add_api_route(
+            f"{prefix}/detokenize",
+            detokenize,
+            methods=["POST"],
+            openapi_extra={"requestBody": detokenize_schema},
         )
     return router
 
@@ -101,7 +132,9 @@ def _info(context: ApiContext) -> TokenizerInfo:
         unk_token=token_text(config.get("unk_token")),
         pad_token=token_text(config.get("pad_token")),
         additional_special_tokens=[
-            text for other in (others if isinstance(others, list) else ()) if (text := token_text(other)) is not None
+            text
+            for other in (others if isinstance(others, list) else ())
+            if (text := token_text(other)) is not None
         ],
         chat_template=None if template is None else template.source,
     )

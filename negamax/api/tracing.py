@@ -1,8 +1,8 @@
-"""Traces of requests for an OpenTelemetry collector (`--otlp-traces-endpoint`): one span per request to
-the engine, under the names that vLLM gives them.
+"""Traces of requests for an OpenTelemetry collector (`--otlp-traces-endpoint`): one span per
+request to the engine, under the names that vLLM gives them.
 
-OpenTelemetry is imported only here, and only where the option is set. Spans are sent in batches by a
-thread of the SDK; what cannot be sent is dropped.
+OpenTelemetry is imported only here, and only where the option is set. Spans are sent in batches by
+a thread of the SDK; what cannot be sent is dropped.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _PARENT_HEADERS = ("traceparent", "tracestate")
 
 
 def check_endpoint(endpoint: str) -> str:
-    """The address that spans are sent to; `/v1/traces` where it names no path. Errors: `ConfigError`,
-    also where OpenTelemetry is not installed."""
+    """The address that spans are sent to; `/v1/traces` where it names no path. Errors:
+    `ConfigError`, also where OpenTelemetry is not installed."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         hint = "give a collector's address for OTLP over HTTP, such as http://localhost:4318"
@@ -137,7 +137,9 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 class _LastMessage(logging.Handler):
-    """Keeps what the SDK says about its failures: it says so for every batch and every dropped span."""
+    """Keeps what the SDK says about its failures: it says so for every batch and every dropped
+    span.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +168,9 @@ def _told(exporter: Any, address: str) -> Any:
             result = exporter.export(spans)
             works = result is SpanExportResult.SUCCESS
             if self._works and not works:
-                logger.warning("traces cannot be sent to %s and are dropped: %s", address, said.text)
+                logger.warning(
+                    "traces cannot be sent to %s and are dropped: %s", address, said.text
+                )
             elif works and not self._works:
                 logger.warning("traces are sent to %s again", address)
             self._works = works

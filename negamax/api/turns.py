@@ -1,4 +1,6 @@
-"""One answer to one conversation, for the dialects that tell it in blocks: from the request's parts to block events."""
+"""One answer to one conversation, for the dialects that tell it in blocks: from the request's parts
+to block events.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ _MESSAGE_PLACE = re.compile(r"messages\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a request asks for, whatever its dialect. `places` says for each message where in the request it comes from."""
+    """What a request asks for, whatever its dialect. `places` says for each message where in the
+    request it comes from.
+    """
 
     messages: Sequence[dict[str, Any]]
     places: Sequence[str]
@@ -66,11 +70,15 @@ class Turn:
         )
 
 
-async def turn_prompt(context: ApiContext, request: Request, turn: Turn, wanted: TurnRequest, *, num_bytes: int) -> ChatPrompt:
+async def turn_prompt(
+    context: ApiContext, request: Request, turn: Turn, wanted: TurnRequest, *, num_bytes: int
+) -> ChatPrompt:
     """The prompt of `turn`; what is refused is named by its place in the client's request."""
     try:
         salt = salt_of(request, wanted.cache_salt)
-        return await context.prompts.chat(turn.conversation(wanted), num_bytes=num_bytes, cache_salt=salt)
+        return await context.prompts.chat(
+            turn.conversation(wanted), num_bytes=num_bytes, cache_salt=salt
+        )
     except InvalidRequestError as error:
         raise _placed(error, turn.places) from None
 
@@ -125,7 +133,8 @@ class TurnAnswer:
         return reason if isinstance(reason, str) else None
 
     async def run(self, tell: Callable[[list[BlockEvent]], None], *, is_paced: bool) -> None:
-        """Tell what each output of the engine brought, the first with the counts of the prompt; paced for a stream.
+        """Tell what each output of the engine brought, the first with the counts of the prompt;
+        paced for a stream.
 
         Errors: those of `Generation.run`, `AbortedError`.
         """
@@ -138,7 +147,9 @@ class TurnAnswer:
                 raise AbortedError(f"the request {output.request_id} was aborted", code="aborted")
             is_last = output.finish_reason is not None
             parsed = self._reader.push(output)
-            self._meter.update(output, prompt=0, choice=0, reasoning_tokens=self._reader.num_reasoning_tokens)
+            self._meter.update(
+                output, prompt=0, choice=0, reasoning_tokens=self._reader.num_reasoning_tokens
+            )
             if packets is not None:
                 parsed = packets.push(parsed, now=time.monotonic(), is_last=is_last)
             self._logprobs += output.logprobs or ()
@@ -164,14 +175,23 @@ async def begin_answer(
     num_bytes: int,
     arrival: float,
 ) -> TurnAnswer:
-    """Check, render and start `turn`. Errors: everything that can be refused, also what only the engine can tell."""
+    """Check, render and start `turn`. Errors: everything that can be refused, also what only the
+    engine can tell.
+    """
     context.check_sampling(turn.sampling)
     grammar = await off_loop(
-        lambda: answer_grammar(context.voice, tools=turn.tools, choice=turn.calls, content=turn.form), num_bytes=num_bytes
+        lambda: answer_grammar(
+            context.voice, tools=turn.tools, choice=turn.calls, content=turn.form
+        ),
+        num_bytes=num_bytes,
     )
     prompt = await turn_prompt(context, request, turn, wanted, num_bytes=num_bytes)
     sampling = constrained(
-        turn.sampling, context.voice, reasoning=prompt.reasoning, grammar=grammar, budget=turn.thinking.budget
+        turn.sampling,
+        context.voice,
+        reasoning=prompt.reasoning,
+        grammar=grammar,
+        budget=turn.thinking.budget,
     )
     callable_tools = turn.calls.callable_tools(turn.tools)
     rules = ReadingRules(

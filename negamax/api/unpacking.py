@@ -1,4 +1,6 @@
-"""Bodies that clients send compressed, unpacked in pieces, so that a small body cannot become a large one unseen."""
+"""Bodies that clients send compressed, unpacked in pieces, so that a small body cannot become a
+large one unseen.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,22 @@ _RAW_DEFLATE = -15  # without the frame that the standard asks for, as some clie
 
 
 def packed_as(headers: list[tuple[bytes, bytes]]) -> bytes | None:
-    """The encoding of a body, None if it has none. Errors: `UnsupportedMediaTypeError` for one that is not read here."""
-    given = b",".join(value for name, value in headers if name == b"content-encoding").lower().split(b",")
+    """The encoding of a body, None if it has none. Errors: `UnsupportedMediaTypeError` for one that
+    is not read here.
+    """
+    given = (
+        b",".join(value for name, value in headers if name == b"content-encoding")
+        .lower()
+        .split(b",")
+    )
     encodings = [name.strip() for name in given if name.strip() not in (b"", b"identity")]
     if not encodings:
         return None
     if len(encodings) > 1 or encodings[0] not in _ENCODINGS:
         shown = b", ".join(encodings)[:60].decode("latin-1")
         raise UnsupportedMediaTypeError(
-            f"the content encoding is {shown!r}; allowed: 'gzip', 'deflate', or none", code="unsupported_encoding"
+            f"the content encoding is {shown!r}; allowed: 'gzip', 'deflate', or none",
+            code="unsupported_encoding",
         )
     return encodings[0]
 
@@ -87,7 +96,9 @@ class Unpacker:
             self._decoder = zlib.decompressobj(_ENCODINGS[self._encoding])
 
     def _error(self, problem: str) -> InvalidRequestError:
-        return InvalidRequestError(f"the body is not valid {self._encoding.decode()}: {problem}", code="invalid_encoding")
+        return InvalidRequestError(
+            f"the body is not valid {self._encoding.decode()}: {problem}", code="invalid_encoding"
+        )
 
 
 def _has_frame(packed: bytes) -> bool:

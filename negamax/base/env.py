@@ -17,18 +17,25 @@ def get(name: str) -> str | None:
 
 
 def for_child(**variables: str) -> dict[str, str]:
-    """This process's environment with more `variables` and without API keys, which children have no use for."""
-    return {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")} | variables
+    """This process's environment with more `variables` and without API keys, which children have no
+    use for.
+    """
+    return {
+        name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")
+    } | variables
 
 
 def allow_open_files(needed: int) -> None:
-    """Let this process open `needed` files. Errors: `ResourceError` where the system does not let it."""
+    """Let this process open `needed` files. Errors: `ResourceError` where the system does not let
+    it.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ResourceError(
-            f"this process may open {hard} files; at least {needed} are needed", hint="raise the limit (ulimit -n)"
+            f"this process may open {hard} files; at least {needed} are needed",
+            hint="raise the limit (ulimit -n)",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -39,16 +46,19 @@ def names(prefix: str) -> list[str]:
 
 
 def set_default(name: str, value: str) -> None:
-    """Set environment variable `name` of this process (and its children) unless somebody has set it."""
+    """Set environment variable `name` of this process (and its children) unless somebody has set
+    it.
+    """
     os.environ.setdefault(name, value)
 
 
 def settle_cpu_products() -> None:
-    """Have the CPU's libraries compute a row the same way however many there are (decision 3), unless somebody has set their
-    variables. They look once, at their first product: later this has no effect.
+    """Have the CPU's libraries compute a row the same way however many there are (decision 3),
+    unless somebody has set their variables. They look once, at their first product: later this has
+    no effect.
 
-    With AMX, oneDNN's bf16 rows of more than 256 numbers depend on their count from 33 on; so do MKL's in fp32 on Intel. Other
-    makers' processors keep what they have.
+    With AMX, oneDNN's bf16 rows of more than 256 numbers depend on their count from 33 on; so do
+    MKL's in fp32 on Intel. Other makers' processors keep what they have.
     """
     set_default("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if _is_intel():
@@ -73,7 +83,9 @@ def is_writable(folder: Path) -> bool:
 
 
 def available_memory() -> int:
-    """Bytes of main memory a process could take now (Linux: MemAvailable; elsewhere half of the physical memory)."""
+    """Bytes of main memory a process could take now (Linux: MemAvailable; elsewhere half of the
+    physical memory).
+    """
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -94,7 +106,8 @@ def main_memory() -> int:
 
 def usable_cores() -> int:
     """CPU cores this process may use: its affinity where the platform tells, else all, and no more
-    than a container's quota allows. Threads beyond a quota stop all of them for parts of a second."""
+    than a container's quota allows. Threads beyond a quota stop all of them for parts of a second.
+    """
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, int(min(count, _cpu_quota(Path("/sys/fs/cgroup")))))
 
@@ -105,7 +118,9 @@ def _cpu_quota(folder: Path) -> float:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
         else:
-            quota, period = ((folder / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota, period = (
+                (folder / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+            )
         return int(quota) / int(period) if int(quota) > 0 else math.inf
     except (OSError, ValueError):  # no control groups, or "max"
         return math.inf

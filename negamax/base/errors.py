@@ -1,7 +1,8 @@
 """The one exception tree of Negamax.
 
-Every error that a person can cause carries what was given, what is allowed and what to do instead, and knows the HTTP status
-and the process exit code it maps to. Anything else that escapes is a bug of ours and is reported as an internal error.
+Every error that a person can cause carries what was given, what is allowed and what to do instead,
+and knows the HTTP status and the process exit code it maps to. Anything else that escapes is a bug
+of ours and is reported as an internal error.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import errno
 class NegamaxError(Exception):
     """Root of the tree: a message for people, and how the border reports it.
 
-    `hint` is an optional second sentence; `param` names the request field at fault, `code` is a stable machine-readable word.
-    `retry_after` is set where the same request may succeed later: after about so many seconds.
+    `hint` is an optional second sentence; `param` names the request field at fault, `code` is a
+    stable machine-readable word. `retry_after` is set where the same request may succeed later:
+    after about so many seconds.
     """
 
     http_status: int = 500
@@ -21,7 +23,14 @@ class NegamaxError(Exception):
     exit_code: int = 1
     retry_after: float | None = None  # seconds
 
-    def __init__(self, message: str, *, hint: str | None = None, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -44,7 +53,9 @@ class ContextLengthError(InvalidRequestError):
     """Prompt, or prompt plus requested output, is longer than the window (400)."""
 
     @classmethod
-    def of_prompt(cls, num_tokens: int, *, window: int, param: str, is_counted: bool = True) -> ContextLengthError:
+    def of_prompt(
+        cls, num_tokens: int, *, window: int, param: str, is_counted: bool = True
+    ) -> ContextLengthError:
         """The error of a prompt without room for an answer. `is_counted` False: it has more tokens.
 
         Clients know by these words, and by the numbers in them, that a conversation is to be
@@ -53,7 +64,8 @@ class ContextLengthError(InvalidRequestError):
         maximum = window if num_tokens > window else window - 1
         more = "" if is_counted else " (or more; the rest was not counted)"
         return cls(
-            f"prompt is too long: {num_tokens} tokens > {maximum} maximum{more}. This model's maximum "
+            f"prompt is too long: {num_tokens} tokens > {maximum} maximum{more}. This model's "
+            f"maximum "
             f"context length is {window} tokens, output included; shorten the prompt",
             param=param,
             code="context_length_exceeded",
@@ -183,11 +195,15 @@ class ConfigError(NegamaxError):
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint with missing, surplus, truncated or mis-shaped files or tensors (exit code 2)."""
+    """A checkpoint with missing, surplus, truncated or mis-shaped files or tensors (exit code
+    2).
+    """
 
 
 class ResourceError(ConfigError):
-    """Memory, port or device that the chosen configuration needs and the machine does not have (exit code 2)."""
+    """Memory, port or device that the chosen configuration needs and the machine does not have
+    (exit code 2).
+    """
 
     @classmethod
     def of_system(cls, error: OSError) -> ResourceError:
@@ -195,7 +211,8 @@ class ResourceError(ConfigError):
         if error.errno == errno.ENAMETOOLONG:
             name = max(str(error.filename or "").split("/"), key=len)
             return cls(
-                f"{name[:40]}... is a file name of {len(name)} characters; the system allows 255 bytes",
+                f"{name[:40]}... is a file name of {len(name)} characters; the system allows 255 "
+                f"bytes",
                 hint="give a shorter one",
             )
         if error.errno in (errno.EMFILE, errno.ENFILE):

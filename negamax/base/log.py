@@ -42,7 +42,9 @@ def setup(level: str | int = "info", log_format: str = "text") -> None:
     logging.captureWarnings(True)
     if log_format == "json":
         sys.excepthook = _log_uncaught
-        threading.excepthook = lambda end: _log_uncaught(end.exc_type, end.exc_value or end.exc_type(), end.exc_traceback)
+        threading.excepthook = lambda end: _log_uncaught(
+            end.exc_type, end.exc_value or end.exc_type(), end.exc_traceback
+        )
 
 
 def setup_as_parent() -> None:
@@ -73,7 +75,9 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
     """In place of Python's own hooks, whose lines are no JSON."""
     if issubclass(kind, KeyboardInterrupt | SystemExit):
         return
@@ -99,7 +103,9 @@ class _RecentLines(logging.Handler):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line; the `fields` of a record (`extra={"fields": {...}}`) are its members."""
+    """One JSON object per line; the `fields` of a record (`extra={"fields": {...}}`) are its
+    members.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.datetime.fromtimestamp(record.created).astimezone()

@@ -30,8 +30,8 @@ def escaped(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """A line per record, in which no control character of what was logged is left. Lines that follow are indented: those of a
-    traceback, or of a message whose own words have several."""
+    """A line per record, in which no control character of what was logged is left. Lines that
+    follow are indented: those of a traceback, or of a message whose own words have several."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         own_lines = "\n" in str(record.msg) and bool(record.args)
@@ -43,8 +43,8 @@ class TextFormatter(logging.Formatter):
 
 
 class Brake(logging.Filter):
-    """Lets through so many warnings and errors of one kind (the same words of the same logger) in a while; the next one that
-    passes says how many did not."""
+    """Lets through so many warnings and errors of one kind (the same words of the same logger) in a
+    while; the next one that passes says how many did not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class Brake(logging.Filter):
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error. Where that is a pipe, a terminal or a socket that nobody reads, lines wait here, and the oldest
-    are lost: the process never waits."""
+    """Writes to standard error. Where that is a pipe, a terminal or a socket that nobody reads,
+    lines wait here, and the oldest are lost: the process never waits."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -100,7 +100,9 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
             return
         with contextlib.suppress(OSError):  # full: later; nobody will ever read: never
             if self._pending and self._num_lost:
-                self._write(f"({self._num_lost} log lines are lost: standard error was not read)\n".encode())
+                self._write(
+                    f"({self._num_lost} log lines are lost: standard error was not read)\n".encode()
+                )
                 self._num_lost = 0
             while self._pending:
                 written = self._write(self._pending[0][:_LONGEST_WRITE])
@@ -110,7 +112,9 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _writer_without_waiting() -> Callable[[bytes], int] | None:
-    """What writes bytes to standard error or raises `BlockingIOError`; None where a write never waits for a reader."""
+    """What writes bytes to standard error or raises `BlockingIOError`; None where a write never
+    waits for a reader.
+    """
     try:
         fd = sys.stderr.fileno()
         mode = os.fstat(fd).st_mode
@@ -119,7 +123,9 @@ def _writer_without_waiting() -> Callable[[bytes], int] | None:
             return lambda line: connection.send(line, socket.MSG_DONTWAIT)
         if stat.S_ISFIFO(mode) or os.isatty(fd):
             # Opened anew: other processes that write there keep their way of waiting.
-            own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+            own = os.open(
+                f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+            )
             return lambda line: os.write(own, line)
     except (OSError, ValueError, AttributeError):  # no file, closed, or not Linux
         pass

@@ -20,12 +20,15 @@ from negamax.base.errors import ResourceError
 _PREFIX = "negamax-"
 _LOCK = "lock"
 _MOST_BYTES = 103  # of a socket's path: macOS; Linux has 107
-_OWN_BYTES = len(f"/{_PREFIX}12345678/requests-63")  # the longest path in a folder, from the folder above on
+# the longest path in a folder, from the folder above on
+_OWN_BYTES = len(f"/{_PREFIX}12345678/requests-63")
 _SECONDS_TO_LOCK = 10.0  # younger folders may be about to be locked
 
 
 class PrivateFolder:
-    """A new folder, until `remove`. Errors: `ResourceError` where no folder for temporary files will do."""
+    """A new folder, until `remove`. Errors: `ResourceError` where no folder for temporary files
+    will do.
+    """
 
     def __init__(self) -> None:
         parent = _parent()
@@ -43,13 +46,20 @@ class PrivateFolder:
 
 
 def _parent() -> str:
-    """Where sockets can be: the folder for temporary files, or another one where its name is too long for them."""
+    """Where sockets can be: the folder for temporary files, or another one where its name is too
+    long for them.
+    """
     preferred = tempfile.gettempdir()
     for folder in (preferred, env.get("XDG_RUNTIME_DIR"), "/tmp"):
-        if folder is not None and len(os.fsencode(folder)) + _OWN_BYTES <= _MOST_BYTES and env.is_writable(Path(folder)):
+        if (
+            folder is not None
+            and len(os.fsencode(folder)) + _OWN_BYTES <= _MOST_BYTES
+            and env.is_writable(Path(folder))
+        ):
             return folder
     raise ResourceError(
-        f"the folder for temporary files has a path of {len(os.fsencode(preferred))} bytes ({preferred}); "
+        f"the folder for temporary files has a path of {len(os.fsencode(preferred))} bytes "
+        f"({preferred}); "
         f"sockets in it need one of at most {_MOST_BYTES - _OWN_BYTES}",
         hint="set TMPDIR to a shorter one",
     )

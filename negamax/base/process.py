@@ -19,9 +19,11 @@ from negamax.base import env, log
 _GROUP_END_SECONDS = 5.0
 
 
-def spawn(module: str, *args: str, own_group: bool = False, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start `python -m module args`, in a session and process group of its own, or in those of this process; it inherits the
-    open files `pass_fds`.
+def spawn(
+    module: str, *args: str, own_group: bool = False, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module args`, in a session and process group of its own, or in those of this
+    process; it inherits the open files `pass_fds`.
 
     The child may log as this process does: `log.setup_as_parent`. Its standard input is a pipe
     without a buffer: it reaches its end when the parent is gone, by whatever cause.
@@ -38,8 +40,8 @@ def spawn(module: str, *args: str, own_group: bool = False, pass_fds: Sequence[i
 
 
 def is_gone(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a child has ended, by the pipe to its standard input, which has no reader then: with a device driver to clean
-    up after, its exit code is known much later."""
+    """Whether a child has ended, by the pipe to its standard input, which has no reader then: with
+    a device driver to clean up after, its exit code is known much later."""
     assert process.stdin is not None
     if process.poll() is not None:
         return True
@@ -51,8 +53,9 @@ def is_gone(process: subprocess.Popen[bytes]) -> bool:
 def exit_with_parent() -> None:
     """In a child started by `spawn`: end this process as soon as the parent is gone.
 
-    Signals that ask to end or to reload are the parent's business. Service managers and terminals send
-    them to every process at once; a child that followed them would break off what the parent wants to finish.
+    Signals that ask to end or to reload are the parent's business. Service managers and terminals
+    send them to every process at once; a child that followed them would break off what the parent
+    wants to finish.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -80,7 +83,9 @@ def exit_now(code: int) -> NoReturn:
 
 
 def stop(*processes: subprocess.Popen[bytes], timeout: float) -> None:
-    """Give children that were told to end `timeout` seconds for it, then kill those that are left."""
+    """Give children that were told to end `timeout` seconds for it, then kill those that are
+    left.
+    """
     deadline = time.monotonic() + timeout
     for process in processes:
         try:
@@ -94,9 +99,11 @@ def stop(*processes: subprocess.Popen[bytes], timeout: float) -> None:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the process group of a child with a group of its own, the child and its children; wait until
-    they are gone, for at most 5 s (children of a dead child are reaped by the system)."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # on macOS a group of zombies may not be signalled
+    """Kill what is left of the process group of a child with a group of its own, the child and its
+    children; wait until they are gone, for at most 5 s (children of a dead child are reaped by the
+    system)."""
+    # on macOS a group of zombies may not be signalled
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         deadline = time.monotonic() + _GROUP_END_SECONDS

@@ -1,4 +1,6 @@
-"""Progress of long work on standard error: one line that is redrawn on a terminal, log lines elsewhere."""
+"""Progress of long work on standard error: one line that is redrawn on a terminal, log lines
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,14 @@ class Progress:
     """Call it with what is done and what there is in all; use it as a context manager, which clears
     the line. Single writer: one thread.
 
-    Where standard error is no terminal, or the log is in JSON, a line is logged every 5 s; where the
-    log level hides it (`negamax chat` and others log from warning on), it is written as it is, but
-    never at level error. `enabled` False: nothing at all.
+    Where standard error is no terminal, or the log is in JSON, a line is logged every 5 s; where
+    the log level hides it (`negamax chat` and others log from warning on), it is written as it is,
+    but never at level error. `enabled` False: nothing at all.
     """
 
-    def __init__(self, what: str, *, unit: Callable[[int], str] = str, enabled: bool = True) -> None:
+    def __init__(
+        self, what: str, *, unit: Callable[[int], str] = str, enabled: bool = True
+    ) -> None:
         """`what` is being done, `unit` spells an amount."""
         self._what = what
         self._unit = unit
@@ -40,7 +44,12 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._is_drawn:
             print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 

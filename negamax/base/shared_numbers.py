@@ -1,5 +1,5 @@
-"""Numbers that several processes share: a row for each of them, which it alone writes and all can read. No locks: a number is
-eight aligned bytes, and nobody needs two of them to fit together."""
+"""Numbers that several processes share: a row for each of them, which it alone writes and all can
+read. No locks: a number is eight aligned bytes, and nobody needs two of them to fit together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ Row = ctypes.Array[ctypes.c_double]
 
 
 class SharedNumbers:
-    """A table of float64, all zero at first: `num_rows` processes with `num_columns` numbers each. Counts are exact up to 2^53.
+    """A table of float64, all zero at first: `num_rows` processes with `num_columns` numbers each.
+    Counts are exact up to 2^53.
 
-    With `path`, processes that give the same file share the table, of which some may know the first rows alone; without, it
-    belongs to this process.
+    With `path`, processes that give the same file share the table, of which some may know the first
+    rows alone; without, it belongs to this process.
     """
 
     def __init__(self, num_columns: int, *, num_rows: int = 1, path: Path | None = None) -> None:
@@ -32,7 +33,9 @@ class SharedNumbers:
         self.num_rows = num_rows
 
     def row(self, index: int, *, start: int = 0, count: int | None = None) -> Row:
-        """The numbers of process `index`, to write or to read: `count` of them from column `start` on, all by default."""
+        """The numbers of process `index`, to write or to read: `count` of them from column `start`
+        on, all by default.
+        """
         count = self._num_columns - start if count is None else count
         offset = (index * self._num_columns + start) * _BYTES
         return (ctypes.c_double * count).from_buffer(self._memory, offset)

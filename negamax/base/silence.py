@@ -8,8 +8,8 @@ _LONGEST_LOOK_SECONDS = 1.0  # a look that comes later says that this process st
 
 
 class Silence:
-    """The silence of one process; times in which the one that looks stood still itself do not count. Single writer: whoever
-    looks, several times a second."""
+    """The silence of one process; times in which the one that looks stood still itself do not
+    count. Single writer: whoever looks, several times a second."""
 
     def __init__(self) -> None:
         self._sign = 0.0
@@ -17,7 +17,9 @@ class Silence:
         self._last = time.monotonic()
 
     def seconds(self, sign: float) -> float:
-        """The silence until now. `sign` is a number that changes with every sign of life, 0 before the first one."""
+        """The silence until now. `sign` is a number that changes with every sign of life, 0 before
+        the first one.
+        """
         now = time.monotonic()
         self._seconds += min(now - self._last, _LONGEST_LOOK_SECONDS)
         self._last = now

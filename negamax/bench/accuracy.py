@@ -1,4 +1,6 @@
-"""Accuracy suites: generated problems with exact answers, solved greedily by a model through the real engine."""
+"""Accuracy suites: generated problems with exact answers, solved greedily by a model through the
+real engine.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """The outcome of one suite. Rates are per problem; times are of the whole run, prompts included."""
+    """The outcome of one suite. Rates are per problem; times are of the whole run, prompts
+    included.
+    """
 
     suite: str
     model: str
@@ -49,7 +53,10 @@ class SuiteResult:
 
     def as_dict(self) -> dict[str, Any]:
         """For a JSON file."""
-        return asdict(self) | {"accuracy": self.accuracy, "tokens_per_second": self.output_tokens / self.seconds}
+        return asdict(self) | {
+            "accuracy": self.accuracy,
+            "tokens_per_second": self.output_tokens / self.seconds,
+        }
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,8 @@ def run_suite(
     temperature: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> SuiteResult:
-    """Solve `count` held-out problems of `suite`. `progress(done, total)` is called after each batch.
+    """Solve `count` held-out problems of `suite`. `progress(done, total)` is called after each
+    batch.
 
     Errors: `InvalidRequestError` for an unknown suite.
     """
@@ -88,7 +96,9 @@ def run_suite(
             parsed = llm.parse(prompt, generation.outputs[0], tools=task.tools)
             if not task.solved_by(parsed):
                 num_failed += 1
-                failures.append(Failure(str(task.messages[-1]["content"]), task.expected, _shown(parsed)))
+                failures.append(
+                    Failure(str(task.messages[-1]["content"]), task.expected, _shown(parsed))
+                )
         if progress is not None:
             progress(first + len(part), len(tasks))
     return SuiteResult(
@@ -110,7 +120,9 @@ def _tasks(suite: str, *, count: int, seed: int) -> list[_Task]:
         return [_math_task(problem) for problem in nano_math.problems(count, seed)]
     if suite == "nano-tools":
         return [_tool_task(problem) for problem in nano_tools.problems(count, seed)]
-    raise InvalidRequestError(f"no accuracy suite is called {suite!r}; known: {', '.join(SUITES)}", param="suite")
+    raise InvalidRequestError(
+        f"no accuracy suite is called {suite!r}; known: {', '.join(SUITES)}", param="suite"
+    )
 
 
 def _math_task(problem: nano_math.Problem) -> _Task:
@@ -118,13 +130,17 @@ def _math_task(problem: nano_math.Problem) -> _Task:
         messages=list(problem.messages),
         tools=None,
         expected=str(problem.answer),
-        solved_by=lambda parsed: not parsed.tool_calls and nano_math.grade(problem, parsed.content or ""),
+        solved_by=lambda parsed: (
+            not parsed.tool_calls and nano_math.grade(problem, parsed.content or "")
+        ),
     )
 
 
 def _tool_task(problem: nano_tools.Problem) -> _Task:
     def solved_by(parsed: ParsedOutput) -> bool:
-        calls = [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls if call.is_whole]
+        calls = [
+            (call.name, json.loads(call.arguments)) for call in parsed.tool_calls if call.is_whole
+        ]
         return len(calls) == len(parsed.tool_calls) and nano_tools.grade(problem, calls)
 
     return _Task(

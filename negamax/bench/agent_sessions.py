@@ -1,8 +1,9 @@
-"""Seeded sessions of a coding agent: one long system prompt and its tools for all, and a history that grows with each turn.
+"""Seeded sessions of a coding agent: one long system prompt and its tools for all, and a history
+that grows with each turn.
 
-A turn asks for the next step; its answer is thinking and tool calls, their results are pieces of files, and after a handful of
-steps an answer ends the task and the user sets the next one. The whole history, thinking included, is sent each time, as agents
-do.
+A turn asks for the next step; its answer is thinking and tool calls, their results are pieces of
+files, and after a handful of steps an answer ends the task and the user sets the next one. The
+whole history, thinking included, is sent each time, as agents do.
 """
 
 # ruff: noqa: SIM905 (word lists read better as text)
@@ -23,12 +24,15 @@ RESULT_SPREAD = (0.3, 1.7)  # of a tool result's length
 TWO_CALLS_SHARE = 0.25
 
 _NOUNS = (
-    "cache parser request session buffer token index worker queue schema client header record stream config router model batch "
-    "handler payload cursor registry adapter snapshot bucket channel ledger digest segment fragment policy quota"
+    "cache parser request session buffer token index worker queue schema client header record "
+    "stream config router model batch "
+    "handler payload cursor registry adapter snapshot bucket channel ledger digest segment "
+    "fragment policy quota"
 ).split()
 _VERBS = (
-    "load merge check split flush open close update build find count apply store remove render resolve collect encode".split()
-)
+    "load merge check split flush open close update build find count apply store remove "
+    "render resolve collect encode"
+).split()
 _RULES = (
     "Read a file before you change it.",
     "Keep to the style of the code around a change.",
@@ -40,11 +44,31 @@ _RULES = (
     "Do several independent look-ups in one go.",
 )
 _TOOLS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    ("read_file", "Show lines of a file.", {"path": "string", "first_line": "integer", "num_lines": "integer"}),
-    ("write_file", "Replace the content of a file, or make a new one.", {"path": "string", "content": "string"}),
-    ("edit_file", "Replace one passage of a file.", {"path": "string", "old": "string", "new": "string", "all": "boolean"}),
-    ("run_command", "Run a shell command and show its output.", {"command": "string", "timeout_s": "number"}),
-    ("search_text", "Find lines that match a pattern.", {"pattern": "string", "folder": "string", "ignore_case": "boolean"}),
+    (
+        "read_file",
+        "Show lines of a file.",
+        {"path": "string", "first_line": "integer", "num_lines": "integer"},
+    ),
+    (
+        "write_file",
+        "Replace the content of a file, or make a new one.",
+        {"path": "string", "content": "string"},
+    ),
+    (
+        "edit_file",
+        "Replace one passage of a file.",
+        {"path": "string", "old": "string", "new": "string", "all": "boolean"},
+    ),
+    (
+        "run_command",
+        "Run a shell command and show its output.",
+        {"command": "string", "timeout_s": "number"},
+    ),
+    (
+        "search_text",
+        "Find lines that match a pattern.",
+        {"pattern": "string", "folder": "string", "ignore_case": "boolean"},
+    ),
     ("find_files", "List files by name.", {"pattern": "string", "folder": "string"}),
     ("list_folder", "List a folder.", {"path": "string", "depth": "integer"}),
     ("run_tests", "Run tests by name.", {"names": "array", "verbose": "boolean"}),
@@ -57,7 +81,9 @@ _TOOLS: tuple[tuple[str, str, dict[str, str]], ...] = (
 
 @dataclass(frozen=True)
 class _Step:
-    """What an assistant turn recorded: thinking, text, and calls with their results; or a new question."""
+    """What an assistant turn recorded: thinking, text, and calls with their results; or a new
+    question.
+    """
 
     message: dict[str, Any]
     results: tuple[str, ...]  # of its calls
@@ -90,11 +116,16 @@ class AgentSessions:
             step = self._step(rng, number=len(steps), ends=left == 0)
             left = rng.randint(*STEPS_PER_TASK) if left == 0 else left - 1
             size += self._tokens([json.dumps(step.message), *step.results, step.question])
-            if self._window is not None and 1.1 * size + self._options.agent_output_len > self._window:
+            if (
+                self._window is not None
+                and 1.1 * size + self._options.agent_output_len > self._window
+            ):
                 break
             steps.append(step)
         live = self._options.agent_history == "live"
-        return Session(len(steps) + 1, lambda: self._turns(opening, steps, live=live), wants_answers=live)
+        return Session(
+            len(steps) + 1, lambda: self._turns(opening, steps, live=live), wants_answers=live
+        )
 
     def _tokens(self, texts: list[str]) -> int:
         return sum(self._scale.tokens(len(text)) for text in texts if text)
@@ -120,9 +151,15 @@ class AgentSessions:
         if ends or not self.tools:
             return _Step(message, (), _task(rng))
         count = 2 if rng.random() < TWO_CALLS_SHARE else 1
-        calls = [_call(rng, f"call_{number:04d}{index}{rng.getrandbits(64):016x}", self.tools) for index in range(count)]
+        calls = [
+            _call(rng, f"call_{number:04d}{index}{rng.getrandbits(64):016x}", self.tools)
+            for index in range(count)
+        ]
         message["tool_calls"] = calls
-        results = tuple(source_code(rng, chars(rng.uniform(*RESULT_SPREAD) * options.agent_result_len / count)) for _ in calls)
+        results = tuple(
+            source_code(rng, chars(rng.uniform(*RESULT_SPREAD) * options.agent_result_len / count))
+            for _ in calls
+        )
         return _Step(message, results, "")
 
 
@@ -132,15 +169,21 @@ def _recorded_reply(step: _Step) -> list[dict[str, Any]]:
         return [step.message, {"role": "user", "content": step.question}]
     calls = step.message["tool_calls"]
     results = zip(calls, step.results, strict=True)
-    return [step.message, *({"role": "tool", "tool_call_id": call["id"], "content": text} for call, text in results)]
+    return [
+        step.message,
+        *({"role": "tool", "tool_call_id": call["id"], "content": text} for call, text in results),
+    ]
 
 
 def _live_reply(answer: Answer, step: _Step) -> list[dict[str, Any]]:
-    """The server's own answer, with a result for each of its calls; what the user says where it made none."""
+    """The server's own answer, with a result for each of its calls; what the user says where it
+    made none.
+    """
     assert answer.message is not None
     message = dict(answer.message)
     calls = message.get("tool_calls", [])
-    if answer.record.finish_reason != "tool_calls" or not calls:  # a call that was cut off cannot be sent back
+    # a call that was cut off cannot be sent back
+    if answer.record.finish_reason != "tool_calls" or not calls:
         message.pop("tool_calls", None)
         return [message, {"role": "user", "content": step.question or "\n".join(step.results)}]
     texts = step.results or (step.question,)
@@ -163,7 +206,10 @@ def _tool(number: int) -> dict[str, Any]:
         for field, kind in fields.items()
     }
     schema = {"type": "object", "properties": properties, "required": list(fields)[:1]}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": schema},
+    }
 
 
 def _call(rng: random.Random, call_id: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
@@ -179,7 +225,11 @@ def _call(rng: random.Random, call_id: str, tools: list[dict[str, Any]]) -> dict
             values[field] = [f"{rng.choice(_VERBS)} the {rng.choice(_NOUNS)}" for _ in range(2)]
         else:
             values[field] = _path(rng) if field in ("path", "folder") else _sentence(rng)
-    return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": json.dumps(values)}}
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": json.dumps(values)},
+    }
 
 
 def _path(rng: random.Random) -> str:
@@ -195,8 +245,10 @@ def _sentence(rng: random.Random) -> str:
 
 def _task(rng: random.Random) -> str:
     return (
-        f"In {_path(rng)}, `{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}` loses a {rng.choice(_NOUNS)} "
-        f"when the {rng.choice(_NOUNS)} is empty (report {rng.randint(1000, 9999)}). Find out why, repair it and add a test."
+        f"In {_path(rng)}, `{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}` loses a "
+        f"{rng.choice(_NOUNS)} "
+        f"when the {rng.choice(_NOUNS)} is empty (report {rng.randint(1000, 9999)}). Find out "
+        f"why, repair it and add a test."
     )
 
 
@@ -208,7 +260,10 @@ def _prose(rng: random.Random, num_chars: int) -> str:
 
 
 def _system_prompt(rng: random.Random, num_chars: int) -> str:
-    opening = "You are a coding agent. You work in the user's repository through tools, step by step, until the task is done.\n"
+    opening = (
+        "You are a coding agent. You work in the user's repository through tools, step by "
+        "step, until the task is done.\n"
+    )
     lines = [opening, *(f"- {rule}" for rule in _RULES)]
     size = sum(map(len, lines)) + len(lines)
     while size < num_chars:
@@ -218,13 +273,16 @@ def _system_prompt(rng: random.Random, num_chars: int) -> str:
 
 
 def source_code(rng: random.Random, num_chars: int) -> str:
-    """Lines of a made-up Python file, numbered as tools show them, exactly `num_chars` characters."""
+    """Lines of a made-up Python file, numbered as tools show them, exactly `num_chars`
+    characters.
+    """
     lines: list[str] = []
     size, number = 0, rng.randint(1, 400)
     while size <= num_chars:
         verb, noun, other = rng.choice(_VERBS), rng.choice(_NOUNS), rng.choice(_NOUNS)
         for line in (
-            f"def {verb}_{noun}({other}: {other.title()}, *, limit: int = {rng.randint(1, 512)}) -> {noun.title()}:",
+            f"def {verb}_{noun}({other}: {other.title()}, *, limit: int = {rng.randint(1, 512)}) "
+            f"-> {noun.title()}:",
             f'    """{verb.title()} the {noun} of `{other}`."""',
             f"    found = [item for item in {other}.{noun}s if item.size <= limit]",
             f"    if not found or {other}.is_{rng.choice(_NOUNS)}:",

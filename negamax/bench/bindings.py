@@ -1,7 +1,8 @@
 """Kernels with their arguments bound, so that a benchmark calls nothing else.
 
-An op's `apply` says how its kernels are called: it prepares weights, copies what is written in place, and calls `run`. Here it
-is followed once, and the calls of `run` that it makes are kept with their arguments; repeating them runs the kernel alone.
+An op's `apply` says how its kernels are called: it prepares weights, copies what is written in
+place, and calls `run`. Here it is followed once, and the calls of `run` that it makes are kept with
+their arguments; repeating them runs the kernel alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ Call = Callable[[], Any]
 
 
 def bind(op: Op, kernel: Kernel, case: Case) -> Call:
-    """A closure that repeats the kernel calls of `op.apply(kernel, case)` on the same prepared arguments."""
+    """A closure that repeats the kernel calls of `op.apply(kernel, case)` on the same prepared
+    arguments.
+    """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +42,9 @@ def bind(op: Op, kernel: Kernel, case: Case) -> Call:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` (a tensor, or tensors in tuples, lists, dicts and dataclasses) with `change` applied to every tensor."""
+    """`value` (a tensor, or tensors in tuples, lists, dicts and dataclasses) with `change` applied
+    to every tensor.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):
@@ -47,7 +52,13 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: map_tensors(part, change) for key, part in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: map_tensors(getattr(value, field.name), change) for field in fields(value)})
+        return replace(
+            value,
+            **{
+                field.name: map_tensors(getattr(value, field.name), change)
+                for field in fields(value)
+            },
+        )
     return value
 
 

@@ -1,4 +1,6 @@
-"""The physical limit of a decode step: the bytes that it must read, over the bandwidth that the memory has."""
+"""The physical limit of a decode step: the bytes that it must read, over the bandwidth that the
+memory has.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3":
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What one decode step reads at least, in bytes over all ranks; every rank reads the whole router."""
+    """What one decode step reads at least, in bytes over all ranks; every rank reads the whole
+    router.
+    """
 
     attention: float  # the projections of all layers
     experts: float  # of the distinct experts that are hit, all layers
@@ -21,13 +25,17 @@ class StepBytes:
     router: float  # on each rank
 
     def seconds(self, *, ranks: int, bytes_per_second: float) -> float:
-        """The time of the step on `ranks` GPUs that read `bytes_per_second` each, links and arithmetic for free."""
+        """The time of the step on `ranks` GPUs that read `bytes_per_second` each, links and
+        arithmetic for free.
+        """
         shared = self.attention + self.experts + self.head + self.kv
         return (shared / ranks + self.router) / bytes_per_second
 
 
 def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float:
-    """Experts of a layer that `num_tokens` tokens hit when every choice is uniform and independent of the other tokens'."""
+    """Experts of a layer that `num_tokens` tokens hit when every choice is uniform and independent
+    of the other tokens'.
+    """
     missed = (1 - spec.experts_per_token / spec.num_experts) ** num_tokens
     return spec.num_experts * (1 - missed)
 
@@ -37,7 +45,9 @@ def dtype_bytes(name: str) -> int:
     return _DTYPE_BYTES[name]
 
 
-def step_bytes(spec: ModelSpec, *, batch: int, context: float, dtype: str, kv_dtype: str) -> StepBytes:
+def step_bytes(
+    spec: ModelSpec, *, batch: int, context: float, dtype: str, kv_dtype: str
+) -> StepBytes:
     """A step of `batch` sequences of `context` tokens (their mean) each, experts chosen uniformly.
 
     `dtype` is that of plain weights; quantised ones take one byte and their share of the scales.

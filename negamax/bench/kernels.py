@@ -1,8 +1,10 @@
-"""`negamax bench kernels`: every kernel at the sizes of the real models, beside what the machine can do at best.
+"""`negamax bench kernels`: every kernel at the sizes of the real models, beside what the machine
+can do at best.
 
-On a GPU the caches are cold: a read of twice the L2 cache comes before each measurement, and a measurement is one CUDA graph
-of several calls, each on tensors of its own or on tensors that twice the L2 cache of other data has pushed out. On the CPU it
-is the wall clock of one call after another on the op's small cases.
+On a GPU the caches are cold: a read of twice the L2 cache comes before each measurement, and a
+measurement is one CUDA graph of several calls, each on tensors of its own or on tensors that twice
+the L2 cache of other data has pushed out. On the CPU it is the wall clock of one call after another
+on the op's small cases.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Timing:
-    """One kernel on one case. `percent_of_roofline` is 100 where no kernel can be faster on this machine."""
+    """One kernel on one case. `percent_of_roofline` is 100 where no kernel can be faster on this
+    machine.
+    """
 
     op: str
     provider: str
@@ -61,14 +65,18 @@ class Timing:
     gigabytes_per_second: float
     teraflops_per_second: float
     percent_of_roofline: float
-    is_cold: bool | None  # whether the L2 cache was; None on the CPU, where nothing is done about caches
+    # whether the L2 cache was; None on the CPU, where nothing is done about caches
+    is_cold: bool | None
 
     def line(self) -> str:
         """As printed: the larger of the two rates is named by what bounds the kernel."""
         rate = f"{self.gigabytes_per_second:7.0f} GB/s {self.teraflops_per_second:7.1f} TFLOP/s"
         warm = "  (L2 not cold)" if self.is_cold is False else ""
         name = f"{self.op} {self.provider} {self.dtype}"
-        return f"{name:45} {self.microseconds:9.2f} us {rate} {self.percent_of_roofline:5.1f} %  {self.case}{warm}"
+        return (
+            f"{name:45} {self.microseconds:9.2f} us {rate} {self.percent_of_roofline:5.1f} %  "
+            f"{self.case}{warm}"
+        )
 
 
 def has_fp8(case: Case) -> bool:
@@ -92,32 +100,48 @@ def run(
     ranks: Sequence[int] = (1, 2, 4),
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Time every kernel of `ops` (none: all) that runs on `device`; the document that `--json` writes.
+    """Time every kernel of `ops` (none: all) that runs on `device`; the document that `--json`
+    writes.
 
-    On a GPU the definitions in PyTorch are timed only where `provider` is "reference". `ranks` selects among cases whose label
-    names a TP degree. Errors: `ConfigError` for an unknown op, provider, dtype or device.
+    On a GPU the definitions in PyTorch are timed only where `provider` is "reference". `ranks`
+    selects among cases whose label names a TP degree. Errors: `ConfigError` for an unknown op,
+    provider, dtype or device.
     """
     unknown = [name for name in ops if name not in OPS]
     if unknown:
         raise ConfigError(f"--op is {unknown[0]!r}; known: {', '.join(sorted(OPS))}")
     platform = choose_device(device, num_ranks=1)
     kind = _dtype(dtype)
-    chosen = [kernel for name in ops or sorted(OPS) for kernel in _kernels(name, platform, dtype=kind, provider=provider)]
+    chosen = [
+        kernel
+        for name in ops or sorted(OPS)
+        for kernel in _kernels(name, platform, dtype=kind, provider=provider)
+    ]
     if not chosen:
         raise ConfigError(f"no kernel to time: provider {provider!r}, {dtype}, {platform}")
     ceilings = measure_ceilings(platform, dtype=kind)
     say(
         f"{platform}: copy {ceilings.bytes_per_second / 1e12:.3f} TB/s, "
-        f"{dtype} product {ceilings.flops_per_second / 1e12:.1f} TFLOP/s, L2 {ceilings.l2_bytes / 1e6:.0f} MB"
+        f"{dtype} product {ceilings.flops_per_second / 1e12:.1f} TFLOP/s, L2 "
+        f"{ceilings.l2_bytes / 1e6:.0f} MB"
     )
     timings, failures = [], []
     for kernel in chosen:
         op = OPS[kernel.op]
         for case in cases(op, platform=platform, dtype=kind, ranks=ranks):
             try:
-                timing = time_kernel(op, kernel, case, dtype=kind, platform=platform, ceilings=ceilings)
+                timing = time_kernel(
+                    op, kernel, case, dtype=kind, platform=platform, ceilings=ceilings
+                )
             except Exception as error:  # the other kernels are worth knowing all the same
-                failures.append({"op": op.name, "provider": kernel.provider, "case": case.label, "error": repr(error)})
+                failures.append(
+                    {
+                        "op": op.name,
+                        "provider": kernel.provider,
+                        "case": case.label,
+                        "error": repr(error),
+                    }
+                )
                 say(f"{op.name} {kernel.provider}: {case.label}: failed: {error!r}")
                 continue
             timings.append(timing)
@@ -139,19 +163,25 @@ def cases(op: Op, *, platform: str, dtype: torch.dtype, ranks: Sequence[int]) ->
     while made:
         case = made.pop()  # and let go of it afterwards: its weights may be large
         degree = _RANKS.search(case.label)
-        is_empty = any(isinstance(value, Tensor) and value.numel() == 0 for value in case.tensors.values())
+        is_empty = any(
+            isinstance(value, Tensor) and value.numel() == 0 for value in case.tensors.values()
+        )
         if not is_empty and (degree is None or int(degree[1]) in ranks):
             yield case
 
 
 @torch.inference_mode()
-def time_kernel(op: Op, kernel: Kernel, case: Case, *, dtype: torch.dtype, platform: str, ceilings: Ceilings) -> Timing:
+def time_kernel(
+    op: Op, kernel: Kernel, case: Case, *, dtype: torch.dtype, platform: str, ceilings: Ceilings
+) -> Timing:
     """The median time of a call of `kernel` on `case`."""
     cost = op.cost(case)
     floor = ceilings.seconds(case, num_bytes=cost.num_bytes, flops=cost.flops)
     is_cold: bool | None = None
     if platform == "cuda":
-        seconds, is_cold = _time_on_gpu(op, kernel, case, floor=floor, num_bytes=cost.num_bytes, l2_bytes=ceilings.l2_bytes)
+        seconds, is_cold = _time_on_gpu(
+            op, kernel, case, floor=floor, num_bytes=cost.num_bytes, l2_bytes=ceilings.l2_bytes
+        )
     else:
         seconds = _time_on_cpu(bind(op, kernel, case))
     return Timing(
@@ -190,7 +220,11 @@ def _kernels(name: str, platform: str, *, dtype: torch.dtype, provider: str | No
     found = providers(name, platform=platform, dtype=dtype)
     if provider is not None:
         return [kernel for kernel in found if kernel.provider == provider]
-    return found if platform == "cpu" else [kernel for kernel in found if kernel.provider != "reference"]
+    return (
+        found
+        if platform == "cpu"
+        else [kernel for kernel in found if kernel.provider != "reference"]
+    )
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -212,12 +246,15 @@ def _time_on_cpu(call: Call) -> float:
     return statistics.median(seconds)
 
 
-def _time_on_gpu(op: Op, kernel: Kernel, case: Case, *, floor: float, num_bytes: int, l2_bytes: int) -> tuple[float, bool]:
+def _time_on_gpu(
+    op: Op, kernel: Kernel, case: Case, *, floor: float, num_bytes: int, l2_bytes: int
+) -> tuple[float, bool]:
     """Median seconds of a call with a cold L2 cache, and whether it was cold for every call."""
     num_calls = min(MAX_CALLS, max(MIN_CALLS, int(GRAPH_SECONDS / max(floor, 2e-6))))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    affordable = int(MEMORY_SHARE * free / max(1, 2 * case_bytes(case)))  # 2: a kernel may keep its own form of a weight
+    # 2: a kernel may keep its own form of a weight
+    affordable = int(MEMORY_SHARE * free / max(1, 2 * case_bytes(case)))
     wanted = min(num_calls, 1 + -(-2 * l2_bytes // max(1, num_bytes)))
     copies = max(1, min(wanted, 1 + affordable))
     calls = [bind(op, kernel, case if index == 0 else copy_case(case)) for index in range(copies)]
@@ -228,7 +265,9 @@ def _time_on_gpu(op: Op, kernel: Kernel, case: Case, *, floor: float, num_bytes:
 
 
 def _graph_seconds(calls: Sequence[Call], *, num_calls: int, between: Call) -> float:
-    """Median seconds of a call when `num_calls` of them are one CUDA graph; `between` runs before each replay, untimed."""
+    """Median seconds of a call when `num_calls` of them are one CUDA graph; `between` runs before
+    each replay, untimed.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

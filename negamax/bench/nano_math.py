@@ -1,7 +1,8 @@
 """Seeded arithmetic word problems with exact integer answers: the `nano-math` accuracy suite.
 
-A problem is one to three steps of addition, subtraction, multiplication or exact division on operands of at most 999.
-One sixteenth of all problems, chosen by a hash of the text, is for evaluation only (`held_out`); training data never holds it.
+A problem is one to three steps of addition, subtraction, multiplication or exact division on
+operands of at most 999. One sixteenth of all problems, chosen by a hash of the text, is for
+evaluation only (`held_out`); training data never holds it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _DIVISOR_WEIGHTS = (4, 4, 4, 4, 4, 4, 4, 4, 2, 1, 2, 1, 1, 1)
 
 @dataclass(frozen=True)
 class Step:
-    """One calculation: `left operator right = result`; operator is one of + - * / ~ (~ is the absolute difference)."""
+    """One calculation: `left operator right = result`; operator is one of + - * / ~ (~ is the
+    absolute difference).
+    """
 
     left: int
     operator: str
@@ -59,9 +62,16 @@ def generate(seed: int) -> Problem:
     return draw(random.Random(f"nano-math:{seed}"))
 
 
-def draw(rng: random.Random, *, templates: Sequence[Template] | None = None, rename: Rename | None = None) -> Problem:
-    """A random problem from `rng`; training data may bring its own templates and replace the words of the slots."""
-    family = templates or rng.choices((ONE_STEP, TWO_STEP, THREE_STEP, BARE), weights=(30, 30, 22, 18))[0]
+def draw(
+    rng: random.Random, *, templates: Sequence[Template] | None = None, rename: Rename | None = None
+) -> Problem:
+    """A random problem from `rng`; training data may bring its own templates and replace the words
+    of the slots.
+    """
+    family = (
+        templates
+        or rng.choices((ONE_STEP, TWO_STEP, THREE_STEP, BARE), weights=(30, 30, 22, 18))[0]
+    )
     template = rng.choice(family)
     while True:
         try:
@@ -87,7 +97,9 @@ def problems(count: int, seed: int = 0) -> list[Problem]:
 
 
 def grade(problem: Problem, content: str) -> bool:
-    """Whether the last integer of the final answer text (reasoning excluded) is exactly the expected one."""
+    """Whether the last integer of the final answer text (reasoning excluded) is exactly the
+    expected one.
+    """
     return extract_answer(content) == problem.answer
 
 
@@ -113,7 +125,8 @@ def _fill(template: Template, rng: random.Random, rename: Rename | None = None) 
     (one, many), (_, others) = rng.sample(common.OBJECTS, 2)
     box, boxes = rng.choice(common.CONTAINERS)
     words = {
-        "A": names[0], "B": names[1], "C": names[2], "o": many, "o1": one, "p": others, "x": boxes, "x1": box,
+        "A": names[0], "B": names[1], "C": names[2], "o": many, "o1": one, "p": others, "x": boxes,
+        "x1": box,
         "s": rng.choice(PLACES),
     }  # fmt: skip
     if rename is not None:
@@ -121,7 +134,8 @@ def _fill(template: Template, rng: random.Random, rename: Rename | None = None) 
     numbers, calculations = _solve(plan, rng)
     slots: dict[str, object] = {**numbers, **words}  # the words keep {x} for the container
     steps = tuple(
-        Step(left, operator, right, result, meaning.format(**slots)) for left, operator, right, result, meaning in calculations
+        Step(left, operator, right, result, meaning.format(**slots))
+        for left, operator, right, result, meaning in calculations
     )
     result = steps[-1].result
     winner = words["A"] if steps[-1].left > steps[-1].right else words["B"]
@@ -129,14 +143,18 @@ def _fill(template: Template, rng: random.Random, rename: Rename | None = None) 
         raise _Unlucky
     sentence = answer.format(**{**slots, "r": result, "W": winner})
     text = question.format(**slots)
-    return Problem(({"role": "user", "content": text},), (), result, steps, sentence[0].upper() + sentence[1:])
+    return Problem(
+        ({"role": "user", "content": text},), (), result, steps, sentence[0].upper() + sentence[1:]
+    )
 
 
 _Calculation = tuple[int, str, int, int, str]
 
 
 def _solve(plan: str, rng: random.Random) -> tuple[dict[str, int], list[_Calculation]]:
-    """Draw numbers for the free variables of a plan so that every step is exact, positive and in range."""
+    """Draw numbers for the free variables of a plan so that every step is exact, positive and in
+    range.
+    """
     values: dict[str, int] = {}
     calculations: list[_Calculation] = []
     for line in plan.split("; "):
@@ -144,14 +162,17 @@ def _solve(plan: str, rng: random.Random) -> tuple[dict[str, int], list[_Calcula
         match = re.fullmatch(r"(\w+)=(\w+)([-+*/~])(\w+)", expression)
         assert match is not None, line
         target, left_name, operator, right_name = match.groups()
-        left, right = _operands(_known(values, left_name), operator, _known(values, right_name), rng)
+        left, right = _operands(
+            _known(values, left_name), operator, _known(values, right_name), rng
+        )
         values.setdefault(left_name, left)
         values.setdefault(right_name, right)
         result = _apply(left, operator, right)
         values[target] = result
         calculations.append((left, operator, right, result, meaning))
     for free in "abcd":
-        values.setdefault(free, rng.randint(2, 20))  # numbers that a question mentions and no step uses
+        # numbers that a question mentions and no step uses
+        values.setdefault(free, rng.randint(2, 20))
     return values, calculations
 
 
@@ -175,7 +196,9 @@ def _apply(left: int, operator: str, right: int) -> int:
     return result
 
 
-def _operands(left: int | None, operator: str, right: int | None, rng: random.Random) -> tuple[int, int]:
+def _operands(
+    left: int | None, operator: str, right: int | None, rng: random.Random
+) -> tuple[int, int]:
     if operator in "+~":
         return _any(rng) if left is None else left, _any(rng) if right is None else right
     if operator == "-":
@@ -199,13 +222,20 @@ def _subtraction(left: int | None, right: int | None, rng: random.Random) -> tup
     if right is None:
         if left < 3:
             raise _Unlucky
-        right = rng.randint(2, min(left - 1, MAX_OPERAND)) if rng.random() < 0.7 else rng.randint(2, min(left - 1, 99))
+        right = (
+            rng.randint(2, min(left - 1, MAX_OPERAND))
+            if rng.random() < 0.7
+            else rng.randint(2, min(left - 1, 99))
+        )
     return left, right
 
 
 def _multiplication(left: int | None, right: int | None, rng: random.Random) -> tuple[int, int]:
     if left is None and right is None:
-        pair = rng.choices(((9, 9), (99, 9), (99, 99), (MAX_OPERAND, 9), (MAX_OPERAND, 99)), weights=(15, 30, 30, 15, 10))[0]
+        pair = rng.choices(
+            ((9, 9), (99, 9), (99, 99), (MAX_OPERAND, 9), (MAX_OPERAND, 99)),
+            weights=(15, 30, 30, 15, 10),
+        )[0]
         left, right = rng.randint(2, pair[0]), rng.randint(2, pair[1])
         if rng.random() < 0.5:
             left, right = right, left

@@ -1,8 +1,8 @@
 """Seeded tool-call problems with exact expected calls: the `nano-tools` accuracy suite.
 
-Every problem declares one to four tools with randomised names, descriptions and typed parameters, and asks for
-one to three calls (a few ask for none). One sixteenth of all problems, chosen by a hash of tools and text, is for
-evaluation only (`held_out`).
+Every problem declares one to four tools with randomised names, descriptions and typed parameters,
+and asks for one to three calls (a few ask for none). One sixteenth of all problems, chosen by a
+hash of tools and text, is for evaluation only (`held_out`).
 """
 
 # ruff: noqa: SIM905 (long word lists read better as text)
@@ -20,19 +20,25 @@ from negamax.bench.nano_tools_domains import DOMAINS, Row
 from negamax.bench.nano_tools_values import Value, draw_value, schema_of, show
 
 VERBS = (
-    "create add delete remove update get find list search open close start stop send check book cancel move copy rename "
-    "assign approve reject archive restore export import print schedule track measure reset enable disable lock unlock set "
-    "change build test inspect order return repair clean pack ship sort filter tag rate review publish register record "
+    "create add delete remove update get find list search open close start stop send check book "
+    "cancel move copy rename "
+    "assign approve reject archive restore export import print schedule track measure reset "
+    "enable disable lock unlock set "
+    "change build test inspect order return repair clean pack ship sort filter tag rate review "
+    "publish register record "
     "upload download share merge split"
 ).split()
 
 SMALL_TALK = (
-    "Hello!|Hi there|Good morning|Thanks a lot!|Thank you|How are you?|Who are you?|What can you do?|Bye!|"
-    "What is your name?|Hey|That was helpful, thanks|Good evening!|See you later|Nice to meet you|Are you a robot?"
+    "Hello!|Hi there|Good morning|Thanks a lot!|Thank you|How are you?|Who are you?|What can you "
+    "do?|Bye!|"
+    "What is your name?|Hey|That was helpful, thanks|Good evening!|See you later|Nice to meet "
+    "you|Are you a robot?"
 ).split("|")
 
 SINGULAR_TYPES = (
-    ("string:any", 42), ("integer:0-9999", 20), ("integer:-50-50", 4), ("number:0-500", 9), ("boolean", 12), ("enum", 14),
+    ("string:any", 42), ("integer:0-9999", 20), ("integer:-50-50", 4), ("number:0-500", 9),
+    ("boolean", 12), ("enum", 14),
     ("strings:any", 6), ("strings:noun", 5), ("integers:0-999", 6),
 )  # fmt: skip
 
@@ -50,7 +56,8 @@ class Problem:
     """A request, the declared tools and the calls that answer it, in order."""
 
     messages: tuple[dict[str, Any], ...]  # one user message
-    tools: tuple[dict[str, Any], ...]  # as in a chat request: {"type": "function", "function": {...}}
+    # as in a chat request: {"type": "function", "function": {...}}
+    tools: tuple[dict[str, Any], ...]
     calls: tuple[Call, ...]
 
     @property
@@ -89,7 +96,11 @@ def generate(seed: int) -> Problem:
 
 def held_out(problem: Problem) -> bool:
     """Whether this problem is reserved for evaluation."""
-    canonical = json.dumps(problem.tools, sort_keys=True, ensure_ascii=False) + "\n" + common.normalise(problem.text)
+    canonical = (
+        json.dumps(problem.tools, sort_keys=True, ensure_ascii=False)
+        + "\n"
+        + common.normalise(problem.text)
+    )
     return common.is_held_out("nano-tools\n" + canonical)
 
 
@@ -106,11 +117,15 @@ def problems(count: int, seed: int = 0) -> list[Problem]:
 
 
 def grade(problem: Problem, calls: Sequence[tuple[str, dict[str, Any]]]) -> bool:
-    """Whether the calls made are exactly the expected ones: names, order, argument names, values and JSON types."""
+    """Whether the calls made are exactly the expected ones: names, order, argument names, values
+    and JSON types.
+    """
     if len(calls) != len(problem.calls):
         return False
     for expected, (name, arguments) in zip(problem.calls, calls, strict=True):
-        if name != expected.name or json.dumps(arguments, sort_keys=True) != json.dumps(expected.arguments, sort_keys=True):
+        if name != expected.name or json.dumps(arguments, sort_keys=True) != json.dumps(
+            expected.arguments, sort_keys=True
+        ):
             return False
     return True
 
@@ -141,7 +156,19 @@ def draw_request(declared: Sequence[Tool], rng: random.Random) -> tuple[str, tup
     if any(text[-1] not in ".?!" for text in texts):
         joiner = "\n"  # a text without a full stop could run into the next one
     prefix = rng.choice(
-        ("", "", "", "", "", "Hi! ", "Hello, ", "Please help me. ", "Hey, ", "I need your help. ", "Quick one: ")
+        (
+            "",
+            "",
+            "",
+            "",
+            "",
+            "Hi! ",
+            "Hello, ",
+            "Please help me. ",
+            "Hey, ",
+            "I need your help. ",
+            "Quick one: ",
+        )
     )
     return prefix + joiner.join(texts), tuple(calls)
 
@@ -165,7 +192,9 @@ def draw_tools(rng: random.Random, count: int) -> list[Tool]:
 
 
 def as_json(tool: Tool, rng: random.Random) -> dict[str, Any]:
-    """The tool as an API request declares it; the key order varies a little, as clients' orders do."""
+    """The tool as an API request declares it; the key order varies a little, as clients' orders
+    do.
+    """
     properties = {parameter.name: parameter.schema for parameter in tool.parameters}
     required = [parameter.name for parameter in tool.parameters if parameter.required]
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
@@ -173,7 +202,11 @@ def as_json(tool: Tool, rng: random.Random) -> dict[str, Any]:
         parameters["required"] = required
     if rng.random() < 0.15:
         parameters["additionalProperties"] = False
-    function: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    function: dict[str, Any] = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": parameters,
+    }
     if rng.random() < 0.05:
         del function["description"]
     return {"type": "function", "function": function}
@@ -193,13 +226,23 @@ def _everyday_tool(row: Row, style: str, rng: random.Random) -> Tool:
         if fragment and rng.random() < 0.3:
             continue  # this variant of the tool lacks the optional parameter
         name = _style(
-            _fresh(column_names.split("|"), [p.name for p in parameters], rng), "snake" if style == "kebab" else style
+            _fresh(column_names.split("|"), [p.name for p in parameters], rng),
+            "snake" if style == "kebab" else style,
         )
         schema = schema_of(kind, rng.choice(texts.split("|")), rng)
-        parameters.append(Parameter(name, kind, schema, not fragment, tuple(fragment.split("|")) if fragment else ()))
+        parameters.append(
+            Parameter(
+                name, kind, schema, not fragment, tuple(fragment.split("|")) if fragment else ()
+            )
+        )
     name = _style(rng.choice(names.split("|")), style)
     return Tool(
-        name, rng.choice(descriptions.split("|")), tuple(parameters), tuple(requests.split("|")), _split(list_requests), ""
+        name,
+        rng.choice(descriptions.split("|")),
+        tuple(parameters),
+        tuple(requests.split("|")),
+        _split(list_requests),
+        "",
     )
 
 
@@ -213,11 +256,14 @@ def _fresh(options: Sequence[str], taken: Sequence[str], rng: random.Random) -> 
 
 
 def _composed_tool(style: str, related: str, rng: random.Random) -> Tool:
-    """A tool made of a random verb and noun; `related` is an earlier action to share the verb or the noun with."""
+    """A tool made of a random verb and noun; `related` is an earlier action to share the verb or
+    the noun with.
+    """
     verb = rng.choice(VERBS)
     noun = rng.choice(common.NOUNS) if rng.random() < 0.85 else common.pseudo_word(rng)
     if rng.random() < 0.4:
-        noun = f"{rng.choice(common.ADJECTIVES) if rng.random() < 0.5 else rng.choice(common.NOUNS)} {noun}"
+        before = common.ADJECTIVES if rng.random() < 0.5 else common.NOUNS
+        noun = f"{rng.choice(before)} {noun}"
     if related:
         old_verb, _, rest = related.partition(" ")
         verb, noun = (old_verb, noun) if rng.random() < 0.5 else (verb, rest.partition(" ")[2])
@@ -226,8 +272,11 @@ def _composed_tool(style: str, related: str, rng: random.Random) -> Tool:
     parameters: list[Parameter] = []
     for _ in range(rng.choices((0, 1, 2, 3, 4, 5), weights=(4, 24, 30, 24, 12, 6))[0]):
         parameters.append(_composed_parameter(style, parameters, rng))
-    description = rng.choice((f"{verb.capitalize()} {article} {noun}.", f"{verb.capitalize()} {article} {noun} in the system.",
-                              f"Use this to {verb} {article} {noun}.", f"{verb.capitalize()}s the given {noun}."))  # fmt: skip
+    description = rng.choice((f"{verb.capitalize()} {article} {noun}.", f"{verb.capitalize()} "
+                                                                        f"{article} {noun} in "
+                                                                        f"the system.",
+                              f"Use this to {verb} {article} {noun}.",
+                              f"{verb.capitalize()}s the given {noun}."))  # fmt: skip
     name = _style(f"{verb} {noun}" if rng.random() < 0.8 else f"{noun} {verb}", style)
     return Tool(name, description, tuple(parameters), (), (), action)
 
@@ -240,16 +289,24 @@ def _composed_parameter(style: str, earlier: Sequence[Parameter], rng: random.Ra
         if roll < 0.45:
             words = f"{rng.choice(common.ADJECTIVES)} {words}"
         elif roll < 0.55:
-            words = f"{words} {rng.choice(('id', 'name', 'count', 'type', 'level', 'size', 'code', 'list', 'time'))}"
+            words = f"{words} {rng.choice('id name count type level size code list time'.split())}"
         name = _style(words, "snake" if style == "kebab" else style)
         if name not in taken:
             break
-    kind = rng.choices([kind for kind, _ in SINGULAR_TYPES], weights=[weight for _, weight in SINGULAR_TYPES])[0]
+    kind = rng.choices(
+        [kind for kind, _ in SINGULAR_TYPES], weights=[weight for _, weight in SINGULAR_TYPES]
+    )[0]
     if kind == "enum":
         pool = rng.choice((common.ADJECTIVES, common.NOUNS, common.COLOURS))
         kind = "enum:" + ",".join(rng.sample(pool, rng.randint(2, 5)))
     description = rng.choice(
-        ("", f"The {words}", f"{words.capitalize()} to use", f"Which {words}", f"The {words} of the request")
+        (
+            "",
+            f"The {words}",
+            f"{words.capitalize()} to use",
+            f"Which {words}",
+            f"The {words} of the request",
+        )
     )
     if rng.random() < 0.06:  # the name says nothing: only the description does
         name = f"{rng.choice('abcdefgkmnpqrstuvwxyz')}{len(earlier) + 1}"
@@ -267,14 +324,24 @@ def _composed_parameter(style: str, earlier: Sequence[Parameter], rng: random.Ra
 
 def _single_request(tool: Tool, rng: random.Random) -> tuple[str, Call]:
     """A request for one call of this tool. Arguments follow the order of the schema."""
-    chosen = [parameter for parameter in tool.parameters if parameter.required or rng.random() < 0.5]
+    chosen = [
+        parameter for parameter in tool.parameters if parameter.required or rng.random() < 0.5
+    ]
     values = {parameter.name: draw_value(parameter.kind, rng) for parameter in chosen}
-    text = _everyday_text(tool, chosen, values, rng) if tool.requests else _composed_text(tool, chosen, values, rng)
+    text = (
+        _everyday_text(tool, chosen, values, rng)
+        if tool.requests
+        else _composed_text(tool, chosen, values, rng)
+    )
     return text, Call(tool.name, values)
 
 
-def _everyday_text(tool: Tool, chosen: Sequence[Parameter], values: dict[str, Value], rng: random.Random) -> str:
-    required = [show(values[parameter.name], on_off=True) for parameter in chosen if parameter.required]
+def _everyday_text(
+    tool: Tool, chosen: Sequence[Parameter], values: dict[str, Value], rng: random.Random
+) -> str:
+    required = [
+        show(values[parameter.name], on_off=True) for parameter in chosen if parameter.required
+    ]
     extras = ""
     for parameter in chosen:
         if not parameter.required:
@@ -288,13 +355,19 @@ def _everyday_text(tool: Tool, chosen: Sequence[Parameter], values: dict[str, Va
     return rng.choice(tool.requests).format(*required, opt=extras)
 
 
-def _composed_text(tool: Tool, chosen: Sequence[Parameter], values: dict[str, Value], rng: random.Random) -> str:
+def _composed_text(
+    tool: Tool, chosen: Sequence[Parameter], values: dict[str, Value], rng: random.Random
+) -> str:
     action = tool.action
     opening = rng.choice(
         (
-            f"Please {action}", f"{action[0].upper()}{action[1:]}", f"I want to {action}", f"Can you {action}",
+            f"Please {action}", f"{action[0].upper()}{action[1:]}", f"I want to "
+                                                                    f"{action}", f"Can you "
+                                                                                 f"{action}",
             f"I need you to {action}",
-            f"Could you {action}", f"Use {tool.name}", f"Call {tool.name}", f"{action}", f"Help me {action}",
+            f"Could you {action}", f"Use {tool.name}", f"Call {tool.name}", f"{action}", f"Help "
+                                                                                         f"me "
+                                                                                         f"{action}",
         )
     )  # fmt: skip
     if not chosen:
@@ -305,12 +378,18 @@ def _composed_text(tool: Tool, chosen: Sequence[Parameter], values: dict[str, Va
     pieces: list[str] = []
     for parameter in order:
         value = values[parameter.name]
-        quoted = isinstance(value, str) and (" and " in value or rng.random() < (0.7 if " " in value else 0.2))
+        quoted = isinstance(value, str) and (
+            " and " in value or rng.random() < (0.7 if " " in value else 0.2)
+        )
         shown = f'"{value}"' if quoted else show(value, yes_no=rng.random() < 0.5)
         pieces.append(rng.choice(parameter.fragments).format(v=shown))
     if rng.random() < 0.3:
         return f"{opening}. " + ", ".join(pieces) + "."
-    joined = pieces[0] if len(pieces) == 1 else ", ".join(pieces[:-1]) + rng.choice((" and ", ", ")) + pieces[-1]
+    joined = (
+        pieces[0]
+        if len(pieces) == 1
+        else ", ".join(pieces[:-1]) + rng.choice((" and ", ", ")) + pieces[-1]
+    )
     return f"{opening} with {joined}" + rng.choice((".", ".", "", ", please."))
 
 

@@ -1,7 +1,8 @@
-"""Typed values of `nano_tools`: how each kind is drawn, declared as JSON schema and written in a request.
+"""Typed values of `nano_tools`: how each kind is drawn, declared as JSON schema and written in a
+request.
 
-A kind is `string:<what>`, `integer:<low>-<high>`, `number:<low>-<high>`, `boolean`, `enum:<a>,<b>,…`, `strings:<what>` or
-`integers:<low>-<high>`; the last two are lists.
+A kind is `string:<what>`, `integer:<low>-<high>`, `number:<low>-<high>`, `boolean`,
+`enum:<a>,<b>,…`, `strings:<what>` or `integers:<low>-<high>`; the last two are lists.
 """
 
 # ruff: noqa: E501, SIM905 (word lists and tables read better as text)
@@ -18,37 +19,50 @@ from negamax.bench import nano_common as common
 Value = str | int | float | bool | list[str] | list[int]
 
 ROOMS = (
-    "kitchen|living room|bedroom|bathroom|office|hall|garage|garden|basement|attic|dining room|guest room|studio|lobby"
+    "kitchen|living room|bedroom|bathroom|office|hall|garage|garden|basement|attic|dining "
+    "room|guest room|studio|lobby"
 ).split("|")
 DEVICES = (
-    "coffee machine|fan|heater|TV|radio|dishwasher|washing machine|lamp|printer|router|air conditioner|speaker|oven|pump"
+    "coffee machine|fan|heater|TV|radio|dishwasher|washing machine|lamp|printer|router|air "
+    "conditioner|speaker|oven|pump"
 ).split("|")
 TICKERS = (
-    "AAPL MSFT GOOG AMZN TSLA NVDA META NFLX AMD INTC IBM ORCL SAP BMW SONY UBER SHOP SPOT BABA NIO DIS NKE KO PEP WMT"
+    "AAPL MSFT GOOG AMZN TSLA NVDA META NFLX AMD INTC IBM ORCL SAP BMW SONY UBER SHOP SPOT BABA "
+    "NIO DIS NKE KO PEP WMT"
 ).split()
 FOODS = (
-    "rice pasta eggs tomatoes cheese beans chicken potatoes carrots onions mushrooms spinach tofu salmon bread lentils"
+    "rice pasta eggs tomatoes cheese beans chicken potatoes carrots onions mushrooms spinach "
+    "tofu salmon bread lentils"
 ).split()
 ROADS = ["tolls", "highways", "ferries", "tunnels", "bridges", "motorways", "traffic"]
 PLACES = (
-    "the station|the airport|Main Street|the museum|City Hall|Central Park|the harbor|the university|Oak Avenue 12|the old town"
+    "the station|the airport|Main Street|the museum|City Hall|Central Park|the harbor|the "
+    "university|Oak Avenue 12|the old town"
 ).split("|")
 ERRANDS = (
-    "call {n}|buy {o}|pick up the {w}|water the plants|pay the {w}|clean the {w}|check the {w}|send the {w} to {n}|"
-    "meet {n} at the {w}|I will be {m} minutes late|the {w} is ready|please bring {o}|see you at the {w}|happy birthday|"
-    "good luck with the {w}|where are you|feed the cat|take out the trash|thank you for the {w}|the {w} starts at {m} past|"
-    "book the {w}|let us talk about the {w}|good night|the meeting is moved to Friday|I am on my way|renew the {w}|"
+    "call {n}|buy {o}|pick up the {w}|water the plants|pay the {w}|clean the {w}|check the "
+    "{w}|send the {w} to {n}|"
+    "meet {n} at the {w}|I will be {m} minutes late|the {w} is ready|please bring {o}|see you at "
+    "the {w}|happy birthday|"
+    "good luck with the {w}|where are you|feed the cat|take out the trash|thank you for the "
+    "{w}|the {w} starts at {m} past|"
+    "book the {w}|let us talk about the {w}|good night|the meeting is moved to Friday|I am on my "
+    "way|renew the {w}|"
     "return the {w} to {n}|finish the {w} report|good morning|how are you"
 ).split("|")
 COMMANDS = (
-    "ls -la|git status|df -h|cat {f}|grep -r {w} .|python {f}|tail -n {m} {f}|ps aux|rm {f}|mkdir {w}|curl {u}|make {w}|"
+    "ls -la|git status|df -h|cat {f}|grep -r {w} .|python {f}|tail -n {m} {f}|ps aux|rm "
+    "{f}|mkdir {w}|curl {u}|make {w}|"
     "echo {w}"
 ).split("|")
 
 
 def _errand(rng: random.Random) -> str:
     text = rng.choice(ERRANDS).format(
-        n=rng.choice(common.NAMES), o=rng.choice(common.OBJECTS)[1], w=rng.choice(common.NOUNS), m=rng.randint(2, 59)
+        n=rng.choice(common.NAMES),
+        o=rng.choice(common.OBJECTS)[1],
+        w=rng.choice(common.NOUNS),
+        m=rng.randint(2, 59),
     )
     return text[0].upper() + text[1:] if rng.random() < 0.3 else text
 
@@ -61,9 +75,14 @@ def _command(rng: random.Random) -> str:
 
 def _title(rng: random.Random) -> str:
     words = (
-        rng.choice(rng.choice((common.NOUNS, common.ADJECTIVES, common.WORDS))).capitalize() for _ in range(rng.randint(1, 3))
+        rng.choice(rng.choice((common.NOUNS, common.ADJECTIVES, common.WORDS))).capitalize()
+        for _ in range(rng.randint(1, 3))
     )
-    return " ".join(words) if rng.random() < 0.8 else f"{rng.choice(common.NAMES)}'s {rng.choice(common.NOUNS).capitalize()}"
+    return (
+        " ".join(words)
+        if rng.random() < 0.8
+        else f"{rng.choice(common.NAMES)}'s {rng.choice(common.NOUNS).capitalize()}"
+    )
 
 
 def _expression(rng: random.Random) -> str:
@@ -75,14 +94,16 @@ def _expression(rng: random.Random) -> str:
 _STRINGS: dict[str, Callable[[random.Random], str]] = {
     "any": common.text_value,
     "city": lambda rng: rng.choice(common.CITIES) if rng.random() < 0.85 else common.pseudo_word(rng).capitalize(),
-    "town": lambda rng: rng.choice(common.CITIES) + (f", {rng.choice((*common.COUNTRIES, 'CA', 'NY', 'UK', 'TX'))}" if rng.random() < 0.12 else ""),
+    "town": lambda rng: rng.choice(common.CITIES) + (f", "
+                                                     f"{rng.choice((*common.COUNTRIES, 'CA', 'NY', 'UK', 'TX'))}" if rng.random() < 0.12 else ""),
     "person": common.person,
     "email": common.email,
     "phrase": lambda rng: common.phrase(rng) if rng.random() < 0.6 else f"{rng.choice(common.ADJECTIVES)} {rng.choice(common.NOUNS)}",
     "sentence": lambda rng: _errand(rng) if rng.random() < 0.75 else common.phrase(rng),
     "date": common.iso_date,
     "time": common.clock_time,
-    "place": lambda rng: rng.choice((rng.choice(PLACES), rng.choice(common.CITIES), f"room {rng.randint(1, 400)}", f"the {rng.choice(common.NOUNS)}")),
+    "place": lambda rng: rng.choice((rng.choice(PLACES), rng.choice(common.CITIES), f"room "
+                                                                                    f"{rng.randint(1, 400)}", f"the {rng.choice(common.NOUNS)}")),
     "noun": lambda rng: rng.choice(common.NOUNS),
     "title": _title,
     "ticker": lambda rng: rng.choice(TICKERS) if rng.random() < 0.7 else "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(rng.randint(2, 4))),
@@ -136,7 +157,11 @@ def draw_value(kind: str, rng: random.Random) -> Value:
         case "enum":
             return rng.choice(spec.split(","))
         case "strings":
-            return list(dict.fromkeys(_STRINGS[spec](rng).replace(",", "") for _ in range(rng.randint(2, 4))))
+            return list(
+                dict.fromkeys(
+                    _STRINGS[spec](rng).replace(",", "") for _ in range(rng.randint(2, 4))
+                )
+            )
         case "integers":
             return [_integer(spec, rng) for _ in range(rng.randint(2, 5))]
         case _:
@@ -158,7 +183,11 @@ def schema_of(kind: str, description: str, rng: random.Random) -> dict[str, Any]
             schema = {"type": family}
     if not description:
         return schema
-    return {"description": description, **schema} if rng.random() < 0.15 else {**schema, "description": description}
+    return (
+        {"description": description, **schema}
+        if rng.random() < 0.15
+        else {**schema, "description": description}
+    )
 
 
 def show(value: Value, *, on_off: bool = False, yes_no: bool = False) -> str:

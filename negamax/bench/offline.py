@@ -1,8 +1,10 @@
-"""`negamax bench offline`: how fast prompts are run and tokens generated, without a server in between.
+"""`negamax bench offline`: how fast prompts are run and tokens generated, without a server in
+between.
 
-For each batch size: a short batch that is not timed, and one in which the experts are counted; a batch that generates one
-token, whose time is the prefill time; and a batch that generates `output_len` tokens. The time per output token is the
-difference of the two over `output_len - 1`, so steps that mix prompts with generation are counted in it.
+For each batch size: a short batch that is not timed, and one in which the experts are counted; a
+batch that generates one token, whose time is the prefill time; and a batch that generates
+`output_len` tokens. The time per output token is the difference of the two over `output_len - 1`,
+so steps that mix prompts with generation are counted in it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from negamax.engine.source import locate
 from negamax.engine.wire import ModelInfo
 
 WARM_UP_TOKENS = 8
-OBSERVED_TOKENS = 24  # more than the steps in which the last prompts still run beside the first ones' tokens
+# more than the steps in which the last prompts still run beside the first ones' tokens
+OBSERVED_TOKENS = 24
 SCHEMA = "negamax-bench-offline/1"
 
 
@@ -83,8 +86,11 @@ def conditions(options: EngineOptions, workload: Workload) -> dict[str, Any]:
     }
 
 
-def run(options: EngineOptions, workload: Workload, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Start an engine, measure every batch size, stop it; the document that `--json` writes. `say` gets lines of progress.
+def run(
+    options: EngineOptions, workload: Workload, *, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Start an engine, measure every batch size, stop it; the document that `--json` writes. `say`
+    gets lines of progress.
 
     Errors: `ConfigError` where the batches do not fit the engine.
     """
@@ -92,7 +98,10 @@ def run(options: EngineOptions, workload: Workload, *, say: Callable[[str], None
     loop, info = start_loop(options)
     start_seconds = time.perf_counter() - started
     gc.freeze()  # as the engine process does
-    say(f"{info.model}, TP{options.tensor_parallel_size} on {info.device}: ready after {start_seconds:.1f} s")
+    say(
+        f"{info.model}, TP{options.tensor_parallel_size} on {info.device}: ready after "
+        f"{start_seconds:.1f} s"
+    )
     try:
         runs = _measure_all(loop, info, workload, say=say)
     finally:
@@ -113,13 +122,22 @@ def run(options: EngineOptions, workload: Workload, *, say: Callable[[str], None
     return {"schema": SCHEMA, "results": [result]}
 
 
-def _measure_all(loop: EngineLoop, info: ModelInfo, workload: Workload, *, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    filters = {"temperature": workload.temperature, "top_k": workload.top_k, "top_p": workload.top_p}
+def _measure_all(
+    loop: EngineLoop, info: ModelInfo, workload: Workload, *, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    filters = {
+        "temperature": workload.temperature,
+        "top_k": workload.top_k,
+        "top_p": workload.top_p,
+    }
     prompts = Prompts(info, seed=workload.seed, **filters)
     runs = []
     for num_requests in workload.concurrency:
         distinct = _warm_up(loop, prompts, workload, num_requests=num_requests)
-        repeats = [_measure(loop, prompts, workload, num_requests=num_requests) for _ in range(workload.repeat)]
+        repeats = [
+            _measure(loop, prompts, workload, num_requests=num_requests)
+            for _ in range(workload.repeat)
+        ]
         summary = summarize(repeats, num_requests=num_requests, input_len=workload.input_len)
         device_step = loop.decode_seconds(num_requests)
         device_step_ms = None if device_step is None else 1e3 * device_step
@@ -128,8 +146,12 @@ def _measure_all(loop: EngineLoop, info: ModelInfo, workload: Workload, *, say: 
     return runs
 
 
-def _warm_up(loop: EngineLoop, prompts: Prompts, workload: Workload, *, num_requests: int) -> float | None:
-    """Run a short batch or two; the distinct experts per layer and step of its decode steps, where they are to be counted."""
+def _warm_up(
+    loop: EngineLoop, prompts: Prompts, workload: Workload, *, num_requests: int
+) -> float | None:
+    """Run a short batch or two; the distinct experts per layer and step of its decode steps, where
+    they are to be counted.
+    """
     seen: list[float] = []
 
     def observe() -> None:
@@ -137,18 +159,26 @@ def _warm_up(loop: EngineLoop, prompts: Prompts, workload: Workload, *, num_requ
         if distinct is not None:
             seen.append(distinct)
 
-    run_batch(loop, prompts.batch(num_requests, input_len=workload.input_len, output_len=WARM_UP_TOKENS))
+    run_batch(
+        loop, prompts.batch(num_requests, input_len=workload.input_len, output_len=WARM_UP_TOKENS)
+    )
     if workload.count_experts:
         loop.observe_routing(True)
-        batch = prompts.batch(num_requests, input_len=workload.input_len, output_len=OBSERVED_TOKENS)
+        batch = prompts.batch(
+            num_requests, input_len=workload.input_len, output_len=OBSERVED_TOKENS
+        )
         run_batch(loop, batch, on_decode=observe)
         loop.observe_routing(False)
     return statistics.mean(seen) if seen else None
 
 
-def _measure(loop: EngineLoop, prompts: Prompts, workload: Workload, *, num_requests: int) -> Repeat:
+def _measure(
+    loop: EngineLoop, prompts: Prompts, workload: Workload, *, num_requests: int
+) -> Repeat:
     def batch(output_len: int) -> BatchTimes:
-        return run_batch(loop, prompts.batch(num_requests, input_len=workload.input_len, output_len=output_len))
+        return run_batch(
+            loop, prompts.batch(num_requests, input_len=workload.input_len, output_len=output_len)
+        )
 
     prefill, full = batch(1), batch(workload.output_len)
     steps = sorted(full.steps)
@@ -201,7 +231,10 @@ def _progress(run: dict[str, Any]) -> str:
         f"{run['decode_tokens_per_second']:.0f} tokens/s",
     ]
     if run["cached_tokens"]:
-        words.append(f"{run['cached_tokens']} prompt tokens came from the prefix cache, so the prefill time is too short")
+        words.append(
+            f"{run['cached_tokens']} prompt tokens came from the prefix cache, so the prefill "
+            f"time is too short"
+        )
     if run["preemptions"]:
         words.append(f"{run['preemptions']} preemptions: the KV cache is too small for this batch")
     return ", ".join(words)

@@ -17,22 +17,35 @@ def blank_figure(size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib, which is not installed", hint="pip install 'negamax[plot]'") from error
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed", hint="pip install 'negamax[plot]'"
+        ) from error
     return Figure(figsize=size, layout="constrained")
 
 
 def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Time per output token over batch size, one line per result and the limit where the first one has it.
+    """Time per output token over batch size, one line per result and the limit where the first one
+    has it.
 
-    The suffix of `file` says the format (png, svg, pdf). Errors: `ConfigError` where matplotlib is missing.
+    The suffix of `file` says the format (png, svg, pdf). Errors: `ConfigError` where matplotlib is
+    missing.
     """
     figure = blank_figure((7, 4.5))
     first = results[0]
     axes = figure.add_subplot()
     for result in results:
         runs = result["runs"]
-        axes.plot([run["concurrency"] for run in runs], [run["tpot_ms"] for run in runs], marker="o", label=result["engine"])
-    limits = [(run["concurrency"], run["limit_tpot_ms"]) for run in first["runs"] if "limit_tpot_ms" in run]
+        axes.plot(
+            [run["concurrency"] for run in runs],
+            [run["tpot_ms"] for run in runs],
+            marker="o",
+            label=result["engine"],
+        )
+    limits = [
+        (run["concurrency"], run["limit_tpot_ms"])
+        for run in first["runs"]
+        if "limit_tpot_ms" in run
+    ]
     if limits:
         label = f"limit at {first['bandwidth_tb_s']:.2f} TB/s"
         axes.plot(*zip(*limits, strict=True), linestyle="--", color="grey", label=label)
@@ -42,14 +55,17 @@ def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlabel("requests in the batch")
     axes.set_ylabel("ms per output token")
-    axes.set_title(f"{first['model']}, {first['num_layers']} layers, TP{first['tensor_parallel_size']}")
+    axes.set_title(
+        f"{first['model']}, {first['num_layers']} layers, TP{first['tensor_parallel_size']}"
+    )
     axes.grid(visible=True, which="both", alpha=0.2)
     axes.legend()
     figure.savefig(file, dpi=150)
 
 
 def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) -> None:
-    """Four pictures of a run: distributions of first tokens and of gaps, latency over time, tokens and requests over time.
+    """Four pictures of a run: distributions of first tokens and of gaps, latency over time, tokens
+    and requests over time.
 
     The suffix of `file` says the format. Errors: `ConfigError` where matplotlib is missing.
     """
@@ -83,7 +99,9 @@ def plot_comparison(file: Path, series: Sequence[Series], *, title: str) -> None
     figure.savefig(file, dpi=150)
 
 
-def _throughput_over(axes: Any, series: Sequence[Series], *, value: Callable[[Point], float]) -> None:
+def _throughput_over(
+    axes: Any, series: Sequence[Series], *, value: Callable[[Point], float]
+) -> None:
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     for one in series:
@@ -104,7 +122,9 @@ def _throughput_over(axes: Any, series: Sequence[Series], *, value: Callable[[Po
 
 
 def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
-    """Counts on a logarithmic time axis, the share that is done as a line, median and p99 marked."""
+    """Counts on a logarithmic time axis, the share that is done as a line, median and p99
+    marked.
+    """
     axes.set_title(title)
     axes.set_xlabel("ms")
     ordered = sorted(1e3 * max(value, 1e-6) for value in seconds)
@@ -116,12 +136,23 @@ def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
     axes.set_xscale("log")
     axes.set_ylabel("count")
     share = axes.twinx()
-    share.plot(ordered, [(place + 1) / len(ordered) for place in range(len(ordered))], color="black", linewidth=1)
+    share.plot(
+        ordered,
+        [(place + 1) / len(ordered) for place in range(len(ordered))],
+        color="black",
+        linewidth=1,
+    )
     share.set_ylim(0, 1.02)
     share.set_ylabel("share at or below")
     for percent, style in ((50, "--"), (99, ":")):
         value = serve_report.percentile(ordered, percent)
-        share.axvline(value, color="tab:red", linestyle=style, linewidth=1, label=f"p{percent} {value:,.1f} ms")
+        share.axvline(
+            value,
+            color="tab:red",
+            linestyle=style,
+            linewidth=1,
+            label=f"p{percent} {value:,.1f} ms",
+        )
     share.legend(loc="lower right", fontsize="small")
 
 
@@ -131,11 +162,30 @@ def _latency_over_time(axes: Any, measured: Measurement) -> None:
     failed = [record for record in measured.records if record.error is not None and record.started]
     sent = [record.started - begin for record in good]
     axes.set_title("Latency by time of sending")
-    axes.scatter(sent, [serve_report.e2el(record) for record in good], s=8, color="tab:green", label="whole answer")
-    axes.scatter(sent, [serve_report.ttft(record) for record in good], s=8, color="tab:blue", label="first token")
+    axes.scatter(
+        sent,
+        [serve_report.e2el(record) for record in good],
+        s=8,
+        color="tab:green",
+        label="whole answer",
+    )
+    axes.scatter(
+        sent,
+        [serve_report.ttft(record) for record in good],
+        s=8,
+        color="tab:blue",
+        label="first token",
+    )
     if failed:
         times = [record.started - begin for record in failed]
-        axes.scatter(times, [serve_report.e2el(record) for record in failed], s=16, color="tab:red", marker="x", label="failed")
+        axes.scatter(
+            times,
+            [serve_report.e2el(record) for record in failed],
+            s=16,
+            color="tab:red",
+            marker="x",
+            label="failed",
+        )
     axes.set_xlabel("s since the start")
     axes.set_ylabel("s")
     axes.set_ylim(bottom=0)
@@ -145,13 +195,27 @@ def _latency_over_time(axes: Any, measured: Measurement) -> None:
 
 def _load_over_time(axes: Any, measured: Measurement) -> None:
     begin = min((record.started for record in measured.records if record.started), default=0.0)
-    per_second = serve_report.output_per_second([record for record in measured.records if record.error is None])
+    per_second = serve_report.output_per_second(
+        [record for record in measured.records if record.error is None]
+    )
     axes.set_title("Output tokens and requests under way")
-    axes.bar([second + 0.5 for second in range(len(per_second))], per_second, width=1.0, color="tab:orange", alpha=0.6)
+    axes.bar(
+        [second + 0.5 for second in range(len(per_second))],
+        per_second,
+        width=1.0,
+        color="tab:orange",
+        alpha=0.6,
+    )
     axes.set_xlabel("s since the start")
     axes.set_ylabel("output tokens in the second")
     running = axes.twinx()
     steps = serve_report.concurrency_steps(measured.records)
-    running.step([at - begin for at, _ in steps], [count for _, count in steps], where="post", color="black", linewidth=1)
+    running.step(
+        [at - begin for at, _ in steps],
+        [count for _, count in steps],
+        where="post",
+        color="black",
+        linewidth=1,
+    )
     running.set_ylabel("requests under way")
     running.set_ylim(bottom=0)

@@ -1,7 +1,7 @@
 """`negamax bench profile`: where the time of a decode step goes, by operation.
 
-The GPU kernels of rank 0 (on a CPU: PyTorch's operators) are recorded over a few decode steps of a batch whose sequences all
-have the same context.
+The GPU kernels of rank 0 (on a CPU: PyTorch's operators) are recorded over a few decode steps of a
+batch whose sequences all have the same context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from negamax.worker.config import KernelTime
 SCHEMA = "negamax-bench-profile/1"
 WARM_UP_STEPS = 8
 
-# Operation, and how the names of its GPU kernels begin; the first match counts. `_kernel_name` has taken decorations off.
+# Operation, and how the names of its GPU kernels begin; the first match counts. `_kernel_name` has
+# taken decorations off.
 OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("all-reduce + add + norm", ("_all_reduce_add_rms", "_scatter_rows", "_complete_rows")),
     ("add + norm", ("_add_rms", "_sum_parts")),
@@ -38,7 +39,18 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("experts, sort", ("_sort_pairs", "_count_pairs")),
     (
         "dense products",
-        ("_dot_products", "_few_tokens", "_wide", "_narrow", "nvjet", "gemm", "gemv", "cutlass", "sm90_xmma", "splitKreduce"),
+        (
+            "_dot_products",
+            "_few_tokens",
+            "_wide",
+            "_narrow",
+            "nvjet",
+            "gemm",
+            "gemv",
+            "cutlass",
+            "sm90_xmma",
+            "splitKreduce",
+        ),
     ),
     ("activation quantisation", ("_rows",)),
     ("sampling", ("_best_of", "_largest_of", "_draw_of")),
@@ -46,7 +58,10 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("NCCL", ("nccl",)),
     ("copies", ("Memcpy", "Memset")),
     ("indexing", ("index", "vectorized_gather", "gather", "scatter")),
-    ("PyTorch elementwise", ("vectorized_elementwise", "unrolled_elementwise", "elementwise", "reduce", "CatArray")),
+    (
+        "PyTorch elementwise",
+        ("vectorized_elementwise", "unrolled_elementwise", "elementwise", "reduce", "CatArray"),
+    ),
 )
 
 
@@ -61,9 +76,13 @@ class OperationTime:
 
 
 def operation_of(kernel: str) -> str:
-    """The operation that the GPU kernel named `kernel` belongs to; its own short name where none is known."""
+    """The operation that the GPU kernel named `kernel` belongs to; its own short name where none is
+    known.
+    """
     name = _kernel_name(kernel)
-    return next((operation for operation, prefixes in OPERATIONS if name.startswith(prefixes)), name)
+    return next(
+        (operation for operation, prefixes in OPERATIONS if name.startswith(prefixes)), name
+    )
 
 
 def _kernel_name(kernel: str) -> str:
@@ -91,21 +110,39 @@ def group(times: Sequence[KernelTime], *, steps: int) -> list[OperationTime]:
 
 
 def run(
-    options: EngineOptions, *, batches: Sequence[int], context: int, steps: int, say: Callable[[str], None]
+    options: EngineOptions,
+    *,
+    batches: Sequence[int],
+    context: int,
+    steps: int,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Start an engine, profile `steps` decode steps at every batch size, stop it; the document that `--json` writes.
+    """Start an engine, profile `steps` decode steps at every batch size, stop it; the document that
+    `--json` writes.
 
-    `context`: tokens of each sequence when the recording begins. Errors: `ConfigError` where a batch does not fit the engine.
+    `context`: tokens of each sequence when the recording begins. Errors: `ConfigError` where a
+    batch does not fit the engine.
     """
     loop, info = start_loop(options)
     try:
         prompts = Prompts(info, seed=options.seed, temperature=1.0)
         runs = []
         for batch in batches:
-            entries, wall = _profile(loop, prompts, batch=batch, context=context, steps=steps, window=info.max_model_len)
-            runs.append({"batch": batch, "step_microseconds": wall, "operations": [asdict(entry) for entry in entries]})
+            entries, wall = _profile(
+                loop, prompts, batch=batch, context=context, steps=steps, window=info.max_model_len
+            )
+            runs.append(
+                {
+                    "batch": batch,
+                    "step_microseconds": wall,
+                    "operations": [asdict(entry) for entry in entries],
+                }
+            )
             busy = sum(entry.microseconds for entry in entries)
-            say(f"batch {batch}: {busy:.0f} us of kernels in steps of {wall:.0f} us (with the profiler on)")
+            say(
+                f"batch {batch}: {busy:.0f} us of kernels in steps of {wall:.0f} us (with the "
+                f"profiler on)"
+            )
     finally:
         loop.shutdown()
     result = {
@@ -125,9 +162,12 @@ def run(
 def _profile(
     loop: EngineLoop, prompts: Prompts, *, batch: int, context: int, steps: int, window: int
 ) -> tuple[list[OperationTime], float]:
-    """Kernel times by operation, and the microseconds of a step by the wall clock while they were recorded."""
+    """Kernel times by operation, and the microseconds of a step by the wall clock while they were
+    recorded.
+    """
     input_len = max(1, context - WARM_UP_STEPS)
-    # As long as the window allows: none may end before the last one has begun and the recording is over.
+    # As long as the window allows: none may end before the last one has begun and the recording is
+    # over.
     output_len = max(WARM_UP_STEPS + steps, window - input_len)
     requests = prompts.batch(batch, input_len=input_len, output_len=output_len)
     stepper = decode_batch(loop, requests)
@@ -146,7 +186,8 @@ def _profile(
 
 
 def table_rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: microseconds per layer and launches per layer of each operation, for every batch size.
+    """Headings and rows: microseconds per layer and launches per layer of each operation, for every
+    batch size.
 
     What runs once a step (head, sampling) is spread over the layers.
     """
@@ -159,10 +200,21 @@ def table_rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         return f"{microseconds / layers:.1f} ({launches / layers:.2f})"
 
     rows = [
-        [name, *(cell(e[name]["microseconds"], e[name]["launches"]) if name in e else "" for e in by_batch)] for name in names
+        [
+            name,
+            *(
+                cell(e[name]["microseconds"], e[name]["launches"]) if name in e else ""
+                for e in by_batch
+            ),
+        ]
+        for name in names
     ]
     totals = [
-        (sum(e["microseconds"] for e in run["operations"]), sum(e["launches"] for e in run["operations"])) for run in runs
+        (
+            sum(e["microseconds"] for e in run["operations"]),
+            sum(e["launches"] for e in run["operations"]),
+        )
+        for run in runs
     ]
     rows.append(["total", *(cell(*total) for total in totals)])
     rows.append(["kernels per step, us", *(f"{microseconds:.0f}" for microseconds, _ in totals)])

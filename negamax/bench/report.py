@@ -1,4 +1,6 @@
-"""What every measurement is reported with: the environment, the limits of the machine, and an earlier result beside it."""
+"""What every measurement is reported with: the environment, the limits of the machine, and an
+earlier result beside it.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,18 @@ def environment(device: str) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "cores": env.usable_cores(),
-        "versions": {"negamax": __version__, "torch": str(torch.__version__), "triton": _version("triton")},
+        "versions": {
+            "negamax": __version__,
+            "torch": str(torch.__version__),
+            "triton": _version("triton"),
+        },
     }
     if device.startswith("cuda"):
-        found |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "gpus": torch.cuda.device_count(),
+            "cuda": torch.version.cuda,
+        }
     return found
 
 
@@ -46,7 +56,9 @@ def _version(package: str) -> str | None:
 
 
 def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) -> float:
-    """Bytes read and written per second by a copy of `num_bytes` on a CUDA device; the best of a few rounds."""
+    """Bytes read and written per second by a copy of `num_bytes` on a CUDA device; the best of a
+    few rounds.
+    """
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -62,7 +74,9 @@ def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) 
 
 
 def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:
-    """Add to every run of `result` the physical limit of its decode step and the share of it that was reached."""
+    """Add to every run of `result` the physical limit of its decode step and the share of it that
+    was reached.
+    """
     info, options = result["info"], result["options"]
     kv_dtype = options.get("kv_cache_dtype", "auto")
     result["bandwidth_tb_s"] = bytes_per_second / 1e12
@@ -74,25 +88,33 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
             dtype=info["dtype"],
             kv_dtype=info["dtype"] if kv_dtype == "auto" else kv_dtype,
         )
-        seconds = floor.seconds(ranks=result["tensor_parallel_size"], bytes_per_second=bytes_per_second)
+        seconds = floor.seconds(
+            ranks=result["tensor_parallel_size"], bytes_per_second=bytes_per_second
+        )
         run["limit_tpot_ms"] = 1e3 * seconds
         run["share_of_limit"] = 1e3 * seconds / run["tpot_ms"]
 
 
 def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
-    """The result in `file` of the same `conditions` (from `offline.conditions`). Errors: `ConfigError` where there is none."""
+    """The result in `file` of the same `conditions` (from `offline.conditions`). Errors:
+    `ConfigError` where there is none.
+    """
     try:
         results = json.loads(file.read_text(encoding="utf-8"))["results"]
         described = [{key: other[key] for key in conditions} for other in results]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--compare: {file} holds no results of `negamax bench offline` ({error!r})") from error
+        raise ConfigError(
+            f"--compare: {file} holds no results of `negamax bench offline` ({error!r})"
+        ) from error
     if dict(conditions) not in described:
         raise ConfigError(f"--compare: {file} has no result for {conditions}; it has {described}")
     return dict(results[described.index(dict(conditions))])
 
 
 def add_comparison(result: dict[str, Any], baseline: Run) -> None:
-    """Add to every run how many times faster it is than the baseline's run of the same batch size."""
+    """Add to every run how many times faster it is than the baseline's run of the same batch
+    size.
+    """
     others = {run["concurrency"]: run for run in baseline["runs"]}
     result["compared_with"] = baseline["engine"]
     for run in result["runs"]:
@@ -129,10 +151,14 @@ def table(result: Run, spec: ModelSpec) -> Table:
             run["expected_distinct_experts"] = expected_distinct_experts(spec, run["concurrency"])
     title = (
         f"{result['model']}, {result['num_layers']} layers, TP{result['tensor_parallel_size']}, "
-        f"{result['input_len']} prompt and {result['output_len']} output tokens, start {result['start_seconds']:.1f} s"
+        f"{result['input_len']} prompt and {result['output_len']} output tokens, start "
+        f"{result['start_seconds']:.1f} s"
     )
     rows = [
-        [heading.format(other=result.get("compared_with")), *(_cell(run.get(key), form) for run in runs)]
+        [
+            heading.format(other=result.get("compared_with")),
+            *(_cell(run.get(key), form) for run in runs),
+        ]
         for heading, key, form in _LINES
         if any(run.get(key) is not None for run in runs)
     ]
@@ -146,7 +172,9 @@ def _cell(value: object, form: str) -> str:
 def write_json(file: Path, document: object) -> None:
     """`document` as indented JSON, its folder made where it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    file.write_text(
+        json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
+    )
 
 
 def rows_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> Table:

@@ -1,7 +1,9 @@
-"""`negamax bench serve`: send a workload to an OpenAI-compatible server at a given rate and record what comes back when.
+"""`negamax bench serve`: send a workload to an OpenAI-compatible server at a given rate and record
+what comes back when.
 
-Arrivals are a Poisson process (or a burstier or steadier one). A limit on concurrency holds requests back, and the wait for it
-is not part of any latency, as in vLLM. Sessions arrive at the rate; their turns follow each other.
+Arrivals are a Poisson process (or a burstier or steadier one). A limit on concurrency holds
+requests back, and the wait for it is not part of any latency, as in vLLM. Sessions arrive at the
+rate; their turns follow each other.
 """
 
 from __future__ import annotations
@@ -30,7 +32,15 @@ from negamax.bench.serve_workloads import Answer, Prompts, Session, TextScale, W
 PROBE_CHARS = (64, 4096)  # of the two texts by which the server's tokens per character are measured
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")  # `owned_by` of those with continuous_usage_stats
 UNSENT = "not sent: an earlier turn of the session failed"
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,14 @@ class _Server:
 
 
 def run(
-    options: BenchOptions, progress: Progress, *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    options: BenchOptions,
+    progress: Progress,
+    *,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Measurement:
-    """Measure once. Errors: `ConfigError` for a workload that cannot run, `NegamaxError` for a server that does not answer."""
+    """Measure once. Errors: `ConfigError` for a workload that cannot run, `NegamaxError` for a
+    server that does not answer.
+    """
     _raise_file_limit()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_run(options, progress))
@@ -93,8 +108,12 @@ async def _run(options: BenchOptions, progress: Progress) -> Measurement:
         finally:
             gc.unfreeze()
     started = [record.started for record in load.records if record.started]
-    seconds = max((record.ended for record in load.records), default=0.0) - min(started, default=0.0)
-    return Measurement(server.model, tuple(load.records), max(seconds, 1e-9), workload.notes, interrupted)
+    seconds = max((record.ended for record in load.records), default=0.0) - min(
+        started, default=0.0
+    )
+    return Measurement(
+        server.model, tuple(load.records), max(seconds, 1e-9), workload.notes, interrupted
+    )
 
 
 @asynccontextmanager
@@ -134,17 +153,21 @@ async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str
         if status == 200 and isinstance(answer, dict) and isinstance(answer.get("data"), list):
             return [card for card in answer["data"] if isinstance(card, dict)]
         if status in (401, 403):
-            raise NegamaxError(f"{options.url}/v1/models: HTTP {status}", hint="give the right --api-key")
+            raise NegamaxError(
+                f"{options.url}/v1/models: HTTP {status}", hint="give the right --api-key"
+            )
         if time.monotonic() >= deadline:
             break
         await asyncio.sleep(0.5)
     if status == 0:
         raise NegamaxError(
-            f"{options.url} does not answer: {answer}", hint="start a server, or give its --base-url or --host and --port"
+            f"{options.url} does not answer: {answer}",
+            hint="start a server, or give its --base-url or --host and --port",
         )
     if options.model is None:
         raise ConfigError(
-            f"{options.url}/v1/models says HTTP {status}, so the model's name is not known", hint="add --model NAME"
+            f"{options.url}/v1/models says HTTP {status}, so the model's name is not known",
+            hint="add --model NAME",
         )
     return []
 
@@ -159,24 +182,34 @@ async def _prepare(options: BenchOptions, server: _Server) -> tuple[BenchOptions
         return options, workloads.requests_workload(sessions, options)
     if options.dataset_name == "agent":
         if options.dataset_path is not None:
-            return options, workloads.requests_workload(workloads.read_requests(options.dataset_path, options), options)
+            return options, workloads.requests_workload(
+                workloads.read_requests(options.dataset_path, options), options
+            )
         return options, await _agent_workload(options, server)
     if options.dataset_name == "sharegpt":
         return options, await _sharegpt_workload(options, server)
     longest = workloads.longest_prompt(options)
     if server.window is not None and longest > server.window:
         raise ConfigError(
-            f"prompt and output of up to {longest} tokens exceed the model's window of {server.window} tokens",
-            hint="lower --random-input-len or --random-output-len (or the --prefix-repetition lengths)",
+            f"prompt and output of up to {longest} tokens exceed the model's window of "
+            f"{server.window} tokens",
+            hint="lower --random-input-len or --random-output-len (or the --prefix-repetition "
+            "lengths)",
         )
     if options.prompt_format == "auto":
         options = replace(options, prompt_format="text" if options.is_chat else "ids")
     scale: TextScale | None = None
     notes: tuple[str, ...] = ()
     if options.prompt_format == "text":
-        scale, notes = await measure_scale(options, server, sample=random_text(random.Random(options.seed), PROBE_CHARS[1]))
+        scale, notes = await measure_scale(
+            options, server, sample=random_text(random.Random(options.seed), PROBE_CHARS[1])
+        )
     prompts = Prompts(options, scale, _vocabulary(options))
-    turns = workloads.random_turns if options.dataset_name == "random" else workloads.prefix_repetition_turns
+    turns = (
+        workloads.random_turns
+        if options.dataset_name == "random"
+        else workloads.prefix_repetition_turns
+    )
     return options, replace(workloads.endless_workload(turns(prompts), options), notes=notes)
 
 
@@ -194,10 +227,14 @@ async def _sharegpt_workload(options: BenchOptions, server: _Server) -> Workload
     pairs = workloads.read_sharegpt(str(options.dataset_path))
     if options.tokenizer is not None:
         encode = _tokenizer(options.tokenizer).encode
-        return workloads.sharegpt_workload(pairs, options, count=lambda text: len(encode(text)), window=server.window)
+        return workloads.sharegpt_workload(
+            pairs, options, count=lambda text: len(encode(text)), window=server.window
+        )
     text = "\n".join(chain.from_iterable(pairs[:200]))[: PROBE_CHARS[1]]
     scale, notes = await measure_scale(options, server, sample=text)
-    workload = workloads.sharegpt_workload(pairs, options, count=lambda text: scale.tokens(len(text)), window=server.window)
+    workload = workloads.sharegpt_workload(
+        pairs, options, count=lambda text: scale.tokens(len(text)), window=server.window
+    )
     return replace(workload, notes=(*workload.notes, *notes))
 
 
@@ -209,18 +246,28 @@ def _tokenizer(name: str) -> Any:
 
 
 def _vocabulary(options: BenchOptions) -> Sequence[int]:
-    """The ids that prompts are drawn from: those of the tokenizer that mean text, or ids that every model has."""
+    """The ids that prompts are drawn from: those of the tokenizer that mean text, or ids that every
+    model has.
+    """
     if options.tokenizer is None or options.prompt_format != "ids":
         return workloads.COMMON_IDS
     tokenizer = _tokenizer(options.tokenizer)
     return [token for token in range(tokenizer.vocab_size) if not tokenizer.is_added(token)]
 
 
-async def measure_scale(options: BenchOptions, server: _Server, *, sample: str) -> tuple[TextScale, tuple[str, ...]]:
-    """Tokens per character and of an empty prompt, from the prompt tokens that the server counts for two pieces of `sample`."""
+async def measure_scale(
+    options: BenchOptions, server: _Server, *, sample: str
+) -> tuple[TextScale, tuple[str, ...]]:
+    """Tokens per character and of an empty prompt, from the prompt tokens that the server counts
+    for two pieces of `sample`.
+    """
     counts: list[int] = []
     for num_chars in PROBE_CHARS:
-        body = {"model": server.model, "max_tokens": 1, **workloads.as_prompt(sample[:num_chars], options)}
+        body = {
+            "model": server.model,
+            "max_tokens": 1,
+            **workloads.as_prompt(sample[:num_chars], options),
+        }
         with suppress(ExchangeError):
             status, answer = await server.client.ask("POST", options.path, body)
             usage = answer.get("usage") if status == 200 and isinstance(answer, dict) else None
@@ -228,7 +275,9 @@ async def measure_scale(options: BenchOptions, server: _Server, *, sample: str) 
                 counts.append(usage["prompt_tokens"])
     chars = [len(sample[:num_chars]) for num_chars in PROBE_CHARS]
     if len(counts) < 2 or counts[1] <= counts[0] or chars[1] <= chars[0]:
-        return TextScale(), ("the server counts no prompt tokens: texts are sized at 4 characters per token",)
+        return TextScale(), (
+            "the server counts no prompt tokens: texts are sized at 4 characters per token",
+        )
     per_char = (counts[1] - counts[0]) / (chars[1] - chars[0])
     return TextScale(per_char, max(0, round(counts[0] - per_char * chars[0]))), ()
 
@@ -244,7 +293,11 @@ class _Load:
         self._options = options
         self._server = server
         self._progress = progress
-        self._room = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency is not None else nullcontext()
+        self._room = (
+            asyncio.Semaphore(options.max_concurrency)
+            if options.max_concurrency is not None
+            else nullcontext()
+        )
         self._fields = request_fields(options, server.model, running_usage=server.running_usage)
 
     async def drive(self, sessions: Sequence[Session]) -> None:
@@ -252,7 +305,9 @@ class _Load:
         tasks: list[asyncio.Task[None]] = []
         begin = time.perf_counter()
         try:
-            for number, (session, at) in enumerate(zip(sessions, arrivals(self._options), strict=False)):
+            for number, (session, at) in enumerate(
+                zip(sessions, arrivals(self._options), strict=False)
+            ):
                 wait = begin + at - time.perf_counter()
                 if wait > 0:
                     await asyncio.sleep(wait)
@@ -307,12 +362,20 @@ class _Load:
 
 
 async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
-    """Send `sessions` one after the other and forget them. Errors: `NegamaxError` where the server refuses all of them."""
+    """Send `sessions` one after the other and forget them. Errors: `NegamaxError` where the server
+    refuses all of them.
+    """
     for number, session in enumerate(sessions):
         await load.session(session, number)
-    errors = [f"{record.error}: {record.detail}".rstrip(": ") for record in load.records if record.error is not None]
+    errors = [
+        f"{record.error}: {record.detail}".rstrip(": ")
+        for record in load.records
+        if record.error is not None
+    ]
     refused = [
-        record for record in load.records if record.error in ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")
+        record
+        for record in load.records
+        if record.error in ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")
     ]
     if sessions and len(refused) == len(load.records):
         raise NegamaxError(f"the server refuses the warm-up: {errors[0]}")
@@ -332,13 +395,15 @@ def request_fields(options: BenchOptions, model: str, *, running_usage: bool) ->
 
 
 def arrivals(options: BenchOptions) -> Iterator[float]:
-    """When sessions start, in seconds: gaps of a gamma distribution with mean 1 / rate; burstiness 1 is a Poisson process,
-    less is burstier, more is steadier."""
+    """When sessions start, in seconds: gaps of a gamma distribution with mean 1 / rate; burstiness
+    1 is a Poisson process, less is burstier, more is steadier."""
     rng, at = random.Random(options.seed ^ 0x5EED), 0.0
     while True:
         yield at
         if math.isfinite(options.request_rate):
-            at += rng.gammavariate(options.burstiness, 1.0 / (options.request_rate * options.burstiness))
+            at += rng.gammavariate(
+                options.burstiness, 1.0 / (options.request_rate * options.burstiness)
+            )
 
 
 def _raise_file_limit() -> None:

@@ -1,8 +1,9 @@
-"""The client of `negamax bench serve`: HTTP/1.1 and server-sent events, read where the bytes arrive.
+"""The client of `negamax bench serve`: HTTP/1.1 and server-sent events, read where the bytes
+arrive.
 
-Every chunk is stamped and parsed inside asyncio's `data_received`, so no task has to be woken for it: a time is that of the
-arrival, also when hundreds of streams share the loop, and a chunk costs little. One exchange at a time per connection;
-connections are kept for the next request.
+Every chunk is stamped and parsed inside asyncio's `data_received`, so no task has to be woken for
+it: a time is that of the arrival, also when hundreds of streams share the loop, and a chunk costs
+little. One exchange at a time per connection; connections are kept for the next request.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Sink(Protocol):
 
 
 class ExchangeError(Exception):
-    """A request without a usable answer. `fresh`: nothing of an answer had come, so a new connection may be tried."""
+    """A request without a usable answer. `fresh`: nothing of an answer had come, so a new
+    connection may be tried.
+    """
 
     def __init__(self, reason: str, *, fresh: bool = False) -> None:
         super().__init__(reason)
@@ -64,10 +67,17 @@ class Connection(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         """Whether another request may be sent on it."""
-        return self._keep and self._sink is None and self._transport is not None and not self._transport.is_closing()
+        return (
+            self._keep
+            and self._sink is None
+            and self._transport is not None
+            and not self._transport.is_closing()
+        )
 
     async def exchange(self, request: bytes, sink: Sink) -> None:
-        """Send `request` and hand its answer to `sink`; returns when the answer has ended. Errors: `ExchangeError`."""
+        """Send `request` and hand its answer to `sink`; returns when the answer has ended. Errors:
+        `ExchangeError`.
+        """
         if self._transport is None or self._transport.is_closing():
             raise ExchangeError(CLOSED_EARLY, fresh=True)
         self._sink, self._parse, self._rest, self._untouched = sink, self._head, b"", True
@@ -111,7 +121,8 @@ class Connection(asyncio.Protocol):
         except ValueError as error:
             self._fail(f"malformed HTTP answer: {error}"[:80])
 
-    # Each of these takes bytes from `position` on and gives the position after them, or -1 where more must come first.
+    # Each of these takes bytes from `position` on and gives the position after them, or -1 where
+    # more must come first.
 
     def _head(self, data: bytes, position: int, now: float) -> int:
         end = data.find(b"\r\n\r\n", position)
@@ -207,13 +218,17 @@ class Connection(asyncio.Protocol):
 
 @dataclass(slots=True)
 class Record:
-    """What became of one request. Times in seconds of `time.perf_counter`. Single writer: the client that sends it."""
+    """What became of one request. Times in seconds of `time.perf_counter`. Single writer: the
+    client that sends it.
+    """
 
     session: int
     started: float = 0.0
     ended: float = 0.0  # the last chunk with a choice, or the failure
-    arrivals: array[float] = field(default_factory=lambda: array("d"))  # of each chunk with new output
-    running_tokens: array[int] = field(default_factory=lambda: array("q"))  # up to it; 0: not reported
+    # of each chunk with new output
+    arrivals: array[float] = field(default_factory=lambda: array("d"))
+    # up to it; 0: not reported
+    running_tokens: array[int] = field(default_factory=lambda: array("q"))
     prompt_tokens: int | None = None  # None: not known, as below
     prompt_reported: bool = True  # by the server, not taken from the workload
     output_tokens: int | None = None
@@ -283,10 +298,14 @@ class AnswerReader:
     chunk carries text, reasoning, a tool call or token ids.
     """
 
-    def __init__(self, record: Record, *, collect: bool = False, running_usage: bool = False) -> None:
+    def __init__(
+        self, record: Record, *, collect: bool = False, running_usage: bool = False
+    ) -> None:
         self.record = record
         self._running_usage = running_usage
-        self.message: dict[str, Any] | None = {"role": "assistant", "content": ""} if collect else None
+        self.message: dict[str, Any] | None = (
+            {"role": "assistant", "content": ""} if collect else None
+        )
         self._status = 0
         self._headers: dict[str, str] = {}
         self._rest = b""
@@ -313,11 +332,15 @@ class AnswerReader:
         if self._status != 200:
             wait = self._headers.get("retry-after")
             said = _message(self._rest)
-            self.record.fail(f"HTTP {self._status}", f"Retry-After {wait}: {said}" if wait else said)
+            self.record.fail(
+                f"HTTP {self._status}", f"Retry-After {wait}: {said}" if wait else said
+            )
         elif not self._done and self.record.finish_reason is None:
             kind = self._headers.get("content-type", "").partition(";")[0]
             self.record.fail(
-                "stream without an end" if kind == "text/event-stream" else f"no event stream but {kind or 'nothing'}"
+                "stream without an end"
+                if kind == "text/event-stream"
+                else f"no event stream but {kind or 'nothing'}"
             )
         if not self.record.ended:
             self.record.ended = time.perf_counter()
@@ -342,7 +365,10 @@ class AnswerReader:
             return
         usage = event.usage
         if usage is not None:
-            record.prompt_tokens, record.output_tokens = usage.prompt_tokens, usage.completion_tokens
+            record.prompt_tokens, record.output_tokens = (
+                usage.prompt_tokens,
+                usage.completion_tokens,
+            )
             if usage.prompt_tokens_details is not None:
                 record.cached_tokens = usage.prompt_tokens_details.cached_tokens
         if event.choices:
@@ -367,7 +393,9 @@ class AnswerReader:
             if delta is None:
                 found = found or bool(choice.text)
             else:
-                found = found or bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+                found = found or bool(
+                    delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls
+                )
                 if self.message is not None:
                     _extend(self.message, delta)
         return found
@@ -416,10 +444,14 @@ class _WholeAnswer:
 
 
 class ServingClient:
-    """Requests to one server, over connections that are kept. Use it within one event loop, and `close` it."""
+    """Requests to one server, over connections that are kept. Use it within one event loop, and
+    `close` it.
+    """
 
     def __init__(self, base_url: str, *, headers: dict[str, str], timeout: float) -> None:
-        """`base_url` is `http(s)://host[:port][/path]`, `timeout` the seconds a request may take. Errors: `ConfigError`."""
+        """`base_url` is `http(s)://host[:port][/path]`, `timeout` the seconds a request may take.
+        Errors: `ConfigError`.
+        """
         parts = urlsplit(base_url)
         try:
             port = parts.port
@@ -427,7 +459,8 @@ class ServingClient:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ConfigError(
-                f"--base-url is {base_url[:100]!r}; allowed: http://HOST:PORT or https://HOST:PORT, with a path or not"
+                f"--base-url is {base_url[:100]!r}; allowed: http://HOST:PORT or "
+                f"https://HOST:PORT, with a path or not"
             )
         self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -439,7 +472,9 @@ class ServingClient:
             "user-agent": "negamax-bench",
         } | headers
         if any(c in text for pair in lines.items() for text in pair for c in "\r\n"):
-            raise ConfigError("a header has a line break in it", hint="give --header NAME=VALUE on one line")
+            raise ConfigError(
+                "a header has a line break in it", hint="give --header NAME=VALUE on one line"
+            )
         self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._idle: list[Connection] = []
 
@@ -472,11 +507,15 @@ class ServingClient:
             record.ended = time.perf_counter()
 
     async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Status and JSON of an answer that is not streamed (its text where it is no JSON). Errors: `ExchangeError`."""
+        """Status and JSON of an answer that is not streamed (its text where it is no JSON). Errors:
+        `ExchangeError`.
+        """
         answer = _WholeAnswer()
         try:
             async with asyncio.timeout(self._timeout):
-                await self._exchange(method, path, b"" if body is None else msgspec.json.encode(body), answer)
+                await self._exchange(
+                    method, path, b"" if body is None else msgspec.json.encode(body), answer
+                )
         except TimeoutError:
             raise ExchangeError(f"no answer within {self._timeout:g} s") from None
         except OSError as error:
@@ -488,7 +527,10 @@ class ServingClient:
             return answer.status, answer.raw.decode(errors="replace")
 
     async def _exchange(self, method: str, path: str, body: bytes, sink: Sink) -> None:
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._lines}content-length: {len(body)}\r\n\r\n"
+        head = (
+            f"{method} {self._path}{path} HTTP/1.1\r\n{self._lines}content-length: "
+            f"{len(body)}\r\n\r\n"
+        )
         request = head.encode("latin-1") + body
         while self._idle:
             connection = self._idle.pop()
@@ -497,10 +539,13 @@ class ServingClient:
             try:
                 await self._on(connection, request, sink)
                 return
-            except ExchangeError as error:  # a server may close a kept connection just as it is used again
+            # a server may close a kept connection just as it is used again
+            except ExchangeError as error:
                 if not error.fresh:
                     raise
-        connect = asyncio.get_running_loop().create_connection(Connection, self._host, self._port, ssl=self._tls)
+        connect = asyncio.get_running_loop().create_connection(
+            Connection, self._host, self._port, ssl=self._tls
+        )
         await self._on((await connect)[1], request, sink)
 
     async def _on(self, connection: Connection, request: bytes, sink: Sink) -> None:
@@ -520,5 +565,8 @@ def _connect_failure(error: OSError) -> str:
         return "TLS failure"
     if isinstance(error, socket.gaierror):
         return "unknown host"
-    refused = isinstance(error, ConnectionRefusedError) or f"[Errno {errno.ECONNREFUSED}]" in str(error)  # of several addresses
+    # of several addresses
+    refused = isinstance(error, ConnectionRefusedError) or f"[Errno {errno.ECONNREFUSED}]" in str(
+        error
+    )
     return "connection refused" if refused else "no connection"

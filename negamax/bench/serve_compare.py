@@ -66,7 +66,9 @@ def group(results: Sequence[Mapping[str, Any]]) -> list[Series]:
         if len(models) > 1:
             name += f", {result.get('model_id')}"
         found.setdefault(name, []).append(result)
-    return [Series(name, tuple(map(_point, sorted(runs, key=_load)))) for name, runs in found.items()]
+    return [
+        Series(name, tuple(map(_point, sorted(runs, key=_load)))) for name, runs in found.items()
+    ]
 
 
 def _load(result: Mapping[str, Any]) -> tuple[float, float]:

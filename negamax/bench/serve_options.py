@@ -1,4 +1,6 @@
-"""What `negamax bench serve` can be told, as frozen dataclasses. Names follow vLLM's `vllm bench serve`."""
+"""What `negamax bench serve` can be told, as frozen dataclasses. Names follow vLLM's `vllm bench
+serve`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Everything of one run. Lengths in tokens, rates in 1/s, times in seconds unless a name says otherwise."""
+    """Everything of one run. Lengths in tokens, rates in 1/s, times in seconds unless a name says
+    otherwise.
+    """
 
     # the server
     base_url: str | None = None  # default: http://host:port
@@ -88,7 +92,8 @@ class BenchOptions:
     prefix_repetition_num_prefixes: int = 10
     prefix_repetition_output_len: int = 128
     sharegpt_output_len: int | None = None  # default: of the recorded answer
-    sharegpt_context_len: int | None = None  # default: the model's window, where the server tells it
+    # default: the model's window, where the server tells it
+    sharegpt_context_len: int | None = None
     custom_output_len: int = 256
     agent_turns: int = 24
     agent_system_len: int = 3000
@@ -132,13 +137,24 @@ class BenchOptions:
             if value not in allowed:
                 raise ConfigError(f"{flag} is {value[:60]!r}; allowed: {', '.join(allowed)}")
         if self.endpoint is not None and not self.endpoint.endswith(("/completions",)):
-            raise ConfigError(f"--endpoint is {self.endpoint[:60]!r}; allowed: {COMPLETIONS} or {CHAT}, with a prefix or not")
+            raise ConfigError(
+                f"--endpoint is {self.endpoint[:60]!r}; allowed: {COMPLETIONS} or {CHAT}, with a "
+                f"prefix or not"
+            )
         if self.dataset_name in ("sharegpt", "custom") and self.dataset_path is None:
-            raise ConfigError(f"--dataset-name {self.dataset_name} needs a file", hint="add --dataset-path FILE")
+            raise ConfigError(
+                f"--dataset-name {self.dataset_name} needs a file", hint="add --dataset-path FILE"
+            )
         if self.dataset_name == "agent" and self.endpoint is not None and not self.is_chat:
-            raise ConfigError(f"agent sessions are conversations; --endpoint is {self.endpoint}", hint=f"use --endpoint {CHAT}")
+            raise ConfigError(
+                f"agent sessions are conversations; --endpoint is {self.endpoint}",
+                hint=f"use --endpoint {CHAT}",
+            )
         if self.prompt_format == "ids" and self.is_chat:
-            raise ConfigError("--prompt-format ids needs a route that takes token ids", hint=f"use --endpoint {COMPLETIONS}")
+            raise ConfigError(
+                "--prompt-format ids needs a route that takes token ids",
+                hint=f"use --endpoint {COMPLETIONS}",
+            )
         ratio, is_sglang = self.random_range_ratio, self.range_rule == "sglang"
         if not (0.0 <= ratio < 1.0 or (is_sglang and ratio == 1.0)):
             allowed = "0 to 1" if is_sglang else "0 up to, not including, 1"
@@ -148,22 +164,30 @@ class BenchOptions:
     def _check_numbers(self) -> None:
         """The ranges of whole numbers, times and rates."""
         least_one = (
-            "num_prompts", "max_concurrency", "random_input_len", "random_output_len", "prefix_repetition_suffix_len",
-            "prefix_repetition_num_prefixes", "prefix_repetition_output_len", "sharegpt_output_len", "sharegpt_context_len",
-            "custom_output_len", "agent_turns", "agent_system_len", "agent_result_len", "agent_output_len",
+            "num_prompts", "max_concurrency", "random_input_len", "random_output_len",
+            "prefix_repetition_suffix_len",
+            "prefix_repetition_num_prefixes", "prefix_repetition_output_len", "sharegpt_output_len",
+            "sharegpt_context_len",
+            "custom_output_len", "agent_turns", "agent_system_len", "agent_result_len",
+            "agent_output_len",
         )  # fmt: skip
         least_zero = (
-            "num_warmups", "random_prefix_len", "prefix_repetition_prefix_len", "agent_tools", "agent_reasoning_len",
+            "num_warmups", "random_prefix_len", "prefix_repetition_prefix_len", "agent_tools",
+            "agent_reasoning_len",
             "agent_pause", "ready_check_timeout_sec",
         )  # fmt: skip
         for names, low in ((least_one, 1), (least_zero, 0)):
             for name in names:
                 value = getattr(self, name)
                 if value is not None and not value >= low:
-                    raise ConfigError(f"--{name.replace('_', '-')} is {value}; allowed: {low} or more")
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')} is {value}; allowed: {low} or more"
+                    )
         for name in ("request_rate", "burstiness", "request_timeout"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name):g}; allowed: above 0")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name):g}; allowed: above 0"
+                )
 
     @property
     def is_chat(self) -> bool:
@@ -196,6 +220,8 @@ class BenchOptions:
 
     @property
     def url(self) -> str:
-        """Where the server is. A trailing /v1, which clients of OpenAI's API are given, belongs to the route."""
+        """Where the server is. A trailing /v1, which clients of OpenAI's API are given, belongs to
+        the route.
+        """
         host = f"[{self.host}]" if ":" in self.host else self.host
         return (self.base_url or f"http://{host}:{self.port}").rstrip("/").removesuffix("/v1")

@@ -1,4 +1,6 @@
-"""From the records of `negamax bench serve` to numbers, the block that people know, and a JSON document with vLLM's names."""
+"""From the records of `negamax bench serve` to numbers, the block that people know, and a JSON
+document with vLLM's names.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _TITLES = {
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of `ordered` (rising, not empty) lies, interpolated linearly between neighbours."""
+    """The value below which `percent` of `ordered` (rising, not empty) lies, interpolated linearly
+    between neighbours.
+    """
     place = (len(ordered) - 1) * percent / 100.0
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -36,7 +40,9 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation (of the population), percentiles and maximum; empty without values."""
+    """Mean, median, standard deviation (of the population), percentiles and maximum; empty without
+    values.
+    """
     if not values:
         return {}
     ordered = sorted(values)
@@ -80,8 +86,8 @@ def tpot(record: Record) -> float | None:
 
 
 def inter_token(record: Record, *, rule: str) -> list[float]:
-    """The gaps between chunks with output. Rule "gap": one value each. Rule "token": a gap before a chunk of n tokens counts as
-    n values of 1/n of it, where the server sent its running count."""
+    """The gaps between chunks with output. Rule "gap": one value each. Rule "token": a gap before a
+    chunk of n tokens counts as n values of 1/n of it, where the server sent its running count."""
     gaps = [later - earlier for earlier, later in pairwise(record.arrivals)]
     if rule == "gap":
         return gaps
@@ -110,7 +116,9 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
         "failed": len(measured.records) - len(good),
         "failures": dict(failures.most_common()),
         "failure_examples": {
-            record.error: record.detail for record in reversed(measured.records) if record.error is not None and record.detail
+            record.error: record.detail
+            for record in reversed(measured.records)
+            if record.error is not None and record.detail
         },
         "interrupted": measured.interrupted,
         "total_input_tokens": total_input,
@@ -121,16 +129,22 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
         "max_output_tokens_per_s": peak_output(good),
         "max_concurrent_requests": peak_concurrency(measured.records),
         "total_cached_tokens": _total_cached(good),
-        "finish_reasons": dict(Counter(record.finish_reason or "none" for record in good).most_common()),
+        "finish_reasons": dict(
+            Counter(record.finish_reason or "none" for record in good).most_common()
+        ),
         "tokens_per_chunk": total_output / chunks if chunks else None,
-        "input_tokens_not_reported": sum(not record.prompt_reported or record.prompt_tokens is None for record in good),
+        "input_tokens_not_reported": sum(
+            not record.prompt_reported or record.prompt_tokens is None for record in good
+        ),
         "output_tokens_not_reported": sum(record.output_tokens is None for record in good),
         "running_tokens_reported": sum(any(record.running_tokens) for record in good),
         "request_goodput": _goodput(good, options.goodput) / seconds if options.goodput else None,
         "notes": list(measured.notes),
     }
     for metric in METRICS:
-        for name, value in distribution([1e3 * value for value in values[metric]], options.metric_percentiles).items():
+        for name, value in distribution(
+            [1e3 * value for value in values[metric]], options.metric_percentiles
+        ).items():
             summary[f"{name}_{metric}_ms"] = value
     return summary
 
@@ -151,9 +165,14 @@ def _total_cached(records: Sequence[Record]) -> int | None:
 
 
 def _goodput(records: Sequence[Record], limits: dict[str, float]) -> int:
-    """Requests within all `limits`, in ms; one without a second token has no TPOT and meets its limit."""
+    """Requests within all `limits`, in ms; one without a second token has no TPOT and meets its
+    limit.
+    """
     times = {"ttft": ttft, "tpot": tpot, "e2el": e2el}
-    return sum(all(1e3 * (times[name](record) or 0.0) <= limit for name, limit in limits.items()) for record in records)
+    return sum(
+        all(1e3 * (times[name](record) or 0.0) <= limit for name, limit in limits.items())
+        for record in records
+    )
 
 
 def peak_concurrency(records: Sequence[Record]) -> int:
@@ -164,7 +183,9 @@ def peak_concurrency(records: Sequence[Record]) -> int:
 def concurrency_steps(records: Sequence[Record]) -> list[tuple[float, int]]:
     """(time, requests under way from then on), in order."""
     sent = [record for record in records if record.started]
-    changes = sorted([(record.started, 1) for record in sent] + [(record.ended, -1) for record in sent])
+    changes = sorted(
+        [(record.started, 1) for record in sent] + [(record.ended, -1) for record in sent]
+    )
     steps, running = [], 0
     for at, change in changes:
         running += change
@@ -173,7 +194,9 @@ def concurrency_steps(records: Sequence[Record]) -> list[tuple[float, int]]:
 
 
 def output_per_second(records: Sequence[Record]) -> list[float]:
-    """Output tokens in each second since the first request; the tokens of a request are spread over its chunks evenly."""
+    """Output tokens in each second since the first request; the tokens of a request are spread over
+    its chunks evenly.
+    """
     begin = min((record.started for record in records), default=0.0)
     bins: list[float] = []
     for record in records:
@@ -195,7 +218,10 @@ def peak_output(records: Sequence[Record]) -> float:
 
 def block(summary: dict[str, Any], options: BenchOptions) -> str:
     """The block of figures that users of vLLM and SGLang know, and how they were counted."""
-    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", _line("Successful requests:", summary["completed"])]
+    lines = [
+        f"{' Serving Benchmark Result ':=^{WIDTH}}",
+        _line("Successful requests:", summary["completed"]),
+    ]
     lines.append(_line("Failed requests:", summary["failed"]))
     if options.max_concurrency is not None:
         lines.append(_line("Maximum request concurrency:", options.max_concurrency))
@@ -217,7 +243,9 @@ def block(summary: dict[str, Any], options: BenchOptions) -> str:
     ]
     if summary["total_cached_tokens"] is not None:
         share = summary["total_cached_tokens"] / max(1, summary["total_input_tokens"])
-        lines.append(_line("Cached input tokens:", f"{summary['total_cached_tokens']} ({share:.1%})"))
+        lines.append(
+            _line("Cached input tokens:", f"{summary['total_cached_tokens']} ({share:.1%})")
+        )
     for metric in options.percentile_metrics:
         lines += _metric_lines(metric, summary, options)
     if summary["failures"]:
@@ -252,14 +280,16 @@ def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
         return said
     if summary["output_tokens_not_reported"]:
         said.append(
-            f"Output tokens: counted as chunks for {summary['output_tokens_not_reported']} requests without reported usage; "
+            f"Output tokens: counted as chunks for {summary['output_tokens_not_reported']} "
+            f"requests without reported usage; "
             "a chunk may hold several."
         )
     else:
         said.append("Output tokens: as the server's usage reports them.")
     if summary["input_tokens_not_reported"]:
         said.append(
-            f"Input tokens: {summary['input_tokens_not_reported']} requests without reported usage, "
+            f"Input tokens: {summary['input_tokens_not_reported']} requests without reported "
+            f"usage, "
             "counted where the prompt is token ids."
         )
     per_chunk = summary["tokens_per_chunk"]
@@ -271,7 +301,8 @@ def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
         said.append("TTFT and ITL: timed where the server's running token count rises.")
     else:
         said.append(
-            "TTFT and ITL: timed by chunks with text, reasoning or tool calls; the server reports no "
+            "TTFT and ITL: timed by chunks with text, reasoning or tool calls; the server "
+            "reports no "
             "running token count, so tokens without visible text arrive with the next chunk."
         )
     if options.itl_rule == "token" and is_counted:
@@ -279,15 +310,21 @@ def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
     else:
         said.append(f"ITL: each gap between chunks once ({chunks}).")
     if summary["interrupted"]:
-        said.append("Interrupted: requests that were under way count as failed, the others were not sent.")
+        said.append(
+            "Interrupted: requests that were under way count as failed, the others were not sent."
+        )
     return said
 
 
 # For programs
 
 
-def document(measured: Measurement, options: BenchOptions, summary: dict[str, Any], *, detailed: bool) -> dict[str, Any]:
-    """The result as vLLM's `--save-result` names things, and more; with `detailed` the lists of single requests, in seconds."""
+def document(
+    measured: Measurement, options: BenchOptions, summary: dict[str, Any], *, detailed: bool
+) -> dict[str, Any]:
+    """The result as vLLM's `--save-result` names things, and more; with `detailed` the lists of
+    single requests, in seconds.
+    """
     found = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
@@ -306,9 +343,23 @@ def document(measured: Measurement, options: BenchOptions, summary: dict[str, An
         "workload": {
             name: value
             for name, value in vars(options).items()
-            if name.startswith(("random_", "prefix_", "sharegpt_", "custom_", "agent_", "prompt_format", "dataset_path"))
+            if name.startswith(
+                (
+                    "random_",
+                    "prefix_",
+                    "sharegpt_",
+                    "custom_",
+                    "agent_",
+                    "prompt_format",
+                    "dataset_path",
+                )
+            )
         },
-        "sampling": {"ignore_eos": options.ignore_eos, "temperature": options.temperature, **options.extra_body},
+        "sampling": {
+            "ignore_eos": options.ignore_eos,
+            "temperature": options.temperature,
+            **options.extra_body,
+        },
         "environment": {
             "negamax": __version__,
             "python": platform.python_version(),
@@ -322,7 +373,9 @@ def document(measured: Measurement, options: BenchOptions, summary: dict[str, An
 
 
 def details(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
-    """One entry per request, in the order of sending. Times in seconds; start times count from the first request."""
+    """One entry per request, in the order of sending. Times in seconds; start times count from the
+    first request.
+    """
     records = sorted(measured.records, key=lambda record: record.started or record.ended)
     begin = min((record.started for record in records if record.started), default=0.0)
     return {
@@ -342,7 +395,9 @@ def details(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
 def file_name(measured: Measurement, options: BenchOptions) -> str:
     """'openai-infqps-concurrency8-nano-20260101-120000.json'."""
     rate = f"{options.request_rate:g}qps"
-    concurrency = f"-concurrency{options.max_concurrency}" if options.max_concurrency is not None else ""
+    concurrency = (
+        f"-concurrency{options.max_concurrency}" if options.max_concurrency is not None else ""
+    )
     model = re.sub(r"[^A-Za-z0-9._-]", "_", measured.model.rstrip("/").rpartition("/")[2])
     when = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     return f"{options.label or options.backend}-{rate}{concurrency}-{model}-{when}.json"

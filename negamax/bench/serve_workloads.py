@@ -1,6 +1,7 @@
 """What `negamax bench serve` sends: seeded prompts of given lengths, and requests from files.
 
-A workload is a list of sessions; a session gives one request body after the other, and is handed the answer to each.
+A workload is a list of sessions; a session gives one request body after the other, and is handed
+the answer to each.
 """
 
 # ruff: noqa: SIM905 (syllables read better as text)
@@ -22,14 +23,17 @@ from negamax.bench.serve_options import CHAT, COMPLETIONS, BenchOptions
 COMMON_IDS = range(300, 4000)  # in the vocabulary of practically every model, and no control tokens
 MIN_TOKENS = 4  # shorter questions and answers of a ShareGPT file are left out
 _SYLLABLES = (
-    "ba be bo ca ce co da de do fa fe fi ga go ha he hi ja jo ka ke ki la le li lo ma me mi mo na ne ni no pa pe pi po ra re "
+    "ba be bo ca ce co da de do fa fe fi ga go ha he hi ja jo ka ke ki la le li lo ma me mi mo "
+    "na ne ni no pa pe pi po ra re "
     "ri ro sa se si so ta te ti to va ve vi wa we za zo"
 ).split()
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request: its body without model and sampling, the prompt's length where it is known, and a pause before it."""
+    """One request: its body without model and sampling, the prompt's length where it is known, and
+    a pause before it.
+    """
 
     body: dict[str, Any]
     prompt_tokens: int | None = None
@@ -49,7 +53,9 @@ Turns = Generator[Turn, Answer, None]
 
 @dataclass(frozen=True)
 class Session:
-    """Requests that follow each other. `start` may be called more than once and gives the same turns each time."""
+    """Requests that follow each other. `start` may be called more than once and gives the same
+    turns each time.
+    """
 
     num_turns: int
     start: Callable[[], Turns]
@@ -58,7 +64,9 @@ class Session:
 
 @dataclass(frozen=True)
 class Workload:
-    """Sessions that are timed, those that only warm the server up, and what is to be known about them."""
+    """Sessions that are timed, those that only warm the server up, and what is to be known about
+    them.
+    """
 
     sessions: tuple[Session, ...]
     warmups: tuple[Session, ...]
@@ -79,7 +87,9 @@ class TextScale:
 
     def chars(self, num_tokens: float, *, whole_prompt: bool = False) -> int:
         """Characters of a text of about `num_tokens`, or of the text of a prompt of that many."""
-        return max(1, round((num_tokens - (self.overhead if whole_prompt else 0)) / self.tokens_per_char))
+        return max(
+            1, round((num_tokens - (self.overhead if whole_prompt else 0)) / self.tokens_per_char)
+        )
 
     def tokens(self, num_chars: int) -> int:
         """Tokens of a text of `num_chars` characters."""
@@ -118,19 +128,30 @@ class Prompts:
         """A piece of a prompt; pieces are joined by `turn`."""
         if self.scale is None:
             return rng.choices(self.vocabulary, k=num_tokens)
-        return random_text(rng, self.scale.chars(num_tokens, whole_prompt=whole_prompt)) if num_tokens else ""
+        return (
+            random_text(rng, self.scale.chars(num_tokens, whole_prompt=whole_prompt))
+            if num_tokens
+            else ""
+        )
 
     def turn(self, *parts: Any, output_len: int) -> Turn:
         """A request whose prompt is `parts` in a row."""
         if self.scale is None:
             ids = [token for part in parts for token in part]
             return Turn({"prompt": ids, "max_tokens": output_len}, prompt_tokens=len(ids))
-        return Turn({**as_prompt(" ".join(part for part in parts if part), self.options), "max_tokens": output_len})
+        return Turn(
+            {
+                **as_prompt(" ".join(part for part in parts if part), self.options),
+                "max_tokens": output_len,
+            }
+        )
 
 
 def as_prompt(text: str, options: BenchOptions) -> dict[str, Any]:
     """`text` as the route takes it."""
-    return {"messages": [{"role": "user", "content": text}]} if options.is_chat else {"prompt": text}
+    return (
+        {"messages": [{"role": "user", "content": text}]} if options.is_chat else {"prompt": text}
+    )
 
 
 def random_turns(prompts: Prompts) -> Iterator[Turn]:
@@ -146,9 +167,14 @@ def random_turns(prompts: Prompts) -> Iterator[Turn]:
 
 
 def prefix_repetition_turns(prompts: Prompts) -> Iterator[Turn]:
-    """Endless requests with one of a few prefixes, each as often as the others, and a suffix of their own."""
+    """Endless requests with one of a few prefixes, each as often as the others, and a suffix of
+    their own.
+    """
     options, rng = prompts.options, random.Random(prompts.options.seed)
-    prefixes = [prompts.part(rng, options.prefix_repetition_prefix_len) for _ in range(options.prefix_repetition_num_prefixes)]
+    prefixes = [
+        prompts.part(rng, options.prefix_repetition_prefix_len)
+        for _ in range(options.prefix_repetition_num_prefixes)
+    ]
     while True:
         for prefix in rng.sample(prefixes, len(prefixes)):
             suffix = prompts.part(rng, options.prefix_repetition_suffix_len, whole_prompt=True)
@@ -156,7 +182,9 @@ def prefix_repetition_turns(prompts: Prompts) -> Iterator[Turn]:
 
 
 def endless_workload(turns: Iterator[Turn], options: BenchOptions) -> Workload:
-    """`num_prompts` of `turns`; the next ones, which share only prefixes with them, warm the server up."""
+    """`num_prompts` of `turns`; the next ones, which share only prefixes with them, warm the server
+    up.
+    """
     timed = tuple(single(turn) for turn in islice(turns, options.num_prompts))
     return Workload(timed, tuple(single(turn) for turn in islice(turns, options.num_warmups)))
 
@@ -174,20 +202,28 @@ def longest_prompt(options: BenchOptions) -> int:
 
 
 def read_sharegpt(path: str) -> list[tuple[str, str]]:
-    """First question and first answer of each conversation. Errors: `ConfigError` naming the file and what is wrong with it."""
+    """First question and first answer of each conversation. Errors: `ConfigError` naming the file
+    and what is wrong with it.
+    """
     try:
         conversations = json.loads(_read(path))
     except ValueError as error:
         raise ConfigError(
-            f"--dataset-path {path!r} is no JSON: {error}", hint="a ShareGPT file is a list of conversations"
+            f"--dataset-path {path!r} is no JSON: {error}",
+            hint="a ShareGPT file is a list of conversations",
         ) from None
     if not isinstance(conversations, list):
-        raise ConfigError(f"--dataset-path {path!r} holds no list", hint="a ShareGPT file is a list of conversations")
+        raise ConfigError(
+            f"--dataset-path {path!r} holds no list",
+            hint="a ShareGPT file is a list of conversations",
+        )
     pairs = [pair for pair in map(_first_pair, conversations) if pair is not None]
     if not pairs:
         raise ConfigError(
-            f"none of the {len(conversations)} conversations in {path!r} has a question and an answer",
-            hint='each is {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}',
+            f"none of the {len(conversations)} conversations in {path!r} has a question and an "
+            f"answer",
+            hint='each is {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", '
+            '"value": ...}]}',
         )
     return pairs
 
@@ -195,7 +231,11 @@ def read_sharegpt(path: str) -> list[tuple[str, str]]:
 def _first_pair(conversation: Any) -> tuple[str, str] | None:
     if not isinstance(conversation, dict):
         return None
-    turns = conversation.get("conversations") or conversation.get("conversation") or conversation.get("messages")
+    turns = (
+        conversation.get("conversations")
+        or conversation.get("conversation")
+        or conversation.get("messages")
+    )
     texts: list[tuple[Any, Any]] = [
         (turn.get("from", turn.get("role")), turn.get("value", turn.get("content")))
         for turn in (turns if isinstance(turns, list) else ())
@@ -208,9 +248,15 @@ def _first_pair(conversation: Any) -> tuple[str, str] | None:
 
 
 def sharegpt_workload(
-    pairs: Sequence[tuple[str, str]], options: BenchOptions, *, count: Callable[[str], int], window: int | None
+    pairs: Sequence[tuple[str, str]],
+    options: BenchOptions,
+    *,
+    count: Callable[[str], int],
+    window: int | None,
 ) -> Workload:
-    """Questions in random order, each with an output as long as the recorded answer. `count` gives the tokens of a text."""
+    """Questions in random order, each with an output as long as the recorded answer. `count` gives
+    the tokens of a text.
+    """
     limit = min(options.sharegpt_context_len or window or 2**62, window or 2**62)
     turns = []
     for question, answer in pairs:
@@ -223,18 +269,29 @@ def sharegpt_workload(
         ):
             turns.append(Turn({**as_prompt(question, options), "max_tokens": output}))
     if not turns:
-        raise ConfigError(f"none of the {len(pairs)} conversations fits {limit} tokens", hint="raise --sharegpt-context-len")
+        raise ConfigError(
+            f"none of the {len(pairs)} conversations fits {limit} tokens",
+            hint="raise --sharegpt-context-len",
+        )
     random.Random(options.seed).shuffle(turns)
     left_out = len(pairs) - len(turns)
-    note = (f"{left_out} conversations left out: shorter than {MIN_TOKENS} or longer than {limit} tokens",) if left_out else ()
+    note = (
+        (
+            f"{left_out} conversations left out: shorter than {MIN_TOKENS} or longer than "
+            f"{limit} tokens",
+        )
+        if left_out
+        else ()
+    )
     return _from_file([single(turn) for turn in turns], options, notes=note)
 
 
 def read_requests(path: str, options: BenchOptions) -> list[Session]:
-    """Recorded requests, one JSON object per line: a request body, or `{"body", "session", "delay"}`.
+    """Recorded requests, one JSON object per line: a request body, or `{"body", "session",
+    "delay"}`.
 
-    Lines of one session are sent one after the other, `delay` seconds after the answer before. Errors: `ConfigError` naming the
-    line.
+    Lines of one session are sent one after the other, `delay` seconds after the answer before.
+    Errors: `ConfigError` naming the line.
     """
     sessions: dict[str, list[Turn]] = {}
     for number, line in enumerate(_read(path).splitlines(), start=1):
@@ -252,12 +309,17 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
         if not isinstance(body, dict) or needed not in body:
             route, other = (CHAT, COMPLETIONS) if options.is_chat else (COMPLETIONS, CHAT)
             raise ConfigError(
-                f"{where} has no {needed!r}, which {route} needs", hint=f"use --endpoint {other} for the other kind"
+                f"{where} has no {needed!r}, which {route} needs",
+                hint=f"use --endpoint {other} for the other kind",
             )
         delay = entry.get("delay", 0.0) if "body" in entry else 0.0
         if not isinstance(delay, int | float) or not 0 <= delay < 1e6:
             raise ConfigError(f"{where} has delay {delay!r}; allowed: seconds from 0 up")
-        limits = {} if body.keys() & {"max_tokens", "max_completion_tokens"} else {"max_tokens": options.custom_output_len}
+        limits = (
+            {}
+            if body.keys() & {"max_tokens", "max_completion_tokens"}
+            else {"max_tokens": options.custom_output_len}
+        )
         key = str(entry["session"]) if "body" in entry and "session" in entry else f" {number}"
         sessions.setdefault(key, []).append(Turn({**body, **limits}, pause=float(delay)))
     if not sessions:
@@ -278,16 +340,28 @@ def requests_workload(sessions: Sequence[Session], options: BenchOptions) -> Wor
     return _from_file(sessions, options)
 
 
-def _from_file(sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()) -> Workload:
-    """`num_prompts` requests, the file repeated where it is shorter; the last of them warm up before."""
+def _from_file(
+    sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
+) -> Workload:
+    """`num_prompts` requests, the file repeated where it is shorter; the last of them warm up
+    before.
+    """
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]
     if repeated < options.num_prompts:
-        notes.append(f"the file's {repeated} requests were repeated: later ones may find their prompts cached")
+        notes.append(
+            f"the file's {repeated} requests were repeated: later ones may find their prompts "
+            f"cached"
+        )
     elif repeated == options.num_prompts and options.num_warmups:
-        notes.append("the file has no requests to spare: those of the warm-up are sent again and may find their prompts cached")
-    warmups = tuple(first_turn(session) for session in islice(cycle(reversed(sessions)), options.num_warmups))
+        notes.append(
+            "the file has no requests to spare: those of the warm-up are sent again and may find "
+            "their prompts cached"
+        )
+    warmups = tuple(
+        first_turn(session) for session in islice(cycle(reversed(sessions)), options.num_warmups)
+    )
     return Workload(timed, warmups, tuple(notes))
 
 
@@ -326,4 +400,6 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--dataset-path is {path[:200]!r}, which cannot be read: {error}") from None
+        raise ConfigError(
+            f"--dataset-path is {path[:200]!r}, which cannot be read: {error}"
+        ) from None

@@ -21,32 +21,44 @@ class BatchTimes:
 
     ttft: tuple[float, ...]  # of each request: its first token has come
     seconds: float  # every token has come
-    steps: tuple[float, ...]  # durations between the commits of the decode window (every request has its first token)
-    busy: float  # seconds of the decode window in which the GPU worked, and in which it waited; both 0 where not measured
+    # durations between the commits of the decode window (every request has its first token)
+    steps: tuple[float, ...]
+    # seconds of the decode window in which the GPU worked, and in which it waited; both 0 where not
+    # measured
+    busy: float
     idle: float
-    cached_tokens: int  # prompt tokens that were not computed; 0, or the prompts are not what they should be
+    # prompt tokens that were not computed; 0, or the prompts are not what they should be
+    cached_tokens: int
     preemptions: int
 
 
 class Prompts:
-    """Requests whose prompts are token ids drawn uniformly from the vocabulary; no two prompts are alike."""
+    """Requests whose prompts are token ids drawn uniformly from the vocabulary; no two prompts are
+    alike.
+    """
 
-    def __init__(self, info: ModelInfo, *, seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
+    def __init__(
+        self, info: ModelInfo, *, seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0
+    ) -> None:
         self._info = info
         self._random = random.Random(seed)
         self._filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self._numbers = count()
 
     def batch(self, num_requests: int, *, input_len: int, output_len: int) -> list[GenerateRequest]:
-        """`num_requests` requests that generate exactly `output_len` tokens. Errors: `ConfigError` where they do not fit."""
+        """`num_requests` requests that generate exactly `output_len` tokens. Errors: `ConfigError`
+        where they do not fit.
+        """
         if input_len + output_len > self._info.max_model_len:
             raise ConfigError(
-                f"{input_len} prompt and {output_len} output tokens exceed the window of {self._info.max_model_len} tokens",
+                f"{input_len} prompt and {output_len} output tokens exceed the window of "
+                f"{self._info.max_model_len} tokens",
                 hint="shorten them or raise --max-model-len or --kv-cache-memory",
             )
         if num_requests > self._info.max_num_seqs:
             raise ConfigError(
-                f"a batch of {num_requests} requests does not run together: --max-num-seqs is {self._info.max_num_seqs}",
+                f"a batch of {num_requests} requests does not run together: --max-num-seqs is "
+                f"{self._info.max_num_seqs}",
                 hint=f"add --max-num-seqs {num_requests}",
             )
         return [self._request(input_len, output_len) for _ in range(num_requests)]
@@ -68,9 +80,14 @@ class Prompts:
         )
 
 
-def run_batch(loop: EngineLoop, requests: list[GenerateRequest], *, on_decode: Callable[[], None] | None = None) -> BatchTimes:
-    """Run `requests` to their end. `on_decode` is called after each step in which all of them generate, which then is not worth
-    timing.
+def run_batch(
+    loop: EngineLoop,
+    requests: list[GenerateRequest],
+    *,
+    on_decode: Callable[[], None] | None = None,
+) -> BatchTimes:
+    """Run `requests` to their end. `on_decode` is called after each step in which all of them
+    generate, which then is not worth timing.
 
     Errors: `EngineError` where a request fails.
     """
@@ -119,7 +136,8 @@ def drain(loop: EngineLoop) -> None:
 
 
 def decode_batch(loop: EngineLoop, requests: list[GenerateRequest]) -> Generator[None, None, None]:
-    """Run `requests` until each has its first token; then one step per `next`, until the first request ends.
+    """Run `requests` until each has its first token; then one step per `next`, until the first
+    request ends.
 
     Closing the iterator ends the requests.
     """

@@ -40,7 +40,9 @@ class FiniteCheck:
             self._flags.append(_some_not_finite(values))
 
     def finish(self, reader: CheckpointReader) -> None:
-        """Errors: `CheckpointError` naming the tensors with such values, how many, and the first."""
+        """Errors: `CheckpointError` naming the tensors with such values, how many, and the
+        first.
+        """
         by_device: dict[torch.device, list[int]] = {}
         for number, flag in enumerate(self._flags):
             by_device.setdefault(flag.device, []).append(number)
@@ -50,11 +52,16 @@ class FiniteCheck:
             flags = stacked.tolist()  # host-sync: once, after the last tensor
             broken += [number for number, flag in zip(numbers, flags, strict=True) if flag]
         if broken:
-            found = [_describe(reader, self._entries[number]) for number in sorted(broken)[:_MAX_NAMED]]
-            more = f"; and {len(broken) - len(found)} more tensors" if len(broken) > len(found) else ""
+            found = [
+                _describe(reader, self._entries[number]) for number in sorted(broken)[:_MAX_NAMED]
+            ]
+            more = (
+                f"; and {len(broken) - len(found)} more tensors" if len(broken) > len(found) else ""
+            )
             raise CheckpointError(
                 f"the checkpoint has values that are NaN or infinite: {'; '.join(found)}{more}",
-                hint="download the files again; if they are complete, the checkpoint itself is broken",
+                hint="download the files again; if they are complete, the checkpoint itself is "
+                "broken",
             )
 
 
@@ -76,5 +83,8 @@ def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str
         places = not_finite(reader.read(entry)).nonzero()
         if len(places):
             size = " x ".join(map(str, entry.shape)) or "1"
-            return f"{entry.name} in {len(places)} of {size} ({entry.dtype}), first at {places[0].tolist()}"
+            return (
+                f"{entry.name} in {len(places)} of {size} ({entry.dtype}), first at "
+                f"{places[0].tolist()}"
+            )
     return f"{sources[0].name}, whose values are too large for the dtype that the model computes in"

@@ -1,4 +1,6 @@
-"""From the MODEL that a user names to a folder on disk: a local folder, the embedded `nano`, or a Hugging Face hub id."""
+"""From the MODEL that a user names to a folder on disk: a local folder, the embedded `nano`, or a
+Hugging Face hub id.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ logger = get_logger(__name__)
 NANO = "nano"
 NANO_FOLDER = Path(__file__).parent.parent / "assets" / "nano"
 
-# Weights, JSON (configs, index, tokenizer) and chat templates; never code or pickles, never subfolders.
+# Weights, JSON (configs, index, tokenizer) and chat templates; never code or pickles, never
+# subfolders.
 ALLOWED_FILES = ["*.safetensors", "*.json", "*.jinja"]
 IGNORED_FILES = ["*/*"]
 
@@ -28,9 +31,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 def resolve_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The folder of `model`; a hub model is downloaded first, as far as files of it are missing.
 
-    `revision` is a branch, tag or commit and only means something for a hub id; `download_dir` replaces the hub's own cache.
-    Errors: `ConfigError` for a name that is none of the three, an unknown or closed repository or revision, and for whatever
-    goes wrong on the way to the hub; `ResourceError` where the disk does not take the files.
+    `revision` is a branch, tag or commit and only means something for a hub id; `download_dir`
+    replaces the hub's own cache. Errors: `ConfigError` for a name that is none of the three, an
+    unknown or closed repository or revision, and for whatever goes wrong on the way to the hub;
+    `ResourceError` where the disk does not take the files.
     """
     if model == NANO:
         return NANO_FOLDER
@@ -62,9 +66,11 @@ def _download(model: str, revision: str | None, download_dir: str | None) -> Pat
             cache_dir=download_dir,
             allow_patterns=ALLOWED_FILES,
             ignore_patterns=IGNORED_FILES,
-            tqdm_class=None if sys.stderr.isatty() else _logged_bar(),  # a terminal gets the hub's own bars
+            # a terminal gets the hub's own bars
+            tqdm_class=None if sys.stderr.isatty() else _logged_bar(),
         )
-    except Exception as error:  # among them the HTTP library's, which differs by the client's version
+    # among them the HTTP library's, which differs by the client's version
+    except Exception as error:
         raise _failure(error, where) from error
     return Path(folder)
 
@@ -75,8 +81,11 @@ def _logged_bar() -> type[Any]:
 
     class LoggedBar(tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            # Beside the bar of bytes there are one of files and, in some versions, one of what the network has brought.
-            counts_bytes = options.get("unit") == "B" and not str(options.get("name")).endswith(".transfer")
+            # Beside the bar of bytes there are one of files and, in some versions, one of what the
+            # network has brought.
+            counts_bytes = options.get("unit") == "B" and not str(options.get("name")).endswith(
+                ".transfer"
+            )
             self._progress = Progress("fetching", unit=format_bytes, enabled=counts_bytes)
             self._done = options.get("initial") or 0
             self._counting = threading.Lock()  # files are fetched by several threads
@@ -104,16 +113,25 @@ def _failure(error: Exception, where: str) -> NegamaxError:
     if isinstance(error, errors.RepositoryNotFoundError):
         hint = "check the name; for a private model run `hf auth login`"
         return ConfigError(f"{where} is not on the hub, or private", hint=hint)
-    if isinstance(error, OSError) and (error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)):
+    if isinstance(error, OSError) and (
+        error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    ):
         hint = "free some space or use --download-dir"
         return ResourceError(f"{where} cannot be stored: {error}", hint=hint)
     not_found = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
-    cause = error.__cause__ if not_found else error  # why the hub was of no help; None: it is not asked at all
-    reason = ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]]) if cause else "offline mode"
+    # why the hub was of no help; None: it is not asked at all
+    cause = error.__cause__ if not_found else error
+    reason = (
+        ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]])
+        if cause
+        else "offline mode"
+    )
     refused = isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code in (401, 403)
     hint = "check HF_TOKEN, or run `hf auth login`" if refused else _OFFLINE
     if not_found:
-        return ConfigError(f"{where} is not in the local cache and the hub cannot be reached: {reason}", hint=hint)
+        return ConfigError(
+            f"{where} is not in the local cache and the hub cannot be reached: {reason}", hint=hint
+        )
     return ConfigError(f"{where} cannot be fetched: {reason}", hint=hint)
 
 

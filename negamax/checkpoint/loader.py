@@ -1,8 +1,10 @@
-"""Loading a checkpoint into a model: every tensor goes to one place, every slot is filled once, or the start is refused.
+"""Loading a checkpoint into a model: every tensor goes to one place, every slot is filled once, or
+the start is refused.
 
-All names, shapes and dtypes are checked from the files' headers before the first byte of data is read. Then the tensors are
-read layer by layer, in file order, one at a time, and of each only what this rank keeps. A quantised weight goes into its
-slot as it is, and its scale into another, where the model has a slot for the scale; else the weight is dequantised on the way.
+All names, shapes and dtypes are checked from the files' headers before the first byte of data is
+read. Then the tensors are read layer by layer, in file order, one at a time, and of each only what
+this rank keeps. A quantised weight goes into its slot as it is, and its scale into another, where
+the model has a slot for the scale; else the weight is dequantised on the way.
 """
 
 from __future__ import annotations
@@ -62,9 +64,14 @@ class LoadReport:
 
     def summary(self) -> str:
         """One line for the log."""
-        text = f"loaded {self.num_tensors} tensors ({format_bytes(self.num_bytes)}) in {self.seconds:.2f} s"
+        text = (
+            f"loaded {self.num_tensors} tensors ({format_bytes(self.num_bytes)}) in "
+            f"{self.seconds:.2f} s"
+        )
         if self.num_dequantized:
-            text += f", {self.num_dequantized} of them {self.scheme}, dequantised to the compute dtype"
+            text += (
+                f", {self.num_dequantized} of them {self.scheme}, dequantised to the compute dtype"
+            )
         if self.num_kept:
             text += f", {self.num_kept} of them weights kept as {self.scheme}"
         for reason, names in self.skipped.items():
@@ -74,7 +81,9 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _Move:
-    """One tensor on its way from the checkpoint to its slot. With a `scale`, it is a weight to be dequantised by it."""
+    """One tensor on its way from the checkpoint to its slot. With a `scale`, it is a weight to be
+    dequantised by it.
+    """
 
     slot: WeightSlot
     tensor: TensorEntry
@@ -94,8 +103,11 @@ class _Move:
         return 2 if self.scale else 1
 
 
-def load_weights(model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progress: ShowProgress | None = None) -> LoadReport:
-    """Fill the slots of `model` from the safetensors files in `folder`. The caller packs the model afterwards.
+def load_weights(
+    model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progress: ShowProgress | None = None
+) -> LoadReport:
+    """Fill the slots of `model` from the safetensors files in `folder`. The caller packs the model
+    afterwards.
 
     `progress` is called after each tensor.
     Errors: `CheckpointError` naming the files or tensors that are missing, unknown, surplus,
@@ -112,17 +124,25 @@ def load_weights(model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progre
         quantized = [move for move in needed if move.scale]
         if quantized and scheme:
             logger.info(
-                "%d weights (%s) are stored as %s and are dequantised to the compute dtype, one at a time",
-                len(quantized), format_bytes(sum(move.num_bytes for move in quantized)), scheme.name,
+                "%d weights (%s) are stored as %s and are dequantised to the compute dtype, one "
+                "at a time",
+                len(quantized), format_bytes(sum(move.num_bytes for move in quantized)),
+                scheme.name,
             )  # fmt: skip
         for reason, names in skipped.items():
-            logger.warning("skipped %d tensors: %s (%s)", len(names), reason, first_names(list(names)))
+            logger.warning(
+                "skipped %d tensors: %s (%s)", len(names), reason, first_names(list(names))
+            )
         done = 0
         check = FiniteCheck()
         for move, part in _parts(reader, needed, scheme=scheme):
             written = move.slot.write_part(part)
             # A GPU has many scales of a few numbers each; they are copied as they are.
-            check.add(part if move.is_scale else written, move.tensor, *([move.scale] if move.scale else []))
+            check.add(
+                part if move.is_scale else written,
+                move.tensor,
+                *([move.scale] if move.scale else []),
+            )
             done += move.num_bytes
             if progress:
                 progress(done, total)
@@ -139,7 +159,11 @@ def load_weights(model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progre
 
 
 def _plan(
-    entries: Mapping[str, TensorEntry], slots: Mapping[str, WeightSlot], *, num_layers: int, scheme: QuantScheme | None
+    entries: Mapping[str, TensorEntry],
+    slots: Mapping[str, WeightSlot],
+    *,
+    num_layers: int,
+    scheme: QuantScheme | None,
 ) -> tuple[list[_Move], dict[str, tuple[str, ...]]]:
     """Every tensor's way, in reading order, and the names that are skipped by reason."""
     found: dict[str, TensorEntry] = {}  # canonical name -> tensor
@@ -150,7 +174,10 @@ def _plan(
         if placement.skip_reason and placement.slot not in slots:
             skipped[placement.skip_reason].append(name)
         elif placement.slot in found:
-            raise CheckpointError(f"tensors {found[placement.slot].name} and {name} are the same weight, {placement.slot}")
+            raise CheckpointError(
+                f"tensors {found[placement.slot].name} and {name} are the same weight, "
+                f"{placement.slot}"
+            )
         else:
             found[placement.slot] = entry
 
@@ -169,8 +196,10 @@ def _plan(
         if scale_slot is not None:
             if scale is None:
                 raise CheckpointError(
-                    f"tensor {weight.name} has dtype {weight.dtype} and no scale; by config.json it is quantised",
-                    hint="modules_to_not_convert in quantization_config must name the modules that are not",
+                    f"tensor {weight.name} has dtype {weight.dtype} and no scale; by config.json "
+                    f"it is quantised",
+                    hint="modules_to_not_convert in quantization_config must name the modules "
+                    "that are not",
                 )
             moves += [_Move(slot, weight), _Move(scale_slot, scale, is_scale=True)]
         else:
@@ -178,44 +207,60 @@ def _plan(
     _refuse_layers(found, num_layers=num_layers)
     _refuse_names("are not part of this model", [entry.name for entry in found.values()])
     _refuse_names("are missing from the checkpoint", missing)
-    moves.sort(key=lambda move: (layer_of(move.slot.name) or 0, str(move.tensor.file), move.tensor.offset))
+    moves.sort(
+        key=lambda move: (layer_of(move.slot.name) or 0, str(move.tensor.file), move.tensor.offset)
+    )
     return moves, {reason: tuple(names) for reason, names in skipped.items()}
 
 
-def _check_tensor(weight: TensorEntry, scale: TensorEntry | None, slot: WeightSlot, *, scheme: QuantScheme | None) -> None:
+def _check_tensor(
+    weight: TensorEntry, scale: TensorEntry | None, slot: WeightSlot, *, scheme: QuantScheme | None
+) -> None:
     if not (slot.shape == () and weight.shape == (1,)):  # two spellings of one number
         _check_shape(weight, slot.shape)
     if scale is None or scheme is None:
         if scheme is not None and weight.dtype == scheme.value_dtype:
             raise CheckpointError(
-                f"tensor {weight.name} has dtype {weight.dtype} and its scale {weight.name}{scheme.scale_suffix} is missing"
+                f"tensor {weight.name} has dtype {weight.dtype} and its scale "
+                f"{weight.name}{scheme.scale_suffix} is missing"
             )
         if weight.dtype not in PLAIN_DTYPES:
             raise CheckpointError(
-                f"tensor {weight.name} has dtype {weight.dtype}; supported: {', '.join(PLAIN_DTYPES)}",
-                hint=None if scheme else "config.json has no quantization_config that would explain another one",
+                f"tensor {weight.name} has dtype {weight.dtype}; supported: "
+                f"{', '.join(PLAIN_DTYPES)}",
+                hint=None
+                if scheme
+                else "config.json has no quantization_config that would explain another one",
             )
         return
     if weight.dtype != scheme.value_dtype or len(weight.shape) != 2:
         raise CheckpointError(
-            f"tensor {weight.name} has a scale, dtype {weight.dtype} and shape {list(weight.shape)}; "
+            f"tensor {weight.name} has a scale, dtype {weight.dtype} and shape "
+            f"{list(weight.shape)}; "
             f"a scale belongs to a matrix of {scheme.value_dtype}"
         )
     if scale.dtype != scheme.scale_dtype:
-        raise CheckpointError(f"tensor {scale.name} has dtype {scale.dtype}; supported: {scheme.scale_dtype}")
+        raise CheckpointError(
+            f"tensor {scale.name} has dtype {scale.dtype}; supported: {scheme.scale_dtype}"
+        )
     _check_shape(scale, scheme.scale_shape(*weight.shape))
 
 
 def _check_shape(entry: TensorEntry, expected: tuple[int, ...]) -> None:
     if entry.shape != expected:
         raise CheckpointError(
-            f"tensor {entry.name} has shape {list(entry.shape)}; config.json asks for {list(expected)}",
+            f"tensor {entry.name} has shape {list(entry.shape)}; config.json asks for "
+            f"{list(expected)}",
             hint="config.json and the weights are not of the same model",
         )
 
 
-def _parts(reader: CheckpointReader, moves: list[_Move], *, scheme: QuantScheme | None) -> Iterator[tuple[_Move, Tensor]]:
-    """What this rank keeps of each tensor, in order. On their way to a GPU, a few are brought into pinned memory ahead."""
+def _parts(
+    reader: CheckpointReader, moves: list[_Move], *, scheme: QuantScheme | None
+) -> Iterator[tuple[_Move, Tensor]]:
+    """What this rank keeps of each tensor, in order. On their way to a GPU, a few are brought into
+    pinned memory ahead.
+    """
     if all(move.slot.device is None or move.slot.device.type == "cpu" for move in moves):
         for move in moves:
             yield move, _read(reader, move, scheme=scheme)
@@ -249,19 +294,30 @@ def _pinned(part: Tensor) -> Tensor:
 
 def _refuse_names(what: str, names: list[str]) -> None:
     if names:
-        verb = f"{len(names)} tensors {what}" if len(names) > 1 else f"1 tensor {what}".replace(" are ", " is ")
-        raise CheckpointError(f"{verb}: {first_names(names)}", hint="config.json and the weights are not of the same model")
+        verb = (
+            f"{len(names)} tensors {what}"
+            if len(names) > 1
+            else f"1 tensor {what}".replace(" are ", " is ")
+        )
+        raise CheckpointError(
+            f"{verb}: {first_names(names)}",
+            hint="config.json and the weights are not of the same model",
+        )
 
 
 def _refuse_layers(found: Mapping[str, TensorEntry], *, num_layers: int) -> None:
-    """Refuse tensors of layers that config.json does not have: without them the model is another one."""
+    """Refuse tensors of layers that config.json does not have: without them the model is another
+    one.
+    """
     surplus = [slot for slot in found if (layer_of(slot) or 0) >= num_layers]
     if surplus:
         layers = {layer_of(slot) or 0 for slot in surplus}
         raise CheckpointError(
-            f"num_hidden_layers in config.json is {num_layers}; the checkpoint has {len(layers)} more, up to layer "
+            f"num_hidden_layers in config.json is {num_layers}; the checkpoint has {len(layers)} "
+            f"more, up to layer "
             f"{max(layers)} ({len(surplus)} tensors, {found[surplus[0]].name} the first)",
-            hint=f"set num_hidden_layers to {max(layers) + 1} or use the config.json that belongs to the weights",
+            hint=f"set num_hidden_layers to {max(layers) + 1} or use the config.json that "
+            f"belongs to the weights",
         )
 
 
@@ -269,6 +325,7 @@ def _refuse_foreign_quantization(folder: Path, spec: ModelSpec) -> None:
     for name in _FOREIGN_QUANTIZATION:
         if spec.quantization is None and (folder / name).exists():
             raise CheckpointError(
-                f"{folder} is quantised in a format described by {name}, which is not supported yet",
+                f"{folder} is quantised in a format described by {name}, which is not supported "
+                f"yet",
                 hint="use MiniMax's own FP8 checkpoint, or a BF16 one",
             )

@@ -1,7 +1,8 @@
-"""The tensors of a safetensors checkpoint: found, checked against the files' headers, and read one at a time.
+"""The tensors of a safetensors checkpoint: found, checked against the files' headers, and read one
+at a time.
 
-The shard count in file names is never trusted (MiniMax-M2 is named "of 130" and has 125 files): the index says which files
-there are, and where there is no index, the folder does.
+The shard count in file names is never trusted (MiniMax-M2 is named "of 130" and has 125 files): the
+index says which files there are, and where there is no index, the folder does.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100 * 10**6  # the limit of the format
 
 _ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
+    "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 
@@ -44,7 +46,9 @@ class TensorEntry:
 
 
 class CheckpointReader:
-    """The entries of a checkpoint and their data. Files are mapped into memory when first read from."""
+    """The entries of a checkpoint and their data. Files are mapped into memory when first read
+    from.
+    """
 
     def __init__(self, entries: Mapping[str, TensorEntry], stack: ExitStack) -> None:
         self.entries = entries
@@ -52,20 +56,27 @@ class CheckpointReader:
         self._files: dict[Path, Any] = {}
 
     def read(self, entry: TensorEntry, region: tuple[range, ...] | None = None) -> Tensor:
-        """The data of `entry`, or its part `region` (one range per dimension), on the CPU; nothing else is read of the file.
+        """The data of `entry`, or its part `region` (one range per dimension), on the CPU; nothing
+        else is read of the file.
 
         Errors: `CheckpointError` where the file does not allow it.
         """
         try:
             if entry.file not in self._files:
-                self._files[entry.file] = self._stack.enter_context(safe_open(entry.file, framework="pt", device="cpu"))
+                self._files[entry.file] = self._stack.enter_context(
+                    safe_open(entry.file, framework="pt", device="cpu")
+                )
             file = self._files[entry.file]
             if region is None or entry.shape == tuple(len(part) for part in region):
                 tensor: Tensor = file.get_tensor(entry.name)
             else:
-                tensor = file.get_slice(entry.name)[tuple(slice(part.start, part.stop) for part in region)]
+                tensor = file.get_slice(entry.name)[
+                    tuple(slice(part.start, part.stop) for part in region)
+                ]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{entry.file}: {entry.name} cannot be read: {error}", hint=_AGAIN) from error
+            raise CheckpointError(
+                f"{entry.file}: {entry.name} cannot be read: {error}", hint=_AGAIN
+            ) from error
         return tensor
 
 
@@ -73,7 +84,8 @@ class CheckpointReader:
 def open_checkpoint(folder: Path) -> Iterator[CheckpointReader]:
     """Open the weights in `folder`; every header is read and checked, no data yet.
 
-    Errors: `CheckpointError` for a missing folder, index, file or tensor, and for truncated or malformed files.
+    Errors: `CheckpointError` for a missing folder, index, file or tensor, and for truncated or
+    malformed files.
     """
     files, index = _find_files(folder)
     entries: dict[str, TensorEntry] = {}
@@ -81,7 +93,9 @@ def open_checkpoint(folder: Path) -> Iterator[CheckpointReader]:
         for entry in read_header(file):
             if entry.name in entries:
                 raise CheckpointError(
-                    f"tensor {entry.name} is in two files: {entries[entry.name].file.name} and {file.name}", hint=_AGAIN
+                    f"tensor {entry.name} is in two files: {entries[entry.name].file.name} and "
+                    f"{file.name}",
+                    hint=_AGAIN,
                 )
             entries[entry.name] = entry
     if index is not None:
@@ -91,22 +105,33 @@ def open_checkpoint(folder: Path) -> Iterator[CheckpointReader]:
 
 
 def read_header(file: Path) -> list[TensorEntry]:
-    """The tensors that `file` holds, by its header. Errors: `CheckpointError` where header and size do not fit together."""
+    """The tensors that `file` holds, by its header. Errors: `CheckpointError` where header and size
+    do not fit together.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             prefix = stream.read(8)
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(f"{file} is no safetensors file, or cut off: {size} bytes", hint=_AGAIN)
+                raise CheckpointError(
+                    f"{file} is no safetensors file, or cut off: {size} bytes", hint=_AGAIN
+                )
             header = json.loads(stream.read(header_bytes), object_pairs_hook=_no_duplicates)
         header.pop("__metadata__", None)
         entries = [_entry(file, name, value) for name, value in header.items()]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{file} has a header that cannot be read: {error!r}", hint=_AGAIN) from error
-    expected = 8 + header_bytes + max((entry.offset + entry.num_bytes for entry in entries), default=0)
+        raise CheckpointError(
+            f"{file} has a header that cannot be read: {error!r}", hint=_AGAIN
+        ) from error
+    expected = (
+        8 + header_bytes + max((entry.offset + entry.num_bytes for entry in entries), default=0)
+    )
     if size != expected:
-        raise CheckpointError(f"{file} has {size} bytes and its header describes {expected}: cut off or damaged", hint=_AGAIN)
+        raise CheckpointError(
+            f"{file} has {size} bytes and its header describes {expected}: cut off or damaged",
+            hint=_AGAIN,
+        )
     return entries
 
 
@@ -116,12 +141,20 @@ _AGAIN = "download the file again"
 def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The weight files, and the index (tensor name -> file name) where there is one."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder", hint="give the folder of a Hugging Face checkpoint")
+        raise CheckpointError(
+            f"{folder} is not a folder", hint="give the folder of a Hugging Face checkpoint"
+        )
     index_path = folder / INDEX_NAME
     if index_path.exists():
         index = read_json_object(index_path).get("weight_map")
-        if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
-            raise CheckpointError(f"{index_path} has no weight_map from tensor names to file names", hint=_AGAIN)
+        if (
+            not isinstance(index, dict)
+            or not index
+            or not all(isinstance(name, str) for name in index.values())
+        ):
+            raise CheckpointError(
+                f"{index_path} has no weight_map from tensor names to file names", hint=_AGAIN
+            )
         names = sorted(set(index.values()))
         outside = [name for name in names if Path(name).name != name]
         if outside:
@@ -129,7 +162,8 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
-                f"{index_path} names {len(names)} files of which {len(missing)} are missing: {first_names(missing)}",
+                f"{index_path} names {len(names)} files of which {len(missing)} are missing: "
+                f"{first_names(missing)}",
                 hint="finish the download",
             )
         return [folder / name for name in names], index
@@ -137,25 +171,38 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         return [folder / SINGLE_NAME], None
     files = sorted(folder.glob("model-*.safetensors"))
     if not files:
-        found = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        found = sorted(
+            path.name
+            for path in folder.iterdir()
+            if path.suffix in (".bin", ".pt", ".pth", ".gguf")
+        )
         raise CheckpointError(
             f"{folder} has no model.safetensors, no {INDEX_NAME} and no model-*.safetensors"
             + (f"; it has {first_names(found)}" if found else ""),
-            hint="only safetensors weights are read" if found else "finish the download, or use --load-format synthetic",
+            hint="only safetensors weights are read"
+            if found
+            else "finish the download, or use --load-format synthetic",
         )
     return files, None
 
 
 def _check_index(index: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> None:
-    missing = [name for name, file in index.items() if name not in entries or entries[name].file.name != file]
+    missing = [
+        name
+        for name, file in index.items()
+        if name not in entries or entries[name].file.name != file
+    ]
     if missing:
         raise CheckpointError(
-            f"{len(missing)} tensors are not in the file that {INDEX_NAME} gives for them: {first_names(missing)}",
+            f"{len(missing)} tensors are not in the file that {INDEX_NAME} gives for them: "
+            f"{first_names(missing)}",
             hint=_AGAIN,
         )
     surplus = [name for name in entries if name not in index]
     if surplus:
-        raise CheckpointError(f"{len(surplus)} tensors are not in {INDEX_NAME}: {first_names(surplus)}", hint=_AGAIN)
+        raise CheckpointError(
+            f"{len(surplus)} tensors are not in {INDEX_NAME}: {first_names(surplus)}", hint=_AGAIN
+        )
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -168,10 +215,15 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(file: Path, name: str, value: dict[str, Any]) -> TensorEntry:
     dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)) or end < start:
+    if (
+        not all(type(number) is int and number >= 0 for number in (*shape, start, end))
+        or end < start
+    ):
         raise ValueError(f"{name} has shape {list(shape)} at bytes {start} to {end}")
     if dtype in _ITEM_BYTES and end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
-        raise ValueError(f"{name} of shape {list(shape)} and dtype {dtype} cannot have {end - start} bytes")
+        raise ValueError(
+            f"{name} of shape {list(shape)} and dtype {dtype} cannot have {end - start} bytes"
+        )
     return TensorEntry(name, file, str(dtype), shape, offset=start, num_bytes=end - start)
 
 

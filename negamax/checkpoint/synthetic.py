@@ -1,12 +1,15 @@
-"""Synthetic weights: a model of any size without a checkpoint, with activations of realistic magnitude and even routing.
+"""Synthetic weights: a model of any size without a checkpoint, with activations of realistic
+magnitude and even routing.
 
-The experts' tensors of one layer and kind are drawn together, a few hundred MB at a time, every other tensor by itself. A draw
-depends on the seed and on what it is for only, and is made in full before a rank takes its parts, so that every
-tensor-parallel degree gets the same model. (CPU and GPU have different generators, so their models differ.)
+The experts' tensors of one layer and kind are drawn together, a few hundred MB at a time, every
+other tensor by itself. A draw depends on the seed and on what it is for only, and is made in full
+before a rank takes its parts, so that every tensor-parallel degree gets the same model. (CPU and
+GPU have different generators, so their models differ.)
 
-Even routing: with independent tokens, B of them reach E (1 - (1 - k / E)^B) of E experts if and only if all experts are equally
-likely. Hence router rows of one length and biases without spread; and tokens stay independent through all layers because what
-the layers add to a token's embedding is small beside it.
+Even routing: with independent tokens, B of them reach E (1 - (1 - k / E)^B) of E experts if and
+only if all experts are equally likely. Hence router rows of one length and biases without spread;
+and tokens stay independent through all layers because what the layers add to a token's embedding is
+small beside it.
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ from negamax.config.model_spec import ModelSpec
 from negamax.layers.weights import WeightSlot
 from negamax.quantization.scheme import detect
 
-# MiniMax's own selection biases are 4.7 to 9.5. A spread of 0.02 would already make some experts 40 % likelier than others.
+# MiniMax's own selection biases are 4.7 to 9.5. A spread of 0.02 would already make some experts 40
+# % likelier than others.
 ROUTER_BIAS_MEAN = 7.0
 ROUTER_BIAS_STD = 0.0005
 NORM_STD = 0.05
-# Of the attention output: tokens of one sequence share most of it, and what they share makes them choose the same experts.
+# Of the attention output: tokens of one sequence share most of it, and what they share makes them
+# choose the same experts.
 ATTENTION_GAIN = 0.5
-# Of stored FP8 values, which reach up to 448, and of the scales of their blocks relative to the mean scale.
+# Of stored FP8 values, which reach up to 448, and of the scales of their blocks relative to the
+# mean scale.
 VALUE_STD = 90.0
 VALUE_MAX = 448.0
 SCALE_SPREAD = 0.1
@@ -49,12 +55,17 @@ def fill_synthetic(
     device: torch.device | None = None,
     progress: ShowProgress | None = None,
 ) -> None:
-    """Write every slot of `model` that this rank needs, from draws made on `device` (None: the CPU).
+    """Write every slot of `model` that this rank needs, from draws made on `device` (None: the
+    CPU).
 
     The caller packs the model afterwards. `progress` is called with the elements drawn and those in
     all, after each draw.
     """
-    wanted = [draw for draw in _draws(model.weight_slots().values()) if any(slot.needed for slot in draw[2])]
+    wanted = [
+        draw
+        for draw in _draws(model.weight_slots().values())
+        if any(slot.needed for slot in draw[2])
+    ]
     sizes = [sum(math.prod(slot.shape) for slot in slots) for _, _, slots in wanted]
     done = 0
     generator = torch.Generator(device or "cpu")
@@ -64,7 +75,9 @@ def fill_synthetic(
         digest = hashlib.sha256(f"{seed}:{name}:{number}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
         if suffix and name.endswith(suffix):
-            tensors = _scales(slots, std=_std(name.removesuffix(suffix), spec) / VALUE_STD, generator=generator)
+            tensors = _scales(
+                slots, std=_std(name.removesuffix(suffix), spec) / VALUE_STD, generator=generator
+            )
         elif any(slot.dtype == torch.float8_e4m3fn for slot in slots):
             tensors = _values(slots, generator=generator)
         else:
@@ -78,7 +91,9 @@ def fill_synthetic(
 
 
 def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightSlot]]]:
-    """What is drawn together: a name common to the slots, a number among the draws of that name, and the slots."""
+    """What is drawn together: a name common to the slots, a number among the draws of that name,
+    and the slots.
+    """
     groups: dict[str, list[WeightSlot]] = {}
     for slot in slots:
         if not slot.optional:
@@ -92,8 +107,9 @@ def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightS
 def _std(name: str, spec: ModelSpec) -> float:
     """The standard deviation of the elements of weight `name`.
 
-    1 / sqrt(columns) keeps the magnitude of a matrix's input; matrices that add to the residual stream are smaller by
-    sqrt(2 * num_layers), so that it does not grow with depth. Embedding rows have unit variance.
+    1 / sqrt(columns) keeps the magnitude of a matrix's input; matrices that add to the residual
+    stream are smaller by sqrt(2 * num_layers), so that it does not grow with depth. Embedding rows
+    have unit variance.
     """
     if name.endswith("norm.weight"):
         return NORM_STD
@@ -109,7 +125,9 @@ def _std(name: str, spec: ModelSpec) -> float:
     return 1 / math.sqrt(spec.hidden_size)
 
 
-def _plain(name: str, slots: Sequence[WeightSlot], *, std: float, generator: torch.Generator) -> Tensor:
+def _plain(
+    name: str, slots: Sequence[WeightSlot], *, std: float, generator: torch.Generator
+) -> Tensor:
     mean = 0.0
     if len(slots[0].shape) == 1:
         mean = ROUTER_BIAS_MEAN if name.endswith("e_score_correction_bias") else 1.0
@@ -129,7 +147,14 @@ def _scales(slots: Sequence[WeightSlot], *, std: float, generator: torch.Generat
     return spread.clamp_(0.5, 1.5).mul_(std)
 
 
-def _normal(slots: Sequence[WeightSlot], dtype: torch.dtype, *, mean: float, std: float, generator: torch.Generator) -> Tensor:
+def _normal(
+    slots: Sequence[WeightSlot],
+    dtype: torch.dtype,
+    *,
+    mean: float,
+    std: float,
+    generator: torch.Generator,
+) -> Tensor:
     """[slots, *shape of each], normally distributed."""
     values = torch.empty(len(slots), *slots[0].shape, dtype=dtype, device=generator.device)
     return values.normal_(mean, std, generator=generator)

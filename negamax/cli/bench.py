@@ -1,4 +1,6 @@
-"""`negamax bench`: what the model gets right, and how fast it is. `accuracy` is here, the others are in `bench_*.py`."""
+"""`negamax bench`: what the model gets right, and how fast it is. `accuracy` is here, the others
+are in `bench_*.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,19 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
-app.command("offline", help=bench_offline.HELP, epilog=epilog("bench offline"))(bench_offline.command)
-app.command("kernels", help=bench_kernels.HELP, epilog=epilog("bench kernels"))(bench_kernels.command)
-app.command("profile", help=bench_profile.HELP, epilog=epilog("bench profile"))(bench_profile.command)
+app.command("offline", help=bench_offline.HELP, epilog=epilog("bench offline"))(
+    bench_offline.command
+)
+app.command("kernels", help=bench_kernels.HELP, epilog=epilog("bench kernels"))(
+    bench_kernels.command
+)
+app.command("profile", help=bench_profile.HELP, epilog=epilog("bench profile"))(
+    bench_profile.command
+)
 app.command("serve", help=bench_serve.HELP, epilog=epilog("bench serve"))(bench_serve.command)
-app.command("compare", help=bench_compare.HELP, epilog=epilog("bench compare"))(bench_compare.command)
+app.command("compare", help=bench_compare.HELP, epilog=epilog("bench compare"))(
+    bench_compare.command
+)
 
 
 @app.callback()
@@ -42,15 +52,21 @@ def accuracy(
             autocompletion=completion(("nano-math", "nano-tools")),
         ),
     ] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="Problems per suite (default 1000 math, 500 tools).")] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Problems per suite (default 1000 math, 500 tools).")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Which held-out problems are drawn.")] = 0,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
-    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", "--tp-size", min=1)] = 1,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "-tp", "--tp-size", min=1)
+    ] = 1,
     dtype: Annotated[
         str,
         typer.Option(help="auto, bfloat16, float16 or float32.", autocompletion=completion(DTYPES)),
     ] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file.")
+    ] = None,
 ) -> None:
     """Solve generated problems that were never in the training data and count the exact answers."""
     from negamax.bench.accuracy import SUITES, run_suite  # torch
@@ -60,7 +76,12 @@ def accuracy(
     results = []
     with LLM(model, tensor_parallel_size=tensor_parallel_size, dtype=dtype) as llm:
         for name in suite or list(SUITES):
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
                 task = bar.add_task(name, total=None)
                 result = run_suite(
@@ -69,18 +90,26 @@ def accuracy(
                     count=count or SUITES.get(name, 1),
                     seed=seed,
                     temperature=temperature,
-                    progress=lambda done, total, bar=bar, task=task: bar.update(task, completed=done, total=total),  # type: ignore[misc]
+                    progress=lambda done, total, bar=bar, task=task: bar.update(
+                        task, completed=done, total=total
+                    ),  # type: ignore[misc]
                 )
             results.append(result)
             rate = result.output_tokens / result.seconds
             console.print(
-                f"{result.suite}: {result.correct} of {result.problems} exact ({result.accuracy:.1%}), "
+                f"{result.suite}: {result.correct} of {result.problems} exact "
+                f"({result.accuracy:.1%}), "
                 f"{result.output_tokens} tokens in {result.seconds:.1f} s ({rate:.0f} tokens/s), "
                 f"{result.dtype}, temperature {result.temperature:g}, seed {result.seed}"
             )
             for failure in result.failures:
                 console.print(
-                    f"  asked {failure.question!r}: expected {failure.expected}, got {failure.answered!r}", style="dim"
+                    f"  asked {failure.question!r}: expected {failure.expected}, got "
+                    f"{failure.answered!r}",
+                    style="dim",
                 )
     if json_file is not None:
-        json_file.write_text(json.dumps([result.as_dict() for result in results], indent=2, ensure_ascii=False) + "\n")
+        json_file.write_text(
+            json.dumps([result.as_dict() for result in results], indent=2, ensure_ascii=False)
+            + "\n"
+        )

@@ -13,7 +13,9 @@ HELP = "Compare results of `bench serve` (or of vLLM's): a table, and throughput
 
 
 def command(
-    files: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Files of --save-result.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="RESULT.json...", help="Files of --save-result.")
+    ],
     plot: Annotated[
         Path | None,
         typer.Option(

@@ -11,19 +11,31 @@ from negamax.cli.bench_options import JsonFile, parse_counts
 from negamax.cli.flags import completion
 from negamax.config.options import DEVICES, DTYPES
 
-HELP = "Time every kernel at the sizes of the real models (CPU: small ones), with cold caches, against the machine's limits."
+HELP = (
+    "Time every kernel at the sizes of the real models (CPU: small ones), with cold caches, "
+    "against the machine's limits."
+)
 
 
 def command(
-    op: Annotated[list[str] | None, typer.Option(help="An op such as norm.add_rms; may be repeated. Default: all.")] = None,
+    op: Annotated[
+        list[str] | None,
+        typer.Option(help="An op such as norm.add_rms; may be repeated. Default: all."),
+    ] = None,
     provider: Annotated[
-        str | None, typer.Option(help="Only this provider; 'reference' is timed only when named here.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Only this provider; 'reference' is timed only when named here.",
+            show_default=False,
+        ),
     ] = None,
     dtype: Annotated[
         str,
         typer.Option(help="bfloat16, float16 or float32.", autocompletion=completion(DTYPES[1:])),
     ] = "bfloat16",
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.", autocompletion=completion(DEVICES))] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cuda or cpu.", autocompletion=completion(DEVICES))
+    ] = "auto",
     tp: Annotated[str, typer.Option(help="The slices of these tensor-parallel degrees.")] = "1,2,4",
     json_file: JsonFile = None,
 ) -> None:
@@ -32,7 +44,12 @@ def command(
     from negamax.bench import kernels, report  # torch
 
     document = kernels.run(
-        ops=op or (), provider=provider, dtype=dtype, device=device, ranks=degrees, say=lambda line: print(line, flush=True)
+        ops=op or (),
+        provider=provider,
+        dtype=dtype,
+        device=device,
+        ranks=degrees,
+        say=lambda line: print(line, flush=True),
     )
     if json_file is not None:
         report.write_json(json_file, document)

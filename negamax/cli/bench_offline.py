@@ -1,4 +1,6 @@
-"""`negamax bench offline MODEL`: prefill and decode speed by batch size, beside the physical limit."""
+"""`negamax bench offline MODEL`: prefill and decode speed by batch size, beside the physical
+limit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from negamax.cli.explain import with_explanation
 from negamax.config.options import EngineOptions
 
 HELP = (
-    "Time batches of random prompts: prefill, time to first token, time per output token, and how far that is from the limit."
+    "Time batches of random prompts: prefill, time to first token, time per output token, and "
+    "how far that is from the limit."
 )
 
 
@@ -25,31 +28,53 @@ HELP = (
 def command(
     *,
     engine: EngineOptions,
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.", rich_help_panel=WORKLOAD)] = 1000,
-    output_len: Annotated[int, typer.Option(min=2, help="Tokens generated for each.", rich_help_panel=WORKLOAD)] = 129,
+    input_len: Annotated[
+        int, typer.Option(min=1, help="Tokens of each prompt.", rich_help_panel=WORKLOAD)
+    ] = 1000,
+    output_len: Annotated[
+        int, typer.Option(min=2, help="Tokens generated for each.", rich_help_panel=WORKLOAD)
+    ] = 129,
     concurrency: Annotated[
         str, typer.Option(help="Batch sizes, separated by commas.", rich_help_panel=WORKLOAD)
     ] = "1,4,16,64,100",
-    repeat: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.", rich_help_panel=WORKLOAD)] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.", rich_help_panel=WORKLOAD)] = 1.0,
+    repeat: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Measurements of each; the median counts.", rich_help_panel=WORKLOAD
+        ),
+    ] = 1,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=2.0, help="0 is greedy.", rich_help_panel=WORKLOAD)
+    ] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 is off.", rich_help_panel=WORKLOAD)] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is off.", rich_help_panel=WORKLOAD)] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="1 is off.", rich_help_panel=WORKLOAD)
+    ] = 1.0,
     no_distinct_experts: Annotated[
         bool,
         typer.Option(
             "--no-distinct-experts",
-            help="Do not count the experts that are hit, which takes a batch of its own without CUDA graphs.",
+            help="Do not count the experts that are hit, which takes a batch of its own without "
+            "CUDA graphs.",
             rich_help_panel=WORKLOAD,
         ),
     ] = False,
     json_file: JsonFile = None,
     compare: Annotated[
         Path | None,
-        typer.Option(help="The JSON file of an earlier run, to show the ratio to.", rich_help_panel=OUTPUT, show_default=False),
+        typer.Option(
+            help="The JSON file of an earlier run, to show the ratio to.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the times into this file (png, svg, pdf).", rich_help_panel=OUTPUT, show_default=False),
+        typer.Option(
+            help="Draw the times into this file (png, svg, pdf).",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
     ] = None,
     bandwidth: Annotated[
         float | None,
@@ -66,7 +91,9 @@ def command(
     log.setup(engine.log_level, engine.log_format)
     counts = parse_counts(concurrency, flag="--concurrency")
     if engine.max_num_seqs is not None and engine.max_num_seqs < max(counts):
-        raise ConfigError(f"--max-num-seqs is {engine.max_num_seqs}; --concurrency needs {max(counts)}")
+        raise ConfigError(
+            f"--max-num-seqs is {engine.max_num_seqs}; --concurrency needs {max(counts)}"
+        )
     from negamax.bench import offline, plots, report  # torch
     from negamax.engine.source import locate
 
@@ -81,9 +108,15 @@ def command(
         seed=engine.seed,
         count_experts=not no_distinct_experts,
     )
-    baseline = None if compare is None else report.read_baseline(compare, offline.conditions(engine, workload))
+    baseline = (
+        None
+        if compare is None
+        else report.read_baseline(compare, offline.conditions(engine, workload))
+    )
     notes = Console(stderr=True, highlight=False)
-    document = offline.run(engine, workload, say=lambda line: notes.print(line, style="dim", soft_wrap=True))
+    document = offline.run(
+        engine, workload, say=lambda line: notes.print(line, style="dim", soft_wrap=True)
+    )
     (result,) = document["results"]
     spec = locate(engine).spec
     if bandwidth is not None:

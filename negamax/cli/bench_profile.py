@@ -13,7 +13,10 @@ from negamax.cli.engine_options import with_engine_options
 from negamax.cli.explain import with_explanation
 from negamax.config.options import EngineOptions
 
-HELP = "Record the kernels of decode steps (CPU: operators) and print microseconds and launches per layer, by operation."
+HELP = (
+    "Record the kernels of decode steps (CPU: operators) and print microseconds and launches "
+    "per layer, by operation."
+)
 
 
 @with_engine_options(defaults={"log_level": "warning"})
@@ -21,11 +24,20 @@ HELP = "Record the kernels of decode steps (CPU: operators) and print microsecon
 def command(
     *,
     engine: EngineOptions,
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.", rich_help_panel=WORKLOAD)] = "1,16,100",
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.", rich_help_panel=WORKLOAD)] = 1000,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are recorded.", rich_help_panel=WORKLOAD)] = 20,
+    batch: Annotated[
+        str, typer.Option(help="Batch sizes, separated by commas.", rich_help_panel=WORKLOAD)
+    ] = "1,16,100",
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens of each sequence.", rich_help_panel=WORKLOAD)
+    ] = 1000,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps that are recorded.", rich_help_panel=WORKLOAD)
+    ] = 20,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="List the kernels of each operation by name.", rich_help_panel=OUTPUT)
+        bool,
+        typer.Option(
+            "--kernels", help="List the kernels of each operation by name.", rich_help_panel=OUTPUT
+        ),
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -46,10 +58,17 @@ def command(
     if json_file is not None:
         report.write_json(json_file, document)
     headings, rows = profile.table_rows(result)
-    title = f"{result['model']}, {result['num_layers']} layers, TP{result['tensor_parallel_size']}, context {context}"
+    title = (
+        f"{result['model']}, {result['num_layers']} layers, "
+        f"TP{result['tensor_parallel_size']}, context {context}"
+    )
     console = Console()
     console.print(report.rows_table(headings, rows, title=title))
     if kernels:
-        names = {entry["operation"]: entry["kernels"] for run in result["runs"] for entry in run["operations"]}
+        names = {
+            entry["operation"]: entry["kernels"]
+            for run in result["runs"]
+            for entry in run["operations"]
+        }
         for operation, found in names.items():
             console.print(f"{operation}: {', '.join(found)}", soft_wrap=True, markup=False)

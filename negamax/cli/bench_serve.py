@@ -1,4 +1,6 @@
-"""`negamax bench serve`: load a running OpenAI-compatible server and print the block of latencies and rates."""
+"""`negamax bench serve`: load a running OpenAI-compatible server and print the block of latencies
+and rates.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ from negamax.cli.flags import Flag, chosen_fields, flag_parameters
 if TYPE_CHECKING:
     from negamax.bench.serve import Measurement, Progress
 
-HELP = "Load an OpenAI-compatible server, any one, and report time to first token, token rates and latencies."
+HELP = (
+    "Load an OpenAI-compatible server, any one, and report time to first token, token rates "
+    "and latencies."
+)
 
 SERVER, LOAD, SAMPLING = "Server", "Load", "Sampling"
 _REFRESH_SECONDS = 0.2
@@ -46,18 +51,40 @@ _TABLE = (
     Flag("host", SERVER, "Where the server listens."),
     Flag("port", SERVER, "Where the server listens."),
     Flag("backend", SERVER, "Name of the API; those with -chat are chat.", choices=tuple(BACKENDS)),
-    Flag("endpoint", SERVER, "/v1/completions or /v1/chat/completions; default: by --backend and dataset."),
-    Flag("model", SERVER, "Name in the API; default: the first of /v1/models.", also=("--served-model-name",)),
+    Flag(
+        "endpoint",
+        SERVER,
+        "/v1/completions or /v1/chat/completions; default: by --backend and dataset.",
+    ),
+    Flag(
+        "model",
+        SERVER,
+        "Name in the API; default: the first of /v1/models.",
+        also=("--served-model-name",),
+    ),
     Flag("api_key", SERVER, "Bearer token; default: OPENAI_API_KEY."),
     Flag("request_timeout", SERVER, "Seconds after which a request counts as failed."),
     Flag("ready_check_timeout_sec", SERVER, "Seconds to wait for a server that is starting."),
-    Flag("request_rate", LOAD, "Arrivals per second (of sessions, where there are turns); inf sends all at once."),
-    Flag("burstiness", LOAD, "Of arrivals: 1 is a Poisson process, less is burstier, more steadier."),
+    Flag(
+        "request_rate",
+        LOAD,
+        "Arrivals per second (of sessions, where there are turns); inf sends all at once.",
+    ),
+    Flag(
+        "burstiness", LOAD, "Of arrivals: 1 is a Poisson process, less is burstier, more steadier."
+    ),
     Flag("num_warmups", LOAD, "Requests before the timed ones.", also=("--warmup-requests",)),
     Flag("seed", LOAD, "Of prompts and arrivals."),
     Flag("dataset_name", WORKLOAD, f"One of {', '.join(DATASETS)}."),
-    Flag("dataset_path", WORKLOAD, "ShareGPT JSON, or a JSONL of recorded requests (custom, agent)."),
-    Flag("tokenizer", WORKLOAD, "Folder, hub id or nano: whose ids prompts are drawn from, and who counts ShareGPT answers."),
+    Flag(
+        "dataset_path", WORKLOAD, "ShareGPT JSON, or a JSONL of recorded requests (custom, agent)."
+    ),
+    Flag(
+        "tokenizer",
+        WORKLOAD,
+        "Folder, hub id or nano: whose ids prompts are drawn from, and who counts ShareGPT "
+        "answers.",
+    ),
     Flag(
         "prompt_format",
         WORKLOAD,
@@ -78,12 +105,25 @@ _TABLE = (
         choices=RANGE_RULES,
     ),
     Flag("random_prefix_len", WORKLOAD, "Tokens that all prompts begin with, on top."),
-    Flag("prefix_repetition_prefix_len", WORKLOAD, "Tokens of each prefix.", also=("--gsp-system-prompt-len",)),
-    Flag("prefix_repetition_suffix_len", WORKLOAD, "Tokens after it.", also=("--gsp-question-len",)),
+    Flag(
+        "prefix_repetition_prefix_len",
+        WORKLOAD,
+        "Tokens of each prefix.",
+        also=("--gsp-system-prompt-len",),
+    ),
+    Flag(
+        "prefix_repetition_suffix_len", WORKLOAD, "Tokens after it.", also=("--gsp-question-len",)
+    ),
     Flag("prefix_repetition_num_prefixes", WORKLOAD, "Prefixes.", also=("--gsp-num-groups",)),
     Flag("prefix_repetition_output_len", WORKLOAD, "Output tokens.", also=("--gsp-output-len",)),
-    Flag("sharegpt_output_len", WORKLOAD, "Output tokens; default: as long as the recorded answer."),
-    Flag("sharegpt_context_len", WORKLOAD, "Leave longer conversations out; default: the model's window."),
+    Flag(
+        "sharegpt_output_len", WORKLOAD, "Output tokens; default: as long as the recorded answer."
+    ),
+    Flag(
+        "sharegpt_context_len",
+        WORKLOAD,
+        "Leave longer conversations out; default: the model's window.",
+    ),
     Flag("custom_output_len", WORKLOAD, "Output tokens of recorded requests that name none."),
     Flag("agent_turns", WORKLOAD, "Requests per session, unless the window ends it earlier."),
     Flag("agent_system_len", WORKLOAD, "Tokens of the system prompt, without the tools."),
@@ -98,7 +138,11 @@ _TABLE = (
         "recorded: the same requests each time; live: the server's answers are sent back.",
         choices=HISTORIES,
     ),
-    Flag("ignore_eos", SAMPLING, "Generate exactly the output tokens asked for (vLLM, SGLang, Negamax)."),
+    Flag(
+        "ignore_eos",
+        SAMPLING,
+        "Generate exactly the output tokens asked for (vLLM, SGLang, Negamax).",
+    ),
     Flag("temperature", SAMPLING, "Default of this and the others: not sent."),
     Flag("top_p", SAMPLING, "Nucleus."),
     Flag("top_k", SAMPLING, "Candidates."),
@@ -139,32 +183,59 @@ def _run(
             "The most requests under way at once; 1,4,16 runs one after the other and compares.",
         ),
     ] = None,
-    header: Annotated[list[str] | None, _listed("--header", SERVER, "NAME=VALUE; may be repeated.")] = None,
-    extra_body: Annotated[str | None, _listed("--extra-body", SAMPLING, "JSON object, merged into each request.")] = None,
+    header: Annotated[
+        list[str] | None, _listed("--header", SERVER, "NAME=VALUE; may be repeated.")
+    ] = None,
+    extra_body: Annotated[
+        str | None, _listed("--extra-body", SAMPLING, "JSON object, merged into each request.")
+    ] = None,
     percentile_metrics: Annotated[
-        str | None, _listed("--percentile-metrics", OUTPUT, "Metrics to print; default: ttft,tpot,itl,e2el.")
+        str | None,
+        _listed("--percentile-metrics", OUTPUT, "Metrics to print; default: ttft,tpot,itl,e2el."),
     ] = None,
     metric_percentiles: Annotated[
         str, typer.Option("--metric-percentiles", rich_help_panel=OUTPUT, help="Percentiles.")
     ] = "95,99",
     goodput: Annotated[
-        list[str] | None, _listed("--goodput", OUTPUT, "Limits such as ttft:500 tpot:50 (ms); counts requests within all.")
+        list[str] | None,
+        _listed(
+            "--goodput", OUTPUT, "Limits such as ttft:500 tpot:50 (ms); counts requests within all."
+        ),
     ] = None,
-    metadata: Annotated[list[str] | None, _listed("--metadata", OUTPUT, "KEY=VALUE for the result; may be repeated.")] = None,
-    save_result: Annotated[bool, _listed("--save-result", OUTPUT, "Write the result as JSON.")] = False,
-    save_detailed: Annotated[bool, _listed("--save-detailed", OUTPUT, "With lists of all requests and gaps.")] = False,
-    result_dir: Annotated[Path | None, _listed("--result-dir", OUTPUT, "Folder of the result; default: this one.")] = None,
-    result_filename: Annotated[str | None, _listed("--result-filename", OUTPUT, "Default: made of the run's settings.")] = None,
+    metadata: Annotated[
+        list[str] | None,
+        _listed("--metadata", OUTPUT, "KEY=VALUE for the result; may be repeated."),
+    ] = None,
+    save_result: Annotated[
+        bool, _listed("--save-result", OUTPUT, "Write the result as JSON.")
+    ] = False,
+    save_detailed: Annotated[
+        bool, _listed("--save-detailed", OUTPUT, "With lists of all requests and gaps.")
+    ] = False,
+    result_dir: Annotated[
+        Path | None, _listed("--result-dir", OUTPUT, "Folder of the result; default: this one.")
+    ] = None,
+    result_filename: Annotated[
+        str | None, _listed("--result-filename", OUTPUT, "Default: made of the run's settings.")
+    ] = None,
     plot: Annotated[
-        Path | None, _listed("--plot", OUTPUT, "Draw distributions and timelines into this file (png, svg, pdf).")
+        Path | None,
+        _listed(
+            "--plot", OUTPUT, "Draw distributions and timelines into this file (png, svg, pdf)."
+        ),
     ] = None,
     disable_tqdm: Annotated[
-        bool, typer.Option("--disable-tqdm", "--no-progress", rich_help_panel=OUTPUT, help="No progress.")
+        bool,
+        typer.Option(
+            "--disable-tqdm", "--no-progress", rich_help_panel=OUTPUT, help="No progress."
+        ),
     ] = False,
     **values: Any,
 ) -> None:
     """Measure, print the block, write what was asked for."""
-    words = _sorted_words(goodput_words or [], goodput=goodput is not None, metadata=metadata is not None)
+    words = _sorted_words(
+        goodput_words or [], goodput=goodput is not None, metadata=metadata is not None
+    )
     loads = _loads(max_concurrency, num_prompts)
     options = BenchOptions(
         **_chosen(values),
@@ -173,7 +244,9 @@ def _run(
         percentile_metrics=_metrics(percentile_metrics),
         metric_percentiles=_percentiles(metric_percentiles),
         goodput=_goodput([*(goodput or []), *words[0]]),
-        metadata=dict(pair.split("=", 1) for pair in _pairs([*(metadata or []), *words[1]], flag="--metadata")),
+        metadata=dict(
+            pair.split("=", 1) for pair in _pairs([*(metadata or []), *words[1]], flag="--metadata")
+        ),
     )
     if plot is not None:
         from negamax.bench import plots
@@ -215,7 +288,9 @@ def _run_all(
     for number, (concurrency, count) in enumerate(loads):
         # another seed for each run: its prompts must not be in the cache from the one before
         seed = options.seed + number
-        one = dataclasses.replace(options, max_concurrency=concurrency, num_prompts=count, seed=seed)
+        one = dataclasses.replace(
+            options, max_concurrency=concurrency, num_prompts=count, seed=seed
+        )
         measured, summary = _measure(one, shown=shows_progress)
         print(serve_report.block(summary, one))
         document = serve_report.document(measured, one, summary, detailed=files.detailed)
@@ -289,7 +364,10 @@ def _write(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"the result cannot be written to {str(file)!r}: {error}", hint="give another --result-dir") from None
+        raise ConfigError(
+            f"the result cannot be written to {str(file)!r}: {error}",
+            hint="give another --result-dir",
+        ) from None
     print(f"Result: {file}")
 
 
@@ -321,7 +399,9 @@ def _chosen(values: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _sorted_words(words: list[str], *, goodput: bool, metadata: bool) -> tuple[list[str], list[str]]:
+def _sorted_words(
+    words: list[str], *, goodput: bool, metadata: bool
+) -> tuple[list[str], list[str]]:
     """Words that stand after the first value of --goodput or --metadata, as vLLM takes them."""
     found: tuple[list[str], list[str]] = ([], [])
     for word in words:
@@ -330,7 +410,9 @@ def _sorted_words(words: list[str], *, goodput: bool, metadata: bool) -> tuple[l
         elif metadata and "=" in word:
             found[1].append(word)
         else:
-            raise ConfigError(f"unexpected argument {word[:60]!r}", hint="give the model as --model NAME")
+            raise ConfigError(
+                f"unexpected argument {word[:60]!r}", hint="give the model as --model NAME"
+            )
     return found
 
 
@@ -352,10 +434,14 @@ def _json_object(text: str | None) -> dict[str, Any]:
 
 
 def _metrics(text: str | None) -> tuple[str, ...]:
-    names = METRICS if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+    names = (
+        METRICS if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+    )
     for name in names:
         if name not in METRICS:
-            raise ConfigError(f"--percentile-metrics has {name[:60]!r}; allowed: {', '.join(METRICS)}")
+            raise ConfigError(
+                f"--percentile-metrics has {name[:60]!r}; allowed: {', '.join(METRICS)}"
+            )
     return names
 
 
@@ -365,7 +451,10 @@ def _percentiles(text: str) -> tuple[float, ...]:
     except ValueError:
         found = (-1.0,)
     if not all(0 < value <= 100 for value in found):
-        raise ConfigError(f"--metric-percentiles is {text[:60]!r}; allowed: numbers above 0, up to 100, separated by commas")
+        raise ConfigError(
+            f"--metric-percentiles is {text[:60]!r}; allowed: numbers above 0, up to 100, "
+            f"separated by commas"
+        )
     return found
 
 
@@ -401,7 +490,13 @@ def _display(progress: Progress, *, shown: bool) -> Iterator[None]:
         yield
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bars
 
     columns = (
@@ -419,7 +514,13 @@ def _display(progress: Progress, *, shown: bool) -> Iterator[None]:
         def refresh() -> None:
             while not ended.wait(_REFRESH_SECONDS):
                 total = progress.total or None
-                bars.update(task, description=progress.stage, total=total, completed=progress.done, rates=_rates(progress))
+                bars.update(
+                    task,
+                    description=progress.stage,
+                    total=total,
+                    completed=progress.done,
+                    rates=_rates(progress),
+                )
                 bars.refresh()
 
         thread = threading.Thread(target=refresh, daemon=True)

@@ -1,4 +1,6 @@
-"""`negamax chat`: talk to a model in the terminal, or pipe messages in; the model runs here or in a server."""
+"""`negamax chat`: talk to a model in the terminal, or pipe messages in; the model runs here or in a
+server.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from negamax.cli.loading import check_sampling, loading
 from negamax.config.options import EngineOptions
 from negamax.scheduler.request import SamplingParams
 
-HELP = "Chat in the terminal with MODEL, or with a running server (--url). Each line of piped standard input is one message."
+HELP = (
+    "Chat in the terminal with MODEL, or with a running server (--url). Each line of piped "
+    "standard input is one message."
+)
 
 CHAT = "Chat"
 KEY_VARIABLE = "NEGAMAX_API_KEY"
@@ -41,18 +46,32 @@ def command(
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", help=f"Of the server; better: {KEY_VARIABLE}.", rich_help_panel=CHAT),
+        typer.Option(
+            "--api-key", help=f"Of the server; better: {KEY_VARIABLE}.", rich_help_panel=CHAT
+        ),
     ] = None,
-    system: Annotated[str | None, typer.Option("--system", help="System message.", rich_help_panel=CHAT)] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System message.", rich_help_panel=CHAT)
+    ] = None,
     tools: Annotated[
-        str | None, typer.Option("--tools", help="JSON file with tools; you type their results.", rich_help_panel=CHAT)
+        str | None,
+        typer.Option(
+            "--tools", help="JSON file with tools; you type their results.", rich_help_panel=CHAT
+        ),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Per answer.", rich_help_panel=CHAT)] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Per answer.", rich_help_panel=CHAT)
+    ] = None,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", help="Default: the model's.", rich_help_panel=CHAT)
+        float | None,
+        typer.Option("--temperature", help="Default: the model's.", rich_help_panel=CHAT),
     ] = None,
-    hide_thinking: Annotated[bool, typer.Option("--hide-thinking", help="Show answers only.", rich_help_panel=CHAT)] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Show Markdown as it is written.", rich_help_panel=CHAT)] = False,
+    hide_thinking: Annotated[
+        bool, typer.Option("--hide-thinking", help="Show answers only.", rich_help_panel=CHAT)
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Show Markdown as it is written.", rich_help_panel=CHAT)
+    ] = False,
 ) -> None:
     """Chat until /exit, Ctrl-D or the end of the input."""
     from negamax.cli.chat_session import ChatSession, talk
@@ -74,7 +93,11 @@ def command(
     if url is not None:
         from negamax.cli.chat_server import ServerBackend
 
-        converse(ServerBackend.connect(url, api_key=api_key or env.get(KEY_VARIABLE), model=engine.model or None))
+        converse(
+            ServerBackend.connect(
+                url, api_key=api_key or env.get(KEY_VARIABLE), model=engine.model or None
+            )
+        )
         return
     from negamax.cli.chat_engine import EngineBackend
 
@@ -91,7 +114,11 @@ def _read_tools(path: str) -> list[dict[str, Any]]:
     try:
         tools = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--tools is {path!r}, which cannot be read: {error}", hint="give a JSON list of tools") from None
+        raise ConfigError(
+            f"--tools is {path!r}, which cannot be read: {error}", hint="give a JSON list of tools"
+        ) from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(f"--tools is {path!r}, which holds no list of tools", hint="give a JSON list of tools")
+        raise ConfigError(
+            f"--tools is {path!r}, which holds no list of tools", hint="give a JSON list of tools"
+        )
     return tools

@@ -77,7 +77,9 @@ class EngineBackend:
 
         def take(output: RequestOutput) -> None:
             nonlocal counts
-            counts = TokenCounts(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
+            counts = TokenCounts(
+                output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens
+            )
             show(reader.push(output))
 
         await generation.run(take)

@@ -82,7 +82,9 @@ class ServerBackend:
             connection.close()
 
 
-def _read_stream(chunks: Iterator[dict[str, Any]], show: Callable[[Sequence[ParserEvent]], None]) -> TokenCounts:
+def _read_stream(
+    chunks: Iterator[dict[str, Any]], show: Callable[[Sequence[ParserEvent]], None]
+) -> TokenCounts:
     """Show the deltas of the first choice as the output parser's events."""
     counts = TokenCounts(0, 0, 0)
     open_calls: set[int] = set()
@@ -117,7 +119,9 @@ def _delta_events(delta: dict[str, Any], open_calls: set[int]) -> Iterator[Parse
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON of a response's server-sent events. Errors: `UnavailableError` where they break off."""
+    """The JSON of a response's server-sent events. Errors: `UnavailableError` where they break
+    off.
+    """
     while line := response.readline():
         if not line.startswith(b"data:"):
             continue
@@ -165,7 +169,9 @@ def _connection(address: str) -> http.client.HTTPConnection:
             parts.hostname, parts.port, timeout=_CONNECT_SECONDS, context=context
         )
     else:
-        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_CONNECT_SECONDS)
+        connection = http.client.HTTPConnection(
+            parts.hostname, parts.port, timeout=_CONNECT_SECONDS
+        )
     return connection
 
 

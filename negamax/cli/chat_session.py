@@ -1,4 +1,6 @@
-"""A conversation in the terminal: its messages, its commands, and the loop that reads and answers."""
+"""A conversation in the terminal: its messages, its commands, and the loop that reads and
+answers.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,9 @@ class ChatSession:
 
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         try:
-            counts = self._backend.answer([*system, *self._messages], self._tools, self._sampling, show)
+            counts = self._backend.answer(
+                [*system, *self._messages], self._tools, self._sampling, show
+            )
         except KeyboardInterrupt:
             message = shown.finish()
             message.pop("tool_calls", None)
@@ -225,7 +229,9 @@ def talk(session: ChatSession, view: ChatView) -> None:
     """Read a line, do what it says or answer it, until there are no more."""
     interactive = view.is_interactive
     if interactive:
-        view.note(f"Chatting with {session.model}: /help lists the commands, Ctrl-C stops an answer.")
+        view.note(
+            f"Chatting with {session.model}: /help lists the commands, Ctrl-C stops an answer."
+        )
     with _line_history() if interactive else contextlib.nullcontext():
         while True:
             awaited = session.awaited_call

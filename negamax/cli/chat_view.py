@@ -170,7 +170,8 @@ class MarkdownStream:
         if self._block.strip() and now - self._drawn >= _REFRESH_SECONDS:
             self._drawn = now
             if self._live is None:
-                # what is taller than the terminal cannot be erased: its top is left out until it ends
+                # what is taller than the terminal cannot be erased: its top is left out until it
+                # ends
                 self._live = Live(
                     console=self._console,
                     auto_refresh=False,
@@ -194,8 +195,8 @@ class MarkdownStream:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """The part of Markdown `text` whose blocks are complete, and the rest: it is cut behind the last
-    blank line that is not inside a code fence, a list or a table."""
+    """The part of Markdown `text` whose blocks are complete, and the rest: it is cut behind the
+    last blank line that is not inside a code fence, a list or a table."""
     cut, fence, position = 0, "", 0
     for line in text.splitlines(keepends=True):
         position += len(line)

@@ -25,8 +25,12 @@ _MARKS = {"ok": "ok", "info": "-", "warn": "WARN", "fail": "FAIL"}
 def command(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    network: Annotated[bool, typer.Option("--network", help="Ask the Hugging Face hub whether it can be reached.")] = False,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to look at.")] = ServerOptions.port,
+    network: Annotated[
+        bool, typer.Option("--network", help="Ask the Hugging Face hub whether it can be reached.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Port to look at.")
+    ] = ServerOptions.port,
 ) -> None:
     """Exit code 0: something can be served here; 1: nothing can."""
     child = subprocess.Popen(
@@ -74,7 +78,10 @@ def _found_by(child: subprocess.Popen[str]) -> dict[str, Any]:
 def _machine(probe: dict[str, Any]) -> Machine:
     gpus = [] if probe["hip"] else probe["gpus"]
     return Machine(
-        gpus=tuple(Gpu(gpu["name"], gpu["total_bytes"], gpu["free_bytes"], tuple(gpu["capability"])) for gpu in gpus),
+        gpus=tuple(
+            Gpu(gpu["name"], gpu["total_bytes"], gpu["free_bytes"], tuple(gpu["capability"]))
+            for gpu in gpus
+        ),
         memory_bytes=env.available_memory(),
         cpu_bfloat16=probe["cpu_bfloat16"],
         disk_bytes=checks.free_disk(checks.hub_folder()),

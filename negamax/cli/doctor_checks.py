@@ -1,4 +1,6 @@
-"""The checks of `negamax doctor`: software, hardware, caches, ports and variables of this machine."""
+"""The checks of `negamax doctor`: software, hardware, caches, ports and variables of this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -199,10 +201,14 @@ def _cpu(probe: dict[str, Any]) -> Check:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    facts = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
     model = facts.get("model name") or platform.processor() or platform.machine()
     flags = set((facts.get("flags") or facts.get("Features") or "").split())
-    isa = ", ".join(name for flag, name in _ISA.items() if flag in flags) or "instruction set unknown"
+    isa = (
+        ", ".join(name for flag, name in _ISA.items() if flag in flags) or "instruction set unknown"
+    )
     detail = f"{model}, {env.usable_cores()} cores usable; {isa}"
     if "cpu_bfloat16" in probe:
         detail += "; computes in " + ("bfloat16" if probe["cpu_bfloat16"] else "float32")
@@ -211,7 +217,12 @@ def _cpu(probe: dict[str, Any]) -> Check:
 
 def _links(gpus: list[dict[str, Any]]) -> Check:
     """How GPUs reach each other: peer access as PyTorch sees it, link types as the driver does."""
-    missing = [f"{index}-{other}" for index, gpu in enumerate(gpus) for other in range(index) if other not in gpu["peers"]]
+    missing = [
+        f"{index}-{other}"
+        for index, gpu in enumerate(gpus)
+        for other in range(index)
+        if other not in gpu["peers"]
+    ]
     rows = (_output("nvidia-smi", "topo", "-m") or "").splitlines()
     cells = [row.split() for row in rows if row.startswith("GPU")]
     kinds = {kind for cell in cells for kind in cell[1 : len(cells) + 1]} - {"X"}

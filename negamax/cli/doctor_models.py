@@ -1,4 +1,6 @@
-"""Which models this machine can serve, and with which options: memory formulas against what is there."""
+"""Which models this machine can serve, and with which options: memory formulas against what is
+there.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def _with_disk(verdict: Verdict, name: str, machine: Machine) -> Verdict:
     if not verdict.runs or size < machine.disk_bytes:
         return verdict
     free = _gib(machine.disk_bytes)
-    return replace(verdict, detail=f"{verdict.detail}; a download needs {_gib(size)} of disk, {free} are free")
+    return replace(
+        verdict, detail=f"{verdict.detail}; a download needs {_gib(size)} of disk, {free} are free"
+    )
 
 
 def _verdict(name: str, machine: Machine) -> Verdict:

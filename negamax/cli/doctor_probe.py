@@ -48,7 +48,11 @@ def _look() -> dict[str, Any]:
                 "total_bytes": total,
                 "free_bytes": free,
                 "capability": list(cuda.get_device_capability(index)),
-                "peers": [other for other in range(count) if other != index and cuda.can_device_access_peer(index, other)],
+                "peers": [
+                    other
+                    for other in range(count)
+                    if other != index and cuda.can_device_access_peer(index, other)
+                ],
             }
         )
     return {

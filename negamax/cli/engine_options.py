@@ -1,4 +1,6 @@
-"""The engine's options on the command line, one table for all commands; vLLM's names first, SGLang's beside them."""
+"""The engine's options on the command line, one table for all commands; vLLM's names first,
+SGLang's beside them.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,15 @@ MODEL, MEMORY, PARALLEL, LOGS = "Model", "Batching and memory", "Parallelism", "
 _TABLE = (
     Flag("revision", MODEL, "Branch, tag or commit of a hub model."),
     Flag("download_dir", MODEL, "Folder for downloads; default: the hub's cache."),
-    Flag("script", MODEL, "Answer by the rules of this TOML file, without weights; 'agents' is bundled."),
+    Flag(
+        "script",
+        MODEL,
+        "Answer by the rules of this TOML file, without weights; 'agents' is bundled.",
+    ),
     Flag("dtype", MODEL, "Of weights and activations.", choices=DTYPES),
-    Flag("load_format", MODEL, "How weights are read; synthetic: random ones.", choices=LOAD_FORMATS),
+    Flag(
+        "load_format", MODEL, "How weights are read; synthetic: random ones.", choices=LOAD_FORMATS
+    ),
     Flag("device", MODEL, "auto: cuda where there is a GPU.", choices=DEVICES),
     Flag("num_hidden_layers", MODEL, "Run fewer layers than the model has (synthetic weights)."),
     Flag(
@@ -32,7 +40,12 @@ _TABLE = (
         also=("--context-length",),
         is_count=True,
     ),
-    Flag("seed", MODEL, "For requests that name none, and for synthetic weights.", also=("--random-seed",)),
+    Flag(
+        "seed",
+        MODEL,
+        "For requests that name none, and for synthetic weights.",
+        also=("--random-seed",),
+    ),
     Flag(
         "max_num_seqs",
         MEMORY,
@@ -47,7 +60,12 @@ _TABLE = (
         also=("--chunked-prefill-size",),
         is_count=True,
     ),
-    Flag("max_queued_requests", MEMORY, "Waiting requests; more are refused (429).", also=("--max-num-queued-reqs",)),
+    Flag(
+        "max_queued_requests",
+        MEMORY,
+        "Waiting requests; more are refused (429).",
+        also=("--max-num-queued-reqs",),
+    ),
     Flag(
         "max_queued_tokens",
         MEMORY,
@@ -55,9 +73,26 @@ _TABLE = (
         also=("--max-num-queued-tokens",),
         is_count=True,
     ),
-    Flag("block_size", MEMORY, "Tokens per KV block; default: 64 (CPU: 16).", also=("--page-size",), is_count=True),
-    Flag("kv_cache_memory", MEMORY, "KV cache per rank, such as 4GiB.", also=("--kv-cache-memory-bytes",), is_size=True),
-    Flag("kv_cache_dtype", MEMORY, "auto: as the model; fp8 is e4m3, on a GPU.", choices=KV_CACHE_DTYPES),
+    Flag(
+        "block_size",
+        MEMORY,
+        "Tokens per KV block; default: 64 (CPU: 16).",
+        also=("--page-size",),
+        is_count=True,
+    ),
+    Flag(
+        "kv_cache_memory",
+        MEMORY,
+        "KV cache per rank, such as 4GiB.",
+        also=("--kv-cache-memory-bytes",),
+        is_size=True,
+    ),
+    Flag(
+        "kv_cache_dtype",
+        MEMORY,
+        "auto: as the model; fp8 is e4m3, on a GPU.",
+        choices=KV_CACHE_DTYPES,
+    ),
     Flag(
         "gpu_memory_utilization",
         MEMORY,
@@ -65,7 +100,11 @@ _TABLE = (
         also=("--mem-fraction-static", "--device-memory-utilization"),
     ),
     Flag(
-        "num_kv_blocks", MEMORY, "KV blocks; overrides --kv-cache-memory.", also=("--num-gpu-blocks-override",), is_count=True
+        "num_kv_blocks",
+        MEMORY,
+        "KV blocks; overrides --kv-cache-memory.",
+        also=("--num-gpu-blocks-override",),
+        is_count=True,
     ),
     Flag(
         "enable_prefix_caching",
@@ -99,7 +138,12 @@ _TABLE = (
         flags=("--tensor-parallel-size", "-tp"),
         also=("--tp-size", "--tp"),
     ),
-    Flag("num_threads", PARALLEL, "CPU threads per rank; default: all cores, shared out.", is_count=True),
+    Flag(
+        "num_threads",
+        PARALLEL,
+        "CPU threads per rank; default: all cores, shared out.",
+        is_count=True,
+    ),
     Flag("log_level", LOGS, "The least that is logged.", choices=log.LEVELS),
     Flag("log_format", LOGS, "json: an object per line.", choices=log.FORMATS),
     Flag(
@@ -120,18 +164,26 @@ _TABLE = (
 _NEEDED_FILES = 128  # of a process with a model and a few connections
 _MODEL_ARGUMENT = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A local folder, a hub id, or 'nano', the embedded model.", show_default=False),
+    typer.Argument(
+        metavar="MODEL",
+        help="A local folder, a hub id, or 'nano', the embedded model.",
+        show_default=False,
+    ),
 ]
-_MODEL = Flag("model_option", MODEL, "The same as MODEL.", flags=("--model",), also=("--model-path",))
+_MODEL = Flag(
+    "model_option", MODEL, "The same as MODEL.", flags=("--model",), also=("--model-path",)
+)
 _MODEL_OPTION = Annotated[
-    str | None, typer.Option(*_MODEL.names, help=_MODEL.listed_help, rich_help_panel=MODEL, show_default=False)
+    str | None,
+    typer.Option(*_MODEL.names, help=_MODEL.listed_help, rich_help_panel=MODEL, show_default=False),
 ]
 
 
 def with_engine_options(
     *, defaults: dict[str, Any] | None = None, needs_model: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command that takes `engine: EngineOptions`: it gets MODEL, --model and every option of the table.
+    """Decorate a command that takes `engine: EngineOptions`: it gets MODEL, --model and every
+    option of the table.
 
     `defaults` replaces defaults of `EngineOptions` for this command; without `needs_model` the
     name may be missing, and is empty then.
@@ -167,7 +219,11 @@ def _one_model(argument: str | None, option: str | None, *, needed: bool) -> str
     if model is None and not needed:
         return ""
     if model is None:
-        raise ConfigError("MODEL is missing", hint="give a folder, a hub id, or 'nano', the embedded model")
+        raise ConfigError(
+            "MODEL is missing", hint="give a folder, a hub id, or 'nano', the embedded model"
+        )
     if option not in (None, model):
-        raise ConfigError(f"MODEL is {argument!r} and --model is {option!r}", hint="give one of them")
+        raise ConfigError(
+            f"MODEL is {argument!r} and --model is {option!r}", hint="give one of them"
+        )
     return model

@@ -25,8 +25,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "negamax parse --format m3 --thinking-mode enabled --tools tools.json < answer.txt",
     ),
     "bench serve": (
-        "negamax bench serve --port 8000 --num-prompts 64 --random-input-len 512 --random-output-len 128",
-        "negamax bench serve --dataset-name agent --max-concurrency 1,4,16 --save-result --plot load.png",
+        "negamax bench serve --port 8000 --num-prompts 64 --random-input-len 512 "
+        "--random-output-len 128",
+        "negamax bench serve --dataset-name agent --max-concurrency 1,4,16 --save-result --plot "
+        "load.png",
     ),
     "bench offline": (
         "negamax bench offline nano --concurrency 1,8 --input-len 256 --output-len 64",

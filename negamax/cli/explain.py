@@ -34,8 +34,8 @@ _EXPLAIN = Annotated[
 def with_explanation(
     check: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command, innermost, so that its options are checked when they are explained. `check`
-    gets what the command gets, and refuses what would be refused at start."""
+    """Decorate a command, innermost, so that its options are checked when they are explained.
+    `check` gets what the command gets, and refuses what would be refused at start."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)
@@ -46,7 +46,9 @@ def with_explanation(
         ]
 
         @functools.wraps(command)
-        def wrapper(*, config: str | None, explain: bool, typer_context: typer.Context, **values: Any) -> None:
+        def wrapper(
+            *, config: str | None, explain: bool, typer_context: typer.Context, **values: Any
+        ) -> None:
             if not explain:
                 return command(**values)
             if check is not None:

@@ -85,17 +85,22 @@ def parse_count(text: str | int) -> int | None:
         value = float(match[1]) * (_UNITS | _BINARY_UNITS)[unit]
     if not value.is_integer():
         raise typer.BadParameter(
-            f"{text[:60]!r} is not a number; allowed: such as 131072, 128k (thousands), 128K (of 1024), auto"
+            f"{text[:60]!r} is not a number; allowed: such as 131072, 128k (thousands), 128K (of "
+            f"1024), auto"
         )
     return int(value)
 
 
 def parameter(name: str, default: object, annotation: object) -> inspect.Parameter:
     """One option of a command, as typer reads it."""
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
-def flag_parameters(options: type, table: Sequence[Flag], *, defaults: dict[str, Any]) -> list[inspect.Parameter]:
+def flag_parameters(
+    options: type, table: Sequence[Flag], *, defaults: dict[str, Any]
+) -> list[inspect.Parameter]:
     """The parameters that typer reads for `table`, fields of the dataclass `options`. `defaults`
     replaces those of the class."""
     types = get_type_hints(options)

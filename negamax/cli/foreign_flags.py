@@ -1,9 +1,10 @@
-"""Options of `vllm serve` 0.33 and `sglang.launch_server` 0.5.23, and older ones, that are not ours.
+"""Options of `vllm serve` 0.33 and `sglang.launch_server` 0.5.23, and older ones, that are not
+ours.
 
 Names for the same thing stand beside our own options (`Flag.also`). This is the table of the
-others: mapped to ours, ignored with a line that says why nothing is needed, or refused with the reason and
-what to do instead. An option is refused where leaving it out would serve something else than was
-asked for, or less securely (decision 15).
+others: mapped to ours, ignored with a line that says why nothing is needed, or refused with the
+reason and what to do instead. An option is refused where leaving it out would serve something else
+than was asked for, or less securely (decision 15).
 """
 
 from __future__ import annotations
@@ -413,7 +414,9 @@ _REFUSED = (
         unless="0 1",
         values="base-gpu-id gpu-id-step",
     ),
-    _group("GPUs are chosen by the environment", remedy="set CUDA_VISIBLE_DEVICES", lists="device-ids"),
+    _group(
+        "GPUs are chosen by the environment", remedy="set CUDA_VISIBLE_DEVICES", lists="device-ids"
+    ),
     _group("tokens of the hub come from the environment", remedy="set HF_TOKEN", values="hf-token"),
     _group(
         "adapters are not loaded",
@@ -571,4 +574,6 @@ _REFUSED = (
     ),
 )
 
-TABLE: Mapping[str, Foreign] = {name: entry for group in (*_IGNORED, *_REFUSED) for name, entry in group}
+TABLE: Mapping[str, Foreign] = {
+    name: entry for group in (*_IGNORED, *_REFUSED) for name, entry in group
+}

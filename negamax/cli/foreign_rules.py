@@ -89,7 +89,10 @@ def expert_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
         return Verdict()  # refused for that
     ranks = line.get("tensor_parallel_size", "1")
     if ranks.isdigit() and int(ranks) > 4:
-        refusal = f"there is no expert parallelism, and MiniMax's FP8 checkpoints are split over 1, 2 or 4 ranks, not {ranks}"
+        refusal = (
+            f"there is no expert parallelism, and MiniMax's FP8 checkpoints are split over "
+            f"1, 2 or 4 ranks, not {ranks}"
+        )
         return Verdict(
             refusal=refusal,
             remedy="use --tensor-parallel-size 4 in its place, and a second server for more GPUs",
@@ -104,7 +107,8 @@ def data_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
     ranks = line.get("tensor_parallel_size", "4")
     return Verdict(
         refusal="there is no data parallelism",
-        remedy=f"use --tensor-parallel-size {ranks}, and start one server per group of GPUs (CUDA_VISIBLE_DEVICES)",
+        remedy=f"use --tensor-parallel-size {ranks}, and start one server per group of GPUs "
+        f"(CUDA_VISIBLE_DEVICES)",
     )
 
 

@@ -20,7 +20,10 @@ from negamax.scheduler.request import SamplingParams
 if TYPE_CHECKING:
     from negamax.engine.llm import Generation
 
-HELP = "Answer prompts with MODEL, without a server. Each is a user message of its own; `--raw` continues the text as it is."
+HELP = (
+    "Answer prompts with MODEL, without a server. Each is a user message of its own; `--raw` "
+    "continues the text as it is."
+)
 
 SAMPLING = "Sampling"
 
@@ -32,32 +35,63 @@ def command(
     engine: EngineOptions,
     texts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPT", help="Prompts; default: standard input.", show_default=False),
+        typer.Argument(
+            metavar="PROMPT", help="Prompts; default: standard input.", show_default=False
+        ),
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", help="The same as PROMPT; may be repeated.", rich_help_panel=SAMPLING),
+        typer.Option(
+            "--prompt", "-p", help="The same as PROMPT; may be repeated.", rich_help_panel=SAMPLING
+        ),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.", rich_help_panel=SAMPLING)
+        bool,
+        typer.Option(
+            "--raw",
+            help="Continue the prompt as it is, without the chat template.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = False,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", help="Per choice, thinking included.", rich_help_panel=SAMPLING)
+        int,
+        typer.Option(
+            "--max-tokens", help="Per choice, thinking included.", rich_help_panel=SAMPLING
+        ),
     ] = 1024,
-    n: Annotated[int, typer.Option("--n", "-n", help="Choices per prompt.", rich_help_panel=SAMPLING)] = 1,
+    n: Annotated[
+        int, typer.Option("--n", "-n", help="Choices per prompt.", rich_help_panel=SAMPLING)
+    ] = 1,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 is greedy; default: the model's.", rich_help_panel=SAMPLING)
+        float | None,
+        typer.Option(
+            "--temperature", help="0 is greedy; default: the model's.", rich_help_panel=SAMPLING
+        ),
     ] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", help="Default: the model's.", rich_help_panel=SAMPLING)] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", help="Default: the model's.", rich_help_panel=SAMPLING)] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", help="Default: the model's.", rich_help_panel=SAMPLING),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="Default: the model's.", rich_help_panel=SAMPLING)
+    ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.", rich_help_panel=SAMPLING)
+        list[str] | None,
+        typer.Option(
+            "--stop", help="End before this text; may be repeated.", rich_help_panel=SAMPLING
+        ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Always generate --max-tokens.", rich_help_panel=SAMPLING)
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Always generate --max-tokens.", rich_help_panel=SAMPLING
+        ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per choice and line.", rich_help_panel="Output")
+        bool,
+        typer.Option(
+            "--json", help="One JSON object per choice and line.", rich_help_panel="Output"
+        ),
     ] = False,
 ) -> None:
     """Print what the model writes."""
@@ -84,7 +118,9 @@ def command(
         if raw:
             generations = llm.generate(prompts, sampling)
         else:
-            generations = llm.chat([[{"role": "user", "content": text}] for text in prompts], sampling)
+            generations = llm.chat(
+                [[{"role": "user", "content": text}] for text in prompts], sampling
+            )
     for text, generation in zip(prompts, generations, strict=True):
         _print(text, generation, as_json=as_json)
 

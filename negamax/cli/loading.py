@@ -20,8 +20,8 @@ def check_sampling(sampling: SamplingParams, engine: EngineOptions) -> None:
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """On a terminal a line, until the engine's own progress (`base.progress`) takes its place; it is
-    gone when the model is there. Elsewhere nothing."""
+    """On a terminal a line, until the engine's own progress (`base.progress`) takes its place; it
+    is gone when the model is there. Elsewhere nothing."""
     is_shown = sys.stderr.isatty()
     if is_shown:
         print(f"loading {model} ...", end="", file=sys.stderr, flush=True)

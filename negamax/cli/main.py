@@ -1,4 +1,6 @@
-"""The entry point: sub-commands, --version, and every refusal as one line with the right exit code."""
+"""The entry point: sub-commands, --version, and every refusal as one line with the right exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,17 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Print the version."
+    ),
 ) -> None:
     """The options before the sub-command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the process's exit code. 2: the command was refused, in one line on standard error."""
+    """Run the command line; the process's exit code. 2: the command was refused, in one line on
+    standard error.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands: typer.core.TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
     resolved = Resolved(given)
@@ -56,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resolved = resolve(commands, given)
         for note in resolved.notes:
             print(f"note: {note}", file=sys.stderr)
-        result = commands.main(resolved.words or ["--help"], "negamax", standalone_mode=False, obj=resolved)
+        result = commands.main(
+            resolved.words or ["--help"], "negamax", standalone_mode=False, obj=resolved
+        )
     except NegamaxError as error:
         return _fail(" ".join(str(error).split()), error.exit_code)
     except typer.TyperException as error:
@@ -78,7 +86,9 @@ def _fail(message: str, code: int) -> int:
 
 
 def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup) -> str:
-    """`message` on one line; a bad value is shown with where it came from, an unknown command gets the nearest known one."""
+    """`message` on one line; a bad value is shown with where it came from, an unknown command gets
+    the nearest known one.
+    """
     text = " ".join(message.split())
     bad = _BAD_VALUE.match(text)
     if bad is not None:

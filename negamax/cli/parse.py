@@ -17,10 +17,11 @@ from negamax.text.output_parser import OutputParser, ParsedToolCall, ParserEvent
 
 HELP = """Parse a generated text from standard input, as the server would.
 
-Prints one line of JSON: reasoning and content (null where there is none), and tool_calls as a list of name and arguments.
-Arguments are an object; those of a call that the text breaks off are text, as far as they go.
-Tags count by their text, and calls also without `--tools`. The text is what the model wrote, without
-the prompt: M2 answers begin inside thinking, M3 answers only with `--thinking-mode enabled`.
+Prints one line of JSON: reasoning and content (null where there is none), and tool_calls as a list
+of name and arguments. Arguments are an object; those of a call that the text breaks off are text,
+as far as they go. Tags count by their text, and calls also without `--tools`. The text is what the
+model wrote, without the prompt: M2 answers begin inside thinking, M3 answers only with
+`--thinking-mode enabled`.
 """
 
 THINKING_MODES = ("enabled", "disabled", "adaptive")
@@ -33,7 +34,8 @@ def command(
         typer.Option("--format", help="m2 (M2 to M2.7) or m3.", autocompletion=completion(FORMATS)),
     ],
     tools: Annotated[
-        Path | None, typer.Option("--tools", help="JSON file with the declared tools, as in a request: a list.")
+        Path | None,
+        typer.Option("--tools", help="JSON file with the declared tools, as in a request: a list."),
     ] = None,
     thinking_mode: Annotated[
         str,
@@ -44,14 +46,19 @@ def command(
         ),
     ] = "adaptive",
     stream: Annotated[
-        int | None, typer.Option("--stream", min=1, help="Feed pieces of so many characters and merge what comes out.")
+        int | None,
+        typer.Option(
+            "--stream", min=1, help="Feed pieces of so many characters and merge what comes out."
+        ),
     ] = None,
 ) -> None:
     """Print reasoning, content and tool calls."""
     if format not in FORMATS:
         raise ConfigError(f"--format is {format!r}; allowed: {', '.join(FORMATS)}")
     if thinking_mode not in THINKING_MODES:
-        raise ConfigError(f"--thinking-mode is {thinking_mode!r}; allowed: {', '.join(THINKING_MODES)}")
+        raise ConfigError(
+            f"--thinking-mode is {thinking_mode!r}; allowed: {', '.join(THINKING_MODES)}"
+        )
     parser = OutputParser(
         FORMATS[format],
         tools=_read_tools(tools) if tools is not None else None,
@@ -67,7 +74,9 @@ def command(
     answer = {
         "reasoning": output.reasoning,
         "content": output.content,
-        "tool_calls": [{"name": call.name, "arguments": _arguments(call)} for call in output.tool_calls],
+        "tool_calls": [
+            {"name": call.name, "arguments": _arguments(call)} for call in output.tool_calls
+        ],
     }
     sys.stdout.buffer.write(_encoded(answer) + b"\n")
     sys.stdout.flush()
@@ -88,7 +97,9 @@ def _read_text() -> str:
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"standard input is no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}") from None
+        raise ConfigError(
+            f"standard input is no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
+        ) from None
 
 
 def _read_tools(path: Path) -> list[dict[str, Any]]:
@@ -101,6 +112,13 @@ def _read_tools(path: Path) -> list[dict[str, Any]]:
     if tools is None:
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        found = "a list with other values in it" if isinstance(tools, list) else f"a JSON {type(tools).__name__}"
-        raise ConfigError(f"--tools {path} holds {found}; a list of tool objects is needed", hint="as `tools` in a request")
+        found = (
+            "a list with other values in it"
+            if isinstance(tools, list)
+            else f"a JSON {type(tools).__name__}"
+        )
+        raise ConfigError(
+            f"--tools {path} holds {found}; a list of tool objects is needed",
+            hint="as `tools` in a request",
+        )
     return tools

@@ -31,7 +31,9 @@ def _check(*, engine: EngineOptions, server: ServerOptions) -> None:
 @with_server_options
 @with_explanation(_check)
 def command(*, engine: EngineOptions, server: ServerOptions) -> None:
-    """Serve until SIGINT or SIGTERM. Keys may also stand in the environment variable NEGAMAX_API_KEY."""
+    """Serve until SIGINT or SIGTERM. Keys may also stand in the environment variable
+    NEGAMAX_API_KEY.
+    """
     started = time.monotonic()
     log.setup(engine.log_level, engine.log_format)
     _serve(engine, server, started=started)
@@ -49,7 +51,8 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
         name = (server_options.served_model_name or (engine.info.served_model_name,))[0]
         seconds = time.monotonic() - started
         _announce(
-            f"Negamax is ready: {url}/v1 serves {name!r} ({engine.info.max_model_len} tokens, {seconds:.1f} s);"
+            f"Negamax is ready: {url}/v1 serves {name!r} ({engine.info.max_model_len} tokens, "
+            f"{seconds:.1f} s);"
             f" chat page: {url}/"
         )
 
@@ -60,11 +63,14 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
 
 
 def _announce(line: str) -> None:
-    """Say that the server is ready, on standard output, or in the log where nobody can be told there."""
+    """Say that the server is ready, on standard output, or in the log where nobody can be told
+    there.
+    """
     try:
         print(line, flush=True)
     except OSError as error:
         logger.warning("standard output cannot be written (%s): %s", error.strerror, line)
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # what is left in the buffer must go somewhere at the end
+        # what is left in the buffer must go somewhere at the end
+        os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

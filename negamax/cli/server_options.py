@@ -33,26 +33,58 @@ _TABLE = (
     ),
     Flag("served_model_name", SERVER, "Name in the API; may be repeated."),
     Flag("chat_template", FORMAT, "File that replaces the checkpoint's template."),
-    Flag("allow_special_tokens_in_text", FORMAT, "Control tokens spelled in messages become control tokens."),
-    Flag("tool_call_parser", FORMAT, "Format of tool calls; auto: the model's.", choices=TOOL_CALL_PARSERS),
-    Flag("reasoning_parser", FORMAT, "Where thinking goes; auto: apart from the content.", choices=REASONING_PARSERS),
-    Flag("stream_interval", SERVER, "Tokens of a stream that are sent together: more of them cost less."),
-    Flag("sse_keep_alive_interval", SERVER, "Seconds between comments in a silent stream; 0: none are sent."),
+    Flag(
+        "allow_special_tokens_in_text",
+        FORMAT,
+        "Control tokens spelled in messages become control tokens.",
+    ),
+    Flag(
+        "tool_call_parser",
+        FORMAT,
+        "Format of tool calls; auto: the model's.",
+        choices=TOOL_CALL_PARSERS,
+    ),
+    Flag(
+        "reasoning_parser",
+        FORMAT,
+        "Where thinking goes; auto: apart from the content.",
+        choices=REASONING_PARSERS,
+    ),
+    Flag(
+        "stream_interval",
+        SERVER,
+        "Tokens of a stream that are sent together: more of them cost less.",
+    ),
+    Flag(
+        "sse_keep_alive_interval",
+        SERVER,
+        "Seconds between comments in a silent stream; 0: none are sent.",
+    ),
     Flag(
         "api_keys",
         SECURITY,
-        f"Key that requests must carry; may be repeated. Better: {KEY_VARIABLE}, or --api-key-file.",
+        f"Key that requests must carry; may be repeated. Better: {KEY_VARIABLE}, or "
+        f"--api-key-file.",
         flags=("--api-key",),
         adds_up=True,
     ),
     Flag(
         "admin_api_key",
         SECURITY,
-        "Key that opens every route, and alone those that act on the requests of all. Better: NEGAMAX_ADMIN_API_KEY.",
+        "Key that opens every route, and alone those that act on the requests of all. Better: "
+        "NEGAMAX_ADMIN_API_KEY.",
     ),
     Flag("allow_unauthenticated", SECURITY, "Listen beyond this machine without a key."),
-    Flag("allowed_origins", SECURITY, "Web origin that may call the server (CORS); may be repeated, '*' is all."),
-    Flag("allowed_hosts", SECURITY, "Further name in the Host header where no key is set; may be repeated, '*' is all."),
+    Flag(
+        "allowed_origins",
+        SECURITY,
+        "Web origin that may call the server (CORS); may be repeated, '*' is all.",
+    ),
+    Flag(
+        "allowed_hosts",
+        SECURITY,
+        "Further name in the Host header where no key is set; may be repeated, '*' is all.",
+    ),
     Flag("ssl_certfile", SECURITY, "TLS certificate (chain), PEM."),
     Flag("ssl_keyfile", SECURITY, "TLS private key, PEM."),
     Flag(
@@ -65,15 +97,23 @@ _TABLE = (
     Flag(
         "max_connections_per_address",
         LIMITS,
-        "Connections of one client address to one server process; default: half of all it may have.",
+        "Connections of one client address to one server process; default: half of all it may "
+        "have.",
     ),
     Flag("request_timeout", LIMITS, "Seconds a request may take in all; default: no limit."),
     Flag("slow_client_timeout", LIMITS, "Seconds until a client that does not read is cut off."),
     Flag("drain_timeout", LIMITS, "Seconds that open requests get after SIGTERM."),
-    Flag("max_engine_restarts", LIMITS, "Restarts of a dead engine within the window; after that the server ends."),
+    Flag(
+        "max_engine_restarts",
+        LIMITS,
+        "Restarts of a dead engine within the window; after that the server ends.",
+    ),
     Flag("engine_restart_window", LIMITS, "Seconds that a restart counts."),
     Flag(
-        "engine_hang_timeout", LIMITS, "Seconds without a step until a busy engine is replaced.", also=("--watchdog-timeout",)
+        "engine_hang_timeout",
+        LIMITS,
+        "Seconds without a step until a busy engine is replaced.",
+        also=("--watchdog-timeout",),
     ),
     Flag(
         "enable_log_requests",
@@ -92,11 +132,16 @@ _TABLE = (
         turns_off=True,
     ),
     Flag("log_stats_interval", LOGS, "Seconds between two such lines."),
-    Flag("otlp_traces_endpoint", LOGS, "OpenTelemetry collector that gets a span per request (HTTP)."),
+    Flag(
+        "otlp_traces_endpoint", LOGS, "OpenTelemetry collector that gets a span per request (HTTP)."
+    ),
 )
 
 
-_KEY_FILE = Annotated[str | None, typer.Option("--api-key-file", help="File with one key per line.", rich_help_panel=SECURITY)]
+_KEY_FILE = Annotated[
+    str | None,
+    typer.Option("--api-key-file", help="File with one key per line.", rich_help_panel=SECURITY),
+]
 _TEMPLATE_KWARGS = Annotated[
     str | None,
     typer.Option(
@@ -109,12 +154,15 @@ _TEMPLATE_KWARGS = Annotated[
 
 
 def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command that takes `server: ServerOptions`: it gets every option of the table. The keys of all sources count.
-    Errors: `ConfigError` for files and values that cannot be used."""
+    """Decorate a command that takes `server: ServerOptions`: it gets every option of the table. The
+    keys of all sources count. Errors: `ConfigError` for files and values that cannot be used."""
     own = inspect.signature(command, eval_str=True)
     parameters = [given for name, given in own.parameters.items() if name != "server"]
     flags = flag_parameters(ServerOptions, _TABLE, defaults={})
-    special = [parameter("api_key_file", None, _KEY_FILE), parameter("default_chat_template_kwargs", None, _TEMPLATE_KWARGS)]
+    special = [
+        parameter("api_key_file", None, _KEY_FILE),
+        parameter("default_chat_template_kwargs", None, _TEMPLATE_KWARGS),
+    ]
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
@@ -125,10 +173,15 @@ def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
         chosen["api_keys"] = tuple(chosen["api_keys"] or ())
         chosen["api_key_file"] = values.pop("api_key_file")
         keys_of_file(chosen["api_key_file"])  # refused before the model is loaded
-        chosen["default_chat_template_kwargs"] = _template_kwargs(values.pop("default_chat_template_kwargs"))
+        chosen["default_chat_template_kwargs"] = _template_kwargs(
+            values.pop("default_chat_template_kwargs")
+        )
         template = chosen["chat_template"]
         if template is not None and not Path(template).is_file():
-            raise ConfigError(f"--chat-template is {template!r}, which is not a file", hint="give a Jinja template file")
+            raise ConfigError(
+                f"--chat-template is {template!r}, which is not a file",
+                hint="give a Jinja template file",
+            )
         names = {name: chosen[name] for name in ("tool_call_parser", "reasoning_parser")}
         output_style("minimax_m2", **names)  # any model checks names
         command(server=ServerOptions(**chosen), **values)
@@ -147,7 +200,9 @@ def _template_kwargs(text: str | None) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--default-chat-template-kwargs is no JSON: {error}") from None
     if not isinstance(kwargs, dict):
-        raise ConfigError(f"--default-chat-template-kwargs is a JSON {type(kwargs).__name__}; an object is needed")
+        raise ConfigError(
+            f"--default-chat-template-kwargs is a JSON {type(kwargs).__name__}; an object is needed"
+        )
     check_template_kwargs(kwargs)
     return kwargs
 
@@ -164,6 +219,9 @@ def _texts(flag: str, values: list[str] | None) -> tuple[str, ...]:
         except ValueError:
             listed = None
         if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
-            raise ConfigError(f"{flag} is {value[:60]!r}, which is no JSON list of texts", hint=f"repeat {flag} instead")
+            raise ConfigError(
+                f"{flag} is {value[:60]!r}, which is no JSON list of texts",
+                hint=f"repeat {flag} instead",
+            )
         texts += listed
     return tuple(texts)

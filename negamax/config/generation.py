@@ -1,4 +1,6 @@
-"""What a request gets for the sampling fields it leaves out, and the tokens that end a sequence: generation_config.json."""
+"""What a request gets for the sampling fields it leaves out, and the tokens that end a sequence:
+generation_config.json.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from negamax.config.model_spec import ModelSpec, token_ids
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling values for the fields that a request leaves out; `top_k` 0 is off, `temperature` 0 is greedy."""
+    """Sampling values for the fields that a request leaves out; `top_k` 0 is off, `temperature` 0
+    is greedy.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,11 +39,13 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_generation_defaults(folder: Path, spec: ModelSpec) -> GenerationDefaults:
-    """The defaults in `folder`/generation_config.json; MiniMax's values where there is no such file.
+    """The defaults in `folder`/generation_config.json; MiniMax's values where there is no such
+    file.
 
-    A sampling field that the file leaves out is off; `do_sample: false` is greedy. End-of-sequence ids come from the file, or
-    from config.json where the file names none. Errors: `ConfigError` with the field, the value and what is allowed;
-    `CheckpointError` where the file is no JSON object.
+    A sampling field that the file leaves out is off; `do_sample: false` is greedy. End-of-sequence
+    ids come from the file, or from config.json where the file names none. Errors: `ConfigError`
+    with the field, the value and what is allowed; `CheckpointError` where the file is no JSON
+    object.
     """
     path = folder / "generation_config.json"
     if not path.exists():
@@ -49,13 +55,17 @@ def read_generation_defaults(folder: Path, spec: ModelSpec) -> GenerationDefault
     if do_sample not in (None, True, False):
         _refuse("do_sample", do_sample, "true or false")
     sampling = SamplingDefaults(
-        temperature=0.0 if do_sample is False else _number(config, "temperature", 1.0, low=0.0, high=2.0),
+        temperature=0.0
+        if do_sample is False
+        else _number(config, "temperature", 1.0, low=0.0, high=2.0),
         top_p=_number(config, "top_p", 1.0, low=math.ulp(0.0), high=1.0),
         top_k=_top_k(config.get("top_k")),
         min_p=_number(config, "min_p", 0.0, low=0.0, high=1.0),
         repetition_penalty=_number(config, "repetition_penalty", 1.0, low=math.ulp(0.0), high=10.0),
     )
-    eos_token_ids = token_ids(config.get("eos_token_id"), name="generation_config.json: eos_token_id")
+    eos_token_ids = token_ids(
+        config.get("eos_token_id"), name="generation_config.json: eos_token_id"
+    )
     for token_id in eos_token_ids:
         if token_id >= spec.vocab_size:
             _refuse("eos_token_id", token_id, f"0 to vocab_size - 1 ({spec.vocab_size - 1})")
@@ -67,7 +77,11 @@ def _number(config: dict[str, Any], name: str, default: float, *, low: float, hi
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        _refuse(name, value, f"a number {'above 0' if 0.0 < low < 1e-300 else f'from {low:g}'} to {high:g}")
+        _refuse(
+            name,
+            value,
+            f"a number {'above 0' if 0.0 < low < 1e-300 else f'from {low:g}'} to {high:g}",
+        )
     return float(value)
 
 
@@ -80,4 +94,7 @@ def _top_k(value: object) -> int:
 
 
 def _refuse(name: str, value: object, allowed: str) -> NoReturn:
-    raise ConfigError(f"generation_config.json: {name} is {value!r}; allowed: {allowed}", hint="correct or delete the file")
+    raise ConfigError(
+        f"generation_config.json: {name} is {value!r}; allowed: {allowed}",
+        hint="correct or delete the file",
+    )

@@ -1,4 +1,6 @@
-"""What an output must look like, as plain data for all processes: the form of its content, and where its reasoning ends."""
+"""What an output must look like, as plain data for all processes: the form of its content, and
+where its reasoning ends.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import msgspec
 
 from negamax.base.errors import InvalidRequestError
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag", "tool_calls"]
+GrammarKind = Literal[
+    "json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag", "tool_calls"
+]
 
 MAX_TEXT_BYTES = 512 * 1024
 MAX_NESTING = 100  # levels of objects and arrays
@@ -20,10 +24,11 @@ MAX_CHOICES = 2000
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """The form of an output's content. `text` by kind:
 
-    json_object: nothing; json_schema: the schema as JSON; regex: the expression, for the whole content; choice: a JSON array of
-    strings; ebnf: GBNF rules, with `root`; structural_tag: xgrammar's description as JSON; tool_calls: the JSON of
-    `text.tool_grammar.CallRules`. `strict` (json_schema): refuse a schema with a keyword that cannot be enforced, instead of
-    enforcing the others only.
+    json_object: nothing; json_schema: the schema as JSON; regex: the expression, for the whole
+    content; choice: a JSON array of strings; ebnf: GBNF rules, with `root`; structural_tag:
+    xgrammar's description as JSON; tool_calls: the JSON of `text.tool_grammar.CallRules`. `strict`
+    (json_schema): refuse a schema with a keyword that cannot be enforced, instead of enforcing the
+    others only.
     """
 
     kind: GrammarKind
@@ -31,12 +36,19 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool = True
 
     def check(self) -> None:
-        """Refuse what is too large or is not even written correctly; whether it compiles is found out in the engine.
+        """Refuse what is too large or is not even written correctly; whether it compiles is found
+        out in the engine.
 
         Errors: `InvalidRequestError`.
         """
-        if len(self.text) > MAX_TEXT_BYTES or len(self.text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-            refuse_grammar(f"the {self.kind} has {len(self.text)} characters; at most {MAX_TEXT_BYTES} bytes are allowed")
+        if (
+            len(self.text) > MAX_TEXT_BYTES
+            or len(self.text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES
+        ):
+            refuse_grammar(
+                f"the {self.kind} has {len(self.text)} characters; at most {MAX_TEXT_BYTES} "
+                f"bytes are allowed"
+            )
         try:
             self.text.encode()
         except UnicodeEncodeError:
@@ -50,18 +62,28 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
         nesting = MAX_CALLS_NESTING if self.kind == "tool_calls" else MAX_NESTING
         value = parse_json(self.text, what=self.kind, max_nesting=nesting)
         if self.kind == "json_schema" and not isinstance(value, dict | bool):
-            refuse_grammar(f"the JSON schema is a {type(value).__name__}; an object or a boolean is needed")
+            refuse_grammar(
+                f"the JSON schema is a {type(value).__name__}; an object or a boolean is needed"
+            )
         if self.kind == "choice":
-            if not isinstance(value, list) or not value or not all(isinstance(choice, str) for choice in value):
+            if (
+                not isinstance(value, list)
+                or not value
+                or not all(isinstance(choice, str) for choice in value)
+            ):
                 refuse_grammar("the choice is not an array of one or more strings")
             if len(value) > MAX_CHOICES:
-                refuse_grammar(f"the choice has {len(value)} strings; at most {MAX_CHOICES} are allowed")
+                refuse_grammar(
+                    f"the choice has {len(value)} strings; at most {MAX_CHOICES} are allowed"
+                )
         if self.kind in ("structural_tag", "tool_calls") and not isinstance(value, dict):
             refuse_grammar(f"the {self.kind} is a JSON {type(value).__name__}; an object is needed")
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A tag in an output. With a `token_id` only that token counts, and the same text in other tokens is text."""
+    """A tag in an output. With a `token_id` only that token counts, and the same text in other
+    tokens is text.
+    """
 
     text: str
     token_id: int | None = None
@@ -74,16 +96,21 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     opener: Marker
     closer: Marker
     call_opener: Marker  # what a call block begins with; it ends an open reasoning too
-    closing_ids: tuple[int, ...]  # the tokens that end a reasoning whose budget is spent, `closer` among them
+    # the tokens that end a reasoning whose budget is spent, `closer` among them
+    closing_ids: tuple[int, ...]
     max_newlines: int  # that may stand between `closer` and the content
 
     def check(self, *, vocab_size: int) -> None:
         """Refuse token ids outside the vocabulary. Errors: `InvalidRequestError`."""
         markers = (self.opener, self.closer, self.call_opener)
-        ids = [*self.closing_ids, *(marker.token_id for marker in markers if marker.token_id is not None)]
+        ids = [
+            *self.closing_ids,
+            *(marker.token_id for marker in markers if marker.token_id is not None),
+        ]
         if not self.closing_ids or not all(0 <= token_id < vocab_size for token_id in ids):
             raise InvalidRequestError(
-                f"reasoning names tokens {ids}; at least one to close it is needed, and allowed are 0 to {vocab_size - 1}",
+                f"reasoning names tokens {ids}; at least one to close it is needed, and allowed "
+                f"are 0 to {vocab_size - 1}",
                 param="reasoning",
                 code="invalid_value",
             )
@@ -99,7 +126,9 @@ def parse_json(text: str, *, what: str, max_nesting: int = MAX_NESTING) -> Any:
         refuse_grammar(f"the {what} is no valid JSON: {error}")
     depth = _nesting(value)
     if depth > max_nesting:
-        refuse_grammar(f"the {what} is nested {depth} levels deep; at most {max_nesting} are allowed")
+        refuse_grammar(
+            f"the {what} is nested {depth} levels deep; at most {max_nesting} are allowed"
+        )
     return value
 
 
@@ -113,5 +142,7 @@ def _nesting(value: Any) -> int:
     depth, level = 0, [value]
     while level := [node for node in level if isinstance(node, dict | list)]:
         depth += 1
-        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
+        level = [
+            child for node in level for child in (node.values() if isinstance(node, dict) else node)
+        ]
     return depth

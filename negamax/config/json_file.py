@@ -12,15 +12,24 @@ MAX_BYTES = 256 * 2**20  # the index of the largest checkpoints is below 20 MiB
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in `path`. Errors: `CheckpointError` for a missing, unreadable, over-long or malformed file."""
+    """The object in `path`. Errors: `CheckpointError` for a missing, unreadable, over-long or
+    malformed file.
+    """
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing", hint="give the folder of a complete Hugging Face checkpoint")
+        raise CheckpointError(
+            f"{path} is missing", hint="give the folder of a complete Hugging Face checkpoint"
+        )
     try:
         if path.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes; allowed: {MAX_BYTES}")
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}", hint="download the file again") from error
+        raise CheckpointError(
+            f"{path} cannot be read as JSON: {error}", hint="download the file again"
+        ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object", hint="download the file again")
+        raise CheckpointError(
+            f"{path} holds {type(value).__name__}, not a JSON object",
+            hint="download the file again",
+        )
     return value

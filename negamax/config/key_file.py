@@ -8,8 +8,8 @@ from negamax.base.errors import ConfigError
 
 
 def keys_of_file(path: str | None) -> tuple[str, ...]:
-    """One key per line; empty lines and lines with # are left out. Errors: `ConfigError` for a file that cannot be read, holds
-    no key, or holds one that no header can carry."""
+    """One key per line; empty lines and lines with # are left out. Errors: `ConfigError` for a file
+    that cannot be read, holds no key, or holds one that no header can carry."""
     if path is None:
         return ()
     try:
@@ -18,7 +18,9 @@ def keys_of_file(path: str | None) -> tuple[str, ...]:
         raise ConfigError(f"--api-key-file is {path!r}, which cannot be read: {error}") from None
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"--api-key-file is {path!r}, which holds no key", hint="write one key per line")
+        raise ConfigError(
+            f"--api-key-file is {path!r}, which holds no key", hint="write one key per line"
+        )
     check_keys(keys)
     return keys
 
@@ -26,4 +28,7 @@ def keys_of_file(path: str | None) -> tuple[str, ...]:
 def check_keys(keys: tuple[str, ...]) -> None:
     """Errors: `ConfigError` for a key that no header can carry."""
     if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
-        raise ConfigError("an API key is empty or has characters that no header can carry; allowed: printable ASCII")
+        raise ConfigError(
+            "an API key is empty or has characters that no header can carry; allowed: printable "
+            "ASCII"
+        )

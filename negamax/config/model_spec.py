@@ -1,8 +1,9 @@
-"""What a model is: the frozen `ModelSpec`, read from a checkpoint's config.json field by field, and the bundled specs.
+"""What a model is: the frozen `ModelSpec`, read from a checkpoint's config.json field by field, and
+the bundled specs.
 
-Nothing is guessed: a field whose value changes the computation is either supported, or refused by name with the value
-found and the values allowed. Fields that cannot matter for inference are ignored; names never heard of are listed in
-`ModelSpec.notes` for the log.
+Nothing is guessed: a field whose value changes the computation is either supported, or refused by
+name with the value found and the values allowed. Fields that cannot matter for inference are
+ignored; names never heard of are listed in `ModelSpec.notes` for the log.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _SIZES = {
     "num_experts_per_tok": "experts_per_token",
 }
 
-# Fields that change the computation and have exactly one supported value (MiniMax's, or "the feature is off").
+# Fields that change the computation and have exactly one supported value (MiniMax's, or "the
+# feature is off").
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "scoring_func": "sigmoid",
@@ -72,17 +74,25 @@ _NULL_ONLY = (
     "attn_logit_softcapping",
 )
 # Lists with one entry per layer (or one value for all), each of which must be this value.
-_PER_LAYER: dict[str, Any] = {"attn_type_list": 1, "layer_types": "full_attention", "moe_layer_freq": 1}
+_PER_LAYER: dict[str, Any] = {
+    "attn_type_list": 1,
+    "layer_types": "full_attention",
+    "moe_layer_freq": 1,
+}
 
 # Read elsewhere in this module, or without any influence on inference.
 _READ = {
     "architectures", "bos_token_id", "dtype", "eos_token_id", "model_type", "partial_rotary_factor",
-    "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "rotary_dim", "torch_dtype",
+    "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+    "rotary_dim", "torch_dtype",
 }  # fmt: skip
 _IGNORED = {
-    "_name_or_path", "attention_dropout", "auto_map", "chunk_size_feed_forward", "id2label", "initializer_range",
-    "is_encoder_decoder", "label2id", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules",
-    "num_nextn_predict_layers", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "_name_or_path", "attention_dropout", "auto_map", "chunk_size_feed_forward", "id2label",
+    "initializer_range",
+    "is_encoder_decoder", "label2id", "mlp_intermediate_size", "mtp_transformer_layers",
+    "num_mtp_modules",
+    "num_nextn_predict_layers", "output_attentions", "output_hidden_states", "output_router_logits",
+    "pad_token_id",
     "problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "shared_moe_mode",
     "transformers_version", "use_cache", "use_mtp",
 }  # fmt: skip
@@ -90,16 +100,21 @@ _IGNORED = {
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """How the checkpoint stores its linear weights. Only "fp8" exists now: e4m3, one fp32 multiplier per block."""
+    """How the checkpoint stores its linear weights. Only "fp8" exists now: e4m3, one fp32
+    multiplier per block.
+    """
 
     method: str
     weight_block_size: tuple[int, int]  # rows, columns
-    modules_to_not_convert: tuple[str, ...] = ()  # parts of module names that are stored unquantised
+    # parts of module names that are stored unquantised
+    modules_to_not_convert: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The sizes and constants of one model. Errors: `ConfigError` for sizes that cannot belong together."""
+    """The sizes and constants of one model. Errors: `ConfigError` for sizes that cannot belong
+    together.
+    """
 
     architecture: str
     vocab_size: int
@@ -120,7 +135,8 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationSpec | None
-    notes: tuple[str, ...] = field(default=(), compare=False)  # for the log: what was ignored or assumed
+    # for the log: what was ignored or assumed
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name in _SIZES.values():
@@ -128,18 +144,37 @@ class ModelSpec:
             if not 1 <= value <= _MAX_SIZE:
                 _refuse(name, value, f"1 to {_MAX_SIZE}")
         if self.num_heads % self.num_kv_heads:
-            _refuse("num_key_value_heads", self.num_kv_heads, f"a divisor of num_attention_heads ({self.num_heads})")
+            _refuse(
+                "num_key_value_heads",
+                self.num_kv_heads,
+                f"a divisor of num_attention_heads ({self.num_heads})",
+            )
         if not 2 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            _refuse("rotary_dim", self.rotary_dim, f"an even number from 2 to head_dim ({self.head_dim})")
+            _refuse(
+                "rotary_dim",
+                self.rotary_dim,
+                f"an even number from 2 to head_dim ({self.head_dim})",
+            )
         if self.experts_per_token > self.num_experts:
-            _refuse("num_experts_per_tok", self.experts_per_token, f"at most num_local_experts ({self.num_experts})")
+            _refuse(
+                "num_experts_per_tok",
+                self.experts_per_token,
+                f"at most num_local_experts ({self.num_experts})",
+            )
         if not 0.0 < self.rms_norm_eps < 1.0:
             _refuse("rms_norm_eps", self.rms_norm_eps, "above 0 and below 1")
         if not 1.0 < self.rope_theta < float("inf"):
             _refuse("rope_theta", self.rope_theta, "a finite number above 1")
-        for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
+        for token_id in (
+            *self.eos_token_ids,
+            *(() if self.bos_token_id is None else (self.bos_token_id,)),
+        ):
             if not 0 <= token_id < self.vocab_size:
-                _refuse("bos_token_id / eos_token_id", token_id, f"0 to vocab_size - 1 ({self.vocab_size - 1})")
+                _refuse(
+                    "bos_token_id / eos_token_id",
+                    token_id,
+                    f"0 to vocab_size - 1 ({self.vocab_size - 1})",
+                )
 
     @property
     def num_parameters(self) -> int:
@@ -165,7 +200,10 @@ class ModelSpec:
         known = _READ | _IGNORED | set(_SIZES) | set(_FIXED) | set(_NULL_ONLY) | set(_PER_LAYER)
         unknown = sorted(str(key) for key in config if key not in known)
         if unknown:
-            notes.append(f"config.json fields that this version does not know and ignores: {', '.join(unknown)}")
+            notes.append(
+                f"config.json fields that this version does not know and ignores: "
+                f"{', '.join(unknown)}"
+            )
         return cls(
             architecture=MINIMAX_M2,
             **sizes,
@@ -186,7 +224,10 @@ def token_ids(value: object, *, name: str) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+    if not all(
+        isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0
+        for token_id in ids
+    ):
         _refuse(name, value, "a token id, a list of token ids or null")
     return tuple(dict.fromkeys(ids))
 
@@ -210,7 +251,9 @@ def is_bundled_spec(name: str) -> bool:
 def _check_architecture(config: Mapping[str, Any]) -> None:
     architectures, model_type = config.get("architectures"), config.get("model_type")
     if architectures is None and model_type is None:
-        raise ConfigError("config.json names neither architectures nor model_type; expected those of a MiniMax-M2")
+        raise ConfigError(
+            "config.json names neither architectures nor model_type; expected those of a MiniMax-M2"
+        )
     if architectures is not None and architectures not in ([MINIMAX_M2], (MINIMAX_M2,)):
         _refuse("architectures", architectures, f"[{MINIMAX_M2!r}]")
     if model_type is not None and model_type != "minimax_m2":
@@ -220,7 +263,9 @@ def _check_architecture(config: Mapping[str, Any]) -> None:
 def _check_fixed(config: Mapping[str, Any], *, num_layers: int) -> None:
     for name, only in _FIXED.items():
         value = config.get(name)
-        if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
+        if value is not None and (
+            value != only or isinstance(value, bool) != isinstance(only, bool)
+        ):
             _refuse(name, value, repr(only))
     for name in _NULL_ONLY:
         if config.get(name) is not None:
@@ -251,7 +296,11 @@ def _rope(config: Mapping[str, Any], *, head_dim: int, notes: list[str]) -> tupl
             _refuse(f"{name}.rope_type", kind, "'default' (no scaling)")
         surplus = sorted(set(given) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
         if surplus:
-            _refuse(f"{name}.{surplus[0]}", given[surplus[0]], "rope_type, rope_theta and partial_rotary_factor only")
+            _refuse(
+                f"{name}.{surplus[0]}",
+                given[surplus[0]],
+                "rope_type, rope_theta and partial_rotary_factor only",
+            )
         parameters.update(given)
 
     theta = _agree(config, parameters, name="rope_theta")
@@ -259,17 +308,29 @@ def _rope(config: Mapping[str, Any], *, head_dim: int, notes: list[str]) -> tupl
     rope_theta = _number(5_000_000.0 if theta is None else theta, name="rope_theta")
     if config.get("rotary_dim") is not None:
         rotary_dim = _integer(config, "rotary_dim")
-        if factor is not None and round(head_dim * _number(factor, name="partial_rotary_factor")) != rotary_dim:
-            _refuse("rotary_dim", rotary_dim, f"head_dim * partial_rotary_factor = {head_dim} * {factor}")
+        if (
+            factor is not None
+            and round(head_dim * _number(factor, name="partial_rotary_factor")) != rotary_dim
+        ):
+            _refuse(
+                "rotary_dim",
+                rotary_dim,
+                f"head_dim * partial_rotary_factor = {head_dim} * {factor}",
+            )
         return rope_theta, rotary_dim
     if factor is not None:
         return rope_theta, int(head_dim * _number(factor, name="partial_rotary_factor"))
-    notes.append(f"config.json has neither rotary_dim nor partial_rotary_factor: all {head_dim} head dimensions rotate")
+    notes.append(
+        f"config.json has neither rotary_dim nor partial_rotary_factor: all {head_dim} head "
+        f"dimensions rotate"
+    )
     return rope_theta, head_dim
 
 
 def _agree(config: Mapping[str, Any], parameters: Mapping[str, Any], *, name: str) -> object:
-    """Field `name` from the top level or from `parameters`; refused where both are there and differ."""
+    """Field `name` from the top level or from `parameters`; refused where both are there and
+    differ.
+    """
     outer, inner = config.get(name), parameters.get(name)
     if outer is not None and inner is not None and outer != inner:
         _refuse(name, outer, f"the value in rope_parameters ({inner})")
@@ -305,11 +366,19 @@ def _quantization(config: object) -> QuantizationSpec | None:
             _refuse(f"quantization_config.{name}", value, f"{words} (others are not supported yet)")
     block = config.get("weight_block_size")
     if not isinstance(block, list | tuple) or tuple(block) != FP8_BLOCK:
-        _refuse("quantization_config.weight_block_size", block, f"{list(FP8_BLOCK)} (others are not supported yet)")
+        _refuse(
+            "quantization_config.weight_block_size",
+            block,
+            f"{list(FP8_BLOCK)} (others are not supported yet)",
+        )
     skipped = config.get("modules_to_not_convert") or ()
     if not isinstance(skipped, list | tuple) or not all(isinstance(name, str) for name in skipped):
-        _refuse("quantization_config.modules_to_not_convert", skipped, "a list of module names or null")
-    return QuantizationSpec(method="fp8", weight_block_size=FP8_BLOCK, modules_to_not_convert=tuple(skipped))
+        _refuse(
+            "quantization_config.modules_to_not_convert", skipped, "a list of module names or null"
+        )
+    return QuantizationSpec(
+        method="fp8", weight_block_size=FP8_BLOCK, modules_to_not_convert=tuple(skipped)
+    )
 
 
 def _integer(config: Mapping[str, Any], name: str) -> int:
@@ -335,7 +404,9 @@ def _optional_token(value: object, *, name: str) -> int | None:
 
 
 def _refuse(name: str, value: object, allowed: str) -> NoReturn:
-    shown = repr(list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value)
+    shown = repr(
+        list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    )
     shown = shown if len(shown) <= 200 else shown[:200] + "..."
     raise ConfigError(f"model config: {name} is {shown}; supported: {allowed}")
 

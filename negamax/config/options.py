@@ -1,4 +1,5 @@
-"""Every option of the engine and the server, as frozen dataclasses. Flags, TOML and Python use the same names.
+"""Every option of the engine and the server, as frozen dataclasses. Flags, TOML and Python use the
+same names.
 
 This module is pure: it describes and checks values; it reads no file and no environment.
 """
@@ -23,7 +24,9 @@ MAX_THREADS = 1024
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a model is loaded and run. Names follow vLLM; `None` means: derived from the model and the machine."""
+    """How a model is loaded and run. Names follow vLLM; `None` means: derived from the model and
+    the machine.
+    """
 
     model: str  # local folder, hub id, bundled spec with load_format=synthetic, or "nano"
     revision: str | None = None  # of a hub model
@@ -32,23 +35,30 @@ class EngineOptions:
     load_format: str = "auto"
     script: str | None = None  # answers by the rules of this TOML file, without a model
     device: str = "auto"  # "auto": cuda where there is a GPU
-    num_hidden_layers: int | None = None  # fewer layers than the spec has; with synthetic weights only
+    # fewer layers than the spec has; with synthetic weights only
+    num_hidden_layers: int | None = None
     max_model_len: int | None = None  # tokens, prompt and output; default: the model's window
     block_size: int | None = None  # tokens per KV block; default: 64 on a GPU, 16 on the CPU
     max_num_seqs: int | None = None  # sequences in one step; default: 256 on a GPU, 64 on the CPU
-    max_num_batched_tokens: int | None = None  # tokens in one step; default: 8192 on a GPU, 2048 on the CPU
+    # tokens in one step; default: 8192 on a GPU, 2048 on the CPU
+    max_num_batched_tokens: int | None = None
     max_queued_requests: int = 1024  # waiting requests above this are refused with 429
-    max_queued_tokens: int | None = None  # of waiting prompts, the same; default: 4 times what the KV cache holds
+    # of waiting prompts, the same; default: 4 times what the KV cache holds
+    max_queued_tokens: int | None = None
     kv_cache_dtype: str = "auto"  # "auto": the compute dtype; "fp8" is "fp8_e4m3"
-    kv_cache_memory: int | None = None  # bytes per rank; default: what is left on the GPU, a share of main memory on the CPU
-    gpu_memory_utilization: float = 0.92  # share of a GPU's memory that weights, cache and workspaces may take together
+    # bytes per rank; default: what is left on the GPU, a share of main memory on the CPU
+    kv_cache_memory: int | None = None
+    # share of a GPU's memory that weights, cache and workspaces may take together
+    gpu_memory_utilization: float = 0.92
     num_kv_blocks: int | None = None  # overrides kv_cache_memory
     enable_prefix_caching: bool = True
     enable_overlap: bool = True  # launch step N before step N-1 is committed
     enforce_eager: bool = False  # no CUDA graphs
-    max_cudagraph_capture_size: int | None = None  # sequences of the largest captured decode step; default: max_num_seqs
+    # sequences of the largest captured decode step; default: max_num_seqs
+    max_cudagraph_capture_size: int | None = None
     tensor_parallel_size: int = 1
-    num_threads: int | None = None  # CPU threads per rank; default: the cores (from three up: less one) shared out
+    # CPU threads per rank; default: the cores (from three up: less one) shared out
+    num_threads: int | None = None
     seed: int = 0  # for requests that name none, and for synthetic weights
     max_logprobs: int = 20
     log_level: str = "info"
@@ -63,11 +73,15 @@ class EngineOptions:
         _one_of("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("--log-format", self.log_format, log.FORMATS)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; allowed: above 0, at most 1")
+            raise ConfigError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization}; allowed: above 0, "
+                f"at most 1"
+            )
         _at_least("--num-hidden-layers", self.num_hidden_layers, 1)
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
             raise ConfigError(
-                "--num-hidden-layers leaves layers of a checkpoint out; it is for synthetic weights",
+                "--num-hidden-layers leaves layers of a checkpoint out; it is for synthetic "
+                "weights",
                 hint="add --load-format synthetic",
             )
         _at_least("--max-cudagraph-capture-size", self.max_cudagraph_capture_size, 1)
@@ -95,25 +109,33 @@ class ServerOptions:
     served_model_name: tuple[str, ...] = ()  # default: the model's own name
     api_keys: tuple[str, ...] = ()  # any of them opens every route; none: no key is asked for
     api_key_file: str | None = None  # of further ones, one per line
-    admin_api_key: str | None = None  # opens every route, and alone those that act on the requests of all
+    # opens every route, and alone those that act on the requests of all
+    admin_api_key: str | None = None
     allow_unauthenticated: bool = False  # listen on more than this machine without a key
     allowed_origins: tuple[str, ...] = ()  # of web pages that may call the server (CORS); "*": all
-    allowed_hosts: tuple[str, ...] = ()  # further names in the Host header, where no key is asked for; "*": all
+    # further names in the Host header, where no key is asked for; "*": all
+    allowed_hosts: tuple[str, ...] = ()
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     chat_template: str | None = None  # file that replaces the checkpoint's template
-    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # for requests that do not set them
+    # for requests that do not set them
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     allow_special_tokens_in_text: bool = False  # what a conversation says may become control tokens
     tool_call_parser: str = "auto"  # names: text.formats
     reasoning_parser: str = "auto"
     scheduling_policy: str = "fcfs"  # "priority": requests may say how urgent they are
     max_body_bytes: int = 64 * 2**20
-    max_connections_per_address: int | None = None  # of one server process; default: half of all it may have
-    request_timeout: float | None = None  # from arrival to the last token; a request may ask for less
+    # of one server process; default: half of all it may have
+    max_connections_per_address: int | None = None
+    # from arrival to the last token; a request may ask for less
+    request_timeout: float | None = None
     drain_timeout: float = 30.0  # that open requests get after SIGTERM
-    slow_client_timeout: float = 60.0  # a client that does not read what is sent is cut off after this
-    stream_interval: int = 1  # tokens of a stream that are sent together; a request may ask for another number
-    sse_keep_alive_interval: float = 15.0  # of comments in a stream that has nothing to say; 0: none
+    # a client that does not read what is sent is cut off after this
+    slow_client_timeout: float = 60.0
+    # tokens of a stream that are sent together; a request may ask for another number
+    stream_interval: int = 1
+    # of comments in a stream that has nothing to say; 0: none
+    sse_keep_alive_interval: float = 15.0
     max_engine_restarts: int = 3  # within engine_restart_window; after that the server ends
     engine_restart_window: float = 600.0
     engine_hang_timeout: float = 300.0  # that the engine's loop may stand still while there is work
@@ -128,15 +150,20 @@ class ServerOptions:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}; allowed: 0 to 65535 (0 picks a free one)")
         if not 1 <= self.api_server_count <= MAX_API_SERVERS:
-            raise ConfigError(f"--api-server-count is {self.api_server_count}; allowed: 1 to {MAX_API_SERVERS}")
+            raise ConfigError(
+                f"--api-server-count is {self.api_server_count}; allowed: 1 to {MAX_API_SERVERS}"
+            )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             missing = "--ssl-keyfile" if self.ssl_keyfile is None else "--ssl-certfile"
-            raise ConfigError(f"{missing} is missing; TLS needs a certificate and its key", hint=f"add {missing}")
+            raise ConfigError(
+                f"{missing} is missing; TLS needs a certificate and its key", hint=f"add {missing}"
+            )
         keys = self.api_keys if self.admin_api_key is None else (*self.api_keys, self.admin_api_key)
         check_keys(keys)
         if self.admin_api_key is not None and self.admin_api_key in self.api_keys:
             raise ConfigError(
-                "--admin-api-key is one of the API keys, which are for everybody else", hint="give a key of its own"
+                "--admin-api-key is one of the API keys, which are for everybody else",
+                hint="give a key of its own",
             )
         _one_of("--scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _at_least("--max-body-bytes", self.max_body_bytes, 1024)
@@ -175,5 +202,6 @@ def _zero_or_more(flag: str, value: float) -> None:
 
 
 def _above_zero(flag: str, value: float | None) -> None:
-    if value is not None and not 0.0 < value < float("inf"):  # NaN fails the comparison and is refused
+    # NaN fails the comparison and is refused
+    if value is not None and not 0.0 < value < float("inf"):
         raise ConfigError(f"{flag} is {value}; allowed: seconds above 0")

@@ -1,1 +1,3 @@
-"""The step loop, the processes around it, and the two ways to talk to it (embedded LLM, async client)."""
+"""The step loop, the processes around it, and the two ways to talk to it (embedded LLM, async
+client).
+"""

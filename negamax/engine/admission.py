@@ -1,4 +1,6 @@
-"""How much may wait for the engine: sequences and prompt tokens, and when to come back. No clock of its own, no I/O."""
+"""How much may wait for the engine: sequences and prompt tokens, and when to come back. No clock of
+its own, no I/O.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,14 @@ _OPEN, _WAITING, _WAITING_TOKENS = range(NUM_COLUMNS)
 class Admission:
     """The sequences that are open, and whether more may come. Single writer: the engine's client.
 
-    A sequence waits from `enter` until `start`, and is open until `leave`. Up to `max_running` sequences run; beyond them
-    `max_waiting` sequences of `max_waiting_tokens` prompt tokens in all may wait. A prompt that would wait alone is taken
-    whatever its length. Times are monotonic seconds.
+    A sequence waits from `enter` until `start`, and is open until `leave`. Up to `max_running`
+    sequences run; beyond them `max_waiting` sequences of `max_waiting_tokens` prompt tokens in all
+    may wait. A prompt that would wait alone is taken whatever its length. Times are monotonic
+    seconds.
 
-    The limits are those of the engine. Where several server processes stand in front of it, each counts its own sequences in
-    its row of `numbers` and judges by the totals; requests that come to several in the same moment may exceed a limit by their
-    number.
+    The limits are those of the engine. Where several server processes stand in front of it, each
+    counts its own sequences in its row of `numbers` and judges by the totals; requests that come to
+    several in the same moment may exceed a limit by their number.
     """
 
     def __init__(
@@ -37,7 +40,9 @@ class Admission:
         numbers: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """`pool_tokens`: what the KV cache holds, for the default of `max_waiting_tokens`; `index`: the row of this process."""
+        """`pool_tokens`: what the KV cache holds, for the default of `max_waiting_tokens`; `index`:
+        the row of this process.
+        """
         self._max_open = max_running + max_waiting
         self._max_waiting_tokens = max_waiting_tokens or _POOLS_WAITING * pool_tokens
         self._waiting: dict[str, int] = {}  # prompt tokens by sequence id
@@ -65,25 +70,28 @@ class Admission:
         return int(self._numbers.total(_WAITING_TOKENS))
 
     def check(self, num_sequences: int, num_tokens: int, *, now: float) -> None:
-        """Refuse a request for `num_sequences` sequences with `num_tokens` prompt tokens in all: `InvalidRequestError` where
-        they never fit, `OverloadedError` where they do not fit now."""
+        """Refuse a request for `num_sequences` sequences with `num_tokens` prompt tokens in all:
+        `InvalidRequestError` where they never fit, `OverloadedError` where they do not fit now."""
         if num_sequences > self._max_open:
             raise InvalidRequestError(
-                f"the request asks for {num_sequences} sequences (prompts times n); allowed: {self._max_open}",
+                f"the request asks for {num_sequences} sequences (prompts times n); allowed: "
+                f"{self._max_open}",
                 param="n",
                 code="invalid_value",
             )
         num_open = self.num_open
         if num_open + num_sequences > self._max_open:
             raise OverloadedError(
-                f"{num_open} sequences run or wait and {num_sequences} more were asked for; allowed: {self._max_open}",
+                f"{num_open} sequences run or wait and {num_sequences} more were asked for; "
+                f"allowed: {self._max_open}",
                 hint="retry later",
                 code="queue_full",
                 retry_after=self.retry_after(now),
             )
         if self.waiting_tokens + num_tokens > self._max_waiting_tokens and self.num_waiting:
             raise OverloadedError(
-                f"{self.waiting_tokens} prompt tokens wait and {num_tokens} more came; allowed: {self._max_waiting_tokens}",
+                f"{self.waiting_tokens} prompt tokens wait and {num_tokens} more came; allowed: "
+                f"{self._max_waiting_tokens}",
                 hint="retry later",
                 code="queue_tokens_full",
                 retry_after=self.retry_after(now),

@@ -1,4 +1,6 @@
-"""A server process's side of the engine: admits requests and hands out their results, through the engine's deaths."""
+"""A server process's side of the engine: admits requests and hands out their results, through the
+engine's deaths.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,11 @@ _RESPONSIVE_SECONDS = 10 * BEAT_SECONDS
 
 
 class AsyncEngine:
-    """The client of an engine process, and the requests it is serving for this process. Single writer: the event loop it was
-    made on.
+    """The client of an engine process, and the requests it is serving for this process. Single
+    writer: the event loop it was made on.
 
-    The engine comes and goes; `supervisor` sees to that. Where several server processes share it, each has a client with an
-    `index` of its own, and they count what is open together.
+    The engine comes and goes; `supervisor` sees to that. Where several server processes share it,
+    each has a client with an `index` of its own, and they count what is open together.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class AsyncEngine:
         self.info: wire.ModelInfo
         self.admission: Admission
         self.restart_count = 0
-        self.gave_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it stays dead
+        # why it stays dead
+        self.gave_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.past_stats: list[wire.EngineStats] = []  # the last ones of engines that died
-        self.on_steps: Callable[[list[int]], None] | None = None  # gets the number of tokens of each step
+        # gets the number of tokens of each step
+        self.on_steps: Callable[[list[int]], None] | None = None
         self._options = options
         self._index = index
         self._numbers = numbers
@@ -72,10 +76,12 @@ class AsyncEngine:
         index: int = 0,
         numbers: SharedNumbers | None = None,
     ) -> AsyncEngine:
-        """A client without an engine, which finds (and if need be downloads) the model's tokenizer and template.
+        """A client without an engine, which finds (and if need be downloads) the model's tokenizer
+        and template.
 
-        `chat_template` is a file that replaces the checkpoint's own; `numbers` are shared by the clients of one engine
-        (`admission.NUM_COLUMNS`), and `index` is the row of this one. Errors: `ConfigError` and its kin.
+        `chat_template` is a file that replaces the checkpoint's own; `numbers` are shared by the
+        clients of one engine (`admission.NUM_COLUMNS`), and `index` is the row of this one. Errors:
+        `ConfigError` and its kin.
         """
         source = await asyncio.to_thread(locate, options)
         return cls(
@@ -92,7 +98,9 @@ class AsyncEngine:
         return self._channel is not None and self._channel.is_open and not self._is_stopped
 
     def check_responsive(self) -> None:
-        """Refuse while the engine or one of its ranks has given no sign of life in the last seconds: `UnavailableError`."""
+        """Refuse while the engine or one of its ranks has given no sign of life in the last
+        seconds: `UnavailableError`.
+        """
         self.check_alive()
         assert self._channel is not None
         silent = None
@@ -101,12 +109,16 @@ class AsyncEngine:
         elif self._channel.rank_silence >= _RESPONSIVE_SECONDS:
             silent = f"rank {self._channel.rank}"
         if silent is not None:
-            raise UnavailableError(f"{silent} gives no sign of life", code="engine_silent", retry_after=1.0)
+            raise UnavailableError(
+                f"{silent} gives no sign of life", code="engine_silent", retry_after=1.0
+            )
 
     @property
     def stats(self) -> wire.EngineStats:
         """The latest statistics; all zero while no engine runs."""
-        return (self._channel.stats if self.alive and self._channel is not None else None) or _NO_STATS
+        return (
+            self._channel.stats if self.alive and self._channel is not None else None
+        ) or _NO_STATS
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -128,17 +140,21 @@ class AsyncEngine:
         ]
 
     def check_alive(self) -> None:
-        """Refuse while no engine runs: `UnavailableError`, with the time after which to come back."""
+        """Refuse while no engine runs: `UnavailableError`, with the time after which to come
+        back.
+        """
         if self.alive:
             return
         if self._is_stopped or self.gave_up.done():
             raise EngineDeadError(self._death, code="engine_dead")
         wait = max(1.0, self._next_ready - time.monotonic())
-        raise UnavailableError(f"{self._death}; it is being started again", code="engine_restarting", retry_after=wait)
+        raise UnavailableError(
+            f"{self._death}; it is being started again", code="engine_restarting", retry_after=wait
+        )
 
     def check_room(self, num_sequences: int, num_tokens: int = 1) -> None:
-        """Refuse a request for `num_sequences` sequences with `num_tokens` prompt tokens in all: `InvalidRequestError` where
-        they never fit, `OverloadedError` where they do not fit now."""
+        """Refuse a request for `num_sequences` sequences with `num_tokens` prompt tokens in all:
+        `InvalidRequestError` where they never fit, `OverloadedError` where they do not fit now."""
         self.admission.check(num_sequences, num_tokens, now=time.monotonic())
 
     def generate(
@@ -155,11 +171,13 @@ class AsyncEngine:
         readers: Sequence[TextReader] | None = None,
         owner: Owner = NOBODY,
     ) -> Generation:
-        """Continue a prompt; the outputs of the `n` choices come interleaved as they are generated. Run it, or close it.
+        """Continue a prompt; the outputs of the `n` choices come interleaved as they are generated.
+        Run it, or close it.
 
-        `deadline` is a `time.monotonic()`, `interval` the tokens that outputs should have, `readers` those of the choices that
-        say where stop strings count (left out: everywhere). Errors: `InvalidRequestError`,
-        `ContextLengthError`, `OverloadedError`, `UnavailableError`; of what it raises later `Generation` tells.
+        `deadline` is a `time.monotonic()`, `interval` the tokens that outputs should have,
+        `readers` those of the choices that say where stop strings count (left out: everywhere).
+        Errors: `InvalidRequestError`, `ContextLengthError`, `OverloadedError`, `UnavailableError`;
+        of what it raises later `Generation` tells.
         """
         self.check_alive()
         sampling = admit(prompt_token_ids, sampling, info=self.info)
@@ -190,17 +208,27 @@ class AsyncEngine:
             )
             for index, request in enumerate(requests)
         }
-        return Generation(self, requests, streams, deadline=deadline, observer=observer, interval=interval, owner=owner)
+        return Generation(
+            self,
+            requests,
+            streams,
+            deadline=deadline,
+            observer=observer,
+            interval=interval,
+            owner=owner,
+        )
 
     def enter(self, generation: Generation, requests: Sequence[GenerateRequest]) -> None:
-        """Take the sequences of a request in, which share a prompt. Errors: `UnavailableError`, `OverloadedError`; the engine
-        may have died, and other requests may have come, since `generate`."""
+        """Take the sequences of a request in, which share a prompt. Errors: `UnavailableError`,
+        `OverloadedError`; the engine may have died, and other requests may have come, since
+        `generate`."""
         self.check_alive()
         num_tokens = len(requests[0].prompt_token_ids)
         self.check_room(len(requests), num_tokens)
         for index, request in enumerate(requests):
             self._open[request.request_id] = generation
-            self.admission.enter(request.request_id, 1 if index else num_tokens)  # the others find the prompt in the cache
+            # the others find the prompt in the cache
+            self.admission.enter(request.request_id, 1 if index else num_tokens)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Send sequences that were taken in to the engine."""
@@ -211,21 +239,33 @@ class AsyncEngine:
     def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
         """Sequences that are over here; `abort`: the engine must be told."""
         now = time.monotonic()
-        known = [sequence_id for sequence_id in sequence_ids if self._open.pop(sequence_id, None) is not None]
+        known = [
+            sequence_id
+            for sequence_id in sequence_ids
+            if self._open.pop(sequence_id, None) is not None
+        ]
         for sequence_id in known:
             self.admission.leave(sequence_id, now=now)
         if abort and known and self._channel is not None:
             self._channel.send(wire.AbortRequests(known))
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """End the open sequences that are meant, by their owners, with finish_reason "abort"; how many there are."""
-        meant = [sequence_id for sequence_id, generation in self._open.items() if is_meant(generation.owner)]
+        """End the open sequences that are meant, by their owners, with finish_reason "abort"; how
+        many there are.
+        """
+        meant = [
+            sequence_id
+            for sequence_id, generation in self._open.items()
+            if is_meant(generation.owner)
+        ]
         if meant and self._channel is not None:
             self._channel.send(wire.AbortRequests(meant))
         return len(meant)
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, but for what running requests hold. Errors: those of `check_alive`."""
+        """Empty the prefix cache, but for what running requests hold. Errors: those of
+        `check_alive`.
+        """
         self.check_alive()
         assert self._channel is not None
         self._channel.send(wire.ForgetPrefixes())
@@ -246,7 +286,9 @@ class AsyncEngine:
         self._has_come = True
 
     def went(self, reason: str, *, ready_in: float) -> None:
-        """The engine is gone: every open request ends with `EngineDeadError`. Another one is expected in `ready_in` seconds."""
+        """The engine is gone: every open request ends with `EngineDeadError`. Another one is
+        expected in `ready_in` seconds.
+        """
         self._death = reason
         self._next_ready = time.monotonic() + ready_in
         if self._channel is not None and self._channel.stats is not None:
@@ -265,7 +307,9 @@ class AsyncEngine:
         self._fail_open()
 
     def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
-        """Take the steps that have arrived together; each sequence gets what they brought it in one go."""
+        """Take the steps that have arrived together; each sequence gets what they brought it in one
+        go.
+        """
         for step in steps:
             for sequence_id, at in step.admitted:
                 generation = self._open.get(sequence_id)

@@ -1,8 +1,8 @@
-"""The engine process seen from the server processes: the sockets to and from it, and, for the server that started it, its
-start, its signs of life and its end.
+"""The engine process seen from the server processes: the sockets to and from it, and, for the
+server that started it, its start, its signs of life and its end.
 
-Sockets are read as soon as they have something, without a task in between: a step's frame is handed on in the callback that
-found it.
+Sockets are read as soon as they have something, without a task in between: a step's frame is handed
+on in the callback that found it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ logger = get_logger(__name__)
 ENGINE_MODULE = "negamax.engine.process"
 BEAT_SECONDS = 0.5
 SHUTDOWN_SECONDS = 5.0
-BEAT_TIMEOUT_SECONDS = 30.0  # without a beat an engine counts as hung, unless the limit on its steps is lower
+# without a beat an engine counts as hung, unless the limit on its steps is lower
+BEAT_TIMEOUT_SECONDS = 30.0
 _WATCH_SECONDS = 0.25
 _START_POLL_SECONDS = 0.02
 _LAST_WORDS_SECONDS = 0.1  # in which what a process sent before its end arrives
@@ -40,7 +41,9 @@ Receive = Callable[[list[wire.StepOutputs]], None]
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """The sockets of an engine process, two for each server process, in a folder only this user can enter."""
+    """The sockets of an engine process, two for each server process, in a folder only this user can
+    enter.
+    """
 
     folder: str
 
@@ -56,15 +59,23 @@ class EngineAddress:
 class EngineChannel:
     """The two sockets of one server process, until `close`. Single writer: the event loop.
 
-    `receive` gets the steps of the engine, those that arrived together in one call; `failed` is told, at most once, why no more
-    will come.
+    `receive` gets the steps of the engine, those that arrived together in one call; `failed` is
+    told, at most once, why no more will come.
     """
 
-    def __init__(self, address: EngineAddress, server: int, *, receive: Receive, failed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: EngineAddress,
+        server: int,
+        *,
+        receive: Receive,
+        failed: Callable[[str], None],
+    ) -> None:
         self.is_open = True
         self.stats: wire.EngineStats | None = None  # of the last message
         self.last_beat = self.last_progress = time.monotonic()
-        self.rank, self.rank_silence = 0, 0.0  # the rank that is silent for the longest time, and its seconds, at the last beat
+        # the rank that is silent for the longest time, and its seconds, at the last beat
+        self.rank, self.rank_silence = 0, 0.0
         self._receive = receive
         self._failed = failed
         self._context = zmq.Context()
@@ -108,14 +119,20 @@ class EngineChannel:
     def send(self, message: wire.ToEngine | wire.Start) -> None:
         """Send now; what an engine that ended does not get, nobody misses."""
         if self.is_open:
-            with contextlib.suppress(zmq.Again):  # it died a moment ago and took its end of the socket along
+            # it died a moment ago and took its end of the socket along
+            with contextlib.suppress(zmq.Again):
                 self._to_engine.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def drain(self) -> None:
-        """Hand on what has arrived. The socket announces news once, so it must be read until it is empty."""
+        """Hand on what has arrived. The socket announces news once, so it must be read until it is
+        empty.
+        """
         steps: list[wire.StepOutputs] = []
         for _ in range(_FRAMES_PER_TURN):
-            if not self._is_reading or not int(self._from_engine.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if (
+                not self._is_reading
+                or not int(self._from_engine.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+            ):
                 break
             try:
                 message = wire.from_engine_decoder.decode(self._from_engine.recv())
@@ -167,10 +184,11 @@ class EngineChannel:
 
 
 class EngineConnection:
-    """An engine process from its start to its end, for the server process that starts it. Single writer: the event loop.
+    """An engine process from its start to its end, for the server process that starts it. Single
+    writer: the event loop.
 
-    `ended` is done, with the reason, once the process is of no more use: it died, it said that it failed, or it hangs.
-    `hang_seconds` is how long its loop may stand still while there is work.
+    `ended` is done, with the reason, once the process is of no more use: it died, it said that it
+    failed, or it hangs. `hang_seconds` is how long its loop may stand still while there is work.
     """
 
     def __init__(
@@ -183,7 +201,9 @@ class EngineConnection:
         module: str,
         parent: ParentPulse | None = None,
     ) -> None:
-        """Starts the process, which watches this one by the pulse of `parent`; `handshake` waits for it."""
+        """Starts the process, which watches this one by the pulse of `parent`; `handshake` waits
+        for it.
+        """
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._folder = PrivateFolder()
         self.address = EngineAddress(self._folder.path)
@@ -202,7 +222,8 @@ class EngineConnection:
     async def handshake(self) -> wire.ModelInfo:
         """Send the options, wait for the engine's word, and begin to receive.
 
-        Errors: `ConfigError` and its kin with the message of whatever refused to start, `EngineDeadError`.
+        Errors: `ConfigError` and its kin with the message of whatever refused to start,
+        `EngineDeadError`.
         """
         channel = self.channel
         await self._until(lambda: channel.can_send)
@@ -219,7 +240,9 @@ class EngineConnection:
         return message.info
 
     async def close(self, *, kill: bool) -> None:
-        """End the process with all its children and free what belongs to it; `kill`: at once. The first call counts."""
+        """End the process with all its children and free what belongs to it; `kill`: at once. The
+        first call counts.
+        """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(kill=kill))
         await asyncio.shield(self._closing)
@@ -240,12 +263,16 @@ class EngineConnection:
         self._folder.remove()
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait for a process that starts. Errors: `EngineDeadError` where it has ended without a word."""
+        """Wait for a process that starts. Errors: `EngineDeadError` where it has ended without a
+        word.
+        """
         while not holds():
             code = self._process.poll()
             await asyncio.sleep(_START_POLL_SECONDS if code is None else _LAST_WORDS_SECONDS)
             if code is not None and not holds():
-                raise EngineDeadError(f"the engine process ended with exit code {code} while starting")
+                raise EngineDeadError(
+                    f"the engine process ended with exit code {code} while starting"
+                )
 
     async def _watch_process(self) -> None:
         """Notice an engine that died without a word, and one that lives and does nothing."""
@@ -260,7 +287,8 @@ class EngineConnection:
                 channel.fail(f"the engine process ended with exit code {code}")
                 return
             now = time.monotonic()
-            if now - last > 4 * _WATCH_SECONDS:  # this process itself stood still: the engine's signs are waiting to be read
+            # this process itself stood still: the engine's signs are waiting to be read
+            if now - last > 4 * _WATCH_SECONDS:
                 channel.last_beat = channel.last_progress = now
             last = now
             if now - channel.last_beat > beat_seconds:

@@ -1,7 +1,9 @@
-"""What running outputs must follow: a grammar, the end of a reasoning that has used up its budget, or both.
+"""What running outputs must follow: a grammar, the end of a reasoning that has used up its budget,
+or both.
 
-The loop tells this module the tokens it commits, and asks it what the rows of a launched step may sample. Grammars are followed
-by a process of their own (`engine.grammar_process`), so that neither compiling nor a slow mask holds up anybody else.
+The loop tells this module the tokens it commits, and asks it what the rows of a launched step may
+sample. Grammars are followed by a process of their own (`engine.grammar_process`), so that neither
+compiling nor a slow mask holds up anybody else.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ GRACE_SECONDS = 0.008  # that a step with other rows in it waits for a mask
 ALONE_SECONDS = 0.05  # that a step without others waits: requests that come meanwhile wait, too
 MAX_THREADS = 8
 MAX_ATTEMPTS = 2  # at opening a grammar whose process dies meanwhile
-MAX_RETIRED = 2  # processes with a compiler that will not end, kept for the outputs that they follow
+# processes with a compiler that will not end, kept for the outputs that they follow
+MAX_RETIRED = 2
 MAX_REMEMBERED = 256  # grammars that took too long
 
 
@@ -90,7 +93,12 @@ class _Rule:
     def is_reasoning(self) -> bool:
         """Whether the grammar has not begun yet."""
         reasoning = self.request.sampling.reasoning
-        return self.gate is not None and self.gate.is_open and reasoning is not None and reasoning.state == "open"
+        return (
+            self.gate is not None
+            and self.gate.is_open
+            and reasoning is not None
+            and reasoning.state == "open"
+        )
 
     @property
     def is_awaited(self) -> bool:
@@ -107,7 +115,9 @@ class _Rule:
 class Constraints:
     """The rules of all requests that have any. Single writer: the engine loop."""
 
-    def __init__(self, tokenizer_folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer_folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
         self._folder = tokenizer_folder
         self._setup = wire.Setup(
             tokenizer_folder=str(tokenizer_folder),
@@ -124,7 +134,8 @@ class Constraints:
         self._keys = count()
         self._client: GrammarClient | None = None
         self._retired: list[GrammarClient] = []
-        self._too_slow: OrderedDict[tuple[str, str], str] = OrderedDict()  # what was refused for its time, and the words
+        # what was refused for its time, and the words
+        self._too_slow: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._tokenizer: Future[Tokenizer] | None = None
 
@@ -180,7 +191,10 @@ class Constraints:
         for rule in done:
             if rule.problem is not None:
                 self._forget(rule)
-        return [Opened(rule.request, rule.problem, rule.refusal is not None, rule.is_lost) for rule in done]
+        return [
+            Opened(rule.request, rule.problem, rule.refusal is not None, rule.is_lost)
+            for rule in done
+        ]
 
     def close(self, request_id: str) -> bool:
         """Forget the rules of a request; whether it was still being opened."""
@@ -206,7 +220,9 @@ class Constraints:
             if update.finish_reason is not None:
                 self._forget(rule)
                 continue
-            parts = [part for token_id in update.token_ids if (part := rule.push(token_id)) is not None]
+            parts = [
+                part for token_id in update.token_ids if (part := rule.push(token_id)) is not None
+            ]
             if rule.client is not None and parts:
                 advances.setdefault(rule.client, []).append((rule.key, parts))
                 rule.num_asked += 1
@@ -229,10 +245,16 @@ class Constraints:
         return [rule.request.request_id for rule in found]
 
     def masks(self, step_id: int, rows: Sequence[MaskedRow], *, may_wait: bool) -> Verdict:
-        """What `rows` of a launched step may sample. `may_wait`: nobody else is in it, so it may wait longer."""
-        ruled = [(row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None]
+        """What `rows` of a launched step may sample. `may_wait`: nobody else is in it, so it may
+        wait longer.
+        """
+        ruled = [
+            (row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None
+        ]
         deadline = time.monotonic() + (ALONE_SECONDS if may_wait else GRACE_SECONDS)
-        while any(rule.is_awaited for _, rule in ruled) and (left := deadline - time.monotonic()) > 0:
+        while (
+            any(rule.is_awaited for _, rule in ruled) and (left := deadline - time.monotonic()) > 0
+        ):
             self.wait(left)
         found: list[Mask] = []
         places: dict[int, int] = {}  # by identity: rows may share one
@@ -312,7 +334,10 @@ class Constraints:
         assert grammar is not None
         rule.attempts += 1
         if rule.attempts > MAX_ATTEMPTS:
-            rule.error, rule.is_lost = "the grammar process ended while it compiled this grammar", True
+            rule.error, rule.is_lost = (
+                "the grammar process ended while it compiled this grammar",
+                True,
+            )
             return
         rule.client, rule.asked = None, time.monotonic()
         try:
@@ -333,7 +358,9 @@ class Constraints:
             if not client.is_alive:
                 self._lose(client, "the grammar process ended while it served this request")
             elif (asked := self._unanswered(client)) is not None and client.is_silent(asked):
-                self._lose(client, "the grammar process gave no sign of life while it served this request")
+                self._lose(
+                    client, "the grammar process gave no sign of life while it served this request"
+                )
 
     def _handle(self, message: wire.FromGrammars, client: GrammarClient) -> None:
         match message:
@@ -358,9 +385,16 @@ class Constraints:
     def _set_open(self, rule: _Rule, mask: Mask) -> None:
         rule.is_open, rule.mask = True, mask
         sampling = rule.request.sampling
-        kept_back = {token_id for token_id in self._setup.eos_token_ids if not allows(mask, token_id)}
-        if sampling.grammar is not None and sampling.grammar.kind != "tool_calls" and sampling.reasoning is not None:
-            call_id = sampling.reasoning.call_opener.token_id  # to readers it begins a call even here
+        kept_back = {
+            token_id for token_id in self._setup.eos_token_ids if not allows(mask, token_id)
+        }
+        if (
+            sampling.grammar is not None
+            and sampling.grammar.kind != "tool_calls"
+            and sampling.reasoning is not None
+        ):
+            # to readers it begins a call even here
+            call_id = sampling.reasoning.call_opener.token_id
             kept_back |= set() if call_id is None else {call_id}
         rule.kept_back = frozenset(kept_back)
 
@@ -372,7 +406,9 @@ class Constraints:
             self._too_slow.popitem(last=False)
 
     def _retire(self, client: GrammarClient) -> None:
-        """Give a process with a runaway compiler nothing more to do; what it has not opened is for the next one."""
+        """Give a process with a runaway compiler nothing more to do; what it has not opened is for
+        the next one.
+        """
         if client is not self._client:
             return
         self._client = None
@@ -386,7 +422,9 @@ class Constraints:
                 self._send_open(rule)
 
     def _lose(self, client: GrammarClient, message: str) -> None:
-        """Do without a process that is dead or as good as dead: what it follows fails, what it was opening is tried again."""
+        """Do without a process that is dead or as good as dead: what it follows fails, what it was
+        opening is tried again.
+        """
         logger.warning("a grammar process is given up: %s", message)
         if client is self._client:
             self._client = None
@@ -400,7 +438,9 @@ class Constraints:
                 self._send_open(rule)
 
     def _unanswered(self, client: GrammarClient) -> float | None:
-        """Since when (monotonic seconds) the process has had something to do; None: it has nothing."""
+        """Since when (monotonic seconds) the process has had something to do; None: it has
+        nothing.
+        """
         asked = [
             rule.asked
             for rule in self._followed_by(client)
@@ -409,7 +449,9 @@ class Constraints:
         return min(asked, default=None)
 
     def _followed_by(self, client: GrammarClient) -> list[_Rule]:
-        """The rules of a process. A retired one is ended with the last of them, which may be the one refused by it."""
+        """The rules of a process. A retired one is ended with the last of them, which may be the
+        one refused by it.
+        """
         return [rule for rule in self._rules.values() if rule.client is client]
 
     def _clients(self) -> list[GrammarClient]:

@@ -1,4 +1,6 @@
-"""Where plans run: in this process on a thread of their own, or on several rank processes that all receive every plan."""
+"""Where plans run: in this process on a thread of their own, or on several rank processes that all
+receive every plan.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> Launched: ...
 
     def send_masks(self, masks: StepMasks) -> None:
-        """What the masked rows of the plan launched last may sample: owed for every plan that has any, before the next plan."""
+        """What the masked rows of the plan launched last may sample: owed for every plan that has
+        any, before the next plan.
+        """
         ...
 
     def probe(self, probe: Probe) -> ProbeAnswer:
@@ -102,7 +106,9 @@ class _LocalStep:
 
 
 class MultiProcessExecutor:
-    """`layout.world_size` rank processes on this machine, joined by gloo or NCCL; rank 0 reports the results."""
+    """`layout.world_size` rank processes on this machine, joined by gloo or NCCL; rank 0 reports
+    the results.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         world_size = config.layout.world_size
@@ -113,20 +119,29 @@ class MultiProcessExecutor:
         self._results = msgspec.msgpack.Decoder(StepResult)
         self._result_socket = self._context.socket(zmq.PAIR)
         self._result_socket.bind(f"ipc://{self._folder.path}/results")
-        self._beats = SharedNumbers(1, num_rows=world_size + 1, path=Path(self._folder.path, "beats"))
+        self._beats = SharedNumbers(
+            1, num_rows=world_size + 1, path=Path(self._folder.path, "beats")
+        )
         try:
             for rank in range(world_size):
                 socket = self._context.socket(zmq.PAIR)
                 socket.linger = 0
-                socket.sndhwm = 0  # never full: a send fails where the rank is gone, and else returns at once
+                # never full: a send fails where the rank is gone, and else returns at once
+                socket.sndhwm = 0
                 socket.bind(f"ipc://{self._folder.path}/rank{rank}")
                 self._sockets.append(socket)
-                self._processes.append(process.spawn("negamax.worker.rank_process", self._folder.path, str(rank)))
+                self._processes.append(
+                    process.spawn("negamax.worker.rank_process", self._folder.path, str(rank))
+                )
             # torch's TCP store would listen on all interfaces, without a key
-            config = dataclasses.replace(config, init_method=f"file://{self._folder.path}/rendezvous")
+            config = dataclasses.replace(
+                config, init_method=f"file://{self._folder.path}/rendezvous"
+            )
             for rank, socket in enumerate(self._sockets):
                 self._wait_for_any([socket], zmq.POLLOUT)
-                rank_config = dataclasses.replace(config, layout=dataclasses.replace(config.layout, rank=rank))
+                rank_config = dataclasses.replace(
+                    config, layout=dataclasses.replace(config.layout, rank=rank)
+                )
                 socket.send(msgspec.msgpack.encode(rank_config), zmq.NOBLOCK)
             readies = self._wait_ready()
         except BaseException:
@@ -145,7 +160,10 @@ class MultiProcessExecutor:
 
     def probe(self, probe: Probe) -> ProbeAnswer:
         self._send_all(PROBE + msgspec.msgpack.encode(probe))
-        answers = [msgspec.msgpack.decode(self._receive(socket), type=ProbeAnswer) for socket in self._sockets]
+        answers = [
+            msgspec.msgpack.decode(self._receive(socket), type=ProbeAnswer)
+            for socket in self._sockets
+        ]
         return answers[0]
 
     def receive(self) -> StepResult:
@@ -186,15 +204,21 @@ class MultiProcessExecutor:
             try:
                 socket.send(frame, zmq.NOBLOCK)
             except zmq.Again:
-                raise EngineDeadError(self.watch_ranks().death() or f"rank {rank} has hung up") from None
+                raise EngineDeadError(
+                    self.watch_ranks().death() or f"rank {rank} has hung up"
+                ) from None
 
     def _receive(self, socket: zmq.Socket[bytes]) -> bytes:
-        """The next frame of `socket`. Errors: `EngineDeadError` where a rank ends before it comes."""
+        """The next frame of `socket`. Errors: `EngineDeadError` where a rank ends before it
+        comes.
+        """
         self._wait_for_any([socket], zmq.POLLIN)
         return socket.recv()
 
     def _wait_for_any(self, sockets: list[zmq.Socket[bytes]], event: int) -> zmq.Socket[bytes]:
-        """The first of `sockets` that can be read or written. Errors: `EngineDeadError` where a rank ends before."""
+        """The first of `sockets` that can be read or written. Errors: `EngineDeadError` where a
+        rank ends before.
+        """
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, event)

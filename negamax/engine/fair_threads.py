@@ -1,4 +1,6 @@
-"""Threads that share their work fairly: one that is long at its task no longer counts, and another takes its place."""
+"""Threads that share their work fairly: one that is long at its task no longer counts, and another
+takes its place.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,14 @@ from queue import SimpleQueue
 
 
 class FairThreads:
-    """Runs tasks, first come, first served. A call into a library cannot be interrupted, so one slow task must not hold up
-    the tasks behind it. Single writer: the thread that calls `submit` and `tend`."""
+    """Runs tasks, first come, first served. A call into a library cannot be interrupted, so one
+    slow task must not hold up the tasks behind it. Single writer: the thread that calls `submit`
+    and `tend`."""
 
     def __init__(self, size: int, *, patience: float, most: int, name: str) -> None:
-        """`size` threads; one that is at its task for more than `patience` seconds is replaced, up to `most` threads."""
+        """`size` threads; one that is at its task for more than `patience` seconds is replaced, up
+        to `most` threads.
+        """
         self._size = size
         self._patience = patience
         self._most = most
@@ -30,7 +35,9 @@ class FairThreads:
         self._tasks.put(task)
 
     def tend(self) -> None:
-        """Replace the threads that are stuck, if tasks wait. To be called again and again while there is work."""
+        """Replace the threads that are stuck, if tasks wait. To be called again and again while
+        there is work.
+        """
         if self._tasks.empty():
             return
         now = time.monotonic()

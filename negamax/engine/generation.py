@@ -1,4 +1,6 @@
-"""A request in the engine, seen from the server: what it generates is handed on in the moment it arrives."""
+"""A request in the engine, seen from the server: what it generates is handed on in the moment it
+arrives.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from negamax.base.errors import EngineError, InvalidRequestError, RequestTimeoutError, UnavailableError
+from negamax.base.errors import (
+    EngineError,
+    InvalidRequestError,
+    RequestTimeoutError,
+    UnavailableError,
+)
 from negamax.base.log import get_logger
 from negamax.engine.output import ChoiceStream, RequestOutput, joined_outputs
 from negamax.scheduler.request import GenerateRequest, SamplingParams
@@ -58,11 +65,13 @@ class Host(Protocol):
 
 
 class Generation:
-    """The choices of one request. Single user, in the engine's event loop: `run` to the end, or `close`.
+    """The choices of one request. Single user, in the engine's event loop: `run` to the end, or
+    `close`.
 
-    The engine's side pushes updates in; no task stands between an update and `take`. While the user pauses,
-    what arrives is joined to one update per choice: a backlog costs the memory of its token ids and no more. Outputs of fewer
-    than `interval` tokens are joined, too, but for the first and the last of a choice.
+    The engine's side pushes updates in; no task stands between an update and `take`. While the user
+    pauses, what arrives is joined to one update per choice: a backlog costs the memory of its token
+    ids and no more. Outputs of fewer than `interval` tokens are joined, too, but for the first and
+    the last of a choice.
     """
 
     __slots__ = (
@@ -97,7 +106,9 @@ class Generation:
         interval: int = 1,
         owner: Owner = NOBODY,
     ) -> None:
-        """Nothing happens before `begun` or `run`. `streams` by the ids of `requests`; `deadline`: monotonic seconds."""
+        """Nothing happens before `begun` or `run`. `streams` by the ids of `requests`; `deadline`:
+        monotonic seconds.
+        """
         self.owner = owner
         self._host = host
         self._requests = requests
@@ -129,7 +140,8 @@ class Generation:
     async def begun(self) -> None:
         """Send the request to the engine, and wait until something has come back.
 
-        Errors: those of the engine's door, and what ended the request before its first output; it must be closed then.
+        Errors: those of the engine's door, and what ended the request before its first output; it
+        must be closed then.
         """
         self._begin()
         if not self._updates and self._failure is None:
@@ -141,8 +153,10 @@ class Generation:
             raise self._failure
 
     async def run(self, take: Callable[[RequestOutput], object]) -> None:
-        """Hand every output to `take`, until the last choice has ended. Errors: those of `begun` and of `take`, `EngineError`,
-        `EngineDeadError`, `RequestTimeoutError`. However this ends, nothing of the request is left in the engine."""
+        """Hand every output to `take`, until the last choice has ended. Errors: those of `begun`
+        and of `take`, `EngineError`, `EngineDeadError`, `RequestTimeoutError`. However this ends,
+        nothing of the request is left in the engine.
+        """
         self._ended = asyncio.get_running_loop().create_future()
         self._take = take
         try:
@@ -183,11 +197,13 @@ class Generation:
             self._observer.started(at)
 
     def push(self, update: SequenceUpdate) -> None:
-        """Give an update, which now belongs to the generation, to the user; keep it while that one pauses. Never raises: what
-        fails here ends this request alone."""
+        """Give an update, which now belongs to the generation, to the user; keep it while that one
+        pauses. Never raises: what fails here ends this request alone."""
         if self._take is None or self._is_paused:
             earlier = self._updates.get(update.request_id)
-            self._updates[update.request_id] = update if earlier is None else joined(earlier, update)
+            self._updates[update.request_id] = (
+                update if earlier is None else joined(earlier, update)
+            )
             self._announce()
             return
         try:
@@ -263,7 +279,9 @@ class Generation:
                 self._take(output)
 
     def _begin(self) -> None:
-        """The first choice computes the prompt; the others follow with its first token and find it in the prefix cache."""
+        """The first choice computes the prompt; the others follow with its first token and find it
+        in the prefix cache.
+        """
         if self._has_begun:
             return
         self._has_begun = True
@@ -272,7 +290,9 @@ class Generation:
         self._unsent = self._requests[1:]
         if self._deadline is not None:
             error = RequestTimeoutError(
-                "the request was not answered in time", hint="allow more time, or ask for fewer tokens", code="request_timeout"
+                "the request was not answered in time",
+                hint="allow more time, or ask for fewer tokens",
+                code="request_timeout",
             )
             wait = max(0.0, self._deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(wait, self.fail, error)
@@ -290,7 +310,9 @@ class Generations:
         self._parts = parts
 
     async def begun(self) -> None:
-        """Send all, and wait until something has come back for one of them. Errors: as of `Generation.begun`."""
+        """Send all, and wait until something has come back for one of them. Errors: as of
+        `Generation.begun`.
+        """
         waits = [asyncio.ensure_future(part.begun()) for part in self._parts]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -301,7 +323,10 @@ class Generations:
 
     async def run(self, take: Callable[[int, RequestOutput], object]) -> None:
         """As of `Generation`; `take` gets the index of the part, too. The first error ends all."""
-        runs = [asyncio.ensure_future(part.run(functools.partial(take, index))) for index, part in enumerate(self._parts)]
+        runs = [
+            asyncio.ensure_future(part.run(functools.partial(take, index)))
+            for index, part in enumerate(self._parts)
+        ]
         try:
             await asyncio.gather(*runs)
         finally:
@@ -331,15 +356,24 @@ def joined(earlier: SequenceUpdate, later: SequenceUpdate) -> SequenceUpdate:
         logprobs.extend(later.logprobs or ())
     if later.finish_reason is None:
         return earlier
-    return replace(later, token_ids=earlier.token_ids, logprobs=logprobs, prompt_logprobs=earlier.prompt_logprobs)
+    return replace(
+        later,
+        token_ids=earlier.token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=earlier.prompt_logprobs,
+    )
 
 
 def _check_end(update: SequenceUpdate) -> None:
-    """Errors: `InvalidRequestError` for a request that cannot be served, `UnavailableError` for one that lost a process."""
+    """Errors: `InvalidRequestError` for a request that cannot be served, `UnavailableError` for one
+    that lost a process.
+    """
     if update.is_lost:
         raise UnavailableError(update.error or "lost", code="grammar_process_gone", retry_after=1.0)
     if update.is_refusal:
-        raise InvalidRequestError(update.error or "refused", param="grammar", code="invalid_grammar")
+        raise InvalidRequestError(
+            update.error or "refused", param="grammar", code="invalid_grammar"
+        )
 
 
 async def _cancel(tasks: Sequence[asyncio.Future[None]]) -> None:

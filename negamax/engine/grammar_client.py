@@ -22,16 +22,20 @@ class GrammarClient:
     """One grammar process. Single writer: the engine loop's thread."""
 
     def __init__(self, setup: wire.Setup) -> None:
-        """Errors: `OSError` and `zmq.ZMQError` where the system has no room for it (files, processes, memory)."""
+        """Errors: `OSError` and `zmq.ZMQError` where the system has no room for it (files,
+        processes, memory).
+        """
         self._context = zmq.Context()
         self._folder = PrivateFolder()
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
             self.socket.linger = 0
-            self.socket.sndhwm = self.socket.rcvhwm = 0  # the loop never waits to be rid of a message
+            # the loop never waits to be rid of a message
+            self.socket.sndhwm = self.socket.rcvhwm = 0
             self.socket.reconnect_ivl = RECONNECT_MS
-            self.socket.connect(address)  # not bound: a socket without a peer would block whoever sends
+            # not bound: a socket without a peer would block whoever sends
+            self.socket.connect(address)
             self._process = process.spawn("negamax.engine.grammar_process", address)
         except (OSError, zmq.ZMQError):
             self._clear_away()
@@ -45,7 +49,9 @@ class GrammarClient:
         return self._process.poll() is None
 
     def is_silent(self, since: float) -> bool:
-        """Whether it gives no sign of life although it has had something to do `since` then (monotonic seconds)."""
+        """Whether it gives no sign of life although it has had something to do `since` then
+        (monotonic seconds).
+        """
         seconds = time.monotonic() - max(since, self._heard)
         if seconds > (SILENT_SECONDS if self._is_ready else START_SECONDS):
             return True

@@ -1,8 +1,9 @@
-"""The grammar process: `python -m negamax.engine.grammar_process ADDRESS`, started beside the model on a GPU, elsewhere when
-the first grammar is asked for.
+"""The grammar process: `python -m negamax.engine.grammar_process ADDRESS`, started beside the model
+on a GPU, elsewhere when the first grammar is asked for.
 
-It holds the state of every output that follows a grammar. A process of its own, because the compiler can take minutes and
-gigabytes for a small schema, cannot be interrupted, and takes seconds to import: here it stalls nobody and can be killed.
+It holds the state of every output that follows a grammar. A process of its own, because the
+compiler can take minutes and gigabytes for a small schema, cannot be interrupted, and takes seconds
+to import: here it stalls nobody and can be killed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ logger = get_logger(__name__)
 
 COMPILERS = 2  # grammars compiled at a time
 COMPILER_PATIENCE = 1.0  # seconds after which a compilation no longer counts as one of them
-SLOW_SECONDS = 0.02  # a mask beyond this is not waited for, and the output's next ones are worked out apart
+# a mask beyond this is not waited for, and the output's next ones are worked out apart
+SLOW_SECONDS = 0.02
 MAX_STUCK = 8  # threads of one kind that may be replaced
 MEMORY_SHARE = 1 / 4  # of the main memory, that this process may take
 POLL_MS = 2  # while something is being worked out
@@ -94,7 +96,9 @@ class _Stream:
 
 
 class GrammarServer:
-    """Answers one engine over `socket`, from one thread that never waits for long; others compile and work out masks."""
+    """Answers one engine over `socket`, from one thread that never waits for long; others compile
+    and work out masks.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], setup: wire.Setup) -> None:
         self._socket = socket
@@ -107,7 +111,8 @@ class GrammarServer:
         self._taken: deque[tuple[_Stream, wire.NextMask]] = deque()  # turns that are over
         self._compiler: GrammarCompiler | None = None
         try:
-            from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher  # seconds of import
+            # seconds of import
+            from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher
         except ImportError as error:
             logger.warning("%s: %s", _NOT_INSTALLED, error)
             self._send(wire.GrammarsReady())
@@ -116,11 +121,18 @@ class GrammarServer:
         size = self._num_threads = setup.num_threads
         self._matcher = GrammarMatcher
         self._compiler = GrammarCompiler(
-            tokenizer, vocab_size=setup.vocab_size, eos_token_ids=setup.eos_token_ids, num_threads=size
+            tokenizer,
+            vocab_size=setup.vocab_size,
+            eos_token_ids=setup.eos_token_ids,
+            num_threads=size,
         )
-        self._compilers = FairThreads(COMPILERS, patience=COMPILER_PATIENCE, most=COMPILERS + MAX_STUCK, name="compile")
+        self._compilers = FairThreads(
+            COMPILERS, patience=COMPILER_PATIENCE, most=COMPILERS + MAX_STUCK, name="compile"
+        )
         self._quick = FairThreads(size, patience=SLOW_SECONDS, most=size + MAX_STUCK, name="mask")
-        self._slow = FairThreads(size, patience=setup.mask_seconds, most=size + MAX_STUCK, name="slow-mask")
+        self._slow = FairThreads(
+            size, patience=setup.mask_seconds, most=size + MAX_STUCK, name="slow-mask"
+        )
         self._send(wire.GrammarsReady())
 
     @property
@@ -173,7 +185,9 @@ class GrammarServer:
             job.keys.append(message.key)
 
     def _is_over(self, job: _Job) -> bool:
-        return job.is_done or (job.started is not None and time.monotonic() - job.started > self._compile_seconds)
+        return job.is_done or (
+            job.started is not None and time.monotonic() - job.started > self._compile_seconds
+        )
 
     def _answer(self, job: _Job) -> None:
         if job.compiled is not None:
@@ -184,7 +198,10 @@ class GrammarServer:
             for key in job.keys:
                 self._send(wire.GrammarRefused(key, job.problem))
         else:
-            message = f"the grammar takes longer than {self._compile_seconds:g} s to compile; make it simpler"
+            message = (
+                f"the grammar takes longer than {self._compile_seconds:g} s to compile; "
+                f"make it simpler"
+            )
             for key in job.keys:
                 self._send(wire.GrammarRefused(key, message, is_timeout=True))
             self._send(wire.Overloaded())
@@ -206,7 +223,9 @@ class GrammarServer:
         self._collect()
 
     def _take_turns(self, turns: deque[tuple[_Stream, list[wire.Part]]]) -> None:
-        """Work out several masks, one after the other in each thread: to wake a thread costs more than a quick mask."""
+        """Work out several masks, one after the other in each thread: to wake a thread costs more
+        than a quick mask.
+        """
         total = len(turns)
         over: list[None] = []
         all_over = threading.Event()
@@ -251,11 +270,17 @@ class GrammarServer:
             stream.matcher = self._matcher(stream.compiled)
         refused = next((part for part in parts if not stream.matcher.take(part)), None)
         if refused is not None:
-            return wire.NextMask(stream.key, None, f"the grammar does not allow {refused!r} where it was generated")
+            return wire.NextMask(
+                stream.key, None, f"the grammar does not allow {refused!r} where it was generated"
+            )
         if stream.matcher.has_ended:
             return wire.NextMask(stream.key, None)
         mask = stream.matcher.mask(self._compiler)
-        return wire.NextMask(stream.key, mask.tobytes(), None if mask.any() else "the grammar allows no further token")
+        return wire.NextMask(
+            stream.key,
+            mask.tobytes(),
+            None if mask.any() else "the grammar allows no further token",
+        )
 
     def _collect(self) -> None:
         """Send what the threads have worked out."""
@@ -283,7 +308,10 @@ class GrammarServer:
             del self._streams[stream.key]
             is_empty = answer.mask is not None
             self._send(
-                wire.GrammarRefused(stream.key, "the grammar allows no output at all" if is_empty else answer.error or "")
+                wire.GrammarRefused(
+                    stream.key,
+                    "the grammar allows no output at all" if is_empty else answer.error or "",
+                )
             )
 
     def _end_slow_turns(self) -> None:
@@ -293,7 +321,10 @@ class GrammarServer:
             started = stream.turn_started
             if not stream.has_turn or started is None or now - started < self._mask_seconds:
                 continue
-            message = f"the grammar takes longer than {self._mask_seconds:g} s for one token; make it simpler"
+            message = (
+                f"the grammar takes longer than {self._mask_seconds:g} s for one token; "
+                f"make it simpler"
+            )
             del self._streams[stream.key]
             self._given_up.add(stream)
             if stream.is_open:
@@ -301,7 +332,10 @@ class GrammarServer:
             else:
                 self._send(wire.GrammarRefused(stream.key, message, is_timeout=True))
         for stream in list(self._given_up):
-            if stream.turn_started is not None and now - stream.turn_started > self._compile_seconds:
+            if (
+                stream.turn_started is not None
+                and now - stream.turn_started > self._compile_seconds
+            ):
                 self._given_up.discard(stream)
                 self._send(wire.Overloaded())
 
@@ -316,7 +350,9 @@ def main(address: str) -> int:
     log.setup_as_parent()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     share = int(env.main_memory() * MEMORY_SHARE)
-    resource.setrlimit(resource.RLIMIT_DATA, (share if most == resource.RLIM_INFINITY else min(share, most), most))
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (share if most == resource.RLIM_INFINITY else min(share, most), most)
+    )
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 0
         socket.bind(address)

@@ -1,4 +1,6 @@
-"""Messages between the engine and its grammar process: msgspec structs as MessagePack frames. An empty frame ends it."""
+"""Messages between the engine and its grammar process: msgspec structs as MessagePack frames. An
+empty frame ends it.
+"""
 
 from __future__ import annotations
 

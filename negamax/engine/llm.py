@@ -1,4 +1,6 @@
-"""The engine inside your own process: `LLM("nano").chat([{"role": "user", "content": "Hello"}])`."""
+"""The engine inside your own process: `LLM("nano").chat([{"role": "user", "content":
+"Hello"}])`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from negamax.text.output_parser import OutputParser, ParsedOutput, ParserEvent, 
 from negamax.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
-_Sequence = tuple[int, GenerateRequest, ChoiceStream]  # position of the prompt, the request, its outputs
+# position of the prompt, the request, its outputs
+_Sequence = tuple[int, GenerateRequest, ChoiceStream]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -36,7 +39,8 @@ class Completion:
 
     index: int
     text: str = ""
-    pieces: list[TextPiece] = field(default_factory=list)  # the text, with the token ids that made it
+    # the text, with the token ids that made it
+    pieces: list[TextPiece] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop" or "length"
@@ -98,7 +102,9 @@ class LLM:
         crash_dump_dir: str | None = None,
     ) -> None:
         given = dict(locals())
-        self._options = EngineOptions(**{option.name: given[option.name] for option in fields(EngineOptions)})
+        self._options = EngineOptions(
+            **{option.name: given[option.name] for option in fields(EngineOptions)}
+        )
         source = locate(self._options)
         self.tokenizer = Tokenizer.from_folder(source.tokenizer_folder)
         template = None if chat_template is None else Path(chat_template)
@@ -124,8 +130,9 @@ class LLM:
     ) -> list[Generation]:
         """Continue each prompt (text or token ids); results are in the order of the prompts.
 
-        `sampling_params`: one for all, or one per prompt; left out, the model's defaults. Errors: `InvalidRequestError` for
-        any prompt or parameter, before anything runs; `EngineError` where the engine failed.
+        `sampling_params`: one for all, or one per prompt; left out, the model's defaults. Errors:
+        `InvalidRequestError` for any prompt or parameter, before anything runs; `EngineError` where
+        the engine failed.
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         params = self._admit(token_ids, sampling_params)
@@ -134,8 +141,12 @@ class LLM:
             _collect(generations[position], output)
         return generations
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Continue one prompt and yield what it gains, step by step. Closing the iterator aborts the rest."""
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt and yield what it gains, step by step. Closing the iterator aborts
+        the rest.
+        """
         prompts = [self._encode(prompt)]
         outputs = self._run(prompts, self._admit(prompts, sampling_params))
         return (output for _, output in outputs)
@@ -148,10 +159,12 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_options: Any,
     ) -> list[Generation]:
-        """Answer one conversation or several; `outputs[i].message` holds reasoning, content and tool calls.
+        """Answer one conversation or several; `outputs[i].message` holds reasoning, content and
+        tool calls.
 
-        `template_options` reach the chat template as they are. Errors: as `generate`, and `InvalidRequestError` for messages
-        the template cannot express. Stop strings count in the content only.
+        `template_options` reach the chat template as they are. Errors: as `generate`, and
+        `InvalidRequestError` for messages the template cannot express. Stop strings count in the
+        content only.
         """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         chats: list[Any] = [conversations] if single else list(conversations)
@@ -159,7 +172,10 @@ class LLM:
         token_ids = [self.tokenizer.encode_escaped(prompt) for prompt in prompts]
         params = self._admit(token_ids, sampling_params)
         parsers = [
-            [self._parser(prompt, tools=tools, messages=chat, sampling=sampling) for _ in range(sampling.n)]
+            [
+                self._parser(prompt, tools=tools, messages=chat, sampling=sampling)
+                for _ in range(sampling.n)
+            ]
             for prompt, chat, sampling in zip(prompts, chats, params, strict=True)
         ]
         generations = _blank(token_ids, params)
@@ -183,23 +199,45 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         messages: Messages = (),
     ) -> ParsedOutput:
-        """The reasoning, content and tool calls of a completion of `prompt`, rendered from `messages`.
-        Without tools, and calls in the messages, what looks like a call is content."""
+        """The reasoning, content and tool calls of a completion of `prompt`, rendered from
+        `messages`. Without tools, and calls in the messages, what looks like a call is content."""
         parser = self._parser(prompt, tools=tools, messages=messages, sampling=SamplingParams())
-        return collect([*parser.feed(completion.pieces), *parser.finish(is_cut=completion.finish_reason != "stop")])
+        return collect(
+            [
+                *parser.feed(completion.pieces),
+                *parser.finish(is_cut=completion.finish_reason != "stop"),
+            ]
+        )
 
-    def render(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any) -> str:
-        """The prompt text of a conversation. As a prompt of `generate` it is not what `chat` makes of it where a message spells
-        control tokens: there they stay text."""
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_options: Any,
+    ) -> str:
+        """The prompt text of a conversation. As a prompt of `generate` it is not what `chat` makes
+        of it where a message spells control tokens: there they stay text."""
         return unescaped(self._render(messages, tools, **template_options))
 
-    def _render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, /, **options: Any) -> str:
-        normal = normalize_messages([dict(message) for message in messages], has_root=self.chat_template.has_root_role)
+    def _render(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, /, **options: Any
+    ) -> str:
+        normal = normalize_messages(
+            [dict(message) for message in messages], has_root=self.chat_template.has_root_role
+        )
         listed = None if tools is None else list(tools)
-        return self.chat_template.render_escaped(normal, self.tokenizer.escaper, tools=listed, **options)
+        return self.chat_template.render_escaped(
+            normal, self.tokenizer.escaper, tools=listed, **options
+        )
 
     def _parser(
-        self, prompt: str, *, tools: Sequence[Mapping[str, Any]] | None, messages: Messages, sampling: SamplingParams
+        self,
+        prompt: str,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Messages,
+        sampling: SamplingParams,
     ) -> OutputParser:
         style = output_style(self.info.architecture)
         return style.new_parser(
@@ -215,7 +253,9 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _admit(
-        self, prompts: list[list[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: list[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[SamplingParams]:
         """Checked and completed parameters, one per prompt."""
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -223,8 +263,13 @@ class LLM:
         else:
             params = list(sampling_params)
         if len(params) != len(prompts):
-            raise InvalidRequestError(f"{len(params)} sampling parameters for {len(prompts)} prompts; give one or as many")
-        return [admit(prompt, param, info=self.info) for prompt, param in zip(prompts, params, strict=True)]
+            raise InvalidRequestError(
+                f"{len(params)} sampling parameters for {len(prompts)} prompts; give one or as many"
+            )
+        return [
+            admit(prompt, param, info=self.info)
+            for prompt, param in zip(prompts, params, strict=True)
+        ]
 
     def _run(
         self,
@@ -232,11 +277,12 @@ class LLM:
         params: list[SamplingParams],
         parsers: Sequence[Sequence[OutputParser]] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Drive the loop until every choice of every prompt has ended; yields (position of the prompt, output). `parsers` of
-        the choices of each prompt say where stop strings count."""
+        """Drive the loop until every choice of every prompt has ended; yields (position of the
+        prompt, output). `parsers` of the choices of each prompt say where stop strings count."""
         waiting = deque(self._sequences(prompts, params, parsers))
         running: dict[str, tuple[int, ChoiceStream]] = {}
-        held: dict[str, list[_Sequence]] = {}  # by id of a prompt's first choice: the others, which will find its prefix
+        # by id of a prompt's first choice: the others, which will find its prefix
+        held: dict[str, list[_Sequence]] = {}
 
         def start(sequence: _Sequence) -> None:
             position, request, stream = sequence
@@ -256,7 +302,9 @@ class LLM:
                         start(sequence)
                     position, stream = running[update.request_id]
                     if update.is_refusal:
-                        raise InvalidRequestError(update.error or "refused", param="grammar", code="invalid_grammar")
+                        raise InvalidRequestError(
+                            update.error or "refused", param="grammar", code="invalid_grammar"
+                        )
                     if update.is_lost:
                         raise UnavailableError(update.error or "lost", code="grammar_process_gone")
                     if update.error is not None:
@@ -264,7 +312,8 @@ class LLM:
                     output = stream.push(update)
                     if stream.finished:
                         del running[update.request_id]
-                        if update.finish_reason is None:  # a stop string: the loop does not know it yet
+                        # a stop string: the loop does not know it yet
+                        if update.finish_reason is None:
                             self._loop.abort([update.request_id])
                     yield position, output
         finally:
@@ -283,7 +332,9 @@ class LLM:
             choices = []
             for index in range(sampling.n):
                 choice = sampling.of_choice(index, seed=seed)
-                request = GenerateRequest(request_id=f"{name}/{index}", prompt_token_ids=tuple(prompt), sampling=choice)
+                request = GenerateRequest(
+                    request_id=f"{name}/{index}", prompt_token_ids=tuple(prompt), sampling=choice
+                )
                 stream = ChoiceStream(
                     self.tokenizer,
                     choice,
@@ -300,7 +351,9 @@ class LLM:
 def _blank(prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
     """What is to come of each prompt."""
     return [
-        Generation(prompt_token_ids=prompt, outputs=[Completion(index) for index in range(sampling.n)])
+        Generation(
+            prompt_token_ids=prompt, outputs=[Completion(index) for index in range(sampling.n)]
+        )
         for prompt, sampling in zip(prompts, params, strict=True)
     ]
 

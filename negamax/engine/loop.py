@@ -33,7 +33,8 @@ from negamax.worker.config import (
 
 logger = get_logger(__name__)
 
-_REPORT_ENTRIES = 4096  # kept for whoever asks what began and what the steps ran; the embedded LLM does not
+# kept for whoever asks what began and what the steps ran; the embedded LLM does not
+_REPORT_ENTRIES = 4096
 WAIT_SECONDS = 0.005  # between looks for new requests, while all here wait for their grammars
 
 
@@ -81,9 +82,14 @@ class EngineLoop:
         )
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request; one that cannot be served becomes an update with finish_reason "error"."""
+        """Queue a request; one that cannot be served becomes an update with finish_reason
+        "error".
+        """
         if request.request_id in self._constraints:
-            error = f"request id {request.request_id!r} is in use by an unfinished request; choose another"
+            error = (
+                f"request id {request.request_id!r} is in use by an unfinished request; "
+                f"choose another"
+            )
             self._pending_updates.append(ended_update(request.request_id, "error", error=error))
         elif request.sampling.is_constrained:
             self._open(request)
@@ -115,7 +121,9 @@ class EngineLoop:
         if plan is not None:
             self._last_plans.append(plan)
             launched = _InFlight(plan, self._executor.launch(plan), time.monotonic())
-            self._admitted.extend((request_id, launched.started) for request_id in self._scheduler.take_admitted())
+            self._admitted.extend(
+                (request_id, launched.started) for request_id in self._scheduler.take_admitted()
+            )
         updates, self._pending_updates = self._pending_updates, []
         if self._in_flight is not None:
             updates += self._commit(self._in_flight)
@@ -130,7 +138,9 @@ class EngineLoop:
         return updates
 
     def take_admitted(self) -> list[tuple[str, float]]:
-        """The requests that began to run since the last call, with the `time.monotonic()` of their first step."""
+        """The requests that began to run since the last call, with the `time.monotonic()` of their
+        first step.
+        """
         admitted = list(self._admitted)
         self._admitted.clear()
         return admitted
@@ -159,15 +169,21 @@ class EngineLoop:
         )
 
     def observe_routing(self, on: bool) -> None:
-        """From now on (or no more) run without CUDA graphs and keep which experts each step chose."""
+        """From now on (or no more) run without CUDA graphs and keep which experts each step
+        chose.
+        """
         self._executor.probe(Probe(OBSERVE_ROUTING, int(on)))
 
     def distinct_experts(self, num_rows: int) -> float | None:
-        """Experts that the first `num_rows` rows of the last step chose, mean over the layers; None unless observed."""
+        """Experts that the first `num_rows` rows of the last step chose, mean over the layers; None
+        unless observed.
+        """
         return self._executor.probe(Probe(DISTINCT_EXPERTS, num_rows)).number
 
     def decode_seconds(self, num_rows: int) -> float | None:
-        """Device time of one captured decode step, launched back to back; None without graphs. Nothing else may be running."""
+        """Device time of one captured decode step, launched back to back; None without graphs.
+        Nothing else may be running.
+        """
         return self._executor.probe(Probe(DECODE_SECONDS, num_rows)).number
 
     def start_profile(self) -> None:
@@ -222,26 +238,46 @@ class EngineLoop:
         self._pending_updates.append(ended_update(request.request_id, "error", error=message))
 
     def _add_opened(self) -> None:
-        """Queue the requests whose constraints are ready now, and let those go on that a step went without."""
+        """Queue the requests whose constraints are ready now, and let those go on that a step went
+        without.
+        """
         for opened in self._constraints.opened():
             if opened.problem is None:
                 self._add(opened.request)
             else:
-                update = ended_update(opened.request.request_id, "error", error=opened.problem, is_refusal=opened.is_refusal)
-                self._pending_updates.append(msgspec.structs.replace(update, is_lost=opened.is_lost))
+                update = ended_update(
+                    opened.request.request_id,
+                    "error",
+                    error=opened.problem,
+                    is_refusal=opened.is_refusal,
+                )
+                self._pending_updates.append(
+                    msgspec.structs.replace(update, is_lost=opened.is_lost)
+                )
         for request_id in self._constraints.arrived():
             self._scheduler.resume(request_id)
 
     def _mask(self, plan: StepPlan) -> list[SequenceUpdate]:
-        """Send the masks of a launched plan, for which the step before it had to be committed first; requests that end so."""
+        """Send the masks of a launched plan, for which the step before it had to be committed
+        first; requests that end so.
+        """
         rows = self._scheduler.masked_rows(plan)
-        verdict = self._constraints.masks(plan.step_id, rows, may_wait=len(plan.masked) == len(plan.slots))
+        verdict = self._constraints.masks(
+            plan.step_id, rows, may_wait=len(plan.masked) == len(plan.slots)
+        )
         self._executor.send_masks(verdict.masks)
         self._scheduler.defer(plan, verdict.late)
         ends = [self._scheduler.end(request_id, "stop") for request_id in verdict.ended]
-        ends += [self._scheduler.end(request_id, "error", error=error) for request_id, error in verdict.failed.items()]
+        ends += [
+            self._scheduler.end(request_id, "error", error=error)
+            for request_id, error in verdict.failed.items()
+        ]
         lost = verdict.lost
-        updates = [msgspec.structs.replace(end, is_lost=end.request_id in lost) for end in ends if end is not None]
+        updates = [
+            msgspec.structs.replace(end, is_lost=end.request_id in lost)
+            for end in ends
+            if end is not None
+        ]
         self._constraints.advance(updates)
         return updates
 
@@ -260,7 +296,9 @@ class EngineLoop:
         except Exception as error:
             logger.exception("step %d was lost", step.plan.step_id)
             self.dump_crash(f"step {step.plan.step_id} was lost", error)
-            updates = self._scheduler.fail(step.plan, f"the step that ran this request failed ({type(error).__name__})")
+            updates = self._scheduler.fail(
+                step.plan, f"the step that ran this request failed ({type(error).__name__})"
+            )
             self._constraints.advance(updates)
             return updates
         self._step_count += 1
@@ -275,7 +313,9 @@ class EngineLoop:
         return updates
 
 
-def ended_update(request_id: str, finish_reason: str, *, error: str | None = None, is_refusal: bool = False) -> SequenceUpdate:
+def ended_update(
+    request_id: str, finish_reason: str, *, error: str | None = None, is_refusal: bool = False
+) -> SequenceUpdate:
     """The update that ends a request which never ran."""
     return SequenceUpdate(
         request_id=request_id,

@@ -1,4 +1,6 @@
-"""From the engine's tokens to what a caller sees: text, stop strings, one delta per committed step."""
+"""From the engine's tokens to what a caller sees: text, stop strings, one delta per committed
+step.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,18 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class TextReader(Protocol):
-    """Reads the text of a choice in which stop strings count in some places only, and finds them."""
+    """Reads the text of a choice in which stop strings count in some places only, and finds
+    them.
+    """
 
     @property
     def matched_stop(self) -> str | None:
         """The stop string that ended the text, or None."""
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool) -> list[ParserEvent]:
-        """Take the next pieces. With `may_stop` False stop strings that end in them do not count."""
+        """Take the next pieces. With `may_stop` False stop strings that end in them do not
+        count.
+        """
 
     def finish(self, *, is_cut: bool) -> list[ParserEvent]:
         """The text is over; `is_cut`: not the model ended it."""
@@ -38,7 +44,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_ids: list[int]
     pieces: list[TextPiece]  # printable text, with token ids where one token made it
     logprobs: list[TokenLogprobs] | None  # one entry per entry of token_ids
-    prompt_logprobs: list[TokenLogprobs] | None  # first output only; one entry per prompt token after the first
+    # first output only; one entry per prompt token after the first
+    prompt_logprobs: list[TokenLogprobs] | None
     finish_reason: str | None  # "stop", "length", "abort", "error"; None: goes on
     stop_reason: int | str | None  # the stop token id or stop string
     num_prompt_tokens: int
@@ -55,7 +62,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 def joined_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     """One output for two of the same choice, which are used up."""
-    earlier.token_ids.extend(later.token_ids)  # the longer list stays where it is: many are joined in linear time
+    # the longer list stays where it is: many are joined in linear time
+    earlier.token_ids.extend(later.token_ids)
     earlier.pieces.extend(later.pieces)
     if earlier.logprobs is not None:
         earlier.logprobs.extend(later.logprobs or ())
@@ -109,7 +117,8 @@ class ChoiceStream:
         self._stop_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._keep_stop_token = sampling.include_stop_str_in_output
         self._has_stop_strings = bool(sampling.stop)
-        self._reader = reader if sampling.stop else None  # without stop strings its owner reads, many tokens at a time
+        # without stop strings its owner reads, many tokens at a time
+        self._reader = reader if sampling.stop else None
         self._min_tokens = sampling.min_tokens
         self._detokenizer = Detokenizer(
             tokenizer,
@@ -121,18 +130,26 @@ class ChoiceStream:
         self.finished = False
 
     def push(self, update: SequenceUpdate) -> RequestOutput:
-        """The output for `update`. Where it is finished although the update is not (a stop string), the caller must abort
-        the sequence in the engine."""
+        """The output for `update`. Where it is finished although the update is not (a stop string),
+        the caller must abort the sequence in the engine."""
         token_ids, logprobs = update.token_ids, update.logprobs
         finish_reason, stop_reason = update.finish_reason, update.stop_reason
         text_ids: Sequence[int] = token_ids
-        if finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_ids and not self._keep_stop_token:
+        if (
+            finish_reason == "stop"
+            and token_ids
+            and token_ids[-1] in self._stop_ids
+            and not self._keep_stop_token
+        ):
             text_ids = token_ids[:-1]
         events: list[ParserEvent] | None = None if self._reader is None else []
         if self._has_stop_strings:
             pieces, num_used = self._push_until_stop(text_ids, events)
             if self._matched_stop is not None:  # what came after it does not belong to the answer
-                token_ids, logprobs = token_ids[:num_used], None if logprobs is None else logprobs[:num_used]
+                token_ids, logprobs = (
+                    token_ids[:num_used],
+                    None if logprobs is None else logprobs[:num_used],
+                )
         else:
             pieces = self._detokenizer.push(text_ids)
         if finish_reason is not None and self._matched_stop is None:
@@ -162,9 +179,11 @@ class ChoiceStream:
     def _matched_stop(self) -> str | None:
         return self._detokenizer.matched_stop if self._reader is None else self._reader.matched_stop
 
-    def _push_until_stop(self, token_ids: Sequence[int], events: list[ParserEvent] | None) -> tuple[list[TextPiece], int]:
-        """The text of the next tokens, and how many of them it took to complete a stop string (all, where
-        there is none). What the reader makes of the text is added to `events`."""
+    def _push_until_stop(
+        self, token_ids: Sequence[int], events: list[ParserEvent] | None
+    ) -> tuple[list[TextPiece], int]:
+        """The text of the next tokens, and how many of them it took to complete a stop string (all,
+        where there is none). What the reader makes of the text is added to `events`."""
         pieces: list[TextPiece] = []
         for position, token_id in enumerate(token_ids, start=1):
             new = self._detokenizer.push([token_id])
@@ -186,30 +205,41 @@ class ChoiceStream:
         return pieces
 
 
-def admit(prompt_token_ids: Sequence[int], sampling: SamplingParams, *, info: ModelInfo) -> SamplingParams:
+def admit(
+    prompt_token_ids: Sequence[int], sampling: SamplingParams, *, info: ModelInfo
+) -> SamplingParams:
     """Check a prompt and its parameters against the model and fill in the model's defaults.
 
-    Errors: `InvalidRequestError` for an empty prompt, ids outside the vocabulary or parameters out of range;
-    `ContextLengthError` where prompt and requested output exceed the window.
+    Errors: `InvalidRequestError` for an empty prompt, ids outside the vocabulary or parameters out
+    of range; `ContextLengthError` where prompt and requested output exceed the window.
     """
     num_prompt_tokens = len(prompt_token_ids)
     if num_prompt_tokens == 0:
-        raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
+        raise InvalidRequestError(
+            "the prompt is empty; at least one token is needed", param="prompt"
+        )
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= info.vocab_size:
         wrong = low if low < 0 else high
         raise InvalidRequestError(
-            f"the prompt holds token id {wrong}; allowed: 0 to {info.vocab_size - 1}", param="prompt", code="invalid_value"
+            f"the prompt holds token id {wrong}; allowed: 0 to {info.vocab_size - 1}",
+            param="prompt",
+            code="invalid_value",
         )
     sampling.check(max_logprobs=info.max_logprobs, vocab_size=info.vocab_size)
     room = info.max_model_len - num_prompt_tokens
     if room < 1:
-        raise ContextLengthError.of_prompt(num_prompt_tokens, window=info.max_model_len, param="messages")
+        raise ContextLengthError.of_prompt(
+            num_prompt_tokens, window=info.max_model_len, param="messages"
+        )
     if sampling.max_tokens is not None and sampling.max_tokens > room:
-        sampling = msgspec.structs.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+        sampling = msgspec.structs.replace(
+            sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room)
+        )
     if sampling.min_tokens > room:
         raise ContextLengthError(
-            f"min_tokens is {sampling.min_tokens}; {room} tokens are left in the window of {info.max_model_len}",
+            f"min_tokens is {sampling.min_tokens}; {room} tokens are left in the window of "
+            f"{info.max_model_len}",
             hint="shorten the prompt or lower min_tokens",
             param="min_tokens",
             code="context_length_exceeded",

@@ -1,9 +1,9 @@
 """The engine process: `python -m negamax.engine.process FOLDER`, started by `engine.connection`.
 
-The first frame holds the options; then requests come in from one server process or several, and after every step each gets the
-updates of its sequences with the statistics. A thread of its own watches the ranks, and tells all server processes twice a
-second that the process lives, whether its loop goes round, and how long a rank has been silent. Another one watches the first
-server process.
+The first frame holds the options; then requests come in from one server process or several, and
+after every step each gets the updates of its sequences with the statistics. A thread of its own
+watches the ranks, and tells all server processes twice a second that the process lives, whether its
+loop goes round, and how long a rank has been silent. Another one watches the first server process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ logger = get_logger(__name__)
 
 
 LOOK_SECONDS = 0.1  # between two looks at the ranks
-LAST_STEP_SECONDS = 0.3  # in which a loop that waits for a step notices by itself that a rank is gone
+# in which a loop that waits for a step notices by itself that a rank is gone
+LAST_STEP_SECONDS = 0.3
 RECONNECT_MS = 10  # between two attempts to reach a server process
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -54,9 +55,17 @@ def main(folder: str) -> int:
             return _serve(start, context=context, address=address, requests=requests, outbox=outbox)
 
 
-def _serve(start: wire.Start, *, context: Context, address: EngineAddress, requests: zmq.Socket[bytes], outbox: Outbox) -> int:
+def _serve(
+    start: wire.Start,
+    *,
+    context: Context,
+    address: EngineAddress,
+    requests: zmq.Socket[bytes],
+    outbox: Outbox,
+) -> int:
     try:
-        from negamax.engine.setup import start_loop  # torch: seconds of import, after the connection stands
+        # torch: seconds of import, after the connection stands
+        from negamax.engine.setup import start_loop
 
         loop, info = start_loop(start.options)
     except NegamaxError as error:
@@ -73,7 +82,8 @@ def _serve(start: wire.Start, *, context: Context, address: EngineAddress, reque
         dumps.write("the engine cannot start", details=dict, error=error)
         outbox.send_first(wire.EngineFailed(f"the engine cannot start: {error!r}", 1))
         return 1
-    gc.freeze()  # what the start left behind lives as long as the process: later collections need not visit it
+    # what the start left behind lives as long as the process: later collections need not visit it
+    gc.freeze()
     outbox.send_first(wire.EngineReady(info))
     pulse = Pulse(loop)
     try:
@@ -102,10 +112,12 @@ def listen(requests: zmq.Socket[bytes], address: EngineAddress, *, num_servers: 
 
 
 class Outbox:
-    """The way to the server processes. Single writer: one thread. What is sent to one that is not there (it has not come yet,
-    or it died and is started again) waits for it."""
+    """The way to the server processes. Single writer: one thread. What is sent to one that is not
+    there (it has not come yet, or it died and is started again) waits for it."""
 
-    def __init__(self, context: Context, address: EngineAddress, *, num_servers: int, linger: int) -> None:
+    def __init__(
+        self, context: Context, address: EngineAddress, *, num_servers: int, linger: int
+    ) -> None:
         """`linger`: milliseconds that frames may still be under way when it is closed."""
         self._sockets = [context.socket(zmq.PUSH) for _ in range(num_servers)]
         for server, socket in enumerate(self._sockets):
@@ -149,7 +161,9 @@ def _parts(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
     def part(sequence_id: str) -> wire.StepOutputs:
         server = wire.server_of(sequence_id)
         if server not in parts:
-            parts[server] = wire.StepOutputs([], report.stats, [], [] if parts else report.step_tokens)
+            parts[server] = wire.StepOutputs(
+                [], report.stats, [], [] if parts else report.step_tokens
+            )
         return parts[server]
 
     for update in report.updates:
@@ -160,7 +174,9 @@ def _parts(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
 
 
 def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, pulse: Pulse) -> None:
-    """Take requests in, step, send updates out, until told to stop. Blocks on the socket while there is no work."""
+    """Take requests in, step, send updates out, until told to stop. Blocks on the socket while
+    there is no work.
+    """
     while True:
         while not loop.has_work or requests.poll(0):
             pulse.is_idle = not loop.has_work
@@ -176,7 +192,9 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
             elif isinstance(message, wire.AbortRequests):
                 loop.abort(message.request_ids)
             elif isinstance(message, wire.AbortServer):
-                loop.abort([name for name in loop.request_ids() if wire.server_of(name) == message.server])
+                loop.abort(
+                    [name for name in loop.request_ids() if wire.server_of(name) == message.server]
+                )
             elif isinstance(message, wire.ForgetPrefixes):
                 loop.forget_prefixes()
             else:
@@ -184,7 +202,9 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
         updates = loop.step()
         pulse.num_rounds += 1
         if updates:
-            report = wire.StepOutputs(updates, loop.stats(), loop.take_admitted(), loop.take_step_tokens())
+            report = wire.StepOutputs(
+                updates, loop.stats(), loop.take_admitted(), loop.take_step_tokens()
+            )
             outbox.send(outbox.frames(report))
 
 
@@ -197,8 +217,12 @@ class Pulse:
         self.is_idle = False
 
     @contextmanager
-    def beating(self, context: Context, address: EngineAddress, *, num_servers: int) -> Iterator[None]:
-        """Send a heartbeat twice a second while inside, and say once that a rank is gone, whatever the loop waits for."""
+    def beating(
+        self, context: Context, address: EngineAddress, *, num_servers: int
+    ) -> Iterator[None]:
+        """Send a heartbeat twice a second while inside, and say once that a rank is gone, whatever
+        the loop waits for.
+        """
         stop = threading.Event()
 
         def beat() -> None:
@@ -209,14 +233,17 @@ class Pulse:
                     rank, silence = (0, 0.0) if watch is None else watch.longest_silence()
                     death = None if watch is None else watch.death()
                     if death is not None:
-                        if not stop.wait(LAST_STEP_SECONDS):  # the loop has not noticed: it waits for something else
+                        # the loop has not noticed: it waits for something else
+                        if not stop.wait(LAST_STEP_SECONDS):
                             self._loop.dump_crash(death, EngineDeadError(death))
                             outbox.send_first(wire.EngineFailed(death, 1))
                         stop.wait()  # the server process ends this one
                     elif time.monotonic() >= next_beat:
                         next_beat = time.monotonic() + BEAT_SECONDS - LOOK_SECONDS
                         stats = self._loop.stats()
-                        outbox.send_all(wire.Heartbeat(self.num_rounds, self.is_idle, stats, rank, silence))
+                        outbox.send_all(
+                            wire.Heartbeat(self.num_rounds, self.is_idle, stats, rank, silence)
+                        )
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
         thread.start()

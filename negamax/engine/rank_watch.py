@@ -13,7 +13,8 @@ _EXIT_CODE_SECONDS = 1.0  # for the system to know how a process ended whose fil
 
 
 class RankWatch:
-    """The ranks of one executor, seen by one thread that looks several times a second. Single user: that thread.
+    """The ranks of one executor, seen by one thread that looks several times a second. Single user:
+    that thread.
 
     `beats` has a row for each rank, into which it writes the time again and again.
     """
@@ -32,7 +33,9 @@ class RankWatch:
 
     def longest_silence(self) -> tuple[int, float]:
         """The rank without a sign of life for the longest time, and for how many seconds."""
-        silences = [silence.seconds(self._beats.row(rank)[0]) for rank, silence in enumerate(self._silences)]
+        silences = [
+            silence.seconds(self._beats.row(rank)[0]) for rank, silence in enumerate(self._silences)
+        ]
         seconds = max(silences)
         return silences.index(seconds), seconds
 

@@ -26,7 +26,9 @@ class RestartPolicy:
         self._deaths: deque[float] = deque()
 
     def died(self, now: float) -> float | None:
-        """Note a death at monotonic second `now`; seconds to wait before the next start, or None: give up."""
+        """Note a death at monotonic second `now`; seconds to wait before the next start, or None:
+        give up.
+        """
         while self._deaths and self._deaths[0] <= now - self._supervision.restart_window:
             self._deaths.popleft()
         self._deaths.append(now)

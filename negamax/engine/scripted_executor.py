@@ -34,7 +34,9 @@ class _Row:
 class ScriptedExecutor:
     """Runs plans by looking the next tokens up. Single writer: the engine loop."""
 
-    def __init__(self, script: Script, source: ModelSource, options: EngineOptions, *, block_size: int) -> None:
+    def __init__(
+        self, script: Script, source: ModelSource, options: EngineOptions, *, block_size: int
+    ) -> None:
         template_folder = source.tokenizer_folder
         template = ChatTemplate.from_folder(template_folder)
         assert template is not None, "checkpoints of the families served here have a template"
@@ -51,7 +53,8 @@ class ScriptedExecutor:
         self._due = 0.0  # monotonic seconds
         self._latest: _ScriptedStep | None = None
         self.ready = WorkerReady(
-            num_kv_blocks=options.num_kv_blocks or NUM_WINDOWS * -(-script.context_length // block_size),
+            num_kv_blocks=options.num_kv_blocks
+            or NUM_WINDOWS * -(-script.context_length // block_size),
             dtype="none",
             device="script",
             kernels="",
@@ -86,7 +89,9 @@ class ScriptedExecutor:
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        for number, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+        for number, (slot, start, count) in enumerate(
+            zip(plan.slots, plan.starts, plan.counts, strict=True)
+        ):
             row = self._rows[slot]
             if row.sampling.prompt_logprobs is not None:
                 run = row.prompt[start + 1 : start + count + 1]

@@ -1,4 +1,6 @@
-"""From options to a running engine: the window, the worker's share of the configuration, the scheduler's limits."""
+"""From options to a running engine: the window, the worker's share of the configuration, the
+scheduler's limits.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,16 @@ class _StepLimits:
     block_size: int
 
 
-# A GPU reads all experts for any large prefill, so its chunks are long, and its attention gathers blocks of 64 tokens faster
-# (docs/performance.md). A CPU's chunks are short, so that tokens keep flowing.
+# A GPU reads all experts for any large prefill, so its chunks are long, and its attention gathers
+# blocks of 64 tokens faster (docs/performance.md). A CPU's chunks are short, so that tokens keep
+# flowing.
 STEP_LIMITS = {"cuda": _StepLimits(256, 8192, 64), "cpu": _StepLimits(64, 2048, 16)}
 
 
 def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
-    """Start the executor for `options` and put a scheduler in front of it. Errors: those of the worker."""
+    """Start the executor for `options` and put a scheduler in front of it. Errors: those of the
+    worker.
+    """
     source = locate(options)
     script = None if options.script is None else read_script(options.script)
     spec = source.spec
@@ -76,25 +81,33 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         num_kv_blocks=options.num_kv_blocks,
         kv_cache_memory=options.kv_cache_memory,
         gpu_memory_utilization=options.gpu_memory_utilization,
-        cudagraph_size=0 if options.enforce_eager else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
+        cudagraph_size=0
+        if options.enforce_eager
+        else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
         num_threads=options.num_threads or default_threads(layout.world_size),
         seed=options.seed,
         show_progress=options.show_progress,
         crash_dump_dir=options.crash_dump_dir,
         init_method=None,
     )
-    constraints = Constraints(source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids)
-    if device != "cpu":  # beside the model's start; where cores are few it would cost everybody what only some ask for
+    constraints = Constraints(
+        source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids
+    )
+    # beside the model's start; where cores are few it would cost everybody what only some ask for
+    if device != "cpu":
         constraints.start()
     try:
         executor: Executor = (
-            start_executor(config) if script is None else ScriptedExecutor(script, source, options, block_size=block_size)
+            start_executor(config)
+            if script is None
+            else ScriptedExecutor(script, source, options, block_size=block_size)
         )
     except BaseException:
         constraints.shutdown()
         raise
     ready = executor.ready
-    logger.info("%s; %s on %s; %d KV blocks of %d tokens", ready.load_summary, ready.dtype, ready.device,
+    logger.info("%s; %s on %s; %d KV blocks of %d tokens", ready.load_summary, ready.dtype,
+        ready.device,
                 ready.num_kv_blocks, block_size)  # fmt: skip
     if ready.memory_summary:
         logger.info("%s", ready.memory_summary)
@@ -108,7 +121,8 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
             block_size=block_size,
             num_blocks=ready.num_kv_blocks,
             enable_prefix_caching=options.enable_prefix_caching,
-            max_queued_requests=2 * (options.max_queued_requests + max_num_seqs),  # the client refuses long before
+            # the client refuses long before
+            max_queued_requests=2 * (options.max_queued_requests + max_num_seqs),
             eos_token_ids=frozenset(eos_token_ids),
         )
     )
@@ -152,10 +166,12 @@ def _model_info(
 
 
 def default_threads(num_ranks: int) -> int:
-    """CPU threads per rank: the cores shared out, from three cores up less one for the server and the scheduler.
+    """CPU threads per rank: the cores shared out, from three cores up less one for the server and
+    the scheduler.
 
-    A thread team larger than the free cores stalls for whole scheduler ticks: measured on 2 cores with one busy, products of
-    25 us take 4 to 8 ms on 2 threads. Alone on 2 cores, 2 threads decode up to 1.4 times as fast as one.
+    A thread team larger than the free cores stalls for whole scheduler ticks: measured on 2 cores
+    with one busy, products of 25 us take 4 to 8 ms on 2 threads. Alone on 2 cores, 2 threads decode
+    up to 1.4 times as fast as one.
     """
     cores = env.usable_cores()
     return max(1, (cores - (cores > 2)) // num_ranks)
@@ -170,10 +186,15 @@ def _settled_device(options: EngineOptions, layout: ParallelLayout) -> str:
 
 
 def _window_of_pool(max_model_len: int, pool_tokens: int) -> int:
-    """The window that the cache can hold: its tokens, and a last one that is sampled but never run."""
+    """The window that the cache can hold: its tokens, and a last one that is sampled but never
+    run.
+    """
     if max_model_len > pool_tokens + 1:
         logger.warning(
-            "the KV cache holds %d tokens: the window is %d instead of %d", pool_tokens, pool_tokens + 1, max_model_len
+            "the KV cache holds %d tokens: the window is %d instead of %d",
+            pool_tokens,
+            pool_tokens + 1,
+            max_model_len,
         )
     return min(max_model_len, pool_tokens + 1)
 
@@ -183,7 +204,8 @@ def _window(options: EngineOptions, spec: ModelSpec) -> int:
         return spec.max_position_embeddings
     if options.max_model_len > spec.max_position_embeddings:
         raise ConfigError(
-            f"--max-model-len is {options.max_model_len}; the model's window is {spec.max_position_embeddings} tokens",
+            f"--max-model-len is {options.max_model_len}; the model's window is "
+            f"{spec.max_position_embeddings} tokens",
             hint=f"use --max-model-len {spec.max_position_embeddings} or less",
         )
     return options.max_model_len

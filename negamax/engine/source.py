@@ -17,8 +17,8 @@ NANO = "nano"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from. A bundled spec has no files of its own and borrows the embedded model's tokenizer: the
-    text of synthetic weights means nothing in any alphabet."""
+    """Where a model comes from. A bundled spec has no files of its own and borrows the embedded
+    model's tokenizer: the text of synthetic weights means nothing in any alphabet."""
 
     spec: ModelSpec
     generation: GenerationDefaults
@@ -28,25 +28,35 @@ class ModelSource:
 
 
 def locate(options: EngineOptions) -> ModelSource:
-    """Find (and if need be download) the model's files and read its configuration. Errors: `ConfigError`, `CheckpointError`."""
+    """Find (and if need be download) the model's files and read its configuration. Errors:
+    `ConfigError`, `CheckpointError`.
+    """
     if is_bundled_spec(options.model) and not Path(options.model).exists():
         if options.load_format != "synthetic":
             raise ConfigError(
                 f"{options.model!r} is a bundled model spec without weights",
-                hint="add --load-format synthetic, or give a folder or a hub id such as MiniMaxAI/MiniMax-M2",
+                hint="add --load-format synthetic, or give a folder or a hub id such as "
+                "MiniMaxAI/MiniMax-M2",
             )
         tokenizer_folder = resolve_model(NANO)
         spec = _shortened(bundled_spec(options.model), options.num_hidden_layers)
         generation = GenerationDefaults(eos_token_ids=spec.eos_token_ids)
         return ModelSource(spec, generation, None, tokenizer_folder, options.model)
     folder = resolve_model(options.model, options.revision, options.download_dir)
-    spec = _shortened(ModelSpec.from_hf_config(read_json_object(folder / "config.json")), options.num_hidden_layers)
+    spec = _shortened(
+        ModelSpec.from_hf_config(read_json_object(folder / "config.json")),
+        options.num_hidden_layers,
+    )
     weights = None if options.load_format == "synthetic" else folder
-    return ModelSource(spec, read_generation_defaults(folder, spec), weights, folder, options.model.rstrip("/"))
+    return ModelSource(
+        spec, read_generation_defaults(folder, spec), weights, folder, options.model.rstrip("/")
+    )
 
 
 def _shortened(spec: ModelSpec, num_layers: int | None) -> ModelSpec:
-    """The model with its first `num_layers` layers only. Errors: `ConfigError` where it has fewer."""
+    """The model with its first `num_layers` layers only. Errors: `ConfigError` where it has
+    fewer.
+    """
     if num_layers is None:
         return spec
     if num_layers > spec.num_layers:

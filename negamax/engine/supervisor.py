@@ -1,4 +1,6 @@
-"""The engine's life: started for the server processes in front of it, watched, started again when it dies, stopped."""
+"""The engine's life: started for the server processes in front of it, watched, started again when
+it dies, stopped.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,18 @@ class Followers(Protocol):
 
 
 class EngineSupervisor:
-    """An engine process and this process's client of it. Single writer: the event loop it was started on."""
+    """An engine process and this process's client of it. Single writer: the event loop it was
+    started on.
+    """
 
     def __init__(
-        self, engine: AsyncEngine, options: EngineOptions, *, supervision: Supervision, module: str, num_servers: int
+        self,
+        engine: AsyncEngine,
+        options: EngineOptions,
+        *,
+        supervision: Supervision,
+        module: str,
+        num_servers: int,
     ) -> None:
         """Use `start` or `run`."""
         self.engine = engine
@@ -60,8 +70,8 @@ class EngineSupervisor:
 
     @classmethod
     async def start(cls, options: EngineOptions) -> EngineSupervisor:
-        """An engine for this process alone, which is not started again when it dies. Errors: those of `run`, and of
-        `AsyncEngine.create`."""
+        """An engine for this process alone, which is not started again when it dies. Errors: those
+        of `run`, and of `AsyncEngine.create`."""
         engine = await AsyncEngine.create(options)
         return await cls.run(engine, options, supervision=Supervision(), module=ENGINE_MODULE)
 
@@ -77,11 +87,14 @@ class EngineSupervisor:
         followers: Followers | None = None,
         parent: ParentPulse | None = None,
     ) -> EngineSupervisor:
-        """Spawn an engine process for `options` and wait until it can serve `engine`, and the clients of `num_servers` - 1
-        `followers`. `module` is what the process runs; it ends this process, too, where the pulse of `parent`, which is this
-        process, stands still. Errors: `ConfigError` and its kin, with the message of whatever refused
-        to start; nothing is left running then."""
-        supervisor = cls(engine, options, supervision=supervision, module=module, num_servers=num_servers)
+        """Spawn an engine process for `options` and wait until it can serve `engine`, and the
+        clients of `num_servers` - 1 `followers`. `module` is what the process runs; it ends this
+        process, too, where the pulse of `parent`, which is this process, stands still. Errors:
+        `ConfigError` and its kin, with the message of whatever refused to start; nothing is left
+        running then."""
+        supervisor = cls(
+            engine, options, supervision=supervision, module=module, num_servers=num_servers
+        )
         supervisor._followers = followers
         supervisor._parent = parent
         await supervisor._connect()
@@ -104,7 +117,9 @@ class EngineSupervisor:
             await self._connection.close(kill=False)
 
     async def _connect(self) -> None:
-        """Start a process and wait until it serves. Errors: those of `run`; nothing is left running then."""
+        """Start a process and wait until it serves. Errors: those of `run`; nothing is left running
+        then.
+        """
         started = time.monotonic()
         connection = EngineConnection(
             self._options,
@@ -126,7 +141,9 @@ class EngineSupervisor:
             self._followers.engine_came(connection.address, info)
 
     async def _supervise(self) -> None:
-        """Wait for the engine's end, again and again: fail what was open, start it anew, or give up."""
+        """Wait for the engine's end, again and again: fail what was open, start it anew, or give
+        up.
+        """
         policy = RestartPolicy(self._supervision)
         assert self._connection is not None
         reason = await asyncio.shield(self._connection.ended)

@@ -11,7 +11,9 @@ Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], not to be changed
 
 
 class MaskMaker:
-    """Masks of the kinds that need no grammar. They are kept, so that rows with the same share one."""
+    """Masks of the kinds that need no grammar. They are kept, so that rows with the same share
+    one.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

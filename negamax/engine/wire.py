@@ -1,4 +1,6 @@
-"""Messages between the server processes and the engine process: msgspec structs as MessagePack frames, never pickle."""
+"""Messages between the server processes and the engine process: msgspec structs as MessagePack
+frames, never pickle.
+"""
 
 from __future__ import annotations
 
@@ -101,12 +103,15 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     updates: list[SequenceUpdate]
     stats: EngineStats
-    admitted: list[tuple[str, float]] = []  # sequences that began to run, with the `time.monotonic()` of their first step
+    # sequences that began to run, with the `time.monotonic()` of their first step
+    admitted: list[tuple[str, float]] = []
     step_tokens: list[int] = []  # tokens that each step since the last message ran
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """Twice a second, from a thread of its own: the process runs, whether its loop goes round, and its ranks run."""
+    """Twice a second, from a thread of its own: the process runs, whether its loop goes round, and
+    its ranks run.
+    """
 
     num_rounds: int  # of the loop since the start
     is_idle: bool  # the loop waits for a message
@@ -116,7 +121,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine could not start or had to stop. `exit_code` is what a command line should end with."""
+    """The engine could not start or had to stop. `exit_code` is what a command line should end
+    with.
+    """
 
     message: str
     exit_code: int

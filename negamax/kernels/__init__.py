@@ -1,1 +1,3 @@
-"""Hot operations: one folder per family, each op with its PyTorch reference, inputs, tolerance and cost, and a registry."""
+"""Hot operations: one folder per family, each op with its PyTorch reference, inputs, tolerance and
+cost, and a registry.
+"""

@@ -1,7 +1,9 @@
-"""What flows between kernels: plain activations, and beside them the same values in FP8 where the next product wants them.
+"""What flows between kernels: plain activations, and beside them the same values in FP8 where the
+next product wants them.
 
-A norm or an attention kernel that knows its consumer multiplies with FP8 blocks writes both, so that no launch is spent on
-quantising. The layers hand on what a kernel returned without looking into it.
+A norm or an attention kernel that knows its consumer multiplies with FP8 blocks writes both, so
+that no launch is spent on quantising. The layers hand on what a kernel returned without looking
+into it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ class Activations:
 
 @dataclass(frozen=True)
 class ShardedActivations(Activations):
-    """Activations of many tokens whose rows the ranks of `group` share out: `values` and `scales` have all of them, `plain`
-    only those of this rank, from row `first` on. Valid until the group's next sum over ranks."""
+    """Activations of many tokens whose rows the ranks of `group` share out: `values` and `scales`
+    have all of them, `plain` only those of this rank, from row `first` on. Valid until the group's
+    next sum over ranks."""
 
     group: Collective
     first: int
@@ -39,7 +42,9 @@ class ShardedActivations(Activations):
 
 def plain(x: Tensor | Activations) -> Tensor:
     """The activations in the model's dtype, all rows of them."""
-    assert not isinstance(x, ShardedActivations), "this rank has only its own rows of the plain activations"
+    assert not isinstance(x, ShardedActivations), (
+        "this rank has only its own rows of the plain activations"
+    )
     return x.plain if isinstance(x, Activations) else x
 
 
@@ -58,6 +63,8 @@ def concatenate(parts: Sequence[Tensor | Activations]) -> Tensor | Activations:
     assert len(quantized) == len(parts), "some parts carry FP8 and some do not"
     return Activations(
         plain=torch.cat([plain(part) for part in quantized]),
-        values=torch.cat([part.values.view(torch.uint8) for part in quantized]).view(torch.float8_e4m3fn),
+        values=torch.cat([part.values.view(torch.uint8) for part in quantized]).view(
+            torch.float8_e4m3fn
+        ),
         scales=torch.cat([part.scales for part in quantized]),
     )

@@ -1,6 +1,8 @@
-"""What an operation is: its definition in PyTorch, inputs to try it on, how exact it must be and what it moves.
+"""What an operation is: its definition in PyTorch, inputs to try it on, how exact it must be and
+what it moves.
 
-An `Op` is the contract; a `Kernel` is one implementation of it (a provider). Tests and benches iterate over both.
+An `Op` is the contract; a `Kernel` is one implementation of it (a provider). Tests and benches
+iterate over both.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one call. `tensors` holds tensors and tuples of tensors by argument name, `numbers` everything else."""
+    """Inputs of one call. `tensors` holds tensors and tuples of tensors by argument name, `numbers`
+    everything else.
+    """
 
     label: str
     tensors: dict[str, Any]
@@ -42,15 +46,18 @@ class Case:
 
     def upcast(self) -> Case:
         """The same values with every floating-point tensor in float32."""
-        return Case(self.label, {name: _upcast(value) for name, value in self.tensors.items()}, self.numbers)
+        return Case(
+            self.label, {name: _upcast(value) for name, value in self.tensors.items()}, self.numbers
+        )
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One implementation of an op.
 
-    `run` is called in the forward pass. `prepare` turns what changes rarely into the form `run` reads: a weight once at
-    load, the block tables of a step once per step; an op whose arguments need no such step has no `prepare`.
+    `run` is called in the forward pass. `prepare` turns what changes rarely into the form `run`
+    reads: a weight once at load, the block tables of a step once per step; an op whose arguments
+    need no such step has no `prepare`.
     """
 
     op: str
@@ -66,9 +73,9 @@ class Kernel:
 class Op:
     """The contract of an operation.
 
-    `apply` calls any kernel of this op on a case and returns all its outputs, the tensors it wrote in place included. `wide`
-    makes cases at the sizes of the real models, on the generator's device; on those, ||out - reference|| / ||reference|| may
-    be `wide_error` at most.
+    `apply` calls any kernel of this op on a case and returns all its outputs, the tensors it wrote
+    in place included. `wide` makes cases at the sizes of the real models, on the generator's
+    device; on those, ||out - reference|| / ||reference|| may be `wide_error` at most.
     """
 
     name: str
@@ -83,7 +90,9 @@ class Op:
 
 
 def rounding_tolerance(*, scale: float = 1.0, reason: str) -> dict[torch.dtype, Tolerance]:
-    """The tolerance per dtype of a result of magnitude `scale` that was rounded to that dtype a few times."""
+    """The tolerance per dtype of a result of magnitude `scale` that was rounded to that dtype a few
+    times.
+    """
     return {
         torch.float32: Tolerance(1e-5 * scale, 1e-5, reason),
         torch.bfloat16: Tolerance(2e-2 * scale, 2e-2, reason),
@@ -96,8 +105,12 @@ def num_bytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def randn(*shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0) -> Tensor:
-    """Normal random values of standard deviation `scale`, drawn in float32 so that every dtype sees the same ones."""
+def randn(
+    *shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0
+) -> Tensor:
+    """Normal random values of standard deviation `scale`, drawn in float32 so that every dtype sees
+    the same ones.
+    """
     return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
 

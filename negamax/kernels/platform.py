@@ -62,11 +62,16 @@ class Platform:
             )
         if fp8_weights and self.capability < FP8_CAPABILITY:
             raise ConfigError(
-                f"{self.label} cannot multiply FP8 weights, which this checkpoint has; 8.9 or higher is needed",
-                hint="use another GPU, --device cpu, or a bf16 checkpoint (never measured on this GPU)",
+                f"{self.label} cannot multiply FP8 weights, which this checkpoint has; 8.9 or "
+                f"higher is needed",
+                hint="use another GPU, --device cpu, or a bf16 checkpoint (never measured on "
+                "this GPU)",
             )
         if fp8_cache and self.capability < FP8_CAPABILITY:
-            raise ConfigError(f"{self.label} has no FP8 KV cache; 8.9 or higher is needed", hint="drop --kv-cache-dtype")
+            raise ConfigError(
+                f"{self.label} has no FP8 KV cache; 8.9 or higher is needed",
+                hint="drop --kv-cache-dtype",
+            )
 
 
 @cache
@@ -83,10 +88,13 @@ def platform_of(device: torch.device) -> Platform:
 
 
 def cpu_computes_bf16() -> bool:
-    """Whether this CPU multiplies bf16 by instructions of its own. oneDNN also takes bf16 on AVX-512
-    without them, and is then slower than in fp32 (docs/performance.md)."""
+    """Whether this CPU multiplies bf16 by instructions of its own. oneDNN also takes bf16 on
+    AVX-512 without them, and is then slower than in fp32 (docs/performance.md)."""
     import torch
 
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    return platform.machine().lower() not in ("x86_64", "amd64") or torch.cpu._is_avx512_bf16_supported()
+    return (
+        platform.machine().lower() not in ("x86_64", "amd64")
+        or torch.cpu._is_avx512_bf16_supported()
+    )

@@ -1,5 +1,6 @@
-"""Which implementation runs each op. Resolved once at start into a frozen `KernelTable`, which is printed; the forward pass
-then calls plain functions. To add a kernel: write it in kernels/<family>/ and list it in `KERNELS`.
+"""Which implementation runs each op. Resolved once at start into a frozen `KernelTable`, which is
+printed; the forward pass then calls plain functions. To add a kernel: write it in kernels/<family>/
+and list it in `KERNELS`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ OPS: dict[str, Op] = {
 }
 
 # For the CPU, preferred first; the reference of every op is the last resort.
-_LINEARS: tuple[Kernel, ...] = (*gemm_vendor.KERNELS, *gemm_padded.KERNELS, OPS["gemm.linear"].reference)
+_LINEARS: tuple[Kernel, ...] = (
+    *gemm_vendor.KERNELS,
+    *gemm_padded.KERNELS,
+    OPS["gemm.linear"].reference,
+)
 KERNELS: tuple[Kernel, ...] = (
     *_LINEARS[:-1],
     *(kernel for linear in gemm_vendor.KERNELS for kernel in native_rows.kernels(linear)),
@@ -64,10 +69,14 @@ def gpu_kernels() -> tuple[Kernel, ...]:
     from negamax.kernels.sampling import triton as sampling_triton
 
     families = (
-        attention_triton, collectives_triton, gemm_triton, kvcache_triton, moe_triton, norm_triton, quantize_triton,
+        attention_triton, collectives_triton, gemm_triton, kvcache_triton, moe_triton, norm_triton,
+        quantize_triton,
         sampling_triton,
     )  # fmt: skip
-    return (*(kernel for family in families for kernel in family.KERNELS), *(op.reference for op in OPS.values()))
+    return (
+        *(kernel for family in families for kernel in family.KERNELS),
+        *(op.reference for op in OPS.values()),
+    )
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,10 @@ class KernelTable:
     def describe(self) -> str:
         """One line per op: its name, the provider and what the op does."""
         lines = [f"kernels for {self.platform}, {str(self.dtype).removeprefix('torch.')}:"]
-        lines += [f"  {name:30} {kernel.provider:18} {OPS[name].summary}" for name, kernel in sorted(self.kernels.items())]
+        lines += [
+            f"  {name:30} {kernel.provider:18} {OPS[name].summary}"
+            for name, kernel in sorted(self.kernels.items())
+        ]
         return "\n".join(lines)
 
 
@@ -100,8 +112,11 @@ def providers(op: str, *, platform: str, dtype: torch.dtype) -> list[Kernel]:
     ]
 
 
-def resolve(*, platform: str, dtype: torch.dtype, choices: Mapping[str, str] | None = None) -> KernelTable:
-    """The table for `platform` ("cpu", "cuda") and `dtype`; `choices` names a provider for some ops.
+def resolve(
+    *, platform: str, dtype: torch.dtype, choices: Mapping[str, str] | None = None
+) -> KernelTable:
+    """The table for `platform` ("cpu", "cuda") and `dtype`; `choices` names a provider for some
+    ops.
 
     Errors: `ConfigError` for an op or a provider that does not exist here, with those that do.
     """
@@ -116,7 +131,10 @@ def resolve(*, platform: str, dtype: torch.dtype, choices: Mapping[str, str] | N
             named = [kernel for kernel in found if kernel.provider == choices[op]]
             if not named:
                 names = ", ".join(kernel.provider for kernel in found)
-                raise ConfigError(f"no provider {choices[op]!r} of {op} for {platform} and {dtype}; available: {names}")
+                raise ConfigError(
+                    f"no provider {choices[op]!r} of {op} for {platform} and {dtype}; available: "
+                    f"{names}"
+                )
             found = named
         chosen[op] = found[0]
     return KernelTable(platform=platform, dtype=dtype, kernels=chosen)

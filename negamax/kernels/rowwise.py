@@ -1,8 +1,8 @@
 """exp, sin and cos of rows, such that a row's result does not depend on how many rows there are.
 
-PyTorch's CPU loops take 32 floats at a time and finish what is left of a thread's share with scalar code, whose last bits may
-differ from the vector code's. So rows are added until the whole fills such steps, and a call is kept below the size at which
-it is shared out over threads.
+PyTorch's CPU loops take 32 floats at a time and finish what is left of a thread's share with scalar
+code, whose last bits may differ from the vector code's. So rows are added until the whole fills
+such steps, and a call is kept below the size at which it is shared out over threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _SERIAL_LIMIT = 32_768  # elements from which PyTorch uses several threads
 
 
 def padded_rows(num_rows: int, *, width: int, multiple: int = 1) -> int:
-    """The least count of rows, not below `num_rows`, that fills whole steps and is a multiple of `multiple` (a power of 2)."""
+    """The least count of rows, not below `num_rows`, that fills whole steps and is a multiple of
+    `multiple` (a power of 2).
+    """
     unit = max(multiple, _STEP // gcd(width, _STEP))
     return -(-num_rows // unit) * unit
 

@@ -1,4 +1,6 @@
-"""Grouped-query attention with full-width QK norm over a paged cache, split by heads over the attention group."""
+"""Grouped-query attention with full-width QK norm over a paged cache, split by heads over the
+attention group.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from negamax.quantization.scheme import WeightFormat
 
 @dataclass(frozen=True)
 class KvView:
-    """One layer's cache on this rank. Within a block the tokens of a head are adjacent (`kernels/kvcache/spec.py`)."""
+    """One layer's cache on this rank. Within a block the tokens of a head are adjacent
+    (`kernels/kvcache/spec.py`).
+    """
 
     k: Tensor  # [num_blocks, kv_heads, block_size, head_dim]
     v: Tensor  # [num_blocks, kv_heads, block_size, head_dim]
@@ -30,34 +34,51 @@ class KvView:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Where the T tokens of a step stand: first those that are one query each, then the runs of several."""
+    """Where the T tokens of a step stand: first those that are one query each, then the runs of
+    several.
+    """
 
     positions: Tensor  # [T] int64
     token_rows: Tensor  # [T] int64, row of block_tables of each token's sequence
     block_tables: Tensor  # [rows, max_blocks] int32 or int64
     decodes: PagedQueries | None  # of the first tokens, one query per sequence
     prefills: PagedQueries | None  # of the tokens behind them
-    active: Tensor | None = None  # [1] int32, tokens that are real, the others being padding; None: all
+    # [1] int32, tokens that are real, the others being padding; None: all
+    active: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Step:
-    """What every layer of a step shares, worked out once: angles, cache rows and the kernels' own plans."""
+    """What every layer of a step shares, worked out once: angles, cache rows and the kernels' own
+    plans.
+    """
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor  # [T, 1, rotary_dim] fp32
     rows: Tensor  # [T * kv_heads] int64
     num_decodes: int  # tokens
-    decode: Any  # plan of the attention.decode kernel for the first num_decodes tokens; None: there are none
-    prefill: Any  # plan of the attention.prefill kernel for the tokens behind them; None: there are none
+    # plan of the attention.decode kernel for the first num_decodes tokens; None: there are none
+    decode: Any
+    # plan of the attention.prefill kernel for the tokens behind them; None: there are none
+    prefill: Any
     active: Tensor | None  # [1] int32, tokens that are real; None: all
 
 
 def begin_step(
-    inputs: AttentionInputs, *, frequencies: Tensor, shape: PagedShape, quantize: bool, kernels: KernelTable
+    inputs: AttentionInputs,
+    *,
+    frequencies: Tensor,
+    shape: PagedShape,
+    quantize: bool,
+    kernels: KernelTable,
 ) -> Step:
-    """Prepare a step. `frequencies` from `rope.spec.signed_frequencies`; `quantize`: the output projections are FP8."""
-    plan_decode, plan_prefill = kernels["attention.decode"].prepare, kernels["attention.prefill"].prepare
+    """Prepare a step. `frequencies` from `rope.spec.signed_frequencies`; `quantize`: the output
+    projections are FP8.
+    """
+    plan_decode, plan_prefill = (
+        kernels["attention.decode"].prepare,
+        kernels["attention.prefill"].prepare,
+    )
     assert plan_decode is not None and plan_prefill is not None
     cos, sin, rows = kernels["kvcache.locate"].run(
         inputs.positions,
@@ -67,7 +88,11 @@ def begin_step(
         kv_heads=shape.kv_heads,
         block_size=shape.block_size,
     )
-    decodes, prefills, options = inputs.decodes, inputs.prefills, {"dtype": kernels.dtype, "quantize": quantize}
+    decodes, prefills, options = (
+        inputs.decodes,
+        inputs.prefills,
+        {"dtype": kernels.dtype, "quantize": quantize},
+    )
     return Step(
         cos=cos,
         sin=sin,
@@ -80,10 +105,11 @@ def begin_step(
 
 
 class QkNormAttention:
-    """q, k, v projection; RMS norm over all q heads and over all k heads; rope; attention; output projection.
+    """q, k, v projection; RMS norm over all q heads and over all k heads; rope; attention; output
+    projection.
 
-    A rank holds `heads / tp` query heads and `kv_heads / tp` KV heads; with more ranks than KV heads, neighbouring ranks hold
-    copies of one KV head (and of its slice of the K-norm weight).
+    A rank holds `heads / tp` query heads and `kv_heads / tp` KV heads; with more ranks than KV
+    heads, neighbouring ranks hold copies of one KV head (and of its slice of the K-norm weight).
     """
 
     def __init__(
@@ -105,7 +131,10 @@ class QkNormAttention:
         q_total, kv_total = heads * head_dim, kv_heads * head_dim
         group = context.attention_group
         self._group = group if group.size > 1 else None
-        self._decode, self._prefill = kernels["attention.decode"].run, kernels["attention.prefill"].run
+        self._decode, self._prefill = (
+            kernels["attention.decode"].run,
+            kernels["attention.prefill"].run,
+        )
         qkv = (
             Part(f"{prefix}.q_proj.weight", q_total, q_rows),
             Part(f"{prefix}.k_proj.weight", kv_total, kv_rows),
@@ -113,17 +142,28 @@ class QkNormAttention:
         )
         self._qkv = ColumnParallel(qkv, hidden_size, kernels=kernels, weights=weights)
         self._out = RowParallel(
-            f"{prefix}.o_proj.weight", (hidden_size, q_total), columns=q_rows, kernels=kernels, weights=weights
+            f"{prefix}.o_proj.weight",
+            (hidden_size, q_total),
+            columns=q_rows,
+            kernels=kernels,
+            weights=weights,
         )
         self.takes_quantized = self._qkv.quantized
-        self.gives_quantized = self._out.quantized and head_dim == GROUP  # a head is what shares a scale
-        norm_weight = torch.empty(len(q_rows) + len(kv_rows), dtype=torch.float32, device=weights.device)
+        # a head is what shares a scale
+        self.gives_quantized = self._out.quantized and head_dim == GROUP
+        norm_weight = torch.empty(
+            len(q_rows) + len(kv_rows), dtype=torch.float32, device=weights.device
+        )
         q_norm, k_norm = torch.split(norm_weight, [len(q_rows), len(kv_rows)])
         fused = kernels["attention.qk_norm_rope_write"]
         assert fused.prepare is not None
         self._qk_norm_rope_write = fused.run
         self._norm = fused.prepare(
-            norm_weight, heads=len(q_rows) // head_dim, kv_heads=len(kv_rows) // head_dim, eps=eps, ranks=view.size
+            norm_weight,
+            heads=len(q_rows) // head_dim,
+            kv_heads=len(kv_rows) // head_dim,
+            eps=eps,
+            ranks=view.size,
         )
         self._kv_scales = torch.ones(2)  # of the keys and of the values, on the host
         self.slots = [
@@ -147,7 +187,9 @@ class QkNormAttention:
         self._out.finish_loading()
 
     def __call__(self, x: Tensor | Activations, step: Step, kv: KvView) -> Tensor:
-        """x [T, hidden] -> [T, hidden], to be summed over the ranks; the tokens' keys and values are in `kv` afterwards."""
+        """x [T, hidden] -> [T, hidden], to be summed over the ranks; the tokens' keys and values
+        are in `kv` afterwards.
+        """
         q = self._qk_norm_rope_write(
             self._qkv(x),
             self._norm,
@@ -165,13 +207,19 @@ class QkNormAttention:
         """q [T, heads, head_dim] -> [T, heads * head_dim]."""
         scales, parts = (kv.k_scale, kv.v_scale), []
         if step.decode is not None:
-            parts.append(self._decode(q[: step.num_decodes], kv.k, kv.v, step.decode, kv_scales=scales))
+            parts.append(
+                self._decode(q[: step.num_decodes], kv.k, kv.v, step.decode, kv_scales=scales)
+            )
         if step.prefill is not None:
-            parts.append(self._prefill(q[step.num_decodes :], kv.k, kv.v, step.prefill, kv_scales=scales))
+            parts.append(
+                self._prefill(q[step.num_decodes :], kv.k, kv.v, step.prefill, kv_scales=scales)
+            )
         return concatenate(parts)
 
 
-def kv_cache_shape(num_blocks: int, block_size: int, *, kv_heads: Sequence[int], head_dim: int) -> tuple[int, int, int, int]:
+def kv_cache_shape(
+    num_blocks: int, block_size: int, *, kv_heads: Sequence[int], head_dim: int
+) -> tuple[int, int, int, int]:
     """The shape of a layer's key (and value) cache for this rank's `kv_heads`."""
     return num_blocks, len(kv_heads), block_size, head_dim
 

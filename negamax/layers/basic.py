@@ -14,11 +14,13 @@ from negamax.quantization.scheme import WeightFormat
 
 
 class RmsNorm:
-    """Completes a sum over the ranks, adds it to the residual stream, then RMS norm with a learned weight.
+    """Completes a sum over the ranks, adds it to the residual stream, then RMS norm with a learned
+    weight.
 
-    The residual stream and the norm are replicated on every rank, but for many rows on GPUs: there a rank keeps, from the
-    first norm of a step to the last, its share of the rows (`kernels/collectives/triton.py`). `group` holds the ranks whose
-    partial results the block before left; `quantize`: the block behind multiplies with FP8 weights, and gets FP8 activations
+    The residual stream and the norm are replicated on every rank, but for many rows on GPUs: there
+    a rank keeps, from the first norm of a step to the last, its share of the rows
+    (`kernels/collectives/triton.py`). `group` holds the ranks whose partial results the block
+    before left; `quantize`: the block behind multiplies with FP8 weights, and gets FP8 activations
     beside the plain ones.
     """
 
@@ -51,13 +53,21 @@ class RmsNorm:
 
 
 class VocabEmbedding:
-    """Token embedding, its rows split over the ranks; a token's vector is zero on the ranks that do not hold its row."""
+    """Token embedding, its rows split over the ranks; a token's vector is zero on the ranks that do
+    not hold its row.
+    """
 
-    def __init__(self, name: str, shape: tuple[int, int], *, rows: range, weights: WeightFormat) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, int], *, rows: range, weights: WeightFormat
+    ) -> None:
         self._rows = rows
         # A row of zeros at either end takes the tokens of the other ranks.
-        self._weight = torch.zeros(len(rows) + 2, shape[1], dtype=weights.dtype, device=weights.device)
-        self.slots = [WeightSlot(name, shape, target=self._weight[1:-1], region=(rows, range(shape[1])))]
+        self._weight = torch.zeros(
+            len(rows) + 2, shape[1], dtype=weights.dtype, device=weights.device
+        )
+        self.slots = [
+            WeightSlot(name, shape, target=self._weight[1:-1], region=(rows, range(shape[1])))
+        ]
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int64 -> [T, hidden], to be summed over the ranks."""
@@ -80,7 +90,9 @@ class VocabHead:
     ) -> None:
         self._group = group
         plain = WeightFormat(weights.dtype, weights.device)
-        self._linear = ColumnParallel([Part(name, shape[0], rows)], shape[1], kernels=kernels, weights=plain)
+        self._linear = ColumnParallel(
+            [Part(name, shape[0], rows)], shape[1], kernels=kernels, weights=plain
+        )
         self.slots = self._linear.slots
 
     def finish_loading(self) -> None:
@@ -88,7 +100,9 @@ class VocabHead:
         self._linear.finish_loading()
 
     def local(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """hidden [R, hidden] -> [R, rows of this rank] fp32, in `out` where given (GPU kernels only)."""
+        """hidden [R, hidden] -> [R, rows of this rank] fp32, in `out` where given (GPU kernels
+        only).
+        """
         return self._linear(hidden, out_dtype=torch.float32, out=out)
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Linear layers split over the ranks of a group: by output rows (column parallel) or by input columns (row parallel)."""
+"""Linear layers split over the ranks of a group: by output rows (column parallel) or by input
+columns (row parallel).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from negamax.quantization.scheme import WeightFormat
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor inside a fused weight: its name, its full number of rows and the rows of this rank."""
+    """One checkpoint tensor inside a fused weight: its name, its full number of rows and the rows
+    of this rank.
+    """
 
     name: str
     total_rows: int
@@ -25,33 +29,58 @@ class Part:
 
 
 class ColumnParallel:
-    """y = x W^T, where W stacks this rank's rows of one or more checkpoint tensors; no communication."""
+    """y = x W^T, where W stacks this rank's rows of one or more checkpoint tensors; no
+    communication.
+    """
 
-    def __init__(self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, weights: WeightFormat) -> None:
-        names, self.widths = tuple(part.name for part in parts), tuple(len(part.rows) for part in parts)
+    def __init__(
+        self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, weights: WeightFormat
+    ) -> None:
+        names, self.widths = (
+            tuple(part.name for part in parts),
+            tuple(len(part.rows) for part in parts),
+        )
         matrix = MatrixWeight(names, (sum(self.widths), inputs), weights)
         self._linear = _Linear(matrix, kernels=kernels)
         self.quantized = matrix.quantized  # multiplied as the checkpoint stores it
         self.slots, first = [], 0
         for part in parts:
             region = (part.rows, range(inputs))
-            self.slots += matrix.slots(part.name, (part.total_rows, inputs), region=region, at=(first,))
+            self.slots += matrix.slots(
+                part.name, (part.total_rows, inputs), region=region, at=(first,)
+            )
             first += len(part.rows)
 
     def finish_loading(self) -> None:
         """Put the weight into the kernel's layout; the plain copy is freed."""
         self._linear.finish_loading()
 
-    def __call__(self, x: Tensor | Activations, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        """x [T, in] -> [T, this rank's rows of all parts], in `out_dtype` (None: that of x), in `out` where given."""
+    def __call__(
+        self,
+        x: Tensor | Activations,
+        *,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, in] -> [T, this rank's rows of all parts], in `out_dtype` (None: that of x), in
+        `out` where given.
+        """
         return self._linear(x, out_dtype=out_dtype, out=out)
 
 
 class RowParallel:
-    """y = x W^T, where x and W hold this rank's input columns: this rank's part of a sum, which the next norm completes."""
+    """y = x W^T, where x and W hold this rank's input columns: this rank's part of a sum, which the
+    next norm completes.
+    """
 
     def __init__(
-        self, name: str, shape: tuple[int, int], *, columns: range, kernels: KernelTable, weights: WeightFormat
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        columns: range,
+        kernels: KernelTable,
+        weights: WeightFormat,
     ) -> None:
         matrix = MatrixWeight((name,), (shape[0], len(columns)), weights)
         self._linear = _Linear(matrix, kernels=kernels)
@@ -82,7 +111,13 @@ class _Linear:
         self._weight = self._prepare(*self._matrix.take())
         self._matrix = None
 
-    def __call__(self, x: Tensor | Activations, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor | Activations,
+        *,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         product: Tensor
         if out is None:
             product = self._run(x, self._weight, out_dtype=out_dtype)

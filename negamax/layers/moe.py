@@ -1,4 +1,6 @@
-"""Mixture of experts: every rank routes every token and runs its share of the experts; the next norm adds up."""
+"""Mixture of experts: every rank routes every token and runs its share of the experts; the next
+norm adds up.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from negamax.quantization.scheme import WeightFormat
 
 
 class SparseMoe:
-    """Router (replicated, fp32) and SwiGLU experts, split by expert and by width as the layout's expert view says."""
+    """Router (replicated, fp32) and SwiGLU experts, split by expert and by width as the layout's
+    expert view says.
+    """
 
     def __init__(
         self,
@@ -33,7 +37,9 @@ class SparseMoe:
         self._experts, self._top_k = view.experts(num_experts), top_k
         rows, everything = view.width(width), range(hidden_size)
         self._route_kernel, self._experts_kernel = kernels["moe.route"], kernels["moe.experts"]
-        self._gate = torch.empty(num_experts, hidden_size, dtype=torch.float32, device=weights.device)
+        self._gate = torch.empty(
+            num_experts, hidden_size, dtype=torch.float32, device=weights.device
+        )
         self._bias = torch.empty(num_experts, dtype=torch.float32, device=weights.device)
         self.slots = [
             WeightSlot(f"{prefix}.gate.weight", (num_experts, hidden_size), target=self._gate),
@@ -41,22 +47,33 @@ class SparseMoe:
         ]
         first, local = f"{prefix}.experts.{self._experts.start}", len(self._experts)
         names = (f"{first}.w1.weight", f"{first}.w3.weight")
-        self._gate_up = MatrixWeight(names, (local, 2 * len(rows), hidden_size), weights)  # gate rows, then up rows
+        # gate rows, then up rows
+        self._gate_up = MatrixWeight(names, (local, 2 * len(rows), hidden_size), weights)
         self._down = MatrixWeight((f"{first}.w2.weight",), (local, hidden_size, len(rows)), weights)
         self.quantized = self._gate_up.quantized
         for expert in range(num_experts):
             mine, index = expert in self._experts, expert - self._experts.start
             across, along = ((rows, everything), (everything, rows)) if mine else (None, None)
-            name, wide, tall = f"{prefix}.experts.{expert}", (width, hidden_size), (hidden_size, width)
-            self.slots += self._gate_up.slots(f"{name}.w1.weight", wide, region=across, at=(index, 0))
-            self.slots += self._gate_up.slots(f"{name}.w3.weight", wide, region=across, at=(index, len(rows)))
+            name, wide, tall = (
+                f"{prefix}.experts.{expert}",
+                (width, hidden_size),
+                (hidden_size, width),
+            )
+            self.slots += self._gate_up.slots(
+                f"{name}.w1.weight", wide, region=across, at=(index, 0)
+            )
+            self.slots += self._gate_up.slots(
+                f"{name}.w3.weight", wide, region=across, at=(index, len(rows))
+            )
             self.slots += self._down.slots(f"{name}.w2.weight", tall, region=along, at=(index, 0))
         self._router: Any = None
         self._prepared: Any = None
         self._observed: Tensor | None = None
 
     def finish_loading(self) -> None:
-        """Put the router and the experts into their kernels' layouts; the plain copies are freed."""
+        """Put the router and the experts into their kernels' layouts; the plain copies are
+        freed.
+        """
         route, experts = self._route_kernel.prepare, self._experts_kernel.prepare
         assert route is not None and experts is not None
         self._router = route(self._gate, self._bias)
@@ -65,7 +82,9 @@ class SparseMoe:
         del self._gate, self._bias, self._gate_up, self._down
 
     def observe(self, ids: Tensor | None) -> None:
-        """From now on the experts of each call's first tokens are written to `ids` [max_tokens, top_k] int32 (None: stop)."""
+        """From now on the experts of each call's first tokens are written to `ids` [max_tokens,
+        top_k] int32 (None: stop).
+        """
         self._observed = ids
 
     def __call__(self, x: Tensor | Activations, *, active: Tensor | None = None) -> Tensor:
@@ -78,5 +97,7 @@ class SparseMoe:
             count = min(len(ids), len(self._observed))
             self._observed[:count].copy_(ids[:count])
         first, count = self._experts.start, len(self._experts)
-        out: Tensor = self._experts_kernel.run(x, ids, weights, self._prepared, first=first, count=count)
+        out: Tensor = self._experts_kernel.run(
+            x, ids, weights, self._prepared, first=first, count=count
+        )
         return out

@@ -1,4 +1,5 @@
-"""MiniMax-M2 (also M2.1, M2.5, M2.7): decoder-only, every layer full attention and a mixture of experts.
+"""MiniMax-M2 (also M2.1, M2.5, M2.7): decoder-only, every layer full attention and a mixture of
+experts.
 
 h = embed(tokens)
 per layer:  h += attention(rms(h));  h += moe(rms(h))
@@ -18,7 +19,14 @@ from negamax.kernels.attention.spec import PagedShape
 from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
-from negamax.layers.attention import AttentionInputs, KvView, QkNormAttention, Step, begin_step, kv_cache_shape
+from negamax.layers.attention import (
+    AttentionInputs,
+    KvView,
+    QkNormAttention,
+    Step,
+    begin_step,
+    kv_cache_shape,
+)
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.moe import SparseMoe
 from negamax.layers.weights import WeightSlot, check_all_written, slots_by_name
@@ -27,21 +35,35 @@ from negamax.quantization.scheme import WeightFormat
 
 
 class MiniMaxM2:
-    """One rank's part of the model. Weights are written through `weight_slots`, then `finish_loading` is called once.
+    """One rank's part of the model. Weights are written through `weight_slots`, then
+    `finish_loading` is called once.
 
     Between blocks flow partial results of this rank; the norms sum them over the ranks.
     """
 
-    def __init__(self, spec: ModelSpec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        context: ParallelContext,
+        weights: WeightFormat,
+        kernels: KernelTable,
+    ) -> None:
         layout = context.layout
         self._spec, self._kernels = spec, kernels
         self._kv_heads = layout.attention.kv_heads(spec.num_kv_heads)
         self._heads_per_kv_head = len(layout.attention.heads(spec.num_heads)) // len(self._kv_heads)
         self._frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device)
-        self.vocab_range, vocab_shape = layout.vocab(spec.vocab_size), (spec.vocab_size, spec.hidden_size)
-        self._embed = VocabEmbedding("model.embed_tokens.weight", vocab_shape, rows=self.vocab_range, weights=weights)
+        self.vocab_range, vocab_shape = (
+            layout.vocab(spec.vocab_size),
+            (spec.vocab_size, spec.hidden_size),
+        )
+        self._embed = VocabEmbedding(
+            "model.embed_tokens.weight", vocab_shape, rows=self.vocab_range, weights=weights
+        )
         self._layers = [
-            DecoderLayer(spec, layer, context=context, weights=weights, kernels=kernels) for layer in range(spec.num_layers)
+            DecoderLayer(spec, layer, context=context, weights=weights, kernels=kernels)
+            for layer in range(spec.num_layers)
         ]
         self._norm = RmsNorm(
             "model.norm.weight",
@@ -61,14 +83,22 @@ class MiniMaxM2:
             weights=weights,
         )
         per_layer = [slot for layer in self._layers for slot in layer.slots]
-        self._slots = slots_by_name([*self._embed.slots, *per_layer, *self._norm.slots, *self._head.slots])
+        self._slots = slots_by_name(
+            [*self._embed.slots, *per_layer, *self._norm.slots, *self._head.slots]
+        )
 
     def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvView]) -> Tensor:
-        """token_ids [T] int64, a KvView per layer (of fewer, the first layers alone run) -> final hidden states [T, hidden]."""
+        """token_ids [T] int64, a KvView per layer (of fewer, the first layers alone run) -> final
+        hidden states [T, hidden].
+        """
         step = begin_step(
             inputs,
             frequencies=self._frequencies,
-            shape=PagedShape(kv_heads=len(self._kv_heads), group=self._heads_per_kv_head, block_size=kv[0].k.shape[2]),
+            shape=PagedShape(
+                kv_heads=len(self._kv_heads),
+                group=self._heads_per_kv_head,
+                block_size=kv[0].k.shape[2],
+            ),
             quantize=all(layer.attention.gives_quantized for layer in self._layers),
             kernels=self._kernels,
         )
@@ -85,15 +115,20 @@ class MiniMaxM2:
         return self._head(hidden)
 
     def local_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, the logits of the ids of `vocab_range`, in `out` where given."""
+        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, the logits of the ids of `vocab_range`,
+        in `out` where given.
+        """
         return self._head.local(hidden, out=out)
 
     def observe_routing(self, ids: Tensor | None) -> None:
-        """Have every forward write the experts of its first tokens into `ids` [layers, max_tokens, top_k] int32 (None: stop).
+        """Have every forward write the experts of its first tokens into `ids` [layers, max_tokens,
+        top_k] int32 (None: stop).
 
         To be called before graphs are captured: a graph keeps the tensor it was captured with.
         """
-        for layer, expert_ids in zip(self._layers, [None] * len(self._layers) if ids is None else ids, strict=True):
+        for layer, expert_ids in zip(
+            self._layers, [None] * len(self._layers) if ids is None else ids, strict=True
+        ):
             layer.moe.observe(expert_ids)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -101,21 +136,30 @@ class MiniMaxM2:
         return self._slots
 
     def finish_loading(self) -> None:
-        """Put all weights into their kernels' layout. Errors: `CheckpointError` where a needed slot was not written."""
+        """Put all weights into their kernels' layout. Errors: `CheckpointError` where a needed slot
+        was not written.
+        """
         check_all_written(self._slots)
         for number, layer in enumerate(self._layers):
             if not all(0 < scale < float("inf") for scale in layer.attention.kv_scales):
-                raise CheckpointError(f"the KV-cache scales of layer {number} are {layer.attention.kv_scales}, not above 0")
+                raise CheckpointError(
+                    f"the KV-cache scales of layer {number} are {layer.attention.kv_scales}, not "
+                    f"above 0"
+                )
             layer.finish_loading()
         self._head.finish_loading()
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, tuple[int, int, int, int]]:
         """(layers, shape of a layer's key cache), the same for the values."""
-        shape = kv_cache_shape(num_blocks, block_size, kv_heads=self._kv_heads, head_dim=self._spec.head_dim)
+        shape = kv_cache_shape(
+            num_blocks, block_size, kv_heads=self._kv_heads, head_dim=self._spec.head_dim
+        )
         return self._spec.num_layers, shape
 
     def kv_scales(self) -> list[tuple[float, float]]:
-        """Per layer, the scales of the keys and values of an FP8 cache: the checkpoint's, or 1.0."""
+        """Per layer, the scales of the keys and values of an FP8 cache: the checkpoint's, or
+        1.0.
+        """
         return [layer.attention.kv_scales for layer in self._layers]
 
 
@@ -123,7 +167,13 @@ class DecoderLayer:
     """Attention and experts, each behind a norm; both add to the residual stream."""
 
     def __init__(
-        self, spec: ModelSpec, layer: int, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
+        self,
+        spec: ModelSpec,
+        layer: int,
+        *,
+        context: ParallelContext,
+        weights: WeightFormat,
+        kernels: KernelTable,
     ) -> None:
         prefix = f"model.layers.{layer}"
         self.attention = QkNormAttention(
@@ -159,11 +209,21 @@ class DecoderLayer:
                 weights=weights,
             )
 
-        # Before the first layer comes the embedding, which is split as attention is; before the others, experts.
+        # Before the first layer comes the embedding, which is split as attention is; before the
+        # others, experts.
         before = context.expert_group if layer else context.attention_group
-        self._input_norm = norm("input_layernorm", group=before, quantize=self.attention.takes_quantized)
-        self._post_norm = norm("post_attention_layernorm", group=context.attention_group, quantize=self.moe.quantized)
-        self.slots = [*self._input_norm.slots, *self.attention.slots, *self._post_norm.slots, *self.moe.slots]
+        self._input_norm = norm(
+            "input_layernorm", group=before, quantize=self.attention.takes_quantized
+        )
+        self._post_norm = norm(
+            "post_attention_layernorm", group=context.attention_group, quantize=self.moe.quantized
+        )
+        self.slots = [
+            *self._input_norm.slots,
+            *self.attention.slots,
+            *self._post_norm.slots,
+            *self.moe.slots,
+        ]
 
     def finish_loading(self) -> None:
         """Put the weights into their kernels' layout."""
@@ -171,6 +231,8 @@ class DecoderLayer:
         self.moe.finish_loading()
 
     def __call__(self, x: Tensor, residual: Tensor, step: Step, kv: KvView) -> Tensor:
-        """x [T, hidden] or [T, P, hidden], the block before's output, is added to `residual` in place; the experts' output."""
+        """x [T, hidden] or [T, P, hidden], the block before's output, is added to `residual` in
+        place; the experts' output.
+        """
         x = self.attention(self._input_norm(x, residual), step, kv)
         return self.moe(self._post_norm(x, residual), active=step.active)

@@ -24,16 +24,21 @@ class CausalModel(Protocol):
     vocab_range: range  # token ids whose logits this rank computes
 
     def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvView]) -> Tensor:
-        """token_ids [T] int64, a KvView per layer (of fewer, the first layers alone run) -> final hidden states [T, hidden]."""
+        """token_ids [T] int64, a KvView per layer (of fewer, the first layers alone run) -> final
+        hidden states [T, hidden].
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab] fp32, the full vocabulary on every rank."""
 
     def local_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, the logits of the ids of `vocab_range`, in `out` where given."""
+        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, the logits of the ids of `vocab_range`,
+        in `out` where given.
+        """
 
     def observe_routing(self, ids: Tensor | None) -> None:
-        """Have every forward write the experts of its first tokens into `ids` [layers, max_tokens, top_k] int32 (None: stop).
+        """Have every forward write the experts of its first tokens into `ids` [layers, max_tokens,
+        top_k] int32 (None: stop).
 
         To be called before graphs are captured: a graph keeps the tensor it was captured with.
         """
@@ -48,7 +53,9 @@ class CausalModel(Protocol):
         """(layers, shape of a layer's key cache), the same for the values."""
 
     def kv_scales(self) -> list[tuple[float, float]]:
-        """Per layer, the scales of the keys and values of an FP8 cache: the checkpoint's, or 1.0."""
+        """Per layer, the scales of the keys and values of an FP8 cache: the checkpoint's, or
+        1.0.
+        """
 
 
 _MODELS: dict[str, Callable[..., CausalModel]] = {MINIMAX_M2: MiniMaxM2}
@@ -65,16 +72,23 @@ def build_model(
 ) -> CausalModel:
     """This rank's part of the model, weights not yet written.
 
-    `keep_quantized`: hold quantised matrices as the checkpoint stores them (None: where the device multiplies with them).
-    Errors: `ConfigError` for an unknown architecture, or sizes that cannot be split as `context.layout` says.
+    `keep_quantized`: hold quantised matrices as the checkpoint stores them (None: where the device
+    multiplies with them). Errors: `ConfigError` for an unknown architecture, or sizes that cannot
+    be split as `context.layout` says.
     """
     if spec.architecture not in _MODELS:
-        raise ConfigError(f"architecture {spec.architecture!r} is not supported; supported: {', '.join(sorted(_MODELS))}")
+        raise ConfigError(
+            f"architecture {spec.architecture!r} is not supported; supported: "
+            f"{', '.join(sorted(_MODELS))}"
+        )
     layout = context.layout
     for name, size in (("data", layout.dp), ("pipeline", layout.pp), ("context", layout.cp)):
         if size > 1:
             raise ConfigError(
-                f"{name}-parallel size is {size}; {spec.architecture} runs with 1", hint="use tensor or expert parallelism"
+                f"{name}-parallel size is {size}; {spec.architecture} runs with 1",
+                hint="use tensor or expert parallelism",
             )
-    weights = choose_format(spec.quantization, dtype=dtype, device=device, keep_quantized=keep_quantized)
+    weights = choose_format(
+        spec.quantization, dtype=dtype, device=device, keep_quantized=keep_quantized
+    )
     return _MODELS[spec.architecture](spec, context=context, weights=weights, kernels=kernels)

@@ -1,1 +1,3 @@
-"""Who holds what (layout, pure arithmetic) and the process groups that carry tensors between ranks (context)."""
+"""Who holds what (layout, pure arithmetic) and the process groups that carry tensors between ranks
+(context).
+"""

@@ -1,4 +1,6 @@
-"""What ranks say to each other: sums and concatenations over one group. `torch.distributed` stays behind these classes."""
+"""What ranks say to each other: sums and concatenations over one group. `torch.distributed` stays
+behind these classes.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,16 @@ class Alone:
 
 
 class ProcessGroup:
-    """Collectives over one torch.distributed group: gloo for tensors on the CPU, NCCL for those on a GPU."""
+    """Collectives over one torch.distributed group: gloo for tensors on the CPU, NCCL for those on
+    a GPU.
+    """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, peers: PeerMemory | None = None, shared: SharedBuffer | None = None
+        self,
+        group: dist.ProcessGroup,
+        *,
+        peers: PeerMemory | None = None,
+        shared: SharedBuffer | None = None,
     ) -> None:
         self._group = group
         self._shared = shared
@@ -49,9 +57,10 @@ class ProcessGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """On the CPU the sum in fp32 and in rank order, rounded once.
 
-        A ring's order of summation depends on the size of the tensor, and so would a token's result on the batch it is in. On
-        a GPU that is accepted for large tensors (small ones are summed in rank order too, by kernels that use `peers`): the
-        result lies in `tensor` itself, where NCCL summed it, or in a buffer that the next call overwrites.
+        A ring's order of summation depends on the size of the tensor, and so would a token's result
+        on the batch it is in. On a GPU that is accepted for large tensors (small ones are summed in
+        rank order too, by kernels that use `peers`): the result lies in `tensor` itself, where NCCL
+        summed it, or in a buffer that the next call overwrites.
         """
         if tensor.is_cuda:
             if self._shared is not None and self._shared.fits(tensor):

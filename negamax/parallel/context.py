@@ -22,7 +22,8 @@ class ParallelContext:
     """Who this rank is (`layout`) and the groups it speaks in."""
 
     layout: ParallelLayout
-    attention_group: Collective  # ranks that share the attention heads and the vocabulary of a replica
+    # ranks that share the attention heads and the vocabulary of a replica
+    attention_group: Collective
     expert_group: Collective  # ranks that share the experts of a layer
     world: Collective
     poll_control: PollControl | None = None  # where kernels wait for other ranks
@@ -30,13 +31,17 @@ class ParallelContext:
     @staticmethod
     def single() -> ParallelContext:
         """One rank, no communication."""
-        return ParallelContext(ParallelLayout(), attention_group=Alone(), expert_group=Alone(), world=Alone())
+        return ParallelContext(
+            ParallelLayout(), attention_group=Alone(), expert_group=Alone(), world=Alone()
+        )
 
     @staticmethod
     def gloo(layout: ParallelLayout, init_method: str) -> ParallelContext:
-        """Meet the other ranks at `init_method` (such as tcp://127.0.0.1:29500 or file:///shared/file) over gloo.
+        """Meet the other ranks at `init_method` (such as tcp://127.0.0.1:29500 or
+        file:///shared/file) over gloo.
 
-        Every rank of the world must call this, with the same sizes. Errors: `EngineError` where they do not meet in time.
+        Every rank of the world must call this, with the same sizes. Errors: `EngineError` where
+        they do not meet in time.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
@@ -56,11 +61,13 @@ class ParallelContext:
         max_tokens: int,
         max_rows: int,
     ) -> ParallelContext:
-        """The same for ranks that each hold one GPU of this machine, `device`, which is the current one.
+        """The same for ranks that each hold one GPU of this machine, `device`, which is the current
+        one.
 
-        Tensors on GPUs travel by NCCL or, from kernels, through peer memory (`peers` of the groups; None where the GPUs cannot
-        reach each other); tensors on the CPU by gloo. Peer memory has room for rows `hidden_size` wide, the norm statistics of
-        `max_tokens` tokens and `max_rows` sampled tokens. Every rank must call this with the same sizes.
+        Tensors on GPUs travel by NCCL or, from kernels, through peer memory (`peers` of the groups;
+        None where the GPUs cannot reach each other); tensors on the CPU by gloo. Peer memory has
+        room for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and `max_rows`
+        sampled tokens. Every rank must call this with the same sizes.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
@@ -78,7 +85,12 @@ class ParallelContext:
             peers = shared = None
             if ranks in kernel_groups:
                 connected = symmetric.connect(
-                    group, device, hidden_size=hidden_size, max_tokens=max_tokens, max_rows=max_rows, control=control
+                    group,
+                    device,
+                    hidden_size=hidden_size,
+                    max_tokens=max_tokens,
+                    max_rows=max_rows,
+                    control=control,
                 )
                 peers, shared = connected or (None, None)
             groups[ranks] = ProcessGroup(group, peers=peers, shared=shared)
@@ -86,7 +98,9 @@ class ParallelContext:
 
     @staticmethod
     def _of(
-        layout: ParallelLayout, groups: dict[tuple[int, ...], Collective], control: PollControl | None = None
+        layout: ParallelLayout,
+        groups: dict[tuple[int, ...], Collective],
+        control: PollControl | None = None,
     ) -> ParallelContext:
         return ParallelContext(
             layout,
@@ -106,7 +120,9 @@ class ParallelContext:
             dist.destroy_process_group()
 
 
-def _meet(layout: ParallelLayout, init_method: str, *, backend: str, device: torch.device | None = None) -> None:
+def _meet(
+    layout: ParallelLayout, init_method: str, *, backend: str, device: torch.device | None = None
+) -> None:
     try:
         dist.init_process_group(
             backend,
@@ -123,14 +139,19 @@ def _meet(layout: ParallelLayout, init_method: str, *, backend: str, device: tor
         ) from error
 
 
-def _new_groups(layout: ParallelLayout, *, backend: str) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def _new_groups(
+    layout: ParallelLayout, *, backend: str
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """The groups this rank is in, by their ranks."""
     attention_rank_sets = {_at(layout, rank).attention.ranks for rank in range(layout.world_size)}
     expert_rank_sets = {_at(layout, rank).experts.ranks for rank in range(layout.world_size)}
     everyone = tuple(range(layout.world_size))
     groups = {}
-    for ranks in sorted(attention_rank_sets | expert_rank_sets | {everyone}):  # every rank creates every group, in order
-        group = dist.new_group(list(ranks), timeout=timedelta(seconds=STEP_TIMEOUT_S), backend=backend)
+    # every rank creates every group, in order
+    for ranks in sorted(attention_rank_sets | expert_rank_sets | {everyone}):
+        group = dist.new_group(
+            list(ranks), timeout=timedelta(seconds=STEP_TIMEOUT_S), backend=backend
+        )
         if layout.rank in ranks:
             groups[ranks] = group
     return groups
@@ -138,4 +159,6 @@ def _new_groups(layout: ParallelLayout, *, backend: str) -> dict[tuple[int, ...]
 
 def _at(layout: ParallelLayout, rank: int) -> ParallelLayout:
     """The layout of another rank of the same world."""
-    return ParallelLayout(rank=rank, tp=layout.tp, ep=layout.ep, dp=layout.dp, pp=layout.pp, cp=layout.cp)
+    return ParallelLayout(
+        rank=rank, tp=layout.tp, ep=layout.ep, dp=layout.dp, pp=layout.pp, cp=layout.cp
+    )

@@ -1,8 +1,10 @@
-"""Who holds what: pure rank arithmetic for tensor (tp), expert (ep), data (dp), pipeline (pp) and context (cp) parallelism.
+"""Who holds what: pure rank arithmetic for tensor (tp), expert (ep), data (dp), pipeline (pp) and
+context (cp) parallelism.
 
-The world is a grid with axes, slowest first, `pp, dp, cp, tp`; rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank.
-Attention sees `tp` ranks per data-parallel replica. The experts of a layer live on all `dp * cp * tp` ranks of a pipeline
-stage: `ep` of them split the experts and the rest (`expert_tp`) split each expert's width.
+The world is a grid with axes, slowest first, `pp, dp, cp, tp`; rank = ((pp_rank * dp + dp_rank) *
+cp + cp_rank) * tp + tp_rank. Attention sees `tp` ranks per data-parallel replica. The experts of a
+layer live on all `dp * cp * tp` ranks of a pipeline stage: `ep` of them split the experts and the
+rest (`expert_tp`) split each expert's width.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ from negamax.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class AttentionView:
-    """The attention group of one rank: its position among `size` ranks that share the heads of a replica."""
+    """The attention group of one rank: its position among `size` ranks that share the heads of a
+    replica.
+    """
 
     rank: int
     size: int
     ranks: tuple[int, ...]  # world ranks of the group
 
     def heads(self, num_heads: int) -> range:
-        """Query heads of this rank. Errors: `ConfigError` where `size` does not divide `num_heads`."""
+        """Query heads of this rank. Errors: `ConfigError` where `size` does not divide
+        `num_heads`.
+        """
         if num_heads % self.size:
             raise ConfigError(
                 f"{num_heads} attention heads cannot be split over {self.size} ranks",
@@ -30,18 +36,23 @@ class AttentionView:
         return range(self.rank * per_rank, (self.rank + 1) * per_rank)
 
     def kv_replicas(self, num_kv_heads: int) -> int:
-        """How many ranks hold each KV head: 1, or `size / num_kv_heads` where there are more ranks than KV heads."""
+        """How many ranks hold each KV head: 1, or `size / num_kv_heads` where there are more ranks
+        than KV heads.
+        """
         if num_kv_heads % self.size == 0:
             return 1
         if self.size % num_kv_heads == 0:
             return self.size // num_kv_heads
         raise ConfigError(
             f"{num_kv_heads} KV heads cannot be split or replicated over {self.size} ranks",
-            hint="choose a --tensor-parallel-size that divides the number of KV heads or is a multiple of it",
+            hint="choose a --tensor-parallel-size that divides the number of KV heads or is a "
+            "multiple of it",
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """KV heads of this rank (one, shared with its replicas, where there are more ranks than KV heads)."""
+        """KV heads of this rank (one, shared with its replicas, where there are more ranks than KV
+        heads).
+        """
         replicas = self.kv_replicas(num_kv_heads)
         per_rank = max(1, num_kv_heads // self.size)
         first = self.rank // replicas * per_rank
@@ -82,12 +93,16 @@ class ExpertView:
 
     def width(self, intermediate_size: int) -> range:
         """Rows of each expert's gate and up projection (columns of down) on this rank."""
-        return shard(intermediate_size, rank=self.tp_rank, size=self.tp, what="expert intermediate size")
+        return shard(
+            intermediate_size, rank=self.tp_rank, size=self.tp, what="expert intermediate size"
+        )
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """One rank's place in the grid. Errors: `ConfigError` for sizes below 1, a rank outside, an `ep` that does not fit."""
+    """One rank's place in the grid. Errors: `ConfigError` for sizes below 1, a rank outside, an
+    `ep` that does not fit.
+    """
 
     rank: int = 0
     tp: int = 1
@@ -104,7 +119,8 @@ class ParallelLayout:
             raise ConfigError(f"rank is {self.rank}; allowed: 0 to {self.world_size - 1}")
         if self.stage_size % self.ep:
             raise ConfigError(
-                f"expert-parallel size {self.ep} does not divide the {self.stage_size} ranks of a pipeline stage",
+                f"expert-parallel size {self.ep} does not divide the {self.stage_size} ranks of "
+                f"a pipeline stage",
                 hint="ep must divide dp * cp * tp",
             )
 
@@ -136,7 +152,9 @@ class ParallelLayout:
     @property
     def attention(self) -> AttentionView:
         first = self.rank - self.tp_rank
-        return AttentionView(rank=self.tp_rank, size=self.tp, ranks=tuple(range(first, first + self.tp)))
+        return AttentionView(
+            rank=self.tp_rank, size=self.tp, ranks=tuple(range(first, first + self.tp))
+        )
 
     @property
     def experts(self) -> ExpertView:
@@ -145,7 +163,9 @@ class ParallelLayout:
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
 
     def layers(self, num_layers: int) -> range:
-        """Layers of this rank's pipeline stage; the first stages take the remainder, one layer each."""
+        """Layers of this rank's pipeline stage; the first stages take the remainder, one layer
+        each.
+        """
         if num_layers < self.pp:
             raise ConfigError(f"{num_layers} layers cannot be split over {self.pp} pipeline stages")
         base, extra = divmod(num_layers, self.pp)
@@ -158,7 +178,9 @@ class ParallelLayout:
 
 
 def shard(total: int, *, rank: int, size: int, what: str) -> range:
-    """The `rank`-th of `size` equal slices of `total`. Errors: `ConfigError` where it does not divide; `what` names it."""
+    """The `rank`-th of `size` equal slices of `total`. Errors: `ConfigError` where it does not
+    divide; `what` names it.
+    """
     if total % size:
         raise ConfigError(f"{what} {total} cannot be split over {size} ranks")
     per_rank = total // size

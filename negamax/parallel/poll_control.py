@@ -8,17 +8,19 @@ import torch
 
 
 class PollControl:
-    """A clock, a time limit and an abort flag in host memory, which polling kernels look at about once a millisecond: the flag
-    reaches a kernel that no stream could be told anything behind.
+    """A clock, a time limit and an abort flag in host memory, which polling kernels look at about
+    once a millisecond: the flag reaches a kernel that no stream could be told anything behind.
 
-    Kernels set the flag themselves when their time is up. Whatever they computed since it was set is not to be used.
+    Kernels set the flag themselves when their time is up. Whatever they computed since it was set
+    is not to be used.
     """
 
     def __init__(self, seconds: float) -> None:
         """`seconds` of `tick`: the time limit of one wait. Without ticks there is none."""
         self._memory = torch.zeros(3, dtype=torch.int64, pin_memory=True)
         self.address = self._memory.data_ptr()  # for kernels
-        # [clock, limit, abort flag], in ms. No tensor operation: a thread inside one when the process ends would abort it
+        # [clock, limit, abort flag], in ms. No tensor operation: a thread inside one when the
+        # process ends would abort it
         self.words = (ctypes.c_int64 * 3).from_address(self.address)
         self.words[1] = round(1000 * seconds)
 

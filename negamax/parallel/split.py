@@ -13,8 +13,10 @@ from negamax.parallel.layout import ParallelLayout
 
 
 def check_split(layout: ParallelLayout, spec: ModelSpec, *, block: int = 1) -> None:
-    """Refuse a layout that cannot hold the model; `block` is the unit in which matrices are cut (128
-    where FP8 weights are kept as stored, else 1). Errors: `ConfigError` with the sizes that work."""
+    """Refuse a layout that cannot hold the model; `block` is the unit in which matrices are cut
+    (128 where FP8 weights are kept as stored, else 1). Errors: `ConfigError` with the sizes that
+    work.
+    """
     try:
         _check(layout, spec, block=block)
     except ConfigError as error:

@@ -1,5 +1,5 @@
-"""Memory of every GPU of a group that all its ranks can write: the regions through which kernels exchange rows, and a buffer
-in which tensors of middling size are summed.
+"""Memory of every GPU of a group that all its ranks can write: the regions through which kernels
+exchange rows, and a buffer in which tensors of middling size are summed.
 
 Plain peer-to-peer mappings; NVLink multicast is not used.
 """
@@ -24,15 +24,20 @@ from negamax.parallel.poll_control import PollControl
 logger = get_logger(__name__)
 
 REDUCE_ROWS = 256  # rows of hidden states summed through peers; more go through NCCL
-SHARED_ROWS = 2048  # rows of hidden states that the buffer holds; from there on NCCL is as fast (H200, four GPUs)
+# rows of hidden states that the buffer holds; from there on NCCL is as fast (H200, four GPUs)
+SHARED_ROWS = 2048
 SHARD_ROWS = 16384  # rows of hidden states that ranks share out through peers; more go through NCCL
 BUFFERS = 2
-PEER_TIMEOUT_S = 120.0  # that a kernel waits for another rank: shorter than the engine may stand still, longer than any skew
+# that a kernel waits for another rank: shorter than the engine may stand still, longer than any
+# skew
+PEER_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """Sums bf16 tensors up to its own size: every rank sums a slice of all ranks' buffers and writes it to all of them."""
+    """Sums bf16 tensors up to its own size: every rank sums a slice of all ranks' buffers and
+    writes it to all of them.
+    """
 
     memory: Tensor  # [elements] bf16, on every rank of the group
     group_name: str
@@ -40,10 +45,16 @@ class SharedBuffer:
 
     def fits(self, tensor: Tensor) -> bool:
         whole_slices = tensor.numel() % (8 * self.world) == 0  # of 16 bytes
-        return tensor.dtype == self.memory.dtype and whole_slices and 0 < tensor.numel() <= self.memory.numel()
+        return (
+            tensor.dtype == self.memory.dtype
+            and whole_slices
+            and 0 < tensor.numel() <= self.memory.numel()
+        )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, in the buffer: valid until the next call. Added up in bf16, as NCCL does."""
+        """The sum over the ranks, in the buffer: valid until the next call. Added up in bf16, as
+        NCCL does.
+        """
         part = self.memory[: tensor.numel()]
         part.copy_(tensor.reshape(-1))
         torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self.group_name)
@@ -51,13 +62,20 @@ class SharedBuffer:
 
 
 def connect(
-    group: dist.ProcessGroup, device: torch.device, *, hidden_size: int, max_tokens: int, max_rows: int, control: PollControl
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    hidden_size: int,
+    max_tokens: int,
+    max_rows: int,
+    control: PollControl,
 ) -> tuple[PeerMemory, SharedBuffer] | None:
-    """Regions for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and `max_rows` sampled tokens.
+    """Regions for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and
+    `max_rows` sampled tokens.
 
-    `control`: how kernels wait for words of other ranks. Every rank of `group`, which speaks gloo and NCCL, must call this
-    with the same sizes. None, on all of them alike, where the GPUs cannot reach each other's memory, or are not a power of
-    two in number (kernels take ranks as one tile).
+    `control`: how kernels wait for words of other ranks. Every rank of `group`, which speaks gloo
+    and NCCL, must call this with the same sizes. None, on all of them alike, where the GPUs cannot
+    reach each other's memory, or are not a power of two in number (kernels take ranks as one tile).
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):
@@ -68,18 +86,31 @@ def connect(
         (max_rows, 2 * CANDIDATES),
     )  # rows, words
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
-    shared_words = -(-SHARED_ROWS * hidden_size // 4)  # first, since torch's sums want the buffer at the start of its memory
+    # first, since torch's sums want the buffer at the start of its memory
+    shared_words = -(-SHARED_ROWS * hidden_size // 4)
     shared_words = _aligned(shared_words)
     shard_words = _shard_words(max_tokens, hidden_size, world)
     problem = _out_of_reach(group, device)
     if _all_agree(problem is None, group):
-        memory, bases, barrier, problem = _share(shared_words + sum(shard_words) + sum(sizes), group, device)
+        memory, bases, barrier, problem = _share(
+            shared_words + sum(shard_words) + sum(sizes), group, device
+        )
         if _all_agree(problem is None, group):
-            shards, gathered, first = None, shared_words + shard_words[0], shared_words + sum(shard_words)
+            shards, gathered, first = (
+                None,
+                shared_words + shard_words[0],
+                shared_words + sum(shard_words),
+            )
             if shard_words[1]:
                 shards = ShardRegion(
-                    parts=torch.tensor([base + 8 * shared_words for base in bases], dtype=torch.int64, device=device),
-                    gathered=torch.tensor([base + 8 * gathered for base in bases], dtype=torch.int64, device=device),
+                    parts=torch.tensor(
+                        [base + 8 * shared_words for base in bases],
+                        dtype=torch.int64,
+                        device=device,
+                    ),
+                    gathered=torch.tensor(
+                        [base + 8 * gathered for base in bases], dtype=torch.int64, device=device
+                    ),
                     own_gathered=memory[gathered:first].view(torch.uint8),
                     rows=min(max_tokens, SHARD_ROWS),
                     words=hidden_size // 2,
@@ -88,14 +119,21 @@ def connect(
             regions = []
             for (rows, words), size in zip(shapes, sizes, strict=True):
                 addresses = torch.tensor(
-                    [*(base + 8 * first for base in bases), control.address], dtype=torch.int64, device=device
+                    [*(base + 8 * first for base in bases), control.address],
+                    dtype=torch.int64,
+                    device=device,
                 )
                 epochs = torch.zeros(rows, dtype=torch.int32, device=device)
                 regions.append(PeerRegion(addresses, epochs, rows, words))
                 first += size
-            shared = SharedBuffer(memory[:shared_words].view(torch.bfloat16), group.group_name, world)
+            shared = SharedBuffer(
+                memory[:shared_words].view(torch.bfloat16), group.group_name, world
+            )
             return PeerMemory(rank, world, *regions, shards=shards, owner=(memory, control)), shared
-    logger.warning("GPUs share no memory (%s): every sum over ranks goes through NCCL", problem or "so another rank says")
+    logger.warning(
+        "GPUs share no memory (%s): every sum over ranks goes through NCCL",
+        problem or "so another rank says",
+    )
     return None
 
 
@@ -105,7 +143,9 @@ def _aligned(words: int) -> int:
 
 
 def _shard_words(max_tokens: int, hidden_size: int, world: int) -> tuple[int, int]:
-    """Words of 8 bytes that the two parts of a `ShardRegion` take; none where there are never as many rows."""
+    """Words of 8 bytes that the two parts of a `ShardRegion` take; none where there are never as
+    many rows.
+    """
     rows = min(max_tokens, SHARD_ROWS)
     if not tiles.shards(rows) or hidden_size % 2:
         return 0, 0
@@ -113,13 +153,17 @@ def _shard_words(max_tokens: int, hidden_size: int, world: int) -> tuple[int, in
 
 
 def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Which GPU of the group this one cannot reach, if any. GPUs that are not visible here show when memory is shared."""
+    """Which GPU of the group this one cannot reach, if any. GPUs that are not visible here show
+    when memory is shared.
+    """
     own = torch.tensor([device.index], dtype=torch.int64)
     indices = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(indices, own, group=group)
     others = {int(index) for index in indices} - {device.index}
     for other in sorted(others):
-        if other < torch.cuda.device_count() and not torch.cuda.can_device_access_peer(device.index, other):
+        if other < torch.cuda.device_count() and not torch.cuda.can_device_access_peer(
+            device.index, other
+        ):
             return f"no peer access from GPU {device.index} to GPU {other}"
     return None
 
@@ -127,8 +171,8 @@ def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
 def _share(
     num_words: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, list[int], Callable[[], None], str | None]:
-    """`num_words` zeroed words of 8 bytes: this rank's, where every rank's lie for this one, a barrier of the ranks on the
-    current stream, what went wrong."""
+    """`num_words` zeroed words of 8 bytes: this rank's, where every rank's lie for this one, a
+    barrier of the ranks on the current stream, what went wrong."""
     try:
         words = symm_mem.empty(num_words, dtype=torch.int64, device=device)
         words.zero_()
@@ -136,7 +180,8 @@ def _share(
         handle = symm_mem.rendezvous(words, group)
     except RuntimeError as error:
         return torch.empty(0), [], lambda: None, str(error).splitlines()[0]
-    within = words.data_ptr() - handle.buffer_ptrs[handle.rank]  # the same everywhere: all ranks allocate alike
+    # the same everywhere: all ranks allocate alike
+    within = words.data_ptr() - handle.buffer_ptrs[handle.rank]
     barrier = partial(handle.barrier, timeout_ms=round(1000 * PEER_TIMEOUT_S))
     return words, [pointer + within for pointer in handle.buffer_ptrs], barrier, None
 

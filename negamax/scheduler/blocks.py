@@ -1,4 +1,6 @@
-"""The pool of KV blocks: who holds which, which still keep reusable content, and which is given out next."""
+"""The pool of KV blocks: who holds which, which still keep reusable content, and which is given out
+next.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,28 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Reference counts over `num_blocks` KV blocks, plus an index from content digest to the block that holds it.
+    """Reference counts over `num_blocks` KV blocks, plus an index from content digest to the block
+    that holds it.
 
-    A block is *held* (count above 0) or free. A free block is *blank*, or still *cached*: its content is indexed and
-    can be taken up again by `share`. Blank blocks are given out first, then cached ones, least recently released
-    first. Single writer: the scheduler.
+    A block is *held* (count above 0) or free. A free block is *blank*, or still *cached*: its
+    content is indexed and can be taken up again by `share`. Blank blocks are given out first, then
+    cached ones, least recently released first. Single writer: the scheduler.
     """
 
-    __slots__ = ("_blank", "_block_of", "_cached", "_digests", "_ref_counts", "gain_count", "num_blocks")
+    __slots__ = (
+        "_blank",
+        "_block_of",
+        "_cached",
+        "_digests",
+        "_ref_counts",
+        "gain_count",
+        "num_blocks",
+    )
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.gain_count = 0  # rises when a block becomes free or gets into the index: an admission may now succeed
+        # rises when a block becomes free or gets into the index: an admission may now succeed
+        self.gain_count = 0
         self._ref_counts = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -43,7 +55,9 @@ class BlockPool:
         return self._block_of.get(digest)
 
     def allocate(self) -> int:
-        """A free block, held once, its old content forgotten. The caller has seen `num_free` above 0."""
+        """A free block, held once, its old content forgotten. The caller has seen `num_free` above
+        0.
+        """
         if self._blank:
             block_id = self._blank.pop()
         else:
@@ -63,7 +77,9 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Let go of a sequence's blocks, given in position order: of a cached prefix the tail is given out first."""
+        """Let go of a sequence's blocks, given in position order: of a cached prefix the tail is
+        given out first.
+        """
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
@@ -84,7 +100,9 @@ class BlockPool:
         self._cached.clear()
 
     def index(self, block_id: int, digest: bytes) -> None:
-        """Make a held, completely computed block findable. A second block with the same content stays unindexed."""
+        """Make a held, completely computed block findable. A second block with the same content
+        stays unindexed.
+        """
         assert self._ref_counts[block_id] > 0 and self._digests[block_id] is None
         if digest not in self._block_of:
             self._block_of[digest] = block_id

@@ -1,7 +1,9 @@
-"""Which blocks two sequences can share: full blocks named by a digest that covers everything up to their end.
+"""Which blocks two sequences can share: full blocks named by a digest that covers everything up to
+their end.
 
-KV of a position depends on all tokens before it, so a block's name is the hash of the previous block's name and its own
-tokens. The first name in a chain comes from the request's cache salt: other salt, other names.
+KV of a position depends on all tokens before it, so a block's name is the hash of the previous
+block's name and its own tokens. The first name in a chain comes from the request's cache salt:
+other salt, other names.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ DIGEST_BYTES = 32  # 128 bits against a collision somebody searches for
 
 
 class DigestChain:
-    """Digests of one sequence's full blocks, computed when first asked for and kept. Single writer: its sequence.
+    """Digests of one sequence's full blocks, computed when first asked for and kept. Single writer:
+    its sequence.
 
     `tokens` is the sequence's own list, which only grows.
     """
@@ -25,7 +28,9 @@ class DigestChain:
     def __init__(self, tokens: list[int], *, block_size: int, salt: str) -> None:
         self._tokens = tokens
         self._block_size = block_size
-        self._root = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"prefix salt").digest()
+        self._root = blake2b(
+            salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"prefix salt"
+        ).digest()
         self._digests: list[bytes] = []
 
     def digest(self, index: int) -> bytes:
@@ -36,12 +41,18 @@ class DigestChain:
             block_tokens = self._tokens[start : start + self._block_size]
             assert len(block_tokens) == self._block_size
             parent = digests[-1] if digests else self._root
-            digests.append(blake2b(parent + array("q", block_tokens).tobytes(), digest_size=DIGEST_BYTES).digest())
+            digests.append(
+                blake2b(
+                    parent + array("q", block_tokens).tobytes(), digest_size=DIGEST_BYTES
+                ).digest()
+            )
         return digests[index]
 
 
 def match_prefix(pool: BlockPool, chain: DigestChain, *, max_blocks: int) -> list[int]:
-    """The longest run of indexed blocks from the start of the chain, `max_blocks` at most. Holds nothing yet."""
+    """The longest run of indexed blocks from the start of the chain, `max_blocks` at most. Holds
+    nothing yet.
+    """
     block_ids: list[int] = []
     for index in range(max_blocks):
         block_id = pool.find(chain.digest(index))

@@ -1,4 +1,6 @@
-"""What a caller asks for: sampling parameters and the request that crosses into the engine. Frozen; plain data."""
+"""What a caller asks for: sampling parameters and the request that crosses into the engine. Frozen;
+plain data.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ SEED_LIMIT = 2**63
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a request ends.
 
-    A field left at None takes the model's default (its generation_config.json) in `resolved`; the names and meanings are those
-    of vLLM's SamplingParams. `temperature=0` is greedy. `top_k` 0 or -1 turns top-k off. Token ids refer to the model's
-    vocabulary. Errors: `InvalidRequestError` from `check`, naming the field, the value and the limit.
+    A field left at None takes the model's default (its generation_config.json) in `resolved`; the
+    names and meanings are those of vLLM's SamplingParams. `temperature=0` is greedy. `top_k` 0 or
+    -1 turns top-k off. Token ids refer to the model's vocabulary. Errors: `InvalidRequestError`
+    from `check`, naming the field, the value and the limit.
     """
 
     n: int = 1
@@ -33,7 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None  # no other token is sampled; not together with a constraint
+    # no other token is sampled; not together with a constraint
+    allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     max_tokens: int | None = None  # None: up to the end of the window
     min_tokens: int = 0
@@ -46,15 +50,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # the same, for each prompt token after the first
     grammar: Grammar | None = None  # the form of the content
     reasoning: Reasoning | None = None  # where the content begins; None: at once
-    thinking_token_budget: int | None = None  # tokens of reasoning after which it is closed; without `reasoning` nothing
+    # tokens of reasoning after which it is closed; without `reasoning` nothing
+    thinking_token_budget: int | None = None
 
     @property
     def is_constrained(self) -> bool:
         """Whether some next token may not be any token."""
-        return self.grammar is not None or (self.reasoning is not None and self.thinking_token_budget is not None)
+        return self.grammar is not None or (
+            self.reasoning is not None and self.thinking_token_budget is not None
+        )
 
     def check(self, *, max_logprobs: int, vocab_size: int) -> None:
-        """Refuse any value out of range (`max_logprobs`: the server's cap; `vocab_size` bounds token ids)."""
+        """Refuse any value out of range (`max_logprobs`: the server's cap; `vocab_size` bounds
+        token ids).
+        """
         _in_range("n", self.n, 1, MAX_CHOICES)
         _in_range("temperature", self.temperature, 0.0, 2.0)
         _in_range("top_k", self.top_k, -1, 2**31 - 1)
@@ -63,19 +72,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else 2**31 - 1)
+        _in_range(
+            "min_tokens",
+            self.min_tokens,
+            0,
+            self.max_tokens if self.max_tokens is not None else 2**31 - 1,
+        )
         _in_range("logprobs", self.logprobs, 0, max_logprobs)
         _in_range("prompt_logprobs", self.prompt_logprobs, 0, max_logprobs)
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             _refuse("top_p", self.top_p, "above 0 and at most 1")
-        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 10.0)  # far smaller ones overflow float32 logits
+        # far smaller ones overflow float32 logits
+        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         if len(self.stop) > MAX_STOP_STRINGS:
             _refuse("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
-                _refuse("stop", f"a string of {len(text)} characters", f"1 to {MAX_STOP_STRING_CHARS} characters each")
+                _refuse(
+                    "stop",
+                    f"a string of {len(text)} characters",
+                    f"1 to {MAX_STOP_STRING_CHARS} characters each",
+                )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            _refuse("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+            _refuse(
+                "stop_token_ids",
+                f"{len(self.stop_token_ids)} ids",
+                f"at most {MAX_STOP_TOKEN_IDS} ids",
+            )
         for token_id in self.stop_token_ids:
             _in_range("stop_token_ids", token_id, 0, vocab_size - 1)
         bias = self.logit_bias or {}
@@ -99,14 +122,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _in_range("allowed_token_ids", max(token_ids), 0, vocab_size - 1)
         if self.is_constrained:
             raise InvalidRequestError(
-                "allowed_token_ids may forbid what a form, a choice of calls or a thinking budget demands",
+                "allowed_token_ids may forbid what a form, a choice of calls or a thinking "
+                "budget demands",
                 hint="send only one of them",
                 param="allowed_token_ids",
                 code="invalid_value",
             )
 
     def resolved(self, defaults: SamplingDefaults, *, room: int) -> SamplingParams:
-        """A copy with every None replaced: model defaults, and `max_tokens` = `room` (tokens left in the window)."""
+        """A copy with every None replaced: model defaults, and `max_tokens` = `room` (tokens left
+        in the window).
+        """
         top_k = defaults.top_k if self.top_k is None else self.top_k
         return msgspec.structs.replace(
             self,
@@ -114,7 +140,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             top_p=defaults.top_p if self.top_p is None else self.top_p,
             top_k=max(0, top_k),
             min_p=defaults.min_p if self.min_p is None else self.min_p,
-            repetition_penalty=(defaults.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty),
+            repetition_penalty=(
+                defaults.repetition_penalty
+                if self.repetition_penalty is None
+                else self.repetition_penalty
+            ),
             max_tokens=room if self.max_tokens is None else self.max_tokens,
         )
 
@@ -126,7 +156,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to continue. `sampling` is resolved (no None that has a default) and has n = 1: callers fan out."""
+    """One sequence to continue. `sampling` is resolved (no None that has a default) and has n = 1:
+    callers fan out.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -142,4 +174,6 @@ def _in_range(name: str, value: float | None, low: float, high: float) -> None:
 
 
 def _refuse(name: str, value: object, allowed: str) -> None:
-    raise InvalidRequestError(f"{name} is {value}; allowed: {allowed}", param=name, code="invalid_value")
+    raise InvalidRequestError(
+        f"{name} is {value}; allowed: {allowed}", param=name, code="invalid_value"
+    )

@@ -1,9 +1,11 @@
-"""The scheduler: decides what each step runs, hands out KV blocks, and turns results into updates for the callers.
+"""The scheduler: decides what each step runs, hands out KV blocks, and turns results into updates
+for the callers.
 
-Steps overlap: `plan` may be called again before the last plan was committed. That works because the worker executes
-plans in order and feeds a sampled token to its row by itself: blocks and slots freed here are reused by a later plan at
-the earliest, and a decode row can be planned while its input token is still unknown here. A row whose next token depends on a
-mask is planned like any other; where the mask comes too late, `defer` takes the row back.
+Steps overlap: `plan` may be called again before the last plan was committed. That works because the
+worker executes plans in order and feeds a sampled token to its row by itself: blocks and slots
+freed here are reused by a later plan at the earliest, and a decode row can be planned while its
+input token is still unknown here. A row whose next token depends on a mask is planned like any
+other; where the mask comes too late, `defer` takes the row back.
 
 Same calls, same plans: nothing here depends on time, hashes of strings or set order.
 """
@@ -49,9 +51,11 @@ class _InFlight:
 
 
 class Scheduler:
-    """Continuous batching over paged KV blocks, with chunked prefill, prefix cache and preemption by recompute.
+    """Continuous batching over paged KV blocks, with chunked prefill, prefix cache and preemption
+    by recompute.
 
-    Use: `add` and `abort` at any moment; `plan`, launch it, `commit` (or `fail`) the plans in the order they were made.
+    Use: `add` and `abort` at any moment; `plan`, launch it, `commit` (or `fail`) the plans in the
+    order they were made.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -102,8 +106,9 @@ class Scheduler:
     def add(self, request: GenerateRequest) -> None:
         """Queue a request whose sampling is resolved.
 
-        Errors: ContextLengthError when the prompt leaves no room for output, InvalidRequestError for an empty prompt,
-        an id in use or a request that the whole pool could not hold, OverloadedError when the queue is full.
+        Errors: ContextLengthError when the prompt leaves no room for output, InvalidRequestError
+        for an empty prompt, an id in use or a request that the whole pool could not hold,
+        OverloadedError when the queue is full.
         """
         limits = self.limits
         max_tokens = request.sampling.max_tokens
@@ -111,22 +116,29 @@ class Scheduler:
         prompt_len = len(request.prompt_token_ids)
         if request.request_id in self._sequences:
             raise InvalidRequestError(
-                f"request id {request.request_id!r} is in use by an unfinished request; choose another",
+                f"request id {request.request_id!r} is in use by an unfinished request; choose "
+                f"another",
                 param="request_id",
                 code="duplicate_request_id",
             )
         if prompt_len == 0:
-            raise InvalidRequestError("the prompt has 0 tokens; at least 1 is needed", param="prompt", code="empty_prompt")
+            raise InvalidRequestError(
+                "the prompt has 0 tokens; at least 1 is needed", param="prompt", code="empty_prompt"
+            )
         if prompt_len >= limits.max_model_len:
-            raise ContextLengthError.of_prompt(prompt_len, window=limits.max_model_len, param="prompt")
+            raise ContextLengthError.of_prompt(
+                prompt_len, window=limits.max_model_len, param="prompt"
+            )
         limit = min(prompt_len + max_tokens, limits.max_model_len)
         self._check_pool(prompt_len, limit=limit)
         if len(self._waiting) >= limits.max_queued_requests:
             raise OverloadedError(
-                f"{len(self._waiting)} requests are waiting, {limits.max_queued_requests} are allowed; try again later",
+                f"{len(self._waiting)} requests are waiting, {limits.max_queued_requests} are "
+                f"allowed; try again later",
                 code="queue_full",
             )
-        # Fair queueing: a tenant's requests follow each other, and its first one stands beside the first of all others.
+        # Fair queueing: a tenant's requests follow each other, and its first one stands beside the
+        # first of all others.
         turn = max(self._turn, self._last_turns.get(request.tenant, 0)) + 1
         self._last_turns[request.tenant] = turn
         sequence = Sequence(
@@ -151,10 +163,14 @@ class Scheduler:
         return list(self._sequences.values())
 
     def abort(self, request_id: str) -> SequenceUpdate | None:
-        """End a request now and free what it holds; None when the id is unknown or already finished."""
+        """End a request now and free what it holds; None when the id is unknown or already
+        finished.
+        """
         return self.end(request_id, "abort")
 
-    def end(self, request_id: str, finish_reason: str, *, error: str | None = None) -> SequenceUpdate | None:
+    def end(
+        self, request_id: str, finish_reason: str, *, error: str | None = None
+    ) -> SequenceUpdate | None:
         """As `abort`, with another reason."""
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._end(sequence, finish_reason, error=error)
@@ -169,14 +185,17 @@ class Scheduler:
         assert latest.step_id == plan.step_id
         rows = [(row, latest.sequences[row]) for row in plan.masked]
         return [
-            MaskedRow(row, sequence.request_id, plan.starts[row] + plan.counts[row] - sequence.prompt_len)
+            MaskedRow(
+                row, sequence.request_id, plan.starts[row] + plan.counts[row] - sequence.prompt_len
+            )
             for row, sequence in rows
             if not sequence.finished
         ]
 
     def defer(self, plan: StepPlan, rows: list[int]) -> None:
-        """Take rows of the latest plan back: their sequences stay as they were before they were sampled, and are not planned
-        until `resume`. What the rows ran is run, and their last token will run again."""
+        """Take rows of the latest plan back: their sequences stay as they were before they were
+        sampled, and are not planned until `resume`. What the rows ran is run, and their last token
+        will run again."""
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
         for row in rows:
@@ -227,10 +246,11 @@ class Scheduler:
         return admitted
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Take in the result of the oldest uncommitted plan: one update per sequence that gained a token or ended.
+        """Take in the result of the oldest uncommitted plan: one update per sequence that gained a
+        token or ended.
 
-        Rows of sequences that ended meanwhile are dropped. `result.token_ids` has an entry for every row with `samples`
-        True, failed rows included.
+        Rows of sequences that ended meanwhile are dropped. `result.token_ids` has an entry for
+        every row with `samples` True, failed rows included.
         """
         step = self._take_in_flight(plan)
         sequences, deferred = step.sequences, step.deferred
@@ -250,7 +270,8 @@ class Scheduler:
                 continue
             if prompt_logprobs and row in prompt_logprobs and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(prompt_logprobs[row])
-            computed = start + count - (row in deferred)  # a deferred row's last token will run again
+            # a deferred row's last token will run again
+            computed = start + count - (row in deferred)
             if computed >= sequence.index_at:
                 self._index_blocks(sequence, computed)
             if not sampled or row in deferred:
@@ -284,10 +305,16 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
         """The oldest uncommitted plan was lost: its sequences end with an error."""
         sequences = self._take_in_flight(plan).sequences
-        return [self._end(sequence, "error", error=message) for sequence in sequences if not sequence.finished]
+        return [
+            self._end(sequence, "error", error=message)
+            for sequence in sequences
+            if not sequence.finished
+        ]
 
     def _check_pool(self, prompt_len: int, *, limit: int) -> None:
-        """Refuse what the pool cannot hold even alone. The last token is never run, so it needs no room."""
+        """Refuse what the pool cannot hold even alone. The last token is never run, so it needs no
+        room.
+        """
         limits = self.limits
         needed = -(-(limit - 1) // limits.block_size)
         if needed <= limits.num_blocks:
@@ -295,7 +322,8 @@ class Scheduler:
         room = limits.num_blocks * limits.block_size + 1 - prompt_len
         remedy = f"lower max_tokens to {room} or less" if room > 0 else "shorten the prompt"
         raise InvalidRequestError(
-            f"the request may grow to {limit} tokens ({prompt_len} of them prompt) and need {needed} KV blocks of "
+            f"the request may grow to {limit} tokens ({prompt_len} of them prompt) and need "
+            f"{needed} KV blocks of "
             f"{limits.block_size} tokens; the pool has {limits.num_blocks}; {remedy}",
             hint="or start the server with more --num-kv-blocks or --kv-cache-memory",
             param="max_tokens" if room > 0 else "prompt",
@@ -303,15 +331,17 @@ class Scheduler:
         )
 
     def _plan_decodes(self, draft: _Draft) -> list[Sequence]:
-        """One row for each running sequence with one token left to run; returns those with more, in order.
+        """One row for each running sequence with one token left to run; returns those with more, in
+        order.
 
-        The budget suffices for all of them: a sequence is admitted only into a step in which every running one had a
-        row and a token was left over.
+        The budget suffices for all of them: a sequence is admitted only into a step in which every
+        running one had a row and a token was left over.
         """
         prefills: list[Sequence] = []
         num_held = 0
         sequences, slots, starts = draft.sequences, draft.slots, draft.starts
-        for sequence in self._running:  # _grow may take sequences off the end, never one already passed
+        # _grow may take sequences off the end, never one already passed
+        for sequence in self._running:
             if sequence.is_held:
                 num_held += 1  # the budget keeps its place
                 continue
@@ -337,9 +367,11 @@ class Scheduler:
         return prefills
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Give a running sequence one more block, preempting later ones; False: it is the last itself and must sit out.
+        """Give a running sequence one more block, preempting later ones; False: it is the last
+        itself and must sit out.
 
-        Sitting out keeps its blocks. Whoever runs before it can take them; the first one never sits out, so all get on.
+        Sitting out keeps its blocks. Whoever runs before it can take them; the first one never sits
+        out, so all get on.
         """
         pool = self._pool
         while pool.num_free == 0:
@@ -352,17 +384,21 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to waiting, to be recomputed later; tokens that are on the way still reach it at commit."""
+        """Back to waiting, to be recomputed later; tokens that are on the way still reach it at
+        commit.
+        """
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
         insort(self._waiting, sequence, key=_by_order)
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
-        """Let a waiting sequence run, with blocks for all its tokens; None: not now. The caller takes it off the queue.
+        """Let a waiting sequence run, with blocks for all its tokens; None: not now. The caller
+        takes it off the queue.
 
-        While others run, one block more must be free, or the first of them to grow would throw it out again. With
-        nobody running every block is free, and `add` has checked that the request fits.
+        While others run, one block more must be free, or the first of them to grow would throw it
+        out again. With nobody running every block is free, and `add` has checked that the request
+        fits.
         """
         if sequence.resume_after > self._last_committed:
             return None
@@ -373,7 +409,8 @@ class Scheduler:
         num_tokens = len(sequence.tokens)
         shared: list[int] = []
         if sequence.request.sampling.prompt_logprobs is None:
-            max_blocks = (num_tokens - 1) // block_size  # at least one token must run, to be sampled from
+            # at least one token must run, to be sampled from
+            max_blocks = (num_tokens - 1) // block_size
             shared = match_prefix(pool, sequence.chain, max_blocks=max_blocks)
         num_new = -(-num_tokens // block_size) - len(shared)
         num_taken = num_new + sum(pool.ref_count(block_id) == 0 for block_id in shared)
@@ -408,7 +445,9 @@ class Scheduler:
         )
 
     def _index_blocks(self, sequence: Sequence, num_computed: int) -> None:
-        """Make the blocks filled by committed steps findable; earlier, a lost step would leave garbage behind."""
+        """Make the blocks filled by committed steps findable; earlier, a lost step would leave
+        garbage behind.
+        """
         block_size = self.limits.block_size
         num_full = num_computed // block_size
         for index in range(sequence.num_indexed, num_full):
@@ -421,10 +460,21 @@ class Scheduler:
         is_eos = token_id in self.limits.eos_token_ids and not sequence.request.sampling.ignore_eos
         return None if is_eos else token_id
 
-    def _end(self, sequence: Sequence, finish_reason: str, *, error: str | None = None) -> SequenceUpdate:
+    def _end(
+        self, sequence: Sequence, finish_reason: str, *, error: str | None = None
+    ) -> SequenceUpdate:
         """End a sequence early."""
         self._free(sequence)
-        return SequenceUpdate(sequence.request_id, [], None, None, finish_reason, None, sequence.num_cached_tokens, error)
+        return SequenceUpdate(
+            sequence.request_id,
+            [],
+            None,
+            None,
+            finish_reason,
+            None,
+            sequence.num_cached_tokens,
+            error,
+        )
 
     def _free(self, sequence: Sequence) -> None:
         """Forget a sequence; rows of it still in flight are dropped when they come back."""
@@ -487,7 +537,9 @@ class _Draft:
         self.chunks.append((count, start, samples, sequence))
 
     def finish(self, step_id: int, *, may_be_masked: bool) -> StepPlan:
-        """The plan; afterwards `sequences` has one entry per row. `may_be_masked`: some sequence is constrained."""
+        """The plan; afterwards `sequences` has one entry per row. `may_be_masked`: some sequence is
+        constrained.
+        """
         counts = [1] * len(self.slots)
         samples = [True] * len(self.slots)
         self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable
@@ -499,7 +551,9 @@ class _Draft:
             samples.append(sampled)
         masked: list[int] = []
         if may_be_masked:
-            masked = [row for row, of in enumerate(self.sequences) if of.is_constrained and samples[row]]
+            masked = [
+                row for row, of in enumerate(self.sequences) if of.is_constrained and samples[row]
+            ]
         return StepPlan(
             step_id,
             self.new_rows,

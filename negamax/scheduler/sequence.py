@@ -13,10 +13,12 @@ NEVER = 2**63  # a position no sequence reaches
 
 
 class Sequence:
-    """State of one request: waiting (no slot, no blocks), running, or finished. Single writer: the scheduler.
+    """State of one request: waiting (no slot, no blocks), running, or finished. Single writer: the
+    scheduler.
 
-    Its progress in tokens: `len(tokens)` are known here; `num_total` are known or being sampled by a step in flight;
-    `num_computed`, always fewer, have been run or are in a plan. What remains to run is `num_total - num_computed`.
+    Its progress in tokens: `len(tokens)` are known here; `num_total` are known or being sampled by
+    a step in flight; `num_computed`, always fewer, have been run or are in a plan. What remains to
+    run is `num_total - num_computed`.
     """
 
     __slots__ = (
@@ -58,8 +60,8 @@ class Sequence:
         eos_token_ids: frozenset[int],
         block_size: int,
     ) -> None:
-        """`limit`: tokens it may have in the end, prompt and output; `arrival`: rises with every request; `turn`: its
-        place among those of its tenant."""
+        """`limit`: tokens it may have in the end, prompt and output; `arrival`: rises with every
+        request; `turn`: its place among those of its tenant."""
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id
@@ -68,7 +70,8 @@ class Sequence:
         self.tokens = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.limit = limit
-        self.stop_from = self.prompt_len + sampling.min_tokens  # a stop token counts once this many tokens precede it
+        # a stop token counts once this many tokens precede it
+        self.stop_from = self.prompt_len + sampling.min_tokens
         self.stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
             self.stop_ids |= frozenset(sampling.stop_token_ids)
@@ -86,7 +89,8 @@ class Sequence:
         self.num_cached_tokens = 0  # at the first admission
         self.resume_after = -1  # after a preemption: the last step that may still bring it tokens
         self.retry_gain = 0  # pool.gain_count before which another try of admission is useless
-        self.prompt_logprobs: list[TokenLogprobs] | None = None  # gathered; None: not wanted, or delivered
+        # gathered; None: not wanted, or delivered
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
         self.is_constrained = sampling.is_constrained  # its next token may depend on a mask

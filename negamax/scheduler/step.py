@@ -1,9 +1,10 @@
-"""What the scheduler tells the worker (StepPlan) and what it hears back (StepResult). Frozen plain data, columns not rows,
-so that a plan for hundreds of sequences stays a handful of flat lists.
+"""What the scheduler tells the worker (StepPlan) and what it hears back (StepResult). Frozen plain
+data, columns not rows, so that a plan for hundreds of sequences stays a handful of flat lists.
 
-A *slot* is a persistent row of the worker: it holds a sequence's tokens, block table and sampling state from `NewRow` until
-the slot is given to another sequence. The worker reads its input tokens from the row, and writes each sampled token into the
-row itself, so a plan can run before the previous step's tokens have reached the host.
+A *slot* is a persistent row of the worker: it holds a sequence's tokens, block table and sampling
+state from `NewRow` until the slot is given to another sequence. The worker reads its input tokens
+from the row, and writes each sampled token into the row itself, so a plan can run before the
+previous step's tokens have reached the host.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One step: apply `new_rows` and `appended_*`, then run row i of `slots` on tokens [starts[i], starts[i] + counts[i])."""
+    """One step: apply `new_rows` and `appended_*`, then run row i of `slots` on tokens [starts[i],
+    starts[i] + counts[i]).
+    """
 
     step_id: int
     new_rows: list[NewRow]
@@ -33,8 +36,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     slots: list[int]
     starts: list[int]  # position of the first token to run
     counts: list[int]  # tokens to run, at least 1
-    samples: list[bool]  # True: the last token's logits are sampled; the token lands at position start + count
-    masked: list[int] = []  # rows whose sampling waits for the `StepMasks` of this step; empty: it brings none
+    # True: the last token's logits are sampled; the token lands at position start + count
+    samples: list[bool]
+    # rows whose sampling waits for the `StepMasks` of this step; empty: it brings none
+    masked: list[int] = []
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +56,9 @@ class MaskedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Which tokens the masked rows of step `step_id` may sample; follows the plan. Rows that are not named may sample any."""
+    """Which tokens the masked rows of step `step_id` may sample; follows the plan. Rows that are
+    not named may sample any.
+    """
 
     step_id: int
     rows: list[int]  # of the plan
@@ -60,7 +67,9 @@ class StepMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities at one position: the chosen token's, its rank (1 = most likely), and the most likely tokens'."""
+    """Log-probabilities at one position: the chosen token's, its rank (1 = most likely), and the
+    most likely tokens'.
+    """
 
     token_id: int
     logprob: float
@@ -70,12 +79,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What step `step_id` produced. `token_ids` has one entry per row with `samples` True, in plan order."""
+    """What step `step_id` produced. `token_ids` has one entry per row with `samples` True, in plan
+    order.
+    """
 
     step_id: int
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs]  # by index into `token_ids`; only rows that asked
-    prompt_logprobs: dict[int, list[TokenLogprobs]]  # by row index of the plan; one entry per prompt token run after the first
+    # by row index of the plan; one entry per prompt token run after the first
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
     errors: dict[int, str]  # by row index of the plan: this row failed, the others are good
     device_seconds: float = 0.0  # that the step took on a GPU
     idle_seconds: float = 0.0  # that the GPU had nothing to do before it
@@ -93,4 +105,5 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int  # prompt tokens taken from the prefix cache
     error: str | None
     is_refusal: bool = False  # the error is the request's own: what it asks for cannot be done
-    is_lost: bool = False  # the error is that a process which served the request is gone: the same request may succeed
+    # the error is that a process which served the request is gone: the same request may succeed
+    is_lost: bool = False

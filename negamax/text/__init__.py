@@ -1,1 +1,3 @@
-"""Text in, text out: tokenizer, chat template, detokenizer and the parser of model output. No torch, no engine code."""
+"""Text in, text out: tokenizer, chat template, detokenizer and the parser of model output. No
+torch, no engine code.
+"""

@@ -29,19 +29,30 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 class ChatTemplate:
     """A chat template, compiled once. Rendering changes nothing, so threads may share it."""
 
-    def __init__(self, source: str, *, variables: Mapping[str, Any] | None = None, origin: str = "chat template") -> None:
-        """`source` is the Jinja text, `variables` are always defined in it, `origin` names it in errors.
+    def __init__(
+        self,
+        source: str,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        origin: str = "chat template",
+    ) -> None:
+        """`source` is the Jinja text, `variables` are always defined in it, `origin` names it in
+        errors.
 
         Errors: `CheckpointError` for a syntax error.
         """
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._variables = dict(variables or {})
         self.source = source
         try:
-            self._reads = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            self._reads = frozenset(
+                jinja2.meta.find_undeclared_variables(environment.parse(source))
+            )
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
@@ -51,29 +62,44 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, path: Path, override: Path | None = None) -> ChatTemplate | None:
-        """The template in the file `override`, else `chat_template.jinja` of the checkpoint folder `path`, else the
-        `chat_template` entry of its tokenizer_config.json (of several, the one named "default"); None if there is none.
+        """The template in the file `override`, else `chat_template.jinja` of the checkpoint folder
+        `path`, else the `chat_template` entry of its tokenizer_config.json (of several, the one
+        named "default"); None if there is none.
 
-        Errors: `ConfigError` for an override that cannot be read, `CheckpointError` for a broken file of the checkpoint.
+        Errors: `ConfigError` for an override that cannot be read, `CheckpointError` for a broken
+        file of the checkpoint.
         """
         config = _read_config(path / "tokenizer_config.json")
-        variables = {name: text for name in _NAMED_TOKENS if (text := token_text(config.get(name))) is not None}
+        variables = {
+            name: text
+            for name in _NAMED_TOKENS
+            if (text := token_text(config.get(name))) is not None
+        }
         file = override if override is not None else path / "chat_template.jinja"
         if override is not None or file.exists():
             try:
                 source = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"the chat template {file} cannot be read: {error}", hint="give a UTF-8 text file") from error
+                raise ConfigError(
+                    f"the chat template {file} cannot be read: {error}",
+                    hint="give a UTF-8 text file",
+                ) from error
             return cls(source, variables=variables, origin=str(file))
         entry = config.get("chat_template")
         if isinstance(entry, list):
-            named = {item.get("name"): item.get("template") for item in entry if isinstance(item, Mapping)}
+            named = {
+                item.get("name"): item.get("template")
+                for item in entry
+                if isinstance(item, Mapping)
+            }
             entry = named.get("default")
         if entry is None:
             return None
         origin = f"chat_template in {path / 'tokenizer_config.json'}"
         if not isinstance(entry, str):
-            raise CheckpointError(f"{origin} is a {type(entry).__name__}, text is needed", hint="use --chat-template")
+            raise CheckpointError(
+                f"{origin} is a {type(entry).__name__}, text is needed", hint="use --chat-template"
+            )
         return cls(entry, variables=variables, origin=origin)
 
     def reads(self, variable: str) -> bool:
@@ -85,7 +111,9 @@ class ChatTemplate:
         """Whether it shows messages of the role root, which M3 ranks above system."""
         mark = "text-of-the-root"
         try:
-            return mark in self.render([{"role": "root", "content": mark}, {"role": "user", "content": "text"}])
+            return mark in self.render(
+                [{"role": "root", "content": mark}, {"role": "user", "content": "text"}]
+            )
         except InvalidRequestError:
             return False
 
@@ -108,12 +136,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Prompt text of a conversation (pass it through `normalize_messages` first), in valid Unicode.
-        `kwargs` are template variables.
+        """Prompt text of a conversation (pass it through `normalize_messages` first), in valid
+        Unicode. `kwargs` are template variables.
 
         Errors: `InvalidRequestError` when the template refuses the conversation or fails on it.
         """
-        return valid_unicode(self._rendered(messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs))
+        return valid_unicode(
+            self._rendered(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
+            )
+        )
 
     def render_escaped(
         self,
@@ -125,7 +157,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The same with escapes (`text.escaping`) in what the conversation has of control tokens. Errors: those of `render`."""
+        """The same with escapes (`text.escaping`) in what the conversation has of control tokens.
+        Errors: those of `render`.
+        """
         return self._rendered(
             escaper.messages(messages),
             tools=escaper.value(tools),
@@ -145,10 +179,16 @@ class ChatTemplate:
         check_template_kwargs(kwargs)
         variables = {**self._variables, **kwargs}
         try:
-            return self._template.render(variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+            return self._template.render(
+                variables,
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+            )
         except InvalidRequestError:
             raise
-        except Exception as error:  # the checkpoint's code on the client's values: any failure is an answer to this request
+        # the checkpoint's code on the client's values: any failure is an answer to this request
+        except Exception as error:
             raise InvalidRequestError(
                 f"the chat template cannot render these messages: {unescaped(str(error))}",
                 hint="check roles, contents and chat_template_kwargs",
@@ -161,7 +201,8 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     taken = sorted(RESERVED_KWARGS & kwargs.keys())
     if taken:
         raise InvalidRequestError(
-            f"chat_template_kwargs must not contain {', '.join(taken)}; use the request field of that name",
+            f"chat_template_kwargs must not contain {', '.join(taken)}; use the request field of "
+            f"that name",
             param="chat_template_kwargs",
         )
 
@@ -173,12 +214,16 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+    )
     return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise InvalidRequestError(f"the chat template refuses these messages: {unescaped(str(message))}", param="messages")
+    raise InvalidRequestError(
+        f"the chat template refuses these messages: {unescaped(str(message))}", param="messages"
+    )
 
 
 def _strftime_now(format: str) -> str:
@@ -186,13 +231,20 @@ def _strftime_now(format: str) -> str:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Content of tokenizer_config.json; empty where there is none (the tokenizer refuses that on its own)."""
+    """Content of tokenizer_config.json; empty where there is none (the tokenizer refuses that on
+    its own).
+    """
     if not path.exists():
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no valid JSON: {error}", hint="download the checkpoint again") from error
+        raise CheckpointError(
+            f"{path} is no valid JSON: {error}", hint="download the checkpoint again"
+        ) from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(config).__name__}, an object is needed", hint="download it again")
+        raise CheckpointError(
+            f"{path} holds a JSON {type(config).__name__}, an object is needed",
+            hint="download it again",
+        )
     return config

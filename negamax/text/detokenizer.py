@@ -1,4 +1,6 @@
-"""Token ids to text while they arrive: whole UTF-8 characters only, stop strings, each token looked at once."""
+"""Token ids to text while they arrive: whole UTF-8 characters only, stop strings, each token looked
+at once.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,27 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class TextPiece(msgspec.Struct, frozen=True, gc=False):
-    """A stretch of generated text. `token_id` is set when the piece is the whole text of exactly that one token."""
+    """A stretch of generated text. `token_id` is set when the piece is the whole text of exactly
+    that one token.
+    """
 
     text: str
     token_id: int | None
 
 
-# The pieces of tokens that are whole characters wherever they stand, by token id: most tokens are, and need decoding once.
+# The pieces of tokens that are whole characters wherever they stand, by token id: most tokens are,
+# and need decoding once.
 _whole_pieces: WeakKeyDictionary[Tokenizer, dict[int, TextPiece]] = WeakKeyDictionary()
 
 
 class Detokenizer:
     """Turns the token ids of one answer into text, incrementally and in linear time.
 
-    The concatenated pieces equal `tokenizer.decode` of all ids, cut at the first stop string. The stop string that is complete
-    first ends the text (of two that end together, the longer one), wherever token borders lie; text is held back only while it
-    may still become a stop string. A stop string that ends before token number `min_tokens` does not count.
-    Single writer: the owner of the answer. After `matched_stop` is set, nothing more comes out.
+    The concatenated pieces equal `tokenizer.decode` of all ids, cut at the first stop string. The
+    stop string that is complete first ends the text (of two that end together, the longer one),
+    wherever token borders lie; text is held back only while it may still become a stop string. A
+    stop string that ends before token number `min_tokens` does not count. Single writer: the owner
+    of the answer. After `matched_stop` is set, nothing more comes out.
     """
 
     __slots__ = (
@@ -105,7 +111,8 @@ class Detokenizer:
         if not raw:
             return []
         pieces: list[TextPiece] = []
-        if self._mid_character and not 0x80 <= raw[0] < 0xC0:  # the open character ends here, so this token stands alone
+        # the open character ends here, so this token stands alone
+        if self._mid_character and not 0x80 <= raw[0] < 0xC0:
             pieces.append(self._unfinished_character())
         is_whole = not self._mid_character
         text = self._decoder.decode(raw)
@@ -143,13 +150,21 @@ class Detokenizer:
         self._held.clear()
         self._held_chars = 0
 
-    def _release(self, num_chars: int, ready: list[TextPiece], *, may_split_tags: bool = False) -> None:
-        """Move the first `num_chars` held characters to `ready`. A tag token stays whole: the parser knows it by its id."""
+    def _release(
+        self, num_chars: int, ready: list[TextPiece], *, may_split_tags: bool = False
+    ) -> None:
+        """Move the first `num_chars` held characters to `ready`. A tag token stays whole: the
+        parser knows it by its id.
+        """
         while num_chars > 0:
             piece = self._held[0]
             if len(piece.text) <= num_chars:
                 self._held.popleft()
-            elif not may_split_tags and piece.token_id is not None and self._tokenizer.is_added(piece.token_id):
+            elif (
+                not may_split_tags
+                and piece.token_id is not None
+                and self._tokenizer.is_added(piece.token_id)
+            ):
                 return
             else:
                 self._held[0] = TextPiece(piece.text[num_chars:], None)

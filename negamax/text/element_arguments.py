@@ -1,12 +1,14 @@
-"""Arguments written as nested elements: what opens, closes and stands in them, turned into JSON while it is generated.
+"""Arguments written as nested elements: what opens, closes and stands in them, turned into JSON
+while it is generated.
 
-The schema decides what an element is. Where it knows nothing, elements inside make it an object, or an array if all of them are
-items, and text makes it a string, but for the bare words true, false and null. White space between elements is layout; other
-text there is dropped. Objects and arrays that the schema announces are written while they grow, and so are strings.
+The schema decides what an element is. Where it knows nothing, elements inside make it an object, or
+an array if all of them are items, and text makes it a string, but for the bare words true, false
+and null. White space between elements is layout; other text there is dropped. Objects and arrays
+that the schema announces are written while they grow, and so are strings.
 
-A member of a nested object whose type is unknown waits for the end of that object, because a name that repeats makes a list.
-So does text in place of an array: several such elements make the array. Any other repeated name is written twice; every common
-JSON reader takes the last one.
+A member of a nested object whose type is unknown waits for the end of that object, because a name
+that repeats makes a list. So does text in place of an array: several such elements make the array.
+Any other repeated name is written twice; every common JSON reader takes the last one.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _CONTAINERS = frozenset({"object", "array"})
 
 
 class _Shape(enum.Enum):
-    """What an element has turned out to be. A tree is an object or an array, whichever its children make it."""
+    """What an element has turned out to be. A tree is an object or an array, whichever its children
+    make it.
+    """
 
     UNDECIDED = "text, or nothing yet"
     STRING = "a string that is being written"
@@ -41,7 +45,9 @@ _UNDECIDED, _STRING = _Shape.UNDECIDED, _Shape.STRING
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A value that waits in its container. `json_in_list` is what it is if others of its name make it part of a list."""
+    """A value that waits in its container. `json_in_list` is what it is if others of its name make
+    it part of a list.
+    """
 
     name: str
     json: str
@@ -50,7 +56,9 @@ class _Value:
 
 @dataclass(slots=True)
 class _Element:
-    """An open element. The arguments are one, too: an object without a name. Single writer: its `ElementArguments`."""
+    """An open element. The arguments are one, too: an object without a name. Single writer: its
+    `ElementArguments`.
+    """
 
     name: str
     key: str | None  # of its value; None in an array
@@ -61,7 +69,8 @@ class _Element:
     text: list[str] = field(default_factory=list)  # of a text that is not written yet
     num_chars: int = 0
     is_blank: bool = True  # no text but white space
-    quoted: list[str] = field(default_factory=list)  # openers in the text that are data, and so are their closers
+    # openers in the text that are data, and so are their closers
+    quoted: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # of its members so far
     values: list[_Value] = field(default_factory=list)  # that wait
     is_written: bool = False  # its opening bracket is out
@@ -76,10 +85,13 @@ class ElementArguments:
 
     def __init__(self, calls: CallWriter, schema: ValueSchema) -> None:
         self._calls = calls
-        arguments = _Element("", None, schema, waits=False, is_collected=False, shape=_Shape.OBJECT, is_written=True)
+        arguments = _Element(
+            "", None, schema, waits=False, is_collected=False, shape=_Shape.OBJECT, is_written=True
+        )
         self._open = [arguments]
         self._num_skipped = 0  # elements open beyond MAX_DEPTH
-        self._wrongly_closed: str | None = None  # the element that the tag before closed by a wrong name
+        # the element that the tag before closed by a wrong name
+        self._wrongly_closed: str | None = None
 
     # What the tags ask
 
@@ -154,8 +166,8 @@ class ElementArguments:
     def close(self, name: str, tag: str) -> None:
         """Take the closer of the element `name`; `tag` is its text.
 
-        A wrong name closes a text, and the right one may follow. That of an outer element closes the inner ones; one that fits
-        nothing is dropped.
+        A wrong name closes a text, and the right one may follow. That of an outer element closes
+        the inner ones; one that fits nothing is dropped.
         """
         if self._num_skipped:
             self._num_skipped -= 1
@@ -196,14 +208,17 @@ class ElementArguments:
         self._close_down_to(self._level_for(name, may_guess=True))
 
     def _level_for(self, name: str, *, may_guess: bool) -> int | None:
-        """The level of the innermost container around the last element in which `name` may begin, or None.
+        """The level of the innermost container around the last element in which `name` may begin,
+        or None.
 
         With `may_guess` the container right outside will do, if it lists no members.
         """
         last = len(self._open) - 1
         for level in range(last - 1, -1, -1):
             container = self._open[level]
-            if container.shape is _Shape.ARRAY or (container.shape is _Shape.TREE and self._open[level + 1].name == ITEM):
+            if container.shape is _Shape.ARRAY or (
+                container.shape is _Shape.TREE and self._open[level + 1].name == ITEM
+            ):
                 is_place = name == ITEM
             elif container.schema.lists_members:
                 is_place = container.schema.lists(name) and name not in container.names
@@ -214,9 +229,13 @@ class ElementArguments:
         return None
 
     def _become_container(self, element: _Element) -> bool:
-        """Make the open text an object or an array; False if it is a string, so that what opens in it is data."""
+        """Make the open text an object or an array; False if it is a string, so that what opens in
+        it is data.
+        """
         types = element.schema.types
-        if element.shape is _STRING or not (element.is_blank or (types & _CONTAINERS and "string" not in types)):
+        if element.shape is _STRING or not (
+            element.is_blank or (types & _CONTAINERS and "string" not in types)
+        ):
             return False
         element.text = []
         if "object" in types and "array" not in types:
@@ -237,7 +256,8 @@ class ElementArguments:
         container.may_be_over = False
         if container.shape is _Shape.ARRAY:
             schema = container.schema.item()
-            if name != ITEM and schema.lists(name):  # members of an object whose item tag is missing
+            # members of an object whose item tag is missing
+            if name != ITEM and schema.lists(name):
                 self._push(ITEM, schema, shape=_Shape.OBJECT).is_implied = True
                 self._begin(name)
                 return
@@ -264,11 +284,15 @@ class ElementArguments:
     # What becomes of it
 
     def _begin_string(self, element: _Element) -> None:
-        """Begin to write the open text, unless it may still turn out to be something else than a string."""
+        """Begin to write the open text, unless it may still turn out to be something else than a
+        string.
+        """
         types = element.schema.types
         if element.is_collected or not types <= TEXT_TYPES:
             return
-        if element.num_chars <= _MAX_UNDECIDED_CHARS and (element.is_blank or _may_be_word("".join(element.text), types)):
+        if element.num_chars <= _MAX_UNDECIDED_CHARS and (
+            element.is_blank or _may_be_word("".join(element.text), types)
+        ):
             return
         self._write_brackets()
         self._calls.open_string(element.key)
@@ -289,7 +313,9 @@ class ElementArguments:
             self._calls.close_container()
             self._open.pop()
         else:
-            value = _text_value(element) if element.shape is _UNDECIDED else _container_value(element)
+            value = (
+                _text_value(element) if element.shape is _UNDECIDED else _container_value(element)
+            )
             self._open.pop()
             if element.waits or (element.key is not None and value.json_in_list != value.json):
                 self._open[-1].values.append(value)
@@ -299,7 +325,9 @@ class ElementArguments:
         return element.name
 
     def _write_brackets(self) -> None:
-        """Write the opening brackets of the open containers, now that a value in them is certain."""
+        """Write the opening brackets of the open containers, now that a value in them is
+        certain.
+        """
         if self._open[-1].is_written:
             return
         for element in self._open:
@@ -316,7 +344,9 @@ def _may_be_word(text: str, types: frozenset[str]) -> bool:
 
 
 def _text_value(element: _Element) -> _Value:
-    """The value of an element without elements in it. Text in place of an array is an item of it, if there are several."""
+    """The value of an element without elements in it. Text in place of an array is an item of it,
+    if there are several.
+    """
     text = "".join(element.text)
     types = element.schema.types
     value = _text_json(text, types)
@@ -339,11 +369,17 @@ def _text_json(text: str, types: frozenset[str]) -> str:
 def _container_value(element: _Element) -> _Value:
     """The value of a container that was collected."""
     values = element.values
-    is_array = element.shape is _Shape.ARRAY or (element.shape is _Shape.TREE and all(value.name == ITEM for value in values))
+    is_array = element.shape is _Shape.ARRAY or (
+        element.shape is _Shape.TREE and all(value.name == ITEM for value in values)
+    )
     if is_array:
         written = f"[{', '.join(value.json for value in values)}]"
     else:
-        written = "{" + ", ".join(f"{json_string(name)}: {value}" for name, value in _grouped(values)) + "}"
+        written = (
+            "{"
+            + ", ".join(f"{json_string(name)}: {value}" for name, value in _grouped(values))
+            + "}"
+        )
     return _Value(element.name, written, written)
 
 

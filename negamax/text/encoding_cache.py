@@ -1,7 +1,7 @@
 """A text that begins as earlier ones did is tokenised only where it is new.
 
-A turn of a conversation repeats all turns before it. Rendered, these are parts between control tokens, which no other token
-crosses, so the tokens of each part can be kept by themselves.
+A turn of a conversation repeats all turns before it. Rendered, these are parts between control
+tokens, which no other token crosses, so the tokens of each part can be kept by themselves.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _ENTRY_BYTES = 512  # what an entry takes beside its token ids, rounded up
 
 
 class EncodingCache:
-    """Encodes as `tokenizer` does, and keeps the tokens of the latest used long parts by the digest of their text, not by the
-    text. Threads may share it."""
+    """Encodes as `tokenizer` does, and keeps the tokens of the latest used long parts by the digest
+    of their text, not by the text. Threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = CACHE_BYTES) -> None:
         """`max_bytes` bounds what is kept: digests, token ids, and Python's objects around them."""
@@ -38,28 +38,39 @@ class EncodingCache:
     def encode(self, text: str, *, salt: str = "") -> list[int]:
         """The same as `tokenizer.encode(text)`.
 
-        Only texts with the same `salt` share what is kept: nobody else can tell by the time whether a text has been here.
+        Only texts with the same `salt` share what is kept: nobody else can tell by the time whether
+        a text has been here.
         """
         return self._encode(valid_unicode(text), salt=salt)
 
     def encode_escaped(self, text: str, *, salt: str = "") -> list[int]:
-        """The same for a prompt that is escaped (`text.escaping`), as `tokenizer.encode_escaped` has it."""
+        """The same for a prompt that is escaped (`text.escaping`), as `tokenizer.encode_escaped`
+        has it.
+        """
         return self._encode(text, salt=salt)
 
     def _encode(self, text: str, *, salt: str) -> list[int]:
         """`text` is valid Unicode but for escapes."""
         if self._tokenizer.cuts is None:
             return self._tokenizer.encode_escaped(text)
-        key = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+        key = hashlib.blake2b(
+            salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES
+        ).digest()
         ids: list[int] = []
         for part in self._parts(text):
-            ids += self._kept(part, key) if len(part) > KEPT_CHARS else self._tokenizer.encode_escaped(part)
+            ids += (
+                self._kept(part, key)
+                if len(part) > KEPT_CHARS
+                else self._tokenizer.encode_escaped(part)
+            )
         return ids
 
     def _parts(self, text: str) -> Iterator[str]:
-        """`text` in parts: long stretches without control tokens, and between them control tokens with short stretches.
+        """`text` in parts: long stretches without control tokens, and between them control tokens
+        with short stretches.
 
-        What follows has no influence on where a part ends, so a longer text begins with the same parts.
+        What follows has no influence on where a part ends, so a longer text begins with the same
+        parts.
         """
         assert self._tokenizer.cuts is not None
         start = stretch = 0  # of the part, and of the stretch since the last control token
@@ -80,19 +91,24 @@ class EncodingCache:
 
     def _kept(self, part: str, key: bytes) -> list[int]:
         """The tokens of a part, kept from now on."""
-        digest = hashlib.blake2b(part.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, key=key).digest()
+        digest = hashlib.blake2b(
+            part.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, key=key
+        ).digest()
         with self._lock:
             known = self._entries.get(digest)
             if known is not None:
                 self._entries.move_to_end(digest)
         if known is not None:
             return known.tolist()
-        ids = self._tokenizer.encode_escaped(part)  # without the lock: at worst two threads do the same
+        # without the lock: at worst two threads do the same
+        ids = self._tokenizer.encode_escaped(part)
         self._keep(digest, array("I", ids))
         return ids
 
     def _keep(self, digest: bytes, ids: array[int]) -> None:
-        """Add an entry and drop the oldest ones that no longer fit; what would take more than half of the room is not kept."""
+        """Add an entry and drop the oldest ones that no longer fit; what would take more than half
+        of the room is not kept.
+        """
         if _num_bytes(ids) > self._max_bytes // 2:
             return
         with self._lock:

@@ -1,9 +1,10 @@
 """Text that looks like a control token stays text.
 
-A chat template puts the strings of a conversation between control tokens (`]~b]`, `[e~[`, ...). A string that spells such a
-token would end its turn and begin another one. So spellings in the conversation's strings are broken by an escape character
-before the template sees them; what is whole in the rendered prompt is the template's own. `Tokenizer.encode_escaped` turns
-that into control tokens and all else into plain text, without the escapes.
+A chat template puts the strings of a conversation between control tokens (`]~b]`, `[e~[`, ...). A
+string that spells such a token would end its turn and begin another one. So spellings in the
+conversation's strings are broken by an escape character before the template sees them; what is
+whole in the rendered prompt is the template's own. `Tokenizer.encode_escaped` turns that into
+control tokens and all else into plain text, without the escapes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from negamax.base.unicode import valid_unicode
 
 ESCAPE = "\udfff"  # a lone surrogate: valid text has none, so no client can write it
-_INSERTED = frozenset({"name", "arguments"})  # of calls: templates of M3 write names of parameters between < and >
+# of calls: templates of M3 write names of parameters between < and >
+_INSERTED = frozenset({"name", "arguments"})
 
 
 def unescaped(text: str) -> str:
@@ -24,13 +26,17 @@ def unescaped(text: str) -> str:
 
 
 class TokenEscaper:
-    """Escapes the spellings of added tokens in a conversation. It changes nothing, so threads may share it.
+    """Escapes the spellings of added tokens in a conversation. It changes nothing, so threads may
+    share it.
 
-    An assistant's message is what the model itself has written: its tags of thinking and calls stay tokens there.
+    An assistant's message is what the model itself has written: its tags of thinking and calls stay
+    tokens there.
     """
 
     def __init__(self, added: Iterable[str], *, structure: Iterable[str]) -> None:
-        """`added`: the texts of all added tokens; `structure`: those that a model writes as a part of its answer."""
+        """`added`: the texts of all added tokens; `structure`: those that a model writes as a part
+        of its answer.
+        """
         texts = frozenset(added) - {""}
         self._all = _Spellings(texts)
         self._control = _Spellings(texts - frozenset(structure))
@@ -56,7 +62,9 @@ class TokenEscaper:
 
 
 class _Spellings:
-    """The texts of some tokens, found whole in a string, and in parts at its ends: the template may write the rest."""
+    """The texts of some tokens, found whole in a string, and in parts at its ends: the template may
+    write the rest.
+    """
 
     def __init__(self, texts: frozenset[str]) -> None:
         longest_first = sorted(texts, key=len, reverse=True)
@@ -67,7 +75,9 @@ class _Spellings:
         self._longest = max(map(len, texts), default=0)
 
     def escaped(self, text: str, *, is_inserted: bool = False) -> str:
-        """`text` with an escape in every spelling. `is_inserted`: it may be the middle of one, too."""
+        """`text` with an escape in every spelling. `is_inserted`: it may be the middle of one,
+        too.
+        """
         text = valid_unicode(text)
         if self._whole is None or not text:
             return text
@@ -78,21 +88,36 @@ class _Spellings:
 
 
 def _broken(match: re.Match[str]) -> str:
-    """A spelling with an escape after each of its characters: whatever overlaps with it is broken, too."""
+    """A spelling with an escape after each of its characters: whatever overlaps with it is broken,
+    too.
+    """
     return "".join(character + ESCAPE for character in match[0])
 
 
-def _escaped(value: Any, spellings: _Spellings, *, is_inserted: bool = False, inserted: frozenset[str] = frozenset()) -> Any:
-    """A JSON value with all its strings escaped; `inserted` are the keys whose values the template puts within a tag."""
+def _escaped(
+    value: Any,
+    spellings: _Spellings,
+    *,
+    is_inserted: bool = False,
+    inserted: frozenset[str] = frozenset(),
+) -> Any:
+    """A JSON value with all its strings escaped; `inserted` are the keys whose values the template
+    puts within a tag.
+    """
     if isinstance(value, str):
         return spellings.escaped(value, is_inserted=is_inserted)
     if isinstance(value, Mapping):
         return {
-            spellings.escaped(key, is_inserted=is_inserted) if isinstance(key, str) else key: _escaped(
+            spellings.escaped(key, is_inserted=is_inserted)
+            if isinstance(key, str)
+            else key: _escaped(
                 inner, spellings, is_inserted=is_inserted or key in inserted, inserted=inserted
             )
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_escaped(inner, spellings, is_inserted=is_inserted, inserted=inserted) for inner in value]
+        return [
+            _escaped(inner, spellings, is_inserted=is_inserted, inserted=inserted)
+            for inner in value
+        ]
     return value

@@ -1,4 +1,5 @@
-"""Parser names, as vLLM and SGLang have them, and what they mean: the format of an answer and where its reasoning goes.
+"""Parser names, as vLLM and SGLang have them, and what they mean: the format of an answer and where
+its reasoning goes.
 
 | name | tool calls | reasoning |
 |---|---|---|
@@ -75,15 +76,23 @@ class OutputStyle:
 
 
 def may_call(tools: Sequence[Mapping[str, Any]] | None, messages: Sequence[Any]) -> bool:
-    """Whether an answer to `messages` may have calls: of declared tools, or, where none is declared, of
-    those that the conversation has called already. Any other client would not know what to do with them."""
-    return bool(tools) or any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages)
+    """Whether an answer to `messages` may have calls: of declared tools, or, where none is
+    declared, of those that the conversation has called already. Any other client would not know
+    what to do with them.
+    """
+    return bool(tools) or any(
+        isinstance(message, Mapping) and message.get("tool_calls") for message in messages
+    )
 
 
-def output_style(model: str, *, tool_call_parser: str | None = AUTO, reasoning_parser: str | None = AUTO) -> OutputStyle:
-    """How answers of `model` (its architecture or model_type in config.json) are read. None is `none`.
+def output_style(
+    model: str, *, tool_call_parser: str | None = AUTO, reasoning_parser: str | None = AUTO
+) -> OutputStyle:
+    """How answers of `model` (its architecture or model_type in config.json) are read. None is
+    `none`.
 
-    Errors: `ConfigError` for an unknown name, for parsers of two families, and for `auto` with a model of neither family.
+    Errors: `ConfigError` for an unknown name, for parsers of two families, and for `auto` with a
+    model of neither family.
     """
     tool_call_parser = tool_call_parser or NONE
     reasoning_parser = reasoning_parser or NONE
@@ -93,7 +102,8 @@ def output_style(model: str, *, tool_call_parser: str | None = AUTO, reasoning_p
     think_format, thinking = _REASONING_FORMATS.get(reasoning_parser, (None, Thinking.RAW))
     if call_format and think_format and call_format is not think_format:
         raise ConfigError(
-            f"--tool-call-parser is {tool_call_parser}, --reasoning-parser is {reasoning_parser}: two model families",
+            f"--tool-call-parser is {tool_call_parser}, --reasoning-parser is "
+            f"{reasoning_parser}: two model families",
             hint=f"use {call_format.name} or {think_format.name} for both, or auto",
         )
     if reasoning_parser == AUTO:

@@ -1,4 +1,6 @@
-"""Grammars in the one form that the compiler takes: xgrammar's structural tags (`text.grammar_formats`)."""
+"""Grammars in the one form that the compiler takes: xgrammar's structural tags
+(`text.grammar_formats`).
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ from negamax.text.tool_grammar import calls_format, read_rules
 def structural_tag(grammar: Grammar, reasoning: Reasoning | None) -> str:
     """The whole of what the compiler reads for an output, from where its grammar begins.
 
-    After an open reasoning that is after its closer; an optional reasoning is a part of the grammar. Errors:
-    `InvalidRequestError` for what the grammar's own check could not see.
+    After an open reasoning that is after its closer; an optional reasoning is a part of the
+    grammar. Errors: `InvalidRequestError` for what the grammar's own check could not see.
     """
-    return json.dumps({"type": "structural_tag", "format": _after(reasoning, content_format(grammar, Budget()))})
+    return json.dumps(
+        {"type": "structural_tag", "format": _after(reasoning, content_format(grammar, Budget()))}
+    )
 
 
 def content_format(grammar: Grammar, budget: Budget) -> Format:
@@ -36,7 +40,13 @@ def content_format(grammar: Grammar, budget: Budget) -> Format:
         case "json_object":
             return json_format({"type": "object"})
         case "json_schema":
-            return json_format(prepared(parse_json(grammar.text, what="JSON schema"), strict=grammar.strict, budget=budget))
+            return json_format(
+                prepared(
+                    parse_json(grammar.text, what="JSON schema"),
+                    strict=grammar.strict,
+                    budget=budget,
+                )
+            )
         case "regex":
             return {"type": "regex", "pattern": grammar.text}
         case "choice":
@@ -63,7 +73,10 @@ def _after(reasoning: Reasoning | None, content: Format) -> Format:
     inside: Format = {"type": "any_text", "excludes": [reasoning.closer.text]}
     if reasoning.closer.token_id is not None:
         tags = (reasoning.opener, reasoning.closer, reasoning.call_opener)
-        inside = {"type": "any_tokens", "exclude_tokens": [tag.token_id for tag in tags if tag.token_id is not None]}
+        inside = {
+            "type": "any_tokens",
+            "exclude_tokens": [tag.token_id for tag in tags if tag.token_id is not None],
+        }
     block = sequence([marker(reasoning.opener), inside, closer])
     return sequence([optional(any_of([block, closer])), content])
 
@@ -74,14 +87,19 @@ def _with_bounded_whitespace(part: Any) -> Any:
         return [_with_bounded_whitespace(item) for item in part]
     if not isinstance(part, dict):
         return part
-    made = {key: value if key == "json_schema" else _with_bounded_whitespace(value) for key, value in part.items()}
+    made = {
+        key: value if key == "json_schema" else _with_bounded_whitespace(value)
+        for key, value in part.items()
+    }
     if made.get("type") == "json_schema" and made.get("max_whitespace_cnt") is None:
         made["max_whitespace_cnt"] = MAX_WHITESPACE
     return made
 
 
 def _given_format(value: Any, budget: Budget) -> Format:
-    """The format in a structural tag as clients send it: `format`, or the older list of `structures` with their `triggers`."""
+    """The format in a structural tag as clients send it: `format`, or the older list of
+    `structures` with their `triggers`.
+    """
     if isinstance(value.get("format"), dict):
         given: Format = _with_bounded_whitespace(value["format"])
         return given
@@ -90,8 +108,17 @@ def _given_format(value: Any, budget: Budget) -> Format:
         refuse_grammar("the structural tag has neither a 'format' nor 'structures' and 'triggers'")
     tags = []
     for structure in structures:
-        if not isinstance(structure, dict) or not all(isinstance(structure.get(name), str) for name in ("begin", "end")):
+        if not isinstance(structure, dict) or not all(
+            isinstance(structure.get(name), str) for name in ("begin", "end")
+        ):
             refuse_grammar("a structure of the structural tag lacks 'begin' or 'end'")
         schema = prepared(structure.get("schema", True), strict=False, budget=budget)
-        tags.append({"type": "tag", "begin": structure["begin"], "content": json_format(schema), "end": structure["end"]})
+        tags.append(
+            {
+                "type": "tag",
+                "begin": structure["begin"],
+                "content": json_format(schema),
+                "end": structure["end"],
+            }
+        )
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}

@@ -1,7 +1,8 @@
 """The building blocks of xgrammar's structural tags, as plain JSON values.
 
-A format is a mapping with a `type`. Those used here: `const_string`, `regex`, `json_schema`, `grammar` (GBNF), `any_text` (up
-to the first of `excludes`), `token` (by its id), and `sequence`, `or`, `optional`, `plus`, `star` of other formats.
+A format is a mapping with a `type`. Those used here: `const_string`, `regex`, `json_schema`,
+`grammar` (GBNF), `any_text` (up to the first of `excludes`), `token` (by its id), and `sequence`,
+`or`, `optional`, `plus`, `star` of other formats.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from negamax.config.grammar import Marker
 
 Format = dict[str, Any]
 
-# White space between two parts of a JSON text: four levels of indentation. Without a limit a model may write nothing else.
+# White space between two parts of a JSON text: four levels of indentation. Without a limit a model
+# may write nothing else.
 MAX_WHITESPACE = 20
 
 

@@ -1,6 +1,8 @@
-"""Grammars at work: compiled for one vocabulary, and followed token by token. The one door to xgrammar.
+"""Grammars at work: compiled for one vocabulary, and followed token by token. The one door to
+xgrammar.
 
-xgrammar brings torch and transformers along, seconds of import: only the grammar process imports this module.
+xgrammar brings torch and transformers along, seconds of import: only the grammar process imports
+this module.
 """
 
 from __future__ import annotations
@@ -27,20 +29,35 @@ _TAG_PREFIX = b"\xff\xff"  # no UTF-8, so that no grammar of texts can reach the
 
 
 class GrammarCompiler:
-    """Compiles structural tags for the vocabulary of one model, and keeps the latest. Threads may share it."""
+    """Compiles structural tags for the vocabulary of one model, and keeps the latest. Threads may
+    share it.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int], num_threads: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        num_threads: int,
+    ) -> None:
         """`vocab_size` is the model's, which may be padded."""
         self.vocab_size = vocab_size
         vocabulary = [_spelling(tokenizer, token_id) for token_id in range(vocab_size)]
         info = xgrammar.TokenizerInfo(
-            vocabulary, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids)
+            vocabulary,
+            xgrammar.VocabType.RAW,
+            vocab_size=vocab_size,
+            stop_token_ids=list(eos_token_ids),
         )
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_enabled=False)
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=num_threads, cache_enabled=False
+        )
         ids = (tokenizer.token_id(tag) for tag in sorted(_TAGS))
         self.tags = TagBits([i for i in ids if i is not None and i < vocab_size])
         self._lock = Lock()
-        self._cache: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()  # the latest use last
+        # the latest use last
+        self._cache: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
 
     def compile(self, structural_tag: str) -> xgrammar.CompiledGrammar:
         """The compiled form. Errors: `InvalidRequestError` with the compiler's words."""
@@ -56,7 +73,9 @@ class GrammarCompiler:
         with self._lock:
             self._cache[structural_tag] = compiled
             num_bytes = sum(entry.memory_size_bytes for entry in self._cache.values())
-            while len(self._cache) > 1 and (num_bytes > CACHE_BYTES or len(self._cache) > CACHE_ENTRIES):
+            while len(self._cache) > 1 and (
+                num_bytes > CACHE_BYTES or len(self._cache) > CACHE_ENTRIES
+            ):
                 _, oldest = self._cache.popitem(last=False)
                 num_bytes -= oldest.memory_size_bytes
         return compiled
@@ -65,8 +84,8 @@ class GrammarCompiler:
 class TagBits:
     """The bits of the tags that are tokens of their own.
 
-    Raw text up to a closer lets the library allow every token, tags included. No place that wants a tag wants all of them: that
-    tells the two apart.
+    Raw text up to a closer lets the library allow every token, tags included. No place that wants a
+    tag wants all of them: that tells the two apart.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -80,7 +99,9 @@ class TagBits:
 
 
 class GrammarMatcher:
-    """One output on its way through its grammar. Single writer: whichever thread of the grammar process has its turn."""
+    """One output on its way through its grammar. Single writer: whichever thread of the grammar
+    process has its turn.
+    """
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
@@ -91,10 +112,16 @@ class GrammarMatcher:
         return bool(self._matcher.is_terminated())
 
     def take(self, part: int | bytes) -> bool:
-        """Go on by a token, or by text that came without one; False: the grammar does not allow it."""
+        """Go on by a token, or by text that came without one; False: the grammar does not allow
+        it.
+        """
         if self.has_ended:
             return True  # what follows an end is not its business
-        taken = self._matcher.accept_token(part) if isinstance(part, int) else self._matcher.accept_string(part)
+        taken = (
+            self._matcher.accept_token(part)
+            if isinstance(part, int)
+            else self._matcher.accept_string(part)
+        )
         return bool(taken)
 
     def take_back(self, num_parts: int) -> None:
@@ -111,7 +138,9 @@ class GrammarMatcher:
 
 
 def _spelling(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """What a token means to a grammar: its text; if it is a tag, what only its id can name; if it controls, nothing."""
+    """What a token means to a grammar: its text; if it is a tag, what only its id can name; if it
+    controls, nothing.
+    """
     text = tokenizer.token_bytes(token_id)
     if not tokenizer.is_added(token_id):
         return text

@@ -1,4 +1,6 @@
-"""JSON schemas as grammars understand them: local references, and which keywords nothing can be done about."""
+"""JSON schemas as grammars understand them: local references, and which keywords nothing can be
+done about.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,27 @@ from urllib.parse import unquote
 
 from negamax.config.grammar import refuse_grammar
 
-# Keywords that a grammar cannot follow: it would have to remember values, or allow everything but something.
+# Keywords that a grammar cannot follow: it would have to remember values, or allow everything but
+# something.
 NOT_ENFORCED = (
-    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependentRequired",
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems",
+    "dependentRequired",
     "dependentSchemas", "dependencies", "$dynamicRef", "unevaluatedItems",
 )  # fmt: skip
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLES = ("items", "additionalProperties", "unevaluatedProperties", "propertyNames", "not", "if", "then", "else", "contains")
+_SINGLES = (
+    "items",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+)
 
 _MAX_REFERENCES = 32  # in a chain of references to references
 _NODE_BYTES = 16  # of a reference that cost as much as a node
@@ -26,8 +40,8 @@ MAX_BYTES = 4 << 20
 
 
 class Budget:
-    """What the schemas of one request may come to while they are expanded: references and shared sub-schemas can make a
-    small request large. Single writer: one thread."""
+    """What the schemas of one request may come to while they are expanded: references and shared
+    sub-schemas can make a small request large. Single writer: one thread."""
 
     def __init__(self) -> None:
         self._nodes = 0
@@ -42,17 +56,24 @@ class Budget:
         self._nodes += nodes
         self._bytes += num_bytes
         if self._nodes > MAX_NODES:
-            refuse_grammar(f"the schemas come to more than {MAX_NODES} nodes once expanded; send fewer or simpler ones")
+            refuse_grammar(
+                f"the schemas come to more than {MAX_NODES} nodes once expanded; send fewer or "
+                f"simpler ones"
+            )
         if self._bytes > MAX_BYTES:
-            refuse_grammar(f"the schemas come to more than {MAX_BYTES} bytes once expanded; send fewer or simpler ones")
+            refuse_grammar(
+                f"the schemas come to more than {MAX_BYTES} bytes once expanded; send fewer or "
+                f"simpler ones"
+            )
 
 
 def prepared(schema: Any, *, strict: bool, budget: Budget | None = None) -> Any:
     """`schema` in the words that the grammar compiler reads.
 
-    `nullable` becomes a type, a required property that is not listed becomes a listed one (several share one definition), and
-    items that nothing is said about may be anything. Errors: `InvalidRequestError` beyond the `budget`; with `strict` also for
-    a keyword that cannot be enforced, and for a reference that leads nowhere.
+    `nullable` becomes a type, a required property that is not listed becomes a listed one (several
+    share one definition), and items that nothing is said about may be anything. Errors:
+    `InvalidRequestError` beyond the `budget`; with `strict` also for a keyword that cannot be
+    enforced, and for a reference that leads nowhere.
     """
     budget = budget or Budget()
     if strict:
@@ -62,7 +83,9 @@ def prepared(schema: Any, *, strict: bool, budget: Budget | None = None) -> Any:
 
 
 def resolve(node: Any, *, root: Any, budget: Budget | None = None) -> Any:
-    """What a schema that is a reference into `root` refers to, looked through; None where that leads nowhere."""
+    """What a schema that is a reference into `root` refers to, looked through; None where that
+    leads nowhere.
+    """
     for _ in range(_MAX_REFERENCES):
         if not isinstance(node, Mapping) or not isinstance(node.get("$ref"), str):
             return node
@@ -114,9 +137,15 @@ def _parts(node: Mapping[str, Any]) -> Iterator[Any]:
 def _check_enforceable(node: Mapping[str, Any], *, root: Any, budget: Budget) -> None:
     for keyword in NOT_ENFORCED:
         if keyword in node and node[keyword] is not False:
-            refuse_grammar(f"the JSON schema uses {keyword!r}, which cannot be enforced; leave it out, or send strict: false")
+            refuse_grammar(
+                f"the JSON schema uses {keyword!r}, which cannot be enforced; leave it out, or "
+                f"send strict: false"
+            )
     if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
-        refuse_grammar("the JSON schema uses 'allOf' with several schemas; merge them into one, or send strict: false")
+        refuse_grammar(
+            "the JSON schema uses 'allOf' with several schemas; merge them into one, or send "
+            "strict: false"
+        )
     if isinstance(node.get("$ref"), str) and resolve(node, root=root, budget=budget) is None:
         refuse_grammar(f"the JSON schema refers to {node['$ref']!r}, which it does not hold")
 
@@ -145,7 +174,11 @@ class _Preparation:
         for keyword in (*_LISTS, *_SINGLES):
             part = made.get(keyword)
             if part is not None:
-                made[keyword] = [self._prepared(item) for item in part] if isinstance(part, list) else self._prepared(part)
+                made[keyword] = (
+                    [self._prepared(item) for item in part]
+                    if isinstance(part, list)
+                    else self._prepared(part)
+                )
         if made.pop("nullable", False) is True:
             _allow_null(made)
         declared = made.get("type")
@@ -160,7 +193,9 @@ class _Preparation:
         """List the required properties that are not listed: they follow `additionalProperties`."""
         listed = node.get("properties")
         listed = listed if isinstance(listed, Mapping) else {}
-        missing = dict.fromkeys(name for name in node["required"] if isinstance(name, str) and name not in listed)
+        missing = dict.fromkeys(
+            name for name in node["required"] if isinstance(name, str) and name not in listed
+        )
         if not missing:
             return
         self._budget.spend(len(missing))
@@ -182,7 +217,9 @@ def _is_small(schema: Any) -> bool:
     """Whether a reference would be no shorter."""
     if not isinstance(schema, Mapping):
         return True
-    return len(schema) <= 1 and all(isinstance(value, str) and len(value) <= _NODE_BYTES for value in schema.values())
+    return len(schema) <= 1 and all(
+        isinstance(value, str) and len(value) <= _NODE_BYTES for value in schema.values()
+    )
 
 
 def _allow_null(node: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""Conversations as clients send them, brought into the one form that MiniMax templates render without losing anything."""
+"""Conversations as clients send them, brought into the one form that MiniMax templates render
+without losing anything.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))  # of M2 a
 
 _QUOTES = tuple("`'\"“‘«")
 
-_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # by type of the part
+# by type of the part
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 RAW_ARGUMENTS = "arguments"  # the one parameter of a call whose arguments are no JSON object
 
 _IMAGE = "[an image, which this model cannot see]"
@@ -30,25 +33,35 @@ _UNSEEN = {  # by type of the part, in all dialects
 }
 
 
-def normalize_messages(messages: Sequence[Mapping[str, Any]], *, has_root: bool = False) -> list[dict[str, Any]]:
-    """Messages in the one form that MiniMax templates render without losing anything; the input stays as it is.
+def normalize_messages(
+    messages: Sequence[Mapping[str, Any]], *, has_root: bool = False
+) -> list[dict[str, Any]]:
+    """Messages in the one form that MiniMax templates render without losing anything; the input
+    stays as it is.
 
-    - Root, system and developer messages at the start become one system message, root texts first, joined by empty lines.
-      With `has_root`, for templates that know this role, root texts become a root message of their own before it.
-    - A later one stays in its place as a note (`system_note`): at the end of the tool result before it, else as a user
-      message. The templates would drop it silently; moving it to the start would change the whole prompt and lose its cached
-      prefix; and a user message within a tool loop would hide the thinking of that loop.
-    - Content null or missing is "". Text parts of every known type become parts of type text, and so do images, documents,
-      recordings and videos: each becomes a note (`unseen_note`).
-    - Reasoning is read from `reasoning_content`, `reasoning`, `reasoning_details`, thinking parts, or a think block that
-      begins the content, and becomes `reasoning_content`.
-    - Arguments of tool calls become mappings. An empty text and null are no arguments; what else is no JSON object, such as
-      the arguments of a call that the limit of tokens cut, becomes one parameter with its text (`RAW_ARGUMENTS`).
-    - Tool results directly follow their calls and are put in the order of the calls, instructions between them after them.
-    Errors: `InvalidRequestError` naming the message, for everything a template would drop, misplace or print as something else.
+    - Root, system and developer messages at the start become one system message, root texts first,
+      joined by empty lines. With `has_root`, for templates that know this role, root texts become a
+      root message of their own before it.
+    - A later one stays in its place as a note (`system_note`): at the end of the tool result before
+      it, else as a user message. The templates would drop it silently; moving it to the start would
+      change the whole prompt and lose its cached prefix; and a user message within a tool loop
+      would hide the thinking of that loop.
+    - Content null or missing is "". Text parts of every known type become parts of type text, and
+      so do images, documents, recordings and videos: each becomes a note (`unseen_note`).
+    - Reasoning is read from `reasoning_content`, `reasoning`, `reasoning_details`, thinking parts,
+      or a think block that begins the content, and becomes `reasoning_content`.
+    - Arguments of tool calls become mappings. An empty text and null are no arguments; what else is
+      no JSON object, such as the arguments of a call that the limit of tokens cut, becomes one
+      parameter with its text (`RAW_ARGUMENTS`).
+    - Tool results directly follow their calls and are put in the order of the calls, instructions
+      between them after them.
+    Errors: `InvalidRequestError` naming the message, for everything a template would drop, misplace
+    or print as something else.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
-        raise InvalidRequestError(f"messages is a {type(messages).__name__}; send a list of messages", param="messages")
+        raise InvalidRequestError(
+            f"messages is a {type(messages).__name__}; send a list of messages", param="messages"
+        )
     if not messages:
         raise InvalidRequestError("messages is empty; send at least one message", param="messages")
     ordered = _order_tool_results([_checked(message, i) for i, message in enumerate(messages)])
@@ -61,17 +74,17 @@ def system_note(text: str) -> str:
 
 
 def unseen_note(kind: object) -> str | None:
-    """What a part of this type reads as, which has something else than text. A refusal would end the session that has it.
-    None for other types."""
+    """What a part of this type reads as, which has something else than text. A refusal would end
+    the session that has it. None for other types."""
     return _UNSEEN.get(kind) if isinstance(kind, str) else None
 
 
 def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     """Reasoning and content of an answer that carries its thinking in the content.
 
-    A think block that begins the content is its reasoning. A block further on is quoted, and so is a closer without an opener
-    behind a quotation mark: reasoning is "" then, which keeps templates from cutting the content there. None: nothing is known
-    of the reasoning, the template decides.
+    A think block that begins the content is its reasoning. A block further on is quoted, and so is
+    a closer without an opener behind a quotation mark: reasoning is "" then, which keeps templates
+    from cutting the content there. None: nothing is known of the reasoning, the template decides.
     """
     is_quoted = False
     for opener, closer in THINK_TAGS:
@@ -82,7 +95,9 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
             continue
         if content[:start].strip():
             return "", content
-        return content[start + len(opener) : end].strip("\n"), content[end + len(closer) :].strip("\n")
+        return content[start + len(opener) : end].strip("\n"), content[end + len(closer) :].strip(
+            "\n"
+        )
     return "" if is_quoted else None, content
 
 
@@ -93,12 +108,20 @@ def _checked(message: Any, i: int) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         _refuse(i, f"has role {role!r}; use one of {', '.join(ROLES)}")
-    checked = {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_details")}
+    checked = {
+        key: value
+        for key, value in message.items()
+        if key not in ("reasoning", "reasoning_details")
+    }
     if role != "assistant":
         # Templates show each part of a result by itself.
         checked["content"] = _content(message.get("content"), i, joins_notes=role != "tool")
         if checked.pop("tool_calls", None) not in (None, []):
-            _refuse(i, f"stands in a {role} message; only assistant messages call tools", field="tool_calls")
+            _refuse(
+                i,
+                f"stands in a {role} message; only assistant messages call tools",
+                field="tool_calls",
+            )
         return checked
     thoughts: list[str] = []
     content = _content(message.get("content"), i, thoughts=thoughts)
@@ -119,15 +142,21 @@ def _checked(message: Any, i: int) -> dict[str, Any]:
     return checked
 
 
-def _content(content: Any, i: int, *, thoughts: list[str] | None = None, joins_notes: bool = True) -> str | list[Any]:
-    """Content as text or as text parts; thinking parts go to `thoughts`, where a message may have them. `joins_notes`: notes of
-    what cannot be seen begin and end a line."""
+def _content(
+    content: Any, i: int, *, thoughts: list[str] | None = None, joins_notes: bool = True
+) -> str | list[Any]:
+    """Content as text or as text parts; thinking parts go to `thoughts`, where a message may have
+    them. `joins_notes`: notes of what cannot be seen begin and end a line."""
     if content is None or content == []:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        _refuse(i, f"is a {type(content).__name__}; send text, a list of text parts, or null", field="content")
+        _refuse(
+            i,
+            f"is a {type(content).__name__}; send text, a list of text parts, or null",
+            field="content",
+        )
     parts: list[Any] = []
     was_note = False
     for j, part in enumerate(content):
@@ -145,7 +174,9 @@ def _content(content: Any, i: int, *, thoughts: list[str] | None = None, joins_n
         else:
             shown = kind if isinstance(part, Mapping) else type(part).__name__
             allowed = "text, images and files"
-            _refuse(i, f"has type {shown!r}; allowed are parts with {allowed}", field=f"content[{j}]")
+            _refuse(
+                i, f"has type {shown!r}; allowed are parts with {allowed}", field=f"content[{j}]"
+            )
         if joins_notes and parts and (was_note or note is not None):
             text = f"\n{text}"
         parts.append(text if isinstance(part, str) else {"type": "text", "text": text})
@@ -156,7 +187,11 @@ def _content(content: Any, i: int, *, thoughts: list[str] | None = None, joins_n
 def _part_text(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
     text = part.get(field)
     if not isinstance(text, str):
-        _refuse(i, f"is a {part['type']} part without text; set its field {field} to a string", field=f"content[{j}]")
+        _refuse(
+            i,
+            f"is a {part['type']} part without text; set its field {field} to a string",
+            field=f"content[{j}]",
+        )
     return text
 
 
@@ -187,8 +222,14 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping):
             _refuse(i, "has no function; send {id, type, function: {name, arguments}}", field=where)
         if not isinstance(function.get("name"), str) or not function["name"]:
-            _refuse(i, f"is {function.get('name')!r}; send the name of the called tool", field=f"{where}.function.name")
-        checked.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
+            _refuse(
+                i,
+                f"is {function.get('name')!r}; send the name of the called tool",
+                field=f"{where}.function.name",
+            )
+        checked.append(
+            {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+        )
     ids = [call.get("id") for call in checked]
     if not all(isinstance(call_id, str) for call_id in ids) or len(set(ids)) < len(ids):
         _refuse(i, f"has the ids {ids}; give each call its own id", field="tool_calls")
@@ -210,14 +251,18 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 
 
 def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Check that calls are answered exactly once, before the conversation goes on, and put the answers
-    in call order. A call that was cut is left out where nobody answers it: nobody could run it."""
+    """Check that calls are answered exactly once, before the conversation goes on, and put the
+    answers in call order. A call that was cut is left out where nobody answers it: nobody could run
+    it."""
     ordered: list[dict[str, Any]] = []
     i = 0
     while i < len(messages):
         message = messages[i]
         if message["role"] == "tool":
-            _refuse(i, "answers no call; a tool message must follow an assistant message with tool_calls")
+            _refuse(
+                i,
+                "answers no call; a tool message must follow an assistant message with tool_calls",
+            )
         ordered.append(message)
         i += 1
         if "tool_calls" in message and i < len(messages):  # a conversation may end with calls
@@ -225,7 +270,11 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             while end < len(messages) and messages[end]["role"] in ("tool", *INSTRUCTION_ROLES):
                 end += 1
             answered = [messages[j].get("tool_call_id") for j in range(i, end)]
-            calls = [call for call in message["tool_calls"] if not _is_cut(call) or call["id"] in answered]
+            calls = [
+                call
+                for call in message["tool_calls"]
+                if not _is_cut(call) or call["id"] in answered
+            ]
             if len(calls) < len(message["tool_calls"]):
                 others = {key: value for key, value in message.items() if key != "tool_calls"}
                 ordered[-1] = {**others, "tool_calls": calls} if calls else others
@@ -249,20 +298,30 @@ def _results_in_call_order(
             continue
         call_id = messages[i].get("tool_call_id")
         if not isinstance(call_id, str) or call_id not in results:
-            _refuse(i, f"is {call_id!r}; the calls before it are {list(results)}", field="tool_call_id")
+            _refuse(
+                i, f"is {call_id!r}; the calls before it are {list(results)}", field="tool_call_id"
+            )
         if results[call_id] is not None:
-            _refuse(i, f"is {call_id!r}, which was answered already; answer each call once", field="tool_call_id")
+            _refuse(
+                i,
+                f"is {call_id!r}, which was answered already; answer each call once",
+                field="tool_call_id",
+            )
         results[call_id] = messages[i]
     missing = [call_id for call_id, result in results.items() if result is None]
     if missing:
-        problem = f"has calls without a result: {missing}; send a tool message for each, right after it"
+        problem = (
+            f"has calls without a result: {missing}; send a tool message for each, right after it"
+        )
         _refuse(start - 1, problem, field="tool_calls")
     return (result for result in results.values() if result is not None)
 
 
 def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> list[dict[str, Any]]:
     """Join the instructions at the start; turn later ones into notes."""
-    num_leading = next((i for i, m in enumerate(messages) if m["role"] not in INSTRUCTION_ROLES), len(messages))
+    num_leading = next(
+        (i for i, m in enumerate(messages) if m["role"] not in INSTRUCTION_ROLES), len(messages)
+    )
     roots = [message for message in messages[:num_leading] if message["role"] == "root"]
     others = [message for message in messages[:num_leading] if message["role"] != "root"]
     groups = [("root", roots), ("system", others)] if has_root else [("system", roots + others)]

@@ -1,15 +1,19 @@
 r"""How the MiniMax-M2 family (M2, M2.1, M2.5, M2.7) writes thinking and tool calls.
 
-    reasoning\n</think>\n\ncontent\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n</invoke>\n
-    </minimax:tool_call>
+    reasoning\n</think>\n\ncontent\n<minimax:tool_call>\n<invoke name="f">\n<parameter
+    name="k">v</parameter>\n</invoke>\n </minimax:tool_call>
 
-Nothing is escaped, so a value may contain anything, closers included. What follows a closer decides (white space aside):
-- `</parameter>` ends the value before a parameter, an invoke, either closer, or the end of the output; else it is data;
-- `</invoke>` in an open value ends it before another invoke, the block closer or the end; `</minimax:tool_call>` before another
-  block or the end; else they are data;
-- an opener `<parameter name="k">` in an open value ends it only when k was declared and not given yet (a forgotten closer).
-The end decides only where the model made it: what would follow in an output that was cut is not known.
-A parameter given twice is written twice: every common JSON reader takes the last one, streamed or not.
+Nothing is escaped, so a value may contain anything, closers included. What follows a closer decides
+(white space aside):
+- `</parameter>` ends the value before a parameter, an invoke, either closer, or the end of the
+  output; else it is data;
+- `</invoke>` in an open value ends it before another invoke, the block closer or the end;
+  `</minimax:tool_call>` before another block or the end; else they are data;
+- an opener `<parameter name="k">` in an open value ends it only when k was declared and not given
+  yet (a forgotten closer).
+The end decides only where the model made it: what would follow in an output that was cut is not
+known. A parameter given twice is written twice: every common JSON reader takes the last one,
+streamed or not.
 """
 
 from __future__ import annotations
@@ -19,7 +23,14 @@ import re
 
 from negamax.text.output_parser import CallWriter, OutputFormat
 from negamax.text.schema_values import TEXT_TYPES, ToolSchemas, json_value
-from negamax.text.tag_lexer import MAX_ATTRIBUTE_CHARS, TEXT, Lexeme, TagBeginnings, TagKind, TagPattern
+from negamax.text.tag_lexer import (
+    MAX_ATTRIBUTE_CHARS,
+    TEXT,
+    Lexeme,
+    TagBeginnings,
+    TagKind,
+    TagPattern,
+)
 from negamax.text.tag_names import quoted_name, tag_name, tool_name
 
 _ATTRIBUTES = rf"\s[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
@@ -28,7 +39,12 @@ _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
 # For each closer met in an open value: what must follow for it to be one, beside the end of an
 # output that is not cut.
 _CLOSES_BEFORE = {
-    TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_OPEN, TagKind.INVOKE_CLOSE, TagKind.BLOCK_CLOSE),
+    TagKind.PARAMETER_CLOSE: (
+        TagKind.PARAMETER_OPEN,
+        TagKind.INVOKE_OPEN,
+        TagKind.INVOKE_CLOSE,
+        TagKind.BLOCK_CLOSE,
+    ),
     TagKind.INVOKE_CLOSE: (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE),
     TagKind.BLOCK_CLOSE: (TagKind.BLOCK_OPEN,),
 }
@@ -63,7 +79,9 @@ class MiniMaxM2Block:
     )
 
     def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
-        """`has_opener` is False for a bare `<invoke …>` without the block around it; such a block ends with that invoke."""
+        """`has_opener` is False for a bare `<invoke …>` without the block around it; such a block
+        ends with that invoke.
+        """
         self._calls = calls
         self._schemas = schemas
         self._has_opener = has_opener
@@ -88,7 +106,9 @@ class MiniMaxM2Block:
         if self._state is _VALUE:
             self._take_in_value(lexeme)
             return False
-        return self._take_in_block(lexeme) if self._state is _BLOCK else self._take_in_invoke(lexeme)
+        return (
+            self._take_in_block(lexeme) if self._state is _BLOCK else self._take_in_invoke(lexeme)
+        )
 
     def finish(self, *, is_cut: bool) -> None:
         """The output is over: a string keeps what came of it, any other open value is dropped."""
@@ -136,7 +156,9 @@ class MiniMaxM2Block:
         self._write(lexeme.text)
 
     def _decide(self, closer: Lexeme, *, before: Lexeme) -> None:
-        """Settle the undecided closer by what follows it, `before`, and go to the state it leads to."""
+        """Settle the undecided closer by what follows it, `before`, and go to the state it leads
+        to.
+        """
         follows = before.kind is TagKind.CUT or before.kind in _CLOSES_BEFORE[closer.kind]
         if before.kind is TagKind.PARAMETER_OPEN:
             follows = bool(quoted_name(before.text) or _NAMED_PARAMETER.match(before.text))
@@ -174,7 +196,9 @@ class MiniMaxM2Block:
         self._state = _VALUE
 
     def _write(self, text: str) -> None:
-        """Add `text` to the open value; a string goes out at once, unless it may still turn out to be the word null."""
+        """Add `text` to the open value; a string goes out at once, unless it may still turn out to
+        be the word null.
+        """
         if self._is_written:
             self._calls.string_text(text)
             return

@@ -1,16 +1,22 @@
-r"""How the MiniMax-M3 family writes thinking and tool calls. M is the marker `]<]minimax[>[`, one token or several.
+r"""How the MiniMax-M3 family writes thinking and tool calls. M is the marker `]<]minimax[>[`, one
+token or several.
 
     <mm:think>reasoning</mm:think>content
-    M<tool_call>\nM<invoke name="f">M<k>vM</k>M<list>M<item>1M</item>M</list>M</invoke>\nM</tool_call>
+    M<tool_call>\nM<invoke
+    name="f">M<k>vM</k>M<list>M<item>1M</item>M</list>M</invoke>\nM</tool_call>
 
-A tag without the marker is data. Elements nest: an object has one element per member, an array one `item` per value; what
-becomes of them is told in `element_arguments`. What the family is known to get wrong:
-- A closer with a wrong name closes a text; the right one may follow. A closer that fits nothing is dropped. A closer of an
-  outer element, of the invoke or of the block closes what is open in it.
-- After text, the opener of a sibling that is not given yet closes the text (a forgotten closer). Any other opener in a string
-  is data, its closer too. So is a call block or the invoke of an undeclared tool: files may be about this format.
-- `<tool_call>`, invoke tags and their closers that lost their marker count where nothing but a tag can stand.
-- Garbled invoke tags, with the marker inside them too, are read as the declared tool that they hold.
+A tag without the marker is data. Elements nest: an object has one element per member, an array one
+`item` per value; what becomes of them is told in `element_arguments`. What the family is known to
+get wrong:
+- A closer with a wrong name closes a text; the right one may follow. A closer that fits nothing is
+  dropped. A closer of an outer element, of the invoke or of the block closes what is open in it.
+- After text, the opener of a sibling that is not given yet closes the text (a forgotten closer).
+  Any other opener in a string is data, its closer too. So is a call block or the invoke of an
+  undeclared tool: files may be about this format.
+- `<tool_call>`, invoke tags and their closers that lost their marker count where nothing but a tag
+  can stand.
+- Garbled invoke tags, with the marker inside them too, are read as the declared tool that they
+  hold.
 """
 
 from __future__ import annotations
@@ -20,7 +26,14 @@ import re
 from negamax.text.element_arguments import ElementArguments
 from negamax.text.output_parser import CallWriter, OutputFormat
 from negamax.text.schema_values import ToolSchemas
-from negamax.text.tag_lexer import MAX_ATTRIBUTE_CHARS, TEXT, Lexeme, TagBeginnings, TagKind, TagPattern
+from negamax.text.tag_lexer import (
+    MAX_ATTRIBUTE_CHARS,
+    TEXT,
+    Lexeme,
+    TagBeginnings,
+    TagKind,
+    TagPattern,
+)
 from negamax.text.tag_names import tool_name
 
 MARKER = "]<]minimax[>["
@@ -28,9 +41,12 @@ MARKER = "]<]minimax[>["
 _BLOCK, _INVOKE = "tool_call", "invoke"
 _M = re.escape(MARKER)
 _SPACE = r"\s{0,4}"  # between the marker and its tag, and at the end of a tag
-_SPLICE = rf"{_M}{_SPACE}<?[^<>]{{0,64}}"  # a marker inside an invoke tag, and what follows it there
+# a marker inside an invoke tag, and what follows it there
+_SPLICE = rf"{_M}{_SPACE}<?[^<>]{{0,64}}"
 _SPLICED = re.compile(rf"{_M}{_SPACE}<?")
-_PARTIAL_M = "(?:" + "|".join(re.escape(MARKER[:length]) for length in range(len(MARKER) - 1, 0, -1)) + ")"
+_PARTIAL_M = (
+    "(?:" + "|".join(re.escape(MARKER[:length]) for length in range(len(MARKER) - 1, 0, -1)) + ")"
+)
 
 
 class MiniMaxM3Block:
@@ -39,7 +55,9 @@ class MiniMaxM3Block:
     __slots__ = ("_arguments", "_calls", "_has_opener", "_schemas")
 
     def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
-        """`has_opener` is False for a bare invoke without the block around it; such a block ends with that invoke."""
+        """`has_opener` is False for a bare invoke without the block around it; such a block ends
+        with that invoke.
+        """
         self._calls = calls
         self._schemas = schemas
         self._has_opener = has_opener
@@ -54,7 +72,11 @@ class MiniMaxM3Block:
             return False
         if lexeme.kind is TagKind.CUT:
             return False
-        return self._take_between_calls(lexeme) if arguments is None else self._take_in_call(lexeme, arguments)
+        return (
+            self._take_between_calls(lexeme)
+            if arguments is None
+            else self._take_in_call(lexeme, arguments)
+        )
 
     def finish(self, *, is_cut: bool) -> None:
         """The output is over: a call that is still open was cut."""
@@ -84,11 +106,18 @@ class MiniMaxM3Block:
                 arguments.quote(_BLOCK, tag)
             case TagKind.BLOCK_OPEN if arguments.lists(_BLOCK):
                 arguments.open(_BLOCK, tag)
-            case TagKind.INVOKE_CLOSE if arguments.is_quoted(_INVOKE) or arguments.has_open(_INVOKE):
+            case TagKind.INVOKE_CLOSE if arguments.is_quoted(_INVOKE) or arguments.has_open(
+                _INVOKE
+            ):
                 arguments.close(_INVOKE, tag)
             case TagKind.BLOCK_CLOSE if arguments.is_quoted(_BLOCK) or arguments.has_open(_BLOCK):
                 arguments.close(_BLOCK, tag)
-            case TagKind.INVOKE_OPEN | TagKind.BLOCK_OPEN | TagKind.INVOKE_CLOSE | TagKind.BLOCK_CLOSE:
+            case (
+                TagKind.INVOKE_OPEN
+                | TagKind.BLOCK_OPEN
+                | TagKind.INVOKE_CLOSE
+                | TagKind.BLOCK_CLOSE
+            ):
                 return self._take_structure(lexeme)
             case _ if arguments.is_between_arguments:
                 return self._take_structure(lexeme)
@@ -103,7 +132,9 @@ class MiniMaxM3Block:
         return arguments.is_in_string and not self._schemas.declares(_tool_name(tag, self._schemas))
 
     def _take_structure(self, lexeme: Lexeme) -> bool:
-        """A tag that ends the open call, or one without its marker that counts only between arguments."""
+        """A tag that ends the open call, or one without its marker that counts only between
+        arguments.
+        """
         match lexeme.kind:
             case TagKind.INVOKE_OPEN | TagKind.LOOSE_INVOKE_OPEN:
                 self._end_call()
@@ -162,7 +193,8 @@ def _is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) 
     return schemas.declares(_tool_name(lexeme.text, schemas))
 
 
-# Between its angles a tag has at most MAX_ATTRIBUTE_CHARS characters, whatever it is; the lexer relies on it.
+# Between its angles a tag has at most MAX_ATTRIBUTE_CHARS characters, whatever it is; the lexer
+# relies on it.
 _INSIDE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _AFTER_SLASH = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 1}}}"
 _AFTER_INVOKE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 6}}}"

@@ -1,22 +1,25 @@
 """One streaming state machine that turns generated text into reasoning, content and tool calls.
 
-It decides between reasoning, content and call blocks; the inside of a block is the business of the model's format file.
-Output is read once, tag by tag, and what comes out depends only on the text, never on how it was cut into pieces: a parsed
-answer is the sum of its stream.
+It decides between reasoning, content and call blocks; the inside of a block is the business of the
+model's format file. Output is read once, tag by tag, and what comes out depends only on the text,
+never on how it was cut into pieces: a parsed answer is the sum of its stream.
 
 Rules for every format:
-- Reasoning ends at its closer, or at a call block that opens in it. A second opener before the first word of reasoning and
-  a second closer before the first word of content are dropped. An opener before the first word of content begins reasoning;
-  once content has begun, think tags are part of it (but see `OutputFormat.may_think_again`: there an opener that is not
-  behind a quotation mark begins reasoning again).
-- A call opener begins a block where it begins a line of content, or where an invoke or the end of the output follows it, or in
-  content its closer. Anywhere else it is quoted text.
+- Reasoning ends at its closer, or at a call block that opens in it. A second opener before the
+  first word of reasoning and a second closer before the first word of content are dropped. An
+  opener before the first word of content begins reasoning; once content has begun, think tags are
+  part of it (but see `OutputFormat.may_think_again`: there an opener that is not behind a quotation
+  mark begins reasoning again).
+- A call opener begins a block where it begins a line of content, or where an invoke or the end of
+  the output follows it, or in content its closer. Anywhere else it is quoted text.
 - A closer that closes nothing is dropped where it is a token of its own: it is no quotation then.
-- White space between content and a call block is layout. Line breaks at the edges of reasoning and before content are too.
-- Tools that were not declared are reported like any other. At the end of the output a beginning of a tag is text again, except
-  inside a call block, where it is dropped: a name that was cut gives no call.
-- A call whose invoke is still open at the end of the output was cut. Its arguments stay as they are:
-  the beginning of a JSON object, never a whole one, so that nobody runs half a call.
+- White space between content and a call block is layout. Line breaks at the edges of reasoning and
+  before content are too.
+- Tools that were not declared are reported like any other. At the end of the output a beginning of
+  a tag is text again, except inside a call block, where it is dropped: a name that was cut gives no
+  call.
+- A call whose invoke is still open at the end of the output was cut. Its arguments stay as they
+  are: the beginning of a JSON object, never a whole one, so that nobody runs half a call.
 """
 
 from __future__ import annotations
@@ -32,7 +35,15 @@ import msgspec
 from negamax.text.detokenizer import TextPiece
 from negamax.text.schema_values import ToolSchemas, json_string, json_string_body
 from negamax.text.stop_strings import StopMatcher, StoppableText
-from negamax.text.tag_lexer import NO_BEGINNINGS, TEXT, Lexeme, TagBeginnings, TagKind, TagLexer, TagPattern
+from negamax.text.tag_lexer import (
+    NO_BEGINNINGS,
+    TEXT,
+    Lexeme,
+    TagBeginnings,
+    TagKind,
+    TagLexer,
+    TagPattern,
+)
 from negamax.text.text_channel import TextChannel
 from negamax.text.tokenizer import Tokenizer
 
@@ -69,8 +80,8 @@ class ToolArgumentsDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The arguments of this call are complete: their deltas form one JSON object. A call that was cut
-    has no end."""
+    """The arguments of this call are complete: their deltas form one JSON object. A call that was
+    cut has no end."""
 
     index: int
 
@@ -80,8 +91,8 @@ ParserEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolArgumentsDelta
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One call of an answer; `arguments` is the text of a JSON object, or of its beginning where the
-    call is not whole because it was cut."""
+    """One call of an answer; `arguments` is the text of a JSON object, or of its beginning where
+    the call is not whole because it was cut."""
 
     name: str
     arguments: str
@@ -98,9 +109,11 @@ class ParsedOutput:
 
 
 class CallWriter:
-    """Writes tool calls as events; arguments are one JSON object that grows member by member. Single writer: the open block.
+    """Writes tool calls as events; arguments are one JSON object that grows member by member.
+    Single writer: the open block.
 
-    Values go into the innermost container that is open: with a key into an object, with None into an array.
+    Values go into the innermost container that is open: with a key into an object, with None into
+    an array.
     """
 
     __slots__ = ("_closers", "_emit", "_has_members", "_index")
@@ -109,7 +122,8 @@ class CallWriter:
         self._emit = emit
         self._index = -1
         self._closers: list[str] = []  # of the open containers below the arguments
-        self._has_members = False  # the innermost container; one that has a container in it has members
+        # the innermost container; one that has a container in it has members
+        self._has_members = False
 
     def start_call(self, name: str) -> None:
         """Begin the next call."""
@@ -176,11 +190,15 @@ class CallBlock(Protocol):
         """Process one lexeme; True when it ended the block."""
 
     def finish(self, *, is_cut: bool) -> None:
-        """The output is over: a call that is still open was cut. `is_cut`: not the model ended it."""
+        """The output is over: a call that is still open was cut. `is_cut`: not the model ended
+        it.
+        """
 
 
 class IsBareCall(Protocol):
-    """Whether an invoke without a block around it is a call; `at_line_start`: only white space stands before it in its line."""
+    """Whether an invoke without a block around it is a call; `at_line_start`: only white space
+    stands before it in its line.
+    """
 
     def __call__(self, lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool: ...
 
@@ -188,7 +206,9 @@ class IsBareCall(Protocol):
 class NewBlock(Protocol):
     """Makes the reader of a block that opens; `has_opener` is False for a bare call."""
 
-    def __call__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> CallBlock: ...
+    def __call__(
+        self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool
+    ) -> CallBlock: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,19 +237,27 @@ class OutputFormat:
         return not (self.patterns or self.may_think_again or self.call_open in self.literals)
 
     def tag_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """The token ids of the tags with a fixed text; tags that `tokenizer` has no token for are left out."""
+        """The token ids of the tags with a fixed text; tags that `tokenizer` has no token for are
+        left out.
+        """
         found = {tag: tokenizer.token_id(tag) for tag in self.literals}
         return {tag: token_id for tag, token_id in found.items() if token_id is not None}
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside an open think block, so that the answer begins there.
+        """Whether a rendered prompt ends inside an open think block, so that the answer begins
+        there.
 
-        Only the assistant turn that the prompt leaves open is looked at: prompts quote think tags elsewhere.
+        Only the assistant turn that the prompt leaves open is looked at: prompts quote think tags
+        elsewhere.
         """
         if prompt.rstrip("\n").endswith(self.think_open):
             return True
         _, found, turn = prompt.rpartition(_ASSISTANT_TURN)
-        return bool(found) and _TURN_END not in turn and turn.rfind(self.think_open) > turn.rfind(self.think_close)
+        return (
+            bool(found)
+            and _TURN_END not in turn
+            and turn.rfind(self.think_open) > turn.rfind(self.think_close)
+        )
 
 
 class Thinking(enum.Enum):
@@ -246,15 +274,18 @@ class _State(enum.Enum):
     BLOCK = "call block"
 
 
-_REASONING, _CONTENT = _State.REASONING, _State.CONTENT  # a look-up in the enumeration is ten times as slow
+# a look-up in the enumeration is ten times as slow
+_REASONING, _CONTENT = _State.REASONING, _State.CONTENT
 
 
 class OutputParser:
-    """Parses one answer. Feed pieces, take events; call `finish` once at the end. Single writer: the owner of the answer.
+    """Parses one answer. Feed pieces, take events; call `finish` once at the end. Single writer:
+    the owner of the answer.
 
-    `tools` are the declared tools (their schemas decide the types of arguments). `in_reasoning` says that the prompt ended
-    inside an open think block, `continues` that it ended inside content, whose line breaks go on. Tags
-    with an entry in `tag_ids` (tag text to token id) count only as their tokens, others by their text.
+    `tools` are the declared tools (their schemas decide the types of arguments). `in_reasoning`
+    says that the prompt ended inside an open think block, `continues` that it ended inside content,
+    whose line breaks go on. Tags with an entry in `tag_ids` (tag text to token id) count only as
+    their tokens, others by their text.
 
     A string of `stop` ends the answer where it occurs in the content, not in reasoning or calls;
     `includes_stop` leaves it there. Nothing comes out after `matched_stop` is set.
@@ -315,7 +346,9 @@ class OutputParser:
         self._emit_content = emit_content
         self._stoppable: StoppableText | None = None
         if stop:
-            self._stoppable = StoppableText(emit_content, StopMatcher(stop), is_included=includes_stop)
+            self._stoppable = StoppableText(
+                emit_content, StopMatcher(stop), is_included=includes_stop
+            )
             self._stoppable.begin(is_before_word=not continues)
         self._content = TextChannel(
             self._stop_or_emit if stop else emit_content,
@@ -344,8 +377,8 @@ class OutputParser:
         return None if self._stoppable is None else self._stoppable.matched
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Take the next pieces; return what is certain now. With `may_stop` False stop strings that are
-        complete in them do not count."""
+        """Take the next pieces; return what is certain now. With `may_stop` False stop strings that
+        are complete in them do not count."""
         if self._stoppable is not None:
             self._stoppable.may_match = may_stop
         for lexeme in self._lexer.feed(pieces):
@@ -409,7 +442,11 @@ class OutputParser:
         quoted = "".join(self._opener)
         self._opener = []
         confirming = _AFTER_LOOSE_OPENER if self._opener_is_loose else _AFTER_OPENER
-        is_empty_block = lexeme.kind is TagKind.BLOCK_CLOSE and self._state is _CONTENT and not self._opener_is_loose
+        is_empty_block = (
+            lexeme.kind is TagKind.BLOCK_CLOSE
+            and self._state is _CONTENT
+            and not self._opener_is_loose
+        )
         if lexeme.kind in confirming or is_empty_block:
             self._open_block(has_opener=True)
         else:
@@ -431,7 +468,9 @@ class OutputParser:
                 self._enter(_CONTENT)
             case _State.REASONING if self._reasoning.has_begun:
                 self._write(lexeme.text)
-            case _State.CONTENT if self._content.has_begun and not (is_opener and self._thinks_again()):
+            case _State.CONTENT if self._content.has_begun and not (
+                is_opener and self._thinks_again()
+            ):
                 self._write(lexeme.text)
             case _State.CONTENT if is_opener:
                 self._content.drop_space()
@@ -456,10 +495,14 @@ class OutputParser:
         self._reasoning.drop_space()
         self._content.drop_space()
         self._enter(_State.BLOCK)
-        self._block = self._format.new_block(self._calls, schemas=self._schemas, has_opener=has_opener)
+        self._block = self._format.new_block(
+            self._calls, schemas=self._schemas, has_opener=has_opener
+        )
 
     def _enter(self, state: _State) -> None:
-        """Go to another state; a stop string does not span what lies between two stretches of content."""
+        """Go to another state; a stop string does not span what lies between two stretches of
+        content.
+        """
         if self._stoppable is not None:
             self._stoppable.begin(is_before_word=True)
         self._state = state
@@ -493,7 +536,9 @@ def parse(
     thinking: Thinking = Thinking.SPLIT,
 ) -> ParsedOutput:
     """Parse a whole answer given as text; tags count by their text."""
-    parser = OutputParser(format, tools=tools, in_reasoning=in_reasoning, tag_ids=None, thinking=thinking)
+    parser = OutputParser(
+        format, tools=tools, in_reasoning=in_reasoning, tag_ids=None, thinking=thinking
+    )
     return collect([*parser.feed([TextPiece(text, None)]), *parser.finish()])
 
 
@@ -534,7 +579,8 @@ def _merged(events: list[ParserEvent]) -> list[ParserEvent]:
             continue
         texts.append(event.text)
         following = events[position + 1] if position + 1 < len(events) else None
-        if type(following) is type(event):  # one call's arguments end before those of the next begin
+        # one call's arguments end before those of the next begin
+        if type(following) is type(event):
             continue
         text = "".join(texts)
         texts = []

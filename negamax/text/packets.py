@@ -1,24 +1,34 @@
-"""Packets of a stream: fragments that are neither tiny nor huge, whatever pieces the text was generated in.
+"""Packets of a stream: fragments that are neither tiny nor huge, whatever pieces the text was
+generated in.
 
-MiniMax's acceptance suite counts the fragments of 1 to 4 and of more than 200 characters. So text is held until 5 characters
-are there, and longer text is split. The end of a call's arguments often has one or two characters, so of reasoning and
-arguments the last fragment is held as well until the next one is complete; of content it is not: people wait for it.
+MiniMax's acceptance suite counts the fragments of 1 to 4 and of more than 200 characters. So text
+is held until 5 characters are there, and longer text is split. The end of a call's arguments often
+has one or two characters, so of reasoning and arguments the last fragment is held as well until the
+next one is complete; of content it is not: people wait for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from negamax.text.output_parser import ContentDelta, ParserEvent, ReasoningDelta, ToolArgumentsDelta, ToolCallEnd, ToolCallStart
+from negamax.text.output_parser import (
+    ContentDelta,
+    ParserEvent,
+    ReasoningDelta,
+    ToolArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 MIN_CHARS, MAX_CHARS = 5, 200
 
 
 class Packets:
-    """Sizes the fragments of one choice: parser events in, parser events out, in the same order. Single writer: its stream.
+    """Sizes the fragments of one choice: parser events in, parser events out, in the same order.
+    Single writer: its stream.
 
-    Nothing is held past an event of another kind. It has no clock: the caller calls `flush` at the end, and where text has been
-    held for too long.
+    Nothing is held past an event of another kind. It has no clock: the caller calls `flush` at the
+    end, and where text has been held for too long.
     """
 
     __slots__ = ("_held", "_like", "_max_chars", "_min_chars", "_ready")
@@ -26,7 +36,8 @@ class Packets:
     def __init__(self, *, min_chars: int = MIN_CHARS, max_chars: int = MAX_CHARS) -> None:
         self._min_chars = min_chars
         self._max_chars = max_chars
-        self._like: ReasoningDelta | ContentDelta | ToolArgumentsDelta | None = None  # a fragment of the kind that is held
+        # a fragment of the kind that is held
+        self._like: ReasoningDelta | ContentDelta | ToolArgumentsDelta | None = None
         self._ready = ""  # a complete fragment that waits for the next one
         self._held = ""  # the beginning of a fragment
 
@@ -39,11 +50,13 @@ class Packets:
         """Take the next events; return those that may go out."""
         out: list[ParserEvent] = []
         for event in events:
-            if isinstance(event, (ToolCallStart, ToolCallEnd)):  # a union costs several times as much
+            # a union costs several times as much
+            if isinstance(event, (ToolCallStart, ToolCallEnd)):
                 self._release(out)
                 out.append(event)
                 continue
-            if type(event) is not type(self._like):  # arguments of two calls have an event between them
+            # arguments of two calls have an event between them
+            if type(event) is not type(self._like):
                 self._release(out)
             self._like = event
             self._held += event.text

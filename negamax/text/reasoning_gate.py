@@ -1,4 +1,6 @@
-"""Where an output's reasoning ends, token by token, and what ends it when it has grown to its limit."""
+"""Where an output's reasoning ends, token by token, and what ends it when it has grown to its
+limit.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ class _State(enum.Enum):
 class ReasoningGate:
     """Follows one output. Single writer: whoever commits its tokens.
 
-    `budget`: tokens of reasoning after which the closing tokens are due, exactly; `calls_end_it`: whether the opener of a call
-    block ends an open reasoning. `token_bytes` is needed where a marker has no token of its own.
+    `budget`: tokens of reasoning after which the closing tokens are due, exactly; `calls_end_it`:
+    whether the opener of a call block ends an open reasoning. `token_bytes` is needed where a
+    marker has no token of its own.
     """
 
     def __init__(
@@ -36,7 +39,8 @@ class ReasoningGate:
         self._ends = [reasoning.closer, *([reasoning.call_opener] if calls_end_it else [])]
         self._state = _State.OPEN if reasoning.state == "open" else _State.UNDECIDED
         self._num_tokens = 0  # of reasoning
-        self._text = b""  # before the decision: all of it; within reasoning: what may begin a marker
+        # before the decision: all of it; within reasoning: what may begin a marker
+        self._text = b""
         self._due: deque[int] = deque()
         self._spend()
 
@@ -56,7 +60,8 @@ class ReasoningGate:
         return self._state is _State.CLOSED and not self._due
 
     def push(self, token_id: int) -> int | bytes | None:
-        """Take the next token; what of it belongs to the content: itself, its last bytes, or nothing.
+        """Take the next token; what of it belongs to the content: itself, its last bytes, or
+        nothing.
 
         An optional reasoning belongs to the content, for the grammar knows it.
         """
@@ -79,7 +84,9 @@ class ReasoningGate:
             self._budget = None
 
     def _decide(self, token_id: int) -> None:
-        """Whether the output begins with the opener. A closer alone, or anything else, is content."""
+        """Whether the output begins with the opener. A closer alone, or anything else, is
+        content.
+        """
         opener = self._reasoning.opener
         if opener.token_id is not None:
             self._state = _State.OPEN if token_id == opener.token_id else _State.CLOSED
@@ -101,7 +108,9 @@ class ReasoningGate:
         if not spelled:
             return None
         self._text += self._bytes(token_id)
-        found = [(place, tag) for tag in spelled if (place := self._text.find(tag.text.encode())) >= 0]
+        found = [
+            (place, tag) for tag in spelled if (place := self._text.find(tag.text.encode())) >= 0
+        ]
         if not found:
             longest = max(len(tag.text.encode()) for tag in spelled)
             self._text = self._text[1 - longest :] if longest > 1 else b""

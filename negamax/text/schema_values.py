@@ -1,6 +1,8 @@
-"""What the declared tools say about an argument, and the conversion of its text to a JSON value by that.
+"""What the declared tools say about an argument, and the conversion of its text to a JSON value by
+that.
 
-Both call formats write arguments as bare text, so the JSON schema alone decides whether `5` is a number or a string.
+Both call formats write arguments as bare text, so the JSON schema alone decides whether `5` is a
+number or a string.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from json.encoder import encode_basestring
 from typing import Any
 from urllib.parse import unquote
 
-TEXT_TYPES = frozenset({"string", "null"})  # an argument of these types is written as a JSON string while it is generated
+# an argument of these types is written as a JSON string while it is generated
+TEXT_TYPES = frozenset({"string", "null"})
 
 _BRANCHES = ("anyOf", "oneOf", "allOf")
 _MAX_DIGITS = 4300  # Python's own readers refuse more
@@ -23,7 +26,9 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class ToolSchemas:
-    """The declared tools of one request (OpenAI form, or the bare function objects), looked up by name."""
+    """The declared tools of one request (OpenAI form, or the bare function objects), looked up by
+    name.
+    """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._roots: dict[str, Any] = {}
@@ -42,14 +47,18 @@ class ToolSchemas:
         return tool in self._roots
 
     def declared_name(self, name: str) -> str | None:
-        """The declared tool that `name` means: this very name, or the only one that differs in letter case alone; or None."""
+        """The declared tool that `name` means: this very name, or the only one that differs in
+        letter case alone; or None.
+        """
         if name in self._roots:
             return name
         alike = self._folded.get(name.casefold(), ())
         return alike[0] if len(alike) == 1 else None
 
     def arguments(self, tool: str) -> ValueSchema:
-        """The schema of the arguments of `tool`; one that knows nothing if the tool was not declared."""
+        """The schema of the arguments of `tool`; one that knows nothing if the tool was not
+        declared.
+        """
         if tool not in self._arguments:
             root = self._roots.get(tool)
             self._arguments[tool] = ValueSchema([root], root=root, known={})
@@ -57,13 +66,19 @@ class ToolSchemas:
 
 
 class ValueSchema:
-    """What a JSON schema says about one value: its types, its members, its items. Alternatives (anyOf, oneOf, allOf) and
-    local references are looked through, recursive ones too; what any of them allows is allowed.
+    """What a JSON schema says about one value: its types, its members, its items. Alternatives
+    (anyOf, oneOf, allOf) and local references are looked through, recursive ones too; what any of
+    them allows is allowed.
     """
 
-    def __init__(self, schemas: Sequence[Any], *, root: Any, known: dict[tuple[int, ...], ValueSchema]) -> None:
-        """`root` is what references point into. `known` holds the views of one root by the schemas behind them."""
-        self.types = schema_types(schemas, root=root)  # JSON type names; empty when nothing is known, which means text
+    def __init__(
+        self, schemas: Sequence[Any], *, root: Any, known: dict[tuple[int, ...], ValueSchema]
+    ) -> None:
+        """`root` is what references point into. `known` holds the views of one root by the schemas
+        behind them.
+        """
+        # JSON type names; empty when nothing is known, which means text
+        self.types = schema_types(schemas, root=root)
         self._root = root
         self._known = known
         self._listed: dict[str, list[Any]] = {}
@@ -120,7 +135,8 @@ class ValueSchema:
 def schema_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
     """All JSON types that any of `schemas` allows.
 
-    Read are type (also a list of types), enum and const, nullable, anyOf, oneOf, allOf, and `$ref` into `root`.
+    Read are type (also a list of types), enum and const, nullable, anyOf, oneOf, allOf, and `$ref`
+    into `root`.
     """
     found: set[str] = set()
     for node in _walk(schemas, root=root):
@@ -135,10 +151,12 @@ def schema_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """The argument `text` as JSON, by the first type that fits; text that fits none stays a string, unchanged.
+    """The argument `text` as JSON, by the first type that fits; text that fits none stays a string,
+    unchanged.
 
-    Types are tried in the order null, integer, number, boolean, object, array, string. White space around anything but a string
-    is ignored; where a string is possible, only the bare word null (in any case) is null.
+    Types are tried in the order null, integer, number, boolean, object, array, string. White space
+    around anything but a string is ignored; where a string is possible, only the bare word null (in
+    any case) is null.
     """
     scalar = text if types <= TEXT_TYPES or "string" in types else text.strip()
     if "null" in types and scalar.lower() == "null":
@@ -147,7 +165,8 @@ def json_value(text: str, types: frozenset[str]) -> str:
         converted = converter(text) if name in types else None
         if converted is not None:
             return converted
-    if types & {"object", "array"} and "string" not in types:  # the other container still tells more than its text
+    # the other container still tells more than its text
+    if types & {"object", "array"} and "string" not in types:
         return _container(text, (dict, list)) or _encode(text)
     return _encode(text)
 
@@ -163,7 +182,9 @@ def json_string(text: str) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """`json.loads` without its extensions: NaN, infinities, floats out of range and bottomless nesting raise ValueError."""
+    """`json.loads` without its extensions: NaN, infinities, floats out of range and bottomless
+    nesting raise ValueError.
+    """
     try:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
     except RecursionError as error:
@@ -205,7 +226,9 @@ def _resolve(reference: str, root: Any) -> Any:
 
 
 def _implied_types(node: Mapping[str, Any]) -> set[str]:
-    """Types of a schema without `type`: those of its listed values, or of the keywords that only make sense for one type."""
+    """Types of a schema without `type`: those of its listed values, or of the keywords that only
+    make sense for one type.
+    """
     values = node["enum"] if isinstance(node.get("enum"), list) else []
     if "const" in node:
         values = [*values, node["const"]]
@@ -253,7 +276,9 @@ def _number(text: str) -> str | None:
 
 
 def _exact_integer(text: str) -> str | None:
-    """All digits of an integer, which may end in a point and zeros. More digits than common JSON readers take are text."""
+    """All digits of an integer, which may end in a point and zeros. More digits than common JSON
+    readers take are text.
+    """
     text = text.strip()
     point_zero = _POINT_ZERO.fullmatch(text)
     try:

@@ -81,7 +81,8 @@ def read_script(name: str) -> Script:
         raise ConfigError(f"the script {str(file)!r} is not valid: {error}") from None
     if not script.rules or script.context_length < 2 or not script.tokens_per_second > 0:
         raise ConfigError(
-            f"the script {str(file)!r} needs a rule, a context_length of 2 or more and a tokens_per_second above 0"
+            f"the script {str(file)!r} needs a rule, a context_length of 2 or more and a "
+            f"tokens_per_second above 0"
         )
     return script
 

@@ -11,13 +11,16 @@ from negamax.base.errors import InvalidRequestError
 class StopMatcher:
     """Aho-Corasick automaton over the stop strings: one step per character, whatever their number.
 
-    A state is the longest suffix of the text that begins some stop string; state 0 is the empty one.
+    A state is the longest suffix of the text that begins some stop string; state 0 is the empty
+    one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Errors: `InvalidRequestError` for an empty stop string."""
         if "" in stops:
-            raise InvalidRequestError("stop has an empty string; give each stop string at least 1 character", param="stop")
+            raise InvalidRequestError(
+                "stop has an empty string; give each stop string at least 1 character", param="stop"
+            )
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]  # state of the longest proper suffix
         self._depth = [0]
@@ -34,13 +37,16 @@ class StopMatcher:
                 queue.append(child)
 
     def scan(self, text: str, *, state: int, may_match: bool) -> tuple[str | None, int, int]:
-        """Walk `text` from `state`: the stop string that is complete first, the offset where it ends, the new state."""
+        """Walk `text` from `state`: the stop string that is complete first, the offset where it
+        ends, the new state.
+        """
         for offset, char in enumerate(text):
             state = self._step(state, char)
             matched = self._match[state]
             if matched is not None and may_match:
                 return matched, offset + 1, state
-        while state and not self._next[state]:  # a whole stop string that did not count begins nothing longer
+        # a whole stop string that did not count begins nothing longer
+        while state and not self._next[state]:
             state = self._fallback[state]
         return None, len(text), state
 
@@ -68,13 +74,24 @@ class StopMatcher:
 
 
 class StoppableText:
-    """Content on its way out, up to the first stop string. Holds back what may become one. White space
-    before the first word counts for none. Single writer: its parser.
+    """Content on its way out, up to the first stop string. Holds back what may become one. White
+    space before the first word counts for none. Single writer: its parser.
     """
 
-    __slots__ = ("_held", "_is_before_word", "_is_included", "_out", "_state", "_stops", "matched", "may_match")
+    __slots__ = (
+        "_held",
+        "_is_before_word",
+        "_is_included",
+        "_out",
+        "_state",
+        "_stops",
+        "matched",
+        "may_match",
+    )
 
-    def __init__(self, out: Callable[[str], None], stops: StopMatcher, *, is_included: bool) -> None:
+    def __init__(
+        self, out: Callable[[str], None], stops: StopMatcher, *, is_included: bool
+    ) -> None:
         """`is_included`: the stop string goes out, too."""
         self._out = out
         self._stops = stops
@@ -91,7 +108,9 @@ class StoppableText:
             return
         if self._is_before_word:
             text = self._passed_space(text)
-        self.matched, end, self._state = self._stops.scan(text, state=self._state, may_match=self.may_match)
+        self.matched, end, self._state = self._stops.scan(
+            text, state=self._state, may_match=self.may_match
+        )
         end += len(self._held)
         text = self._held + text
         if self.matched is None:

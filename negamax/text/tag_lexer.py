@@ -1,4 +1,6 @@
-"""Splits generated text into tags and the text between them, the same way however the text is cut into pieces."""
+"""Splits generated text into tags and the text between them, the same way however the text is cut
+into pieces.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ _NEVER = "(?!)"
 class TagKind(enum.Enum):
     """What a stretch of output is.
 
-    CUT is the beginning of a tag at the very end of the output. The LOOSE kinds are tags that lack the marker which their
-    format puts before every tag: text, except where nothing but a tag can stand.
+    CUT is the beginning of a tag at the very end of the output. The LOOSE kinds are tags that lack
+    the marker which their format puts before every tag: text, except where nothing but a tag can
+    stand.
     """
 
     TEXT = "text"
@@ -39,7 +42,8 @@ class TagKind(enum.Enum):
     LOOSE_INVOKE_CLOSE = "loose_invoke_close"
     CUT = "cut"
 
-    __hash__ = object.__hash__  # members are compared by identity; the hash by name costs a call in Python
+    # members are compared by identity; the hash by name costs a call in Python
+    __hash__ = object.__hash__
 
 
 TEXT = TagKind.TEXT  # a look-up in the enumeration is ten times as slow
@@ -54,7 +58,8 @@ class Lexeme(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class TagPattern:
-    """A tag found in the text: the literal `prefix`, which several may share, and `rest`, an expression without groups.
+    """A tag found in the text: the literal `prefix`, which several may share, and `rest`, an
+    expression without groups.
 
     It ends with `>`.
     """
@@ -66,11 +71,13 @@ class TagPattern:
 
 @dataclass(frozen=True, slots=True)
 class TagBeginnings:
-    """What may still become a tag when more text comes, beside the beginnings of tags with a fixed text.
+    """What may still become a tag when more text comes, beside the beginnings of tags with a fixed
+    text.
 
-    These are the beginnings of `words`, the words included, and what `growing` matches, which has one of the `anchors` in it.
-    `growing` must allow the lengths that the tags have: what is a tag must not depend on how the text was cut. What `inside`
-    matches stays a beginning with anything but `<` and `>` after it, up to MAX_ATTRIBUTE_CHARS characters in all.
+    These are the beginnings of `words`, the words included, and what `growing` matches, which has
+    one of the `anchors` in it. `growing` must allow the lengths that the tags have: what is a tag
+    must not depend on how the text was cut. What `inside` matches stays a beginning with anything
+    but `<` and `>` after it, up to MAX_ATTRIBUTE_CHARS characters in all.
     """
 
     words: tuple[str, ...]
@@ -83,7 +90,9 @@ NO_BEGINNINGS = TagBeginnings((), anchors=(), growing=_NEVER, inside=_NEVER)
 
 
 class _Tables:
-    """What lexers of the same tags know of them; shared, so that it stays in the processor's caches."""
+    """What lexers of the same tags know of them; shared, so that it stays in the processor's
+    caches.
+    """
 
     def __init__(
         self,
@@ -99,11 +108,19 @@ class _Tables:
         fixed = [TagPattern(kind, tag[0], re.escape(tag[1:])) for tag, kind in by_text]
         self.kinds, self.tag = _expression([*fixed, *patterns])
         words = [*(tag[:-1] for tag, _ in by_text), *beginnings.words]
-        self.starts = frozenset(word[:length] for word in words for length in range(1, len(word) + 1))
+        self.starts = frozenset(
+            word[:length] for word in words for length in range(1, len(word) + 1)
+        )
         self.last_chars = frozenset(start[-1] for start in self.starts)
-        # Each character that begins a word, and how often it occurs in one: so many of the last ones may begin it.
-        self.first_chars = {word[0]: max(other.count(word[0]) for other in words if other[0] == word[0]) for word in words}
-        self.first_char = re.compile(f"[{re.escape(''.join(self.first_chars))}]" if words else _NEVER)
+        # Each character that begins a word, and how often it occurs in one: so many of the last
+        # ones may begin it.
+        self.first_chars = {
+            word[0]: max(other.count(word[0]) for other in words if other[0] == word[0])
+            for word in words
+        }
+        self.first_char = re.compile(
+            f"[{re.escape(''.join(self.first_chars))}]" if words else _NEVER
+        )
         self.anchor = re.compile("|".join(map(re.escape, beginnings.anchors)) or _NEVER)
         self.growing = re.compile(rf"(?:{beginnings.growing})\Z")
         self.inside = re.compile(beginnings.inside)
@@ -120,10 +137,11 @@ def _tables(
 
 
 class TagLexer:
-    """Finds tags in a stream of pieces. Holds back only what may still become a tag. Single writer: its parser.
+    """Finds tags in a stream of pieces. Holds back only what may still become a tag. Single writer:
+    its parser.
 
-    `literals` are tags with a fixed text; they end with `>`, too. Those with an entry in `token_ids` count only as that token.
-    All others, and the `patterns`, are found in the text.
+    `literals` are tags with a fixed text; they end with `>`, too. Those with an entry in
+    `token_ids` count only as that token. All others, and the `patterns`, are found in the text.
     """
 
     __slots__ = ("_held", "_is_inside", "_tables")
@@ -136,7 +154,9 @@ class TagLexer:
         beginnings: TagBeginnings,
         token_ids: Mapping[str, int] | None,
     ) -> None:
-        self._tables = _tables(tuple(literals.items()), tuple(patterns), beginnings, tuple((token_ids or {}).items()))
+        self._tables = _tables(
+            tuple(literals.items()), tuple(patterns), beginnings, tuple((token_ids or {}).items())
+        )
         self._held = ""
         self._is_inside = False  # whether `inside` matches `_held`
 
@@ -194,7 +214,9 @@ class TagLexer:
             self._held = text[end:]
 
     def _beginning(self, text: str, start: int) -> int:
-        """Where in `text`, from `start` on, a beginning of a tag starts that reaches to the end; else the length of `text`."""
+        """Where in `text`, from `start` on, a beginning of a tag starts that reaches to the end;
+        else the length of `text`.
+        """
         tables = self._tables
         self._is_inside = False
         low = max(start, len(text) - _MAX_TAG_CHARS)
@@ -218,7 +240,8 @@ class TagLexer:
 
 
 def _expression(patterns: Sequence[TagPattern]) -> tuple[list[TagKind], re.Pattern[str]]:
-    """One expression for all tags, with one group for each, and the kinds that its groups stand for.
+    """One expression for all tags, with one group for each, and the kinds that its groups stand
+    for.
 
     Tags with the same prefix share it, so that a character that begins no tag is passed quickly.
     """
@@ -227,5 +250,7 @@ def _expression(patterns: Sequence[TagPattern]) -> tuple[list[TagKind], re.Patte
     for prefix in dict.fromkeys(pattern.prefix for pattern in patterns):
         family = [pattern for pattern in patterns if pattern.prefix == prefix]
         kinds += [pattern.kind for pattern in family]
-        families.append(f"{re.escape(prefix)}(?:{'|'.join(f'({pattern.rest})' for pattern in family)})")
+        families.append(
+            f"{re.escape(prefix)}(?:{'|'.join(f'({pattern.rest})' for pattern in family)})"
+        )
     return kinds, re.compile("|".join(families) or _NEVER)

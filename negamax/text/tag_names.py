@@ -18,15 +18,18 @@ def quoted_name(tag: str) -> str:
 
 
 def tag_name(tag: str) -> str:
-    """The name in a tag, also where the model lost a quote or the equals sign: `<invoke name get_weather">`."""
+    """The name in a tag, also where the model lost a quote or the equals sign: `<invoke name
+    get_weather">`.
+    """
     return quoted_name(tag) or _attribute_text(tag).removeprefix("name").strip(_LOOSE_EDGES)
 
 
 def tool_name(readings: list[str], schemas: ToolSchemas) -> str:
     """The tool that an invoke tag names, or "" if it names none.
 
-    `readings` are the texts that the tag can be read as, the likeliest first. The first declared name that one of them holds
-    counts, in any letter case where that leaves no doubt; else the name as it stands in the first.
+    `readings` are the texts that the tag can be read as, the likeliest first. The first declared
+    name that one of them holds counts, in any letter case where that leaves no doubt; else the name
+    as it stands in the first.
     """
     for candidate in _candidates(readings):
         declared = schemas.declared_name(candidate)

@@ -28,7 +28,9 @@ class TextChannel:
         self.has_begun = False
 
     def write(self, text: str) -> None:
-        words = text.rstrip() if self._holds_space or (text.isspace() and not self.has_begun) else text
+        words = (
+            text.rstrip() if self._holds_space or (text.isspace() and not self.has_begun) else text
+        )
         if not words:
             self._space.append(text)
             return
@@ -56,7 +58,9 @@ class TextChannel:
         self._space = []
 
     def flush(self) -> None:
-        """Release held white space at the end of the output; an answer of nothing else stays empty."""
+        """Release held white space at the end of the output; an answer of nothing else stays
+        empty.
+        """
         if self.has_begun and self._space:
             self._out("".join(self._space))
         self._space = []

@@ -1,13 +1,16 @@
 r"""Grammars of tool calls, in the form that the model itself writes.
 
-    M2:  <minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n</invoke>\n</minimax:tool_call>
-    M3:  ]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<k>v]<]minimax[>[</k>]<]minimax[>[</invoke>\n…
+    M2:  <minimax:tool_call>\n<invoke name="f">\n<parameter
+    name="k">v</parameter>\n</invoke>\n</minimax:tool_call> M3:
+    ]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke
+    name="f">]<]minimax[>[<k>v]<]minimax[>[</k>]<]minimax[>[</invoke>\n…
 
-Strings stand there raw, up to the closer; in M2 every other value is JSON, in M3 objects and arrays are nested elements.
-Arguments come in the order in which the schema lists them, which is how models write them.
+Strings stand there raw, up to the closer; in M2 every other value is JSON, in M3 objects and arrays
+are nested elements. Arguments come in the order in which the schema lists them, which is how models
+write them.
 
-`tool_grammar`, which runs in a server process, only writes down what is wanted, as JSON. `calls_format` expands the schemas,
-in the grammar process.
+`tool_grammar`, which runs in a server process, only writes down what is wanted, as JSON.
+`calls_format` expands the schemas, in the grammar process.
 """
 
 from __future__ import annotations
@@ -24,7 +27,16 @@ import msgspec
 
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import MAX_NESTING, Grammar, Marker, refuse_grammar
-from negamax.text.grammar_formats import Format, any_of, const, json_format, marker, newlines, optional, sequence
+from negamax.text.grammar_formats import (
+    Format,
+    any_of,
+    const,
+    json_format,
+    marker,
+    newlines,
+    optional,
+    sequence,
+)
 from negamax.text.json_schema import Budget, prepared, resolve
 
 MAX_DEPTH = 6  # levels of nested M3 elements; JSON below
@@ -35,11 +47,13 @@ _DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 
-# Formats of strings that are checked where the string stands without quotes; the others are left free.
+# Formats of strings that are checked where the string stands without quotes; the others are left
+# free.
 _STRING_FORMATS = {
     "date": r"[0-9]{4}-[01][0-9]-[0-3][0-9]",
     "time": r"[0-2][0-9]:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-][0-2][0-9]:[0-5][0-9])?",
-    "date-time": r"[0-9]{4}-[01][0-9]-[0-3][0-9]T[0-2][0-9]:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-][0-2][0-9]:[0-5][0-9])",
+    "date-time": r"[0-9]{4}-[01][0-9]-[0-3][0-9]T[0-2][0-9]:[0-5][0-9]:[0-5][0-9]"
+    r"(\.[0-9]+)?(Z|[+-][0-2][0-9]:[0-5][0-9])",
     "uuid": r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
 }
 
@@ -56,24 +70,29 @@ def tool_grammar(
 ) -> Grammar | None:
     """The grammar of an answer that may or must call `tools` (OpenAI form, or the bare functions).
 
-    `choice` is "auto", "required" or "function", the last with the `name` of the one tool to call, once. `allowed` names those
-    that may be called, where not all may. Without `parallel` there is one call at most. `content` is the form of an answer
-    without a call. None where nothing needs to be enforced: auto with parallel calls of any tool, without content and without a
-    strict tool. Arguments follow their schema where the call is forced or the tool is strict; a schema that cannot be followed
-    is an error for a strict tool and makes others' arguments free. Errors: `InvalidRequestError`; those of the schemas come
-    from `calls_format`.
+    `choice` is "auto", "required" or "function", the last with the `name` of the one tool to call,
+    once. `allowed` names those that may be called, where not all may. Without `parallel` there is
+    one call at most. `content` is the form of an answer without a call. None where nothing needs to
+    be enforced: auto with parallel calls of any tool, without content and without a strict tool.
+    Arguments follow their schema where the call is forced or the tool is strict; a schema that
+    cannot be followed is an error for a strict tool and makes others' arguments free. Errors:
+    `InvalidRequestError`; those of the schemas come from `calls_format`.
     """
     functions = [_function(tool) for tool in tools]
     forced = choice != "auto"
     if name is not None:
         functions = [function for function in functions if function["name"] == name]
         if not functions:
-            raise InvalidRequestError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+            raise InvalidRequestError(
+                f"tool_choice names {name!r}, which is not among the tools", param="tool_choice"
+            )
     if allowed is not None:
         functions = [function for function in functions if function["name"] in allowed]
     if not functions:
         if forced:
-            raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
+            raise InvalidRequestError(
+                "tool_choice asks for a call, but there are no tools", param="tool_choice"
+            )
         return content
     is_free = parallel and allowed is None and content is None
     if not forced and is_free and not any(function.get("strict") for function in functions):
@@ -81,13 +100,18 @@ def tool_grammar(
     rules = CallRules(
         style=style.name,
         tag_ids=dict(style.tag_ids),
-        functions=[_called(function, follow_schema=forced or bool(function.get("strict"))) for function in functions],
+        functions=[
+            _called(function, follow_schema=forced or bool(function.get("strict")))
+            for function in functions
+        ],
         is_forced=forced,
         once=not parallel or name is not None,
         no_other_calls=allowed is not None,
         content=content,
     )
-    return Grammar(kind="tool_calls", text=json.dumps(msgspec.to_builtins(rules), ensure_ascii=False))
+    return Grammar(
+        kind="tool_calls", text=json.dumps(msgspec.to_builtins(rules), ensure_ascii=False)
+    )
 
 
 class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -119,9 +143,11 @@ def read_rules(text: str) -> CallRules:
 
 
 def calls_format(rules: CallRules, *, content: Format | None, budget: Budget) -> Format:
-    """The format of an answer that follows `rules`; `content`: of one without a call. Errors: `InvalidRequestError` for a
-    schema that cannot be followed, and beyond the `budget`."""
-    style: CallStyle = M3Calls(budget) if rules.style == M3Calls.name else M2Calls(rules.tag_ids, budget)
+    """The format of an answer that follows `rules`; `content`: of one without a call. Errors:
+    `InvalidRequestError` for a schema that cannot be followed, and beyond the `budget`."""
+    style: CallStyle = (
+        M3Calls(budget) if rules.style == M3Calls.name else M2Calls(rules.tag_ids, budget)
+    )
     calls = any_of([_call(function, style) for function in rules.functions])
     block = style.block(calls if rules.once else {"type": "plus", "content": calls})
     alone = block if style.lead is None else sequence([style.lead, block])
@@ -149,7 +175,8 @@ def _call(function: CalledFunction, style: CallStyle) -> Format:
     """One call of a declared function."""
     if not _NAME.fullmatch(function.name):
         refuse_grammar(
-            f"the tool name {function.name!r} cannot stand in a call; leave out quotes, angle brackets and line breaks"
+            f"the tool name {function.name!r} cannot stand in a call; leave out quotes, angle "
+            f"brackets and line breaks"
         )
     arguments = style.any_arguments()
     if function.schema is not None:
@@ -163,7 +190,9 @@ def _call(function: CalledFunction, style: CallStyle) -> Format:
 
 
 class CallStyle(ABC):
-    """How a model family writes calls, as formats. One object serves one request, whose `budget` it spends."""
+    """How a model family writes calls, as formats. One object serves one request, whose `budget` it
+    spends.
+    """
 
     name: str
     end_of_text: str  # what a raw string cannot hold
@@ -180,8 +209,9 @@ class CallStyle(ABC):
 
     @abstractmethod
     def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        """Free text in which `block` may begin at any place; `once`: and ends the output. `no_other_calls`: the text has none
-        that a reader who knows the callable tools would read as a call."""
+        """Free text in which `block` may begin at any place; `once`: and ends the output.
+        `no_other_calls`: the text has none that a reader who knows the callable tools would read as
+        a call."""
 
     @abstractmethod
     def invoke(self, name: str, arguments: Format) -> Format:
@@ -217,7 +247,11 @@ class CallStyle(ABC):
         if isinstance(branches, list) and branches and not listed:
             return any_of([self.arguments(branch, root=root, depth=depth) for branch in branches])
         required = node.get("required")
-        required = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        required = (
+            {name for name in required if isinstance(name, str)}
+            if isinstance(required, list)
+            else set()
+        )
         parts = []
         for key, schema in listed.items() if isinstance(listed, Mapping) else ():
             part = self.argument(key, self.value(schema, root=root, depth=depth + 1))
@@ -239,22 +273,41 @@ class CallStyle(ABC):
             return self.raw()
         listed = [node["const"]] if "const" in node else node.get("enum")
         if isinstance(listed, list) and listed:
-            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in listed]
+            texts = [
+                value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                for value in listed
+            ]
             return any_of([self._counted(const(text)) for text in dict.fromkeys(texts)])
         for keyword in ("anyOf", "oneOf", "allOf"):
             branches = node.get(keyword)
-            if isinstance(branches, list) and branches and (keyword != "allOf" or len(branches) == 1):
-                return self._one_of([self.value(branch, root=root, depth=depth + 1) for branch in branches])
+            if (
+                isinstance(branches, list)
+                and branches
+                and (keyword != "allOf" or len(branches) == 1)
+            ):
+                return self._one_of(
+                    [self.value(branch, root=root, depth=depth + 1) for branch in branches]
+                )
         declared = node.get("type")
         if isinstance(declared, list) and (names := [name for name in _TYPES if name in declared]):
-            return self._one_of([self.value({**node, "type": name}, root=root, depth=depth) for name in names])
+            return self._one_of(
+                [self.value({**node, "type": name}, root=root, depth=depth) for name in names]
+            )
         if declared is None:
-            declared = "object" if "properties" in node else "array" if "items" in node or "prefixItems" in node else "string"
+            declared = (
+                "object"
+                if "properties" in node
+                else "array"
+                if "items" in node or "prefixItems" in node
+                else "string"
+            )
         if declared == "string":
             return self._string(node)
         if declared in ("object", "array"):
             return self.container({**node, "type": declared}, root=root, depth=depth)
-        return self._counted(json_format({key: node[key] for key in node if key not in _DEFINITIONS}))
+        return self._counted(
+            json_format({key: node[key] for key in node if key not in _DEFINITIONS})
+        )
 
     def raw(self, *, most: int | None = None) -> Format:
         """Any text that a raw string can hold, of at most `most` characters."""
@@ -269,7 +322,10 @@ class CallStyle(ABC):
             for name in _REFERENCE.findall(texts.pop()):
                 steps = json.loads(name).split("/")
                 if len(steps) < 3 or steps[0] != "#" or steps[1] not in _DEFINITIONS:
-                    refuse_grammar("a tool's schema refers to another place than its $defs; move what it refers to there")
+                    refuse_grammar(
+                        "a tool's schema refers to another place than its $defs; move what it "
+                        "refers to there"
+                    )
                 key = unquote(steps[2]).replace("~1", "/").replace("~0", "~")
                 definitions = root.get(steps[1]) if isinstance(root, Mapping) else None
                 found = needed.setdefault(steps[1], {})
@@ -290,7 +346,10 @@ class CallStyle(ABC):
         self.budget.spend()
         self._level += 1
         if self._level > MAX_NESTING:
-            refuse_grammar(f"a tool's schema is nested more than {MAX_NESTING} levels deep, or consists of nothing but itself")
+            refuse_grammar(
+                f"a tool's schema is nested more than {MAX_NESTING} levels deep, or consists of "
+                f"nothing but itself"
+            )
         try:
             yield
         finally:
@@ -305,7 +364,9 @@ class CallStyle(ABC):
         rest = self.raw(most=None if most is None else max(0, most - (least or 0)))
         if not least:
             return rest
-        return sequence([{"type": "regex", "pattern": f"[^{re.escape(self.end_of_text[0])}]{{{least}}}"}, rest])
+        return sequence(
+            [{"type": "regex", "pattern": f"[^{re.escape(self.end_of_text[0])}]{{{least}}}"}, rest]
+        )
 
     def _one_of(self, branches: list[Format]) -> Format:
         """One of them; where any text will do, that alone."""
@@ -328,28 +389,45 @@ class M2Calls(CallStyle):
         self._has_ids = self._open.token_id is not None and self._close.token_id is not None
 
     def block(self, calls: Format) -> Format:
-        begin, end = (marker(tag) if self._has_ids else tag.text for tag in (self._open, self._close))
-        return {"type": "tag", "begin": begin, "content": sequence([const("\n"), calls]), "end": end}
+        begin, end = (
+            marker(tag) if self._has_ids else tag.text for tag in (self._open, self._close)
+        )
+        return {
+            "type": "tag",
+            "begin": begin,
+            "content": sequence([const("\n"), calls]),
+            "end": end,
+        }
 
     def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
         shared = {"tags": [block], "stop_after_first": once}
         if not self._has_ids:
             return {"type": "triggered_tags", "triggers": [self._open.text], **shared}
         others = [tag.token_id for tag in (self._close, *self._think) if tag.token_id is not None]
-        return {"type": "token_triggered_tags", "trigger_tokens": [self._open.token_id], "exclude_tokens": others, **shared}
+        return {
+            "type": "token_triggered_tags",
+            "trigger_tokens": [self._open.token_id],
+            "exclude_tokens": others,
+            **shared,
+        }
 
     def invoke(self, name: str, arguments: Format) -> Format:
         return sequence([const(f'<invoke name="{name}">\n'), arguments, const("</invoke>\n")])
 
     def argument(self, key: str, value: Format) -> Format:
         if not _NAME.fullmatch(key):
-            refuse_grammar(f"the parameter name {key!r} cannot stand in a call; leave out quotes and angle brackets")
+            refuse_grammar(
+                f"the parameter name {key!r} cannot stand in a call; leave out quotes and angle "
+                f"brackets"
+            )
         self.budget.spend(num_bytes=len(key))
         return sequence([const(f'<parameter name="{key}">'), value, const("</parameter>\n")])
 
     def any_argument(self, value: Format) -> Format:
         name = {"type": "regex", "pattern": '[^"<>\\n]+'}
-        return sequence([const('<parameter name="'), name, const('">'), value, const("</parameter>\n")])
+        return sequence(
+            [const('<parameter name="'), name, const('">'), value, const("</parameter>\n")]
+        )
 
     def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
         return self.json_value(node, root=root)
@@ -364,27 +442,53 @@ class M3Calls(CallStyle):
     end_of_text = mark
 
     def block(self, calls: Format) -> Format:
-        return {"type": "tag", "begin": f"{self.mark}<tool_call>\n", "content": calls, "end": f"{self.mark}</tool_call>"}
+        return {
+            "type": "tag",
+            "begin": f"{self.mark}<tool_call>\n",
+            "content": calls,
+            "end": f"{self.mark}</tool_call>",
+        }
 
     def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        excludes = ["<invoke"] if no_other_calls else []  # readers also know blocks whose opener lost its mark
+        # readers also know blocks whose opener lost its mark
+        excludes = ["<invoke"] if no_other_calls else []
         triggers = [f"{self.mark}<tool_call>"]
         return {
-            "type": "triggered_tags", "triggers": triggers, "tags": [block], "stop_after_first": once, "excludes": excludes
+            "type": "triggered_tags", "triggers": triggers, "tags": [block],
+            "stop_after_first": once, "excludes": excludes
         }  # fmt: skip
 
     def invoke(self, name: str, arguments: Format) -> Format:
-        return sequence([const(f'{self.mark}<invoke name="{name}">'), arguments, const(f"{self.mark}</invoke>\n")])
+        return sequence(
+            [
+                const(f'{self.mark}<invoke name="{name}">'),
+                arguments,
+                const(f"{self.mark}</invoke>\n"),
+            ]
+        )
 
     def argument(self, key: str, value: Format) -> Format:
         if not _ELEMENT.fullmatch(key):
-            refuse_grammar(f"the parameter name {key!r} cannot be an element of a call; leave out spaces, quotes and brackets")
+            refuse_grammar(
+                f"the parameter name {key!r} cannot be an element of a call; leave out spaces, "
+                f"quotes and brackets"
+            )
         self.budget.spend(num_bytes=2 * len(key))
         return sequence([const(f"{self.mark}<{key}>"), value, const(f"{self.mark}</{key}>")])
 
     def any_argument(self, value: Format) -> Format:
         name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]*"}
-        return sequence([const(f"{self.mark}<"), name, const(">"), value, const(f"{self.mark}</"), name, const(">")])
+        return sequence(
+            [
+                const(f"{self.mark}<"),
+                name,
+                const(">"),
+                value,
+                const(f"{self.mark}</"),
+                name,
+                const(">"),
+            ]
+        )
 
     def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
         if depth > MAX_DEPTH:
@@ -393,14 +497,22 @@ class M3Calls(CallStyle):
             return self.arguments(node, root=root, depth=depth)
         first = node.get("prefixItems")
         first = first if isinstance(first, list) else []
-        parts = [self.argument("item", self.value(schema, root=root, depth=depth + 1)) for schema in first]
+        parts = [
+            self.argument("item", self.value(schema, root=root, depth=depth + 1))
+            for schema in first
+        ]
         items = node.get("items", not first)
         if items is not False:
             least, most = _count(node.get("minItems")), _count(node.get("maxItems"))
             item = self.argument("item", self.value(items, root=root, depth=depth + 1))
             least = max(0, (least or 0) - len(first))
             parts.append(
-                {"type": "repeat", "min": least, "max": -1 if most is None else max(least, most - len(first)), "content": item}
+                {
+                    "type": "repeat",
+                    "min": least,
+                    "max": -1 if most is None else max(least, most - len(first)),
+                    "content": item,
+                }
             )
         return sequence(parts) if parts else const("")
 

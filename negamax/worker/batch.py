@@ -1,4 +1,6 @@
-"""From a plan and the rows to the inputs of one forward pass: laid out on the host, then sent to the device at once."""
+"""From a plan and the rows to the inputs of one forward pass: laid out on the host, then sent to
+the device at once.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ class SampleInputs:
 
 @dataclass(frozen=True)
 class Layout:
-    """A step on the host: T tokens of S sequences, first the generated tokens, each a sequence of its own, then runs of
-    prompt tokens."""
+    """A step on the host: T tokens of S sequences, first the generated tokens, each a sequence of
+    its own, then runs of prompt tokens."""
 
     num_decodes: int
     token_slots: Column  # [T]
@@ -40,7 +42,8 @@ class Layout:
     seq_lens: Column  # [S] tokens including this step
     counts: Column  # [S] tokens that run
     query_starts: Column  # [S + 1]
-    prompt_starts: list[int]  # per row of the plan: index of its first prompt token among the T (meaningless without any)
+    # per row of the plan: index of its first prompt token among the T (meaningless without any)
+    prompt_starts: list[int]
     sample_slots: list[int]  # [R]
     sample_positions: list[int]  # [R]
     sample_tokens: list[int]  # [R] index among the T of the token whose hidden state is sampled
@@ -59,25 +62,32 @@ class ForwardBatch:
 
 
 def is_decode(plan: StepPlan, rows: Rows) -> bool:
-    """Every row runs one generated token and samples the next: the step that a captured graph can replay."""
+    """Every row runs one generated token and samples the next: the step that a captured graph can
+    replay.
+    """
     return (
         bool(plan.slots)
         and all(plan.samples)
         and max(plan.counts) == 1
-        and all(start >= rows.state(slot).prompt_len for slot, start in zip(plan.slots, plan.starts, strict=True))
+        and all(
+            start >= rows.state(slot).prompt_len
+            for slot, start in zip(plan.slots, plan.starts, strict=True)
+        )
     )
 
 
 def lay_out(plan: StepPlan, rows: Rows, *, generated_apart: bool) -> Layout:
     """Cut `plan` into single generated tokens and runs of prompt tokens.
 
-    `generated_apart`: generated tokens run one by one as decodes, prompt tokens as prefills, however the scheduler cut them
-    into steps (a preempted sequence runs both again). Several decodes of one step may belong to one sequence: a layer writes
-    all keys and values before it attends, and each sees only its own. Without it a resumed sequence is one run of tokens.
+    `generated_apart`: generated tokens run one by one as decodes, prompt tokens as prefills,
+    however the scheduler cut them into steps (a preempted sequence runs both again). Several
+    decodes of one step may belong to one sequence: a layer writes all keys and values before it
+    attends, and each sees only its own. Without it a resumed sequence is one run of tokens.
     """
     decodes: list[tuple[int, int, int]] = []  # slot, first position, tokens
     prefills: list[tuple[int, int, int]] = []
-    last_tokens: list[int] = []  # of a row that ends in its prompt: minus the prompt tokens up to its last one
+    # of a row that ends in its prompt: minus the prompt tokens up to its last one
+    last_tokens: list[int] = []
     prompt_starts: list[int] = []
     num_prompt_tokens = 0
     for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
@@ -107,12 +117,17 @@ def lay_out(plan: StepPlan, rows: Rows, *, generated_apart: bool) -> Layout:
         prompt_starts=[num_decodes + start for start in prompt_starts],
         sample_slots=[plan.slots[i] for i in sampled],
         sample_positions=[plan.starts[i] + plan.counts[i] for i in sampled],
-        sample_tokens=[last_tokens[i] if last_tokens[i] >= 0 else num_decodes - last_tokens[i] - 1 for i in sampled],
+        sample_tokens=[
+            last_tokens[i] if last_tokens[i] >= 0 else num_decodes - last_tokens[i] - 1
+            for i in sampled
+        ],
     )
 
 
 def build(layout: Layout, rows: Rows) -> ForwardBatch:
-    """The tokens, positions and cache slots of `layout`, gathered from `rows` (already holding the plan's changes)."""
+    """The tokens, positions and cache slots of `layout`, gathered from `rows` (already holding the
+    plan's changes).
+    """
     split = layout.num_decodes
     columns = (
         layout.token_slots,
@@ -122,7 +137,9 @@ def build(layout: Layout, rows: Rows) -> ForwardBatch:
         layout.query_starts[: split + 1],
         layout.query_starts[split:] - split,
     )
-    token_slots, positions, table_rows, seq_lens, *query_starts = upload(columns, rows.tokens.device)
+    token_slots, positions, table_rows, seq_lens, *query_starts = upload(
+        columns, rows.tokens.device
+    )
 
     def queries(part: slice, starts: Tensor) -> PagedQueries:
         return PagedQueries(
@@ -141,7 +158,9 @@ def build(layout: Layout, rows: Rows) -> ForwardBatch:
             token_rows=token_slots,
             block_tables=rows.block_tables,
             decodes=queries(slice(split), query_starts[0]) if split else None,
-            prefills=queries(slice(split, None), query_starts[1]) if split < len(layout.slots) else None,
+            prefills=queries(slice(split, None), query_starts[1])
+            if split < len(layout.slots)
+            else None,
             active=None,
         ),
     )

@@ -1,4 +1,6 @@
-"""What one worker rank needs to know, and what it tells. Plain data: it crosses to rank processes as MessagePack."""
+"""What one worker rank needs to know, and what it tells. Plain data: it crosses to rank processes
+as MessagePack.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class WorkerConfig:
     num_threads: int
     seed: int
     show_progress: bool
-    init_method: str | None  # URL at which the ranks meet (torch.distributed); None where there is one rank
+    # URL at which the ranks meet (torch.distributed); None where there is one rank
+    init_method: str | None
     crash_dump_dir: str | None = None
 
 
@@ -48,10 +51,14 @@ class WorkerReady:
     memory_summary: str = ""  # what weights, cache and graphs took on a GPU
 
 
-OBSERVE_ROUTING = "observe_routing"  # argument: 1 or 0; while on, steps run without graphs and keep their expert ids
-DISTINCT_EXPERTS = "distinct_experts"  # argument: rows of the last step; answer: mean over the layers
-DECODE_SECONDS = "decode_seconds"  # argument: rows; answer: device time of one captured step, launched back to back
-START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"  # answer of the second: the kernels in between
+# argument: 1 or 0; while on, steps run without graphs and keep their expert ids
+OBSERVE_ROUTING = "observe_routing"
+# argument: rows of the last step; answer: mean over the layers
+DISTINCT_EXPERTS = "distinct_experts"
+# argument: rows; answer: device time of one captured step, launched back to back
+DECODE_SECONDS = "decode_seconds"
+# answer of the second: the kernels in between
+START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
 
 
 class Probe(msgspec.Struct, frozen=True):

@@ -1,7 +1,8 @@
-"""Where a rank computes: device and dtype, and how host numbers and device results cross between the two.
+"""Where a rank computes: device and dtype, and how host numbers and device results cross between
+the two.
 
-Nothing here waits for a GPU: uploads leave from pinned memory, results arrive in pinned memory, and only `HostTensor.read`
-waits for what it reads.
+Nothing here waits for a GPU: uploads leave from pinned memory, results arrive in pinned memory, and
+only `HostTensor.read` waits for what it reads.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def choose_device(name: str, *, num_ranks: int) -> str:
     if name == "cpu" or (name == "auto" and not found):
         return "cpu"
     if not found:
-        raise ConfigError("--device is cuda; PyTorch finds no CUDA device here", hint="use --device cpu or auto")
+        raise ConfigError(
+            "--device is cuda; PyTorch finds no CUDA device here", hint="use --device cpu or auto"
+        )
     if found < num_ranks:
         raise ConfigError(
             f"{num_ranks} ranks need {num_ranks} GPUs, {found} are there",
@@ -44,18 +47,23 @@ def choose_device(name: str, *, num_ranks: int) -> str:
 
 
 def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
-    """The compute dtype: as asked; "auto" is the checkpoint's, or float32 where this CPU has no bfloat16 arithmetic."""
+    """The compute dtype: as asked; "auto" is the checkpoint's, or float32 where this CPU has no
+    bfloat16 arithmetic.
+    """
     if name == "auto":
         name = spec.dtype
         if device == "cuda" and name == "float32":
             logger.info("the checkpoint is in float32: computing in bfloat16 (--dtype bfloat16)")
             name = "bfloat16"
         elif device == "cpu" and name != "float32" and not cpu_computes_bf16():
-            logger.info("this CPU has no bfloat16 arithmetic: computing in float32 (--dtype float32)")
+            logger.info(
+                "this CPU has no bfloat16 arithmetic: computing in float32 (--dtype float32)"
+            )
             name = "float32"
     if device == "cuda" and name == "float32":
         raise ConfigError(
-            "--dtype is float32; on a GPU the model runs in bfloat16 or float16", hint="drop --dtype, or use --device cpu"
+            "--dtype is float32; on a GPU the model runs in bfloat16 or float16",
+            hint="drop --dtype, or use --device cpu",
         )
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
@@ -63,22 +71,38 @@ def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
 
 
 def kv_dtype(name: str, *, dtype: torch.dtype, device: str) -> torch.dtype:
-    """The cache's dtype for option `name`. Errors: `ConfigError` for FP8 on the CPU, or another float type than the model's."""
+    """The cache's dtype for option `name`. Errors: `ConfigError` for FP8 on the CPU, or another
+    float type than the model's.
+    """
     if name == "auto" or name == str(dtype).removeprefix("torch."):
         return dtype
     if name in ("fp8", "fp8_e4m3") and device == "cuda":
         return torch.float8_e4m3fn
-    allowed = f"auto or {str(dtype).removeprefix('torch.')}" + (", fp8" if device == "cuda" else "; fp8 needs a GPU")
+    allowed = f"auto or {str(dtype).removeprefix('torch.')}" + (
+        ", fp8" if device == "cuda" else "; fp8 needs a GPU"
+    )
     raise ConfigError(f"--kv-cache-dtype is {name}; allowed here: {allowed}")
 
 
-def check_platform(platform: Platform, spec: ModelSpec, *, dtype: torch.dtype, cache_dtype: torch.dtype, rank: int = 0) -> None:
+def check_platform(
+    platform: Platform,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    rank: int = 0,
+) -> None:
     """Refuse a GPU that cannot run the model, before anything is loaded; rank 0 warns of one that
     was never measured. Errors: `ConfigError`."""
     weights = choose_format(spec.quantization, dtype=dtype, device=torch.device("cuda"))
-    platform.check(fp8_weights=weights.scheme is not None, fp8_cache=cache_dtype == torch.float8_e4m3fn)
+    platform.check(
+        fp8_weights=weights.scheme is not None, fp8_cache=cache_dtype == torch.float8_e4m3fn
+    )
     if rank == 0 and not platform.is_measured:
-        logger.warning("%s: Negamax was never run on such a GPU; its speed and results are unknown", platform.label)
+        logger.warning(
+            "%s: Negamax was never run on such a GPU; its speed and results are unknown",
+            platform.label,
+        )
 
 
 def upload(columns: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:

@@ -1,7 +1,9 @@
-"""Decode steps as CUDA graphs: one graph per batch size holds the whole step, from the rows' tokens to the sampled ones.
+"""Decode steps as CUDA graphs: one graph per batch size holds the whole step, from the rows' tokens
+to the sampled ones.
 
-A replay reads the slots and positions of its rows from fixed buffers and everything else from the persistent rows, so the
-host sends a few integers and one launch per step, and may do so before the step before it has ended.
+A replay reads the slots and positions of its rows from fixed buffers and everything else from the
+persistent rows, so the host sends a few integers and one launch per step, and may do so before the
+step before it has ended.
 """
 
 from __future__ import annotations
@@ -27,27 +29,45 @@ from negamax.worker.rows import Rows
 Result = TypeVar("Result")
 
 
-def record(step: Callable[[], Result], pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Run `step` once, which compiles and allocates what a capture may not, then capture it in the memory of `pool`."""
+def record(
+    step: Callable[[], Result], pool: tuple[int, int]
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Run `step` once, which compiles and allocates what a capture may not, then capture it in the
+    memory of `pool`.
+    """
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # Other threads, such as NCCL's watchdog, go on calling CUDA while this one captures.
-    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(
+        graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+    ):
         result = step()
     return graph, result
 
 
 def pool_bytes(pool: tuple[int, int]) -> int:
-    """GPU memory that the graphs captured in `pool` hold. What the allocator has reserved in all is no
-    measure: a capture begins by giving unused memory back."""
+    """GPU memory that the graphs captured in `pool` hold. What the allocator has reserved in all is
+    no measure: a capture begins by giving unused memory back."""
     segments = torch.cuda.memory_snapshot()
-    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
+    return sum(
+        segment["total_size"]
+        for segment in segments
+        if tuple(segment["segment_pool_id"]) == tuple(pool)
+    )
 
 
 def capture_sizes(largest: int) -> list[int]:
-    """Batch sizes worth a graph: each up to 16, then in steps that leave at most an eighth of a step to padding."""
-    sizes = [*range(1, 17), *range(20, 65, 4), *range(72, 129, 8), *range(144, 257, 16), *range(288, largest + 1, 32)]
+    """Batch sizes worth a graph: each up to 16, then in steps that leave at most an eighth of a
+    step to padding.
+    """
+    sizes = [
+        *range(1, 17),
+        *range(20, 65, 4),
+        *range(72, 129, 8),
+        *range(144, 257, 16),
+        *range(288, largest + 1, 32),
+    ]
     return sorted({*(size for size in sizes if size < largest), largest})
 
 
@@ -74,10 +94,13 @@ class DecodeGraphs:
     ) -> None:
         device = rows.tokens.device
         self._model, self._kv, self._rows, self._group = model, kv, rows, group
-        self._pick, self._draw_leading = kernels["sampling.pick"].run, kernels["sampling.draw_leading"].run
+        self._pick, self._draw_leading = (
+            kernels["sampling.pick"].run,
+            kernels["sampling.draw_leading"].run,
+        )
         self._sizes = capture_sizes(largest)
-        # For a step of n rows: n slots, n positions, n lengths (the positions of the new tokens; 0 for padding) and the number
-        # of rows that are not padding.
+        # For a step of n rows: n slots, n positions, n lengths (the positions of the new tokens; 0
+        # for padding) and the number of rows that are not padding.
         self._inputs = torch.zeros(3 * largest + 1, dtype=torch.int64, device=device)
         self._query_starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._outputs = DecodeOutputs(
@@ -86,14 +109,17 @@ class DecodeGraphs:
         )
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._draws: dict[int, torch.cuda.CUDAGraph] = {}
-        self._latest: dict[int, tuple[list[int], list[int], int]] = {}  # by size: slots, positions, rows that are no padding
+        # by size: slots, positions, rows that are no padding
+        self._latest: dict[int, tuple[list[int], list[int], int]] = {}
 
     @property
     def largest(self) -> int:
         return self._sizes[-1]
 
     def capture(self, pool: tuple[int, int], progress: Callable[[int, int], None]) -> str:
-        """Run and record every size, the largest first, in the memory of `pool`; a line that says what that took."""
+        """Run and record every size, the largest first, in the memory of `pool`; a line that says
+        what that took.
+        """
         started, before = time.monotonic(), pool_bytes(pool)
         for number, size in enumerate(reversed(self._sizes)):
             progress(number, len(self._sizes))
@@ -102,7 +128,10 @@ class DecodeGraphs:
             self._draws[size], _ = record(partial(self._draw, size), pool)
         torch.cuda.synchronize()
         taken = (pool_bytes(pool) - before) / 2**20
-        return f"{len(self._sizes)} up to {self.largest} rows: {taken:.0f} MiB, {time.monotonic() - started:.1f} s"
+        return (
+            f"{len(self._sizes)} up to {self.largest} rows: {taken:.0f} MiB, "
+            f"{time.monotonic() - started:.1f} s"
+        )
 
     def rehearse(self, layers: int) -> None:
         """Launch what every size launches, of the first `layers` alone."""
@@ -136,12 +165,14 @@ class DecodeGraphs:
 
     def _fill(self, size: int, *, slots: list[int], positions: list[int], active: int) -> None:
         lengths = [position + 1 for position in positions[:active]] + [0] * (size - active)
-        inputs = torch.tensor([*slots, *positions, *lengths, active], dtype=torch.int64).pin_memory()
+        inputs = torch.tensor(
+            [*slots, *positions, *lengths, active], dtype=torch.int64
+        ).pin_memory()
         self._inputs[: len(inputs)].copy_(inputs, non_blocking=True)
 
     def replay_seconds(self, num_rows: int, *, repeats: int) -> float | None:
-        """Device time of the latest step of `num_rows` rows, replayed back to back: a step without any host. None: there was
-        none."""
+        """Device time of the latest step of `num_rows` rows, replayed back to back: a step without
+        any host. None: there was none."""
         size = self._size(num_rows)
         if size not in self._latest:
             return None
@@ -159,7 +190,9 @@ class DecodeGraphs:
     def _run(self, size: int, kv: Sequence[KvView]) -> None:
         """The step of `size` rows, as it is captured."""
         rows = self._rows
-        slots, positions, lengths, active = torch.split(self._inputs[: 3 * size + 1], [size, size, size, 1])
+        slots, positions, lengths, active = torch.split(
+            self._inputs[: 3 * size + 1], [size, size, size, 1]
+        )
         queries = PagedQueries(
             block_tables=rows.block_tables,
             table_rows=slots,

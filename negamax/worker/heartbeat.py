@@ -1,4 +1,6 @@
-"""The thread of a rank process that shows that it lives, and ends waits for ranks that do not come."""
+"""The thread of a rank process that shows that it lives, and ends waits for ranks that do not
+come.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 BEAT_SECONDS = 0.1
-LOST_SECONDS = 2.0  # that a rank which lost another one waits to be ended: the executor should find that one gone, not this one
+# that a rank which lost another one waits to be ended: the executor should find that one gone, not
+# this one
+LOST_SECONDS = 2.0
 
 
 class Heartbeat:
-    """Beats of rank `rank` in `beats`, a table with a row for each rank and one more, which the executor sets to let kernels
-    that wait for other ranks give up."""
+    """Beats of rank `rank` in `beats`, a table with a row for each rank and one more, which the
+    executor sets to let kernels that wait for other ranks give up."""
 
     def __init__(self, beats: SharedNumbers, rank: int) -> None:
         self._rank = rank
@@ -30,7 +34,9 @@ class Heartbeat:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def watch(self, control: PollControl | None) -> None:
-        """Keep the clock of these waits from now on, and end the process when one of them was given up."""
+        """Keep the clock of these waits from now on, and end the process when one of them was given
+        up.
+        """
         self._control = control
 
     @property
@@ -48,7 +54,9 @@ class Heartbeat:
                 if self._abort[0]:
                     self._control.abort()
                 elif self._control.is_aborted:
-                    logger.error("rank %d has waited too long for another rank's part of a step", self._rank)
+                    logger.error(
+                        "rank %d has waited too long for another rank's part of a step", self._rank
+                    )
                     time.sleep(LOST_SECONDS)
                     exit_now(1)
             last = now

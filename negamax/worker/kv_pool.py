@@ -1,4 +1,6 @@
-"""The KV cache of one rank: how many blocks fit beside weights and workspaces, and the tensors that hold them."""
+"""The KV cache of one rank: how many blocks fit beside weights and workspaces, and the tensors that
+hold them.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,23 @@ from negamax.worker.profile import peak_bytes
 logger = get_logger(__name__)
 
 GIB = 2**30
-# Of the memory that is free once the weights are loaded, the share a CPU rank takes for its cache unless told otherwise.
+# Of the memory that is free once the weights are loaded, the share a CPU rank takes for its cache
+# unless told otherwise.
 CPU_CACHE_SHARE = 0.25
 # Beside the measured peak of a full step, what CUDA graphs and the driver take on a GPU.
 GRAPH_RESERVE = GIB
 
 
-def allocate(model: CausalModel, num_blocks: int, *, block_size: int, dtype: torch.dtype, device: torch.device) -> list[KvView]:
-    """Key and value tensors of every layer, zeroed. There is one block more, which rows write that stand for nobody.
+def allocate(
+    model: CausalModel,
+    num_blocks: int,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[KvView]:
+    """Key and value tensors of every layer, zeroed. There is one block more, which rows write that
+    stand for nobody.
 
     An FP8 cache takes the scales of its layer.
     """
@@ -48,8 +59,8 @@ def _zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) ->
 def _zeros_on_large_pages(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
     """Zeros in memory of its own, on 2 MiB pages where the system grants them.
 
-    Attention gathers blocks of a few KiB from all over the pool: on 4 KiB pages nearly every block is a miss of the address
-    cache. Untouched pages take no memory.
+    Attention gathers blocks of a few KiB from all over the pool: on 4 KiB pages nearly every block
+    is a miss of the address cache. Untouched pages take no memory.
     """
     num_bytes = max(1, torch.Size(shape).numel() * dtype.itemsize)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -59,14 +70,23 @@ def _zeros_on_large_pages(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor
 
 
 def choose_blocks(
-    model: CausalModel, config: WorkerConfig, *, dtype: torch.dtype, context: ParallelContext, device: torch.device
+    model: CausalModel,
+    config: WorkerConfig,
+    *,
+    dtype: torch.dtype,
+    context: ParallelContext,
+    device: torch.device,
 ) -> int:
-    """How many blocks this rank can hold: as the user says, or from the memory that is left. `dtype` of the cache.
+    """How many blocks this rank can hold: as the user says, or from the memory that is left.
+    `dtype` of the cache.
 
-    On a GPU a full prefill step runs first, so that what it needs beside the cache is measured (and its kernels are compiled).
+    On a GPU a full prefill step runs first, so that what it needs beside the cache is measured (and
+    its kernels are compiled).
     """
     on_gpu = device.type == "cuda"
-    workspace = peak_bytes(model, config, dtype=dtype, context=context, device=device) if on_gpu else 0
+    workspace = (
+        peak_bytes(model, config, dtype=dtype, context=context, device=device) if on_gpu else 0
+    )
     if config.num_kv_blocks:
         return config.num_kv_blocks
     if config.kv_cache_memory is not None:
@@ -74,7 +94,12 @@ def choose_blocks(
     elif on_gpu:
         free, total = torch.cuda.mem_get_info(device)
         # Graphs keep a workspace of their own beside that of steps run kernel by kernel.
-        budget = int(total * config.gpu_memory_utilization) - (total - free) - 2 * workspace - GRAPH_RESERVE
+        budget = (
+            int(total * config.gpu_memory_utilization)
+            - (total - free)
+            - 2 * workspace
+            - GRAPH_RESERVE
+        )
     else:
         budget = int(env.available_memory() * CPU_CACHE_SHARE) // config.layout.world_size
     layers, shape = model.kv_shape(1, config.block_size)
@@ -87,8 +112,11 @@ def choose_blocks(
     )
 
 
-def choose_num_blocks(*, block_bytes: int, block_size: int, max_model_len: int, max_num_seqs: int, budget: int) -> int:
-    """How many blocks of `block_bytes` to allocate: what all sequences could use at most, bounded by `budget` bytes.
+def choose_num_blocks(
+    *, block_bytes: int, block_size: int, max_model_len: int, max_num_seqs: int, budget: int
+) -> int:
+    """How many blocks of `block_bytes` to allocate: what all sequences could use at most, bounded
+    by `budget` bytes.
 
     Errors: `ResourceError` where not even one sequence of `max_model_len` tokens fits.
     """
@@ -97,7 +125,8 @@ def choose_num_blocks(*, block_bytes: int, block_size: int, max_model_len: int, 
     if affordable < blocks_per_sequence:
         fitting = affordable * block_size
         raise ResourceError(
-            f"one sequence of {max_model_len} tokens needs {blocks_per_sequence * block_bytes / GIB:.2f} GiB of KV cache, "
+            f"one sequence of {max_model_len} tokens needs "
+            f"{blocks_per_sequence * block_bytes / GIB:.2f} GiB of KV cache, "
             f"{max(0, budget) / GIB:.2f} GiB are available for it",
             hint=f"lower --max-model-len to {fitting} or raise --kv-cache-memory"
             if fitting > 1
@@ -106,7 +135,9 @@ def choose_num_blocks(*, block_bytes: int, block_size: int, max_model_len: int, 
     return int(min(affordable, blocks_per_sequence * max_num_seqs))
 
 
-def describe(num_blocks: int, config: WorkerConfig, *, model: CausalModel, dtype: torch.dtype) -> str:
+def describe(
+    num_blocks: int, config: WorkerConfig, *, model: CausalModel, dtype: torch.dtype
+) -> str:
     """The cache's size and dtype, for people."""
     layers, shape = model.kv_shape(num_blocks, config.block_size)
     size = 2 * layers * int(torch.Size(shape).numel()) * dtype.itemsize
@@ -114,21 +145,32 @@ def describe(num_blocks: int, config: WorkerConfig, *, model: CausalModel, dtype
 
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
-    """Refuse more rows, or longer ones, than the free memory holds: tokens and block table of each, for all ranks of a CPU."""
+    """Refuse more rows, or longer ones, than the free memory holds: tokens and block table of each,
+    for all ranks of a CPU.
+    """
     item = 8 if device.type == "cpu" else 4
     per_row = item * (config.max_model_len + 1 + -(-config.max_model_len // config.block_size))
-    free = env.available_memory() // config.layout.world_size if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    free = (
+        env.available_memory() // config.layout.world_size
+        if device.type == "cpu"
+        else torch.cuda.mem_get_info(device)[0]
+    )
     needed = per_row * (config.max_num_seqs + 1)
     if needed > free:
         raise ResourceError(
-            f"{config.max_num_seqs} sequences of up to {config.max_model_len} tokens need {needed / GIB:.2f} GiB for their "
+            f"{config.max_num_seqs} sequences of up to {config.max_model_len} tokens need "
+            f"{needed / GIB:.2f} GiB for their "
             f"tokens alone, {free / GIB:.2f} GiB are free",
             hint="lower --max-num-seqs or --max-model-len",
         )
 
 
-def check_weights_fit(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, num_ranks: int) -> None:
-    """Refuse a model whose weights exceed the free memory: of each rank's GPU, or of this machine for all CPU ranks."""
+def check_weights_fit(
+    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, num_ranks: int
+) -> None:
+    """Refuse a model whose weights exceed the free memory: of each rank's GPU, or of this machine
+    for all CPU ranks.
+    """
     on_gpu = device.type == "cuda"
     needed = weight_bytes(spec, dtype_bytes=dtype.itemsize, keep_quantized=on_gpu)
     if on_gpu:
@@ -139,5 +181,7 @@ def check_weights_fit(spec: ModelSpec, *, dtype: torch.dtype, device: torch.devi
         where, remedy = "in main memory", "use a smaller model or a machine with more memory"
     if needed > free:
         raise ResourceError(
-            f"the weights need {needed / GIB:.1f} GiB {where} ({num_ranks} ranks), {free / GIB:.1f} GiB are free", hint=remedy
+            f"the weights need {needed / GIB:.1f} GiB {where} ({num_ranks} ranks), "
+            f"{free / GIB:.1f} GiB are free",
+            hint=remedy,
         )

@@ -27,17 +27,23 @@ class RowMasks:
     packed: Tensor  # [M, ceil(V / 8)] uint8: bit i of byte j allows token 8 j + i
 
     def of(self, rows: Sequence[int], *, renumber: bool = False) -> RowMasks | None:
-        """The masks of those among `rows`, if any; with `renumber` their members are places in `rows`."""
+        """The masks of those among `rows`, if any; with `renumber` their members are places in
+        `rows`.
+        """
         place = {row: i for i, row in enumerate(rows)}
         kept = [i for i, member in enumerate(self.members) if member in place]
         if not kept:
             return None
         members = [place[self.members[i]] if renumber else self.members[i] for i in kept]
         whole = len(kept) == len(self.members)
-        return RowMasks(members, self.packed if whole else self.packed[indices(kept, self.packed.device)])
+        return RowMasks(
+            members, self.packed if whole else self.packed[indices(kept, self.packed.device)]
+        )
 
     def apply(self, logits: Tensor, *, first_id: int) -> None:
-        """Set what the masks forbid to minus infinity, in place. logits [R, V of this rank] fp32, from token `first_id` on."""
+        """Set what the masks forbid to minus infinity, in place. logits [R, V of this rank] fp32,
+        from token `first_id` on.
+        """
         num_ids = logits.shape[1]
         shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
         for start in range(0, len(self.members), TILE):
@@ -61,28 +67,44 @@ class LateMasks:
         self._by_row = by_row
 
     @classmethod
-    def of_plan(cls, plan: StepPlan, wait: WaitForMasks, *, vocab_size: int, rows: Rows) -> LateMasks:
-        """Those that `wait` brings; a plan without masked rows waits for none. A row whose mask is not one of this vocabulary
-        fails."""
+    def of_plan(
+        cls, plan: StepPlan, wait: WaitForMasks, *, vocab_size: int, rows: Rows
+    ) -> LateMasks:
+        """Those that `wait` brings; a plan without masked rows waits for none. A row whose mask is
+        not one of this vocabulary fails."""
 
         def by_row() -> dict[int, bytes]:
             masks = wait()
-            found = {row: masks.masks[place] for row, place in zip(masks.rows, masks.places, strict=True)}
-            for row in [row for row, mask in found.items() if 8 * len(mask) - vocab_size not in range(8)]:
+            found = {
+                row: masks.masks[place] for row, place in zip(masks.rows, masks.places, strict=True)
+            }
+            for row in [
+                row for row, mask in found.items() if 8 * len(mask) - vocab_size not in range(8)
+            ]:
                 num_bytes = len(found.pop(row))
-                rows.fail(plan.slots[row], ValueError(f"a mask of {num_bytes} bytes for {vocab_size} tokens"))
+                rows.fail(
+                    plan.slots[row],
+                    ValueError(f"a mask of {num_bytes} bytes for {vocab_size} tokens"),
+                )
             return found
 
         return cls(cache(by_row) if plan.masked else dict)
 
     def of(self, sampled_rows: Sequence[int], *, device: torch.device) -> RowMasks | None:
-        """The masks of the plan's rows `sampled_rows`, on their way to the device; None: none of them has one."""
+        """The masks of the plan's rows `sampled_rows`, on their way to the device; None: none of
+        them has one.
+        """
         mask_of = self._by_row()
         members = [i for i, row in enumerate(sampled_rows) if row in mask_of]
         if not members:
             return None
-        packed = torch.from_numpy(np.stack([np.frombuffer(mask_of[sampled_rows[i]], dtype=np.uint8) for i in members]))
-        return RowMasks(members, packed if device.type == "cpu" else packed.pin_memory().to(device, non_blocking=True))
+        packed = torch.from_numpy(
+            np.stack([np.frombuffer(mask_of[sampled_rows[i]], dtype=np.uint8) for i in members])
+        )
+        return RowMasks(
+            members,
+            packed if device.type == "cpu" else packed.pin_memory().to(device, non_blocking=True),
+        )
 
     def single(self, row: int) -> LateMasks:
         """Those of a plan of this row alone."""

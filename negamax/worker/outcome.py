@@ -1,4 +1,6 @@
-"""What a launched step hands to the host: numbers that may still be on their way, and how they become a `StepResult`."""
+"""What a launched step hands to the host: numbers that may still be on their way, and how they
+become a `StepResult`.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ class StepTimes:
     previous: torch.cuda.Event | None
 
     def seconds(self) -> tuple[float, float]:
-        """(busy, idle before it); an idle spell before a step that nobody had asked for yet counts too."""
-        self.ended.synchronize()  # host-sync: a step that samples nothing has no other end to wait for
+        """(busy, idle before it); an idle spell before a step that nobody had asked for yet counts
+        too.
+        """
+        self.ended.synchronize()  # host-sync: without samples there is no other end
         idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
         return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3
 
@@ -51,17 +55,25 @@ class Outcome:
     def result(self) -> StepResult:
         """Wait for the numbers and put them together."""
         token_ids: list[int] = [] if self.token_ids is None else self.token_ids.read().tolist()
-        errors = {row: _NOT_FINITE for row, token in zip(self.sampled_rows, token_ids, strict=True) if token == BROKEN}
+        errors = {
+            row: _NOT_FINITE
+            for row, token in zip(self.sampled_rows, token_ids, strict=True)
+            if token == BROKEN
+        }
         if errors:
             token_ids = [max(token, 0) for token in token_ids]
         errors |= self.failures
         logprobs = {}
         if self.sampled is not None and self.sampled.logprobs is not None:
-            logprobs = dict(zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True))
+            logprobs = dict(
+                zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True)
+            )
         prompt = {
             row: [entry for tile in tiles for entry in tile.read()]
             for row, tiles in self.prompt_logprobs.items()
             if row not in errors
         }
         device_seconds, idle_seconds = (0.0, 0.0) if self.times is None else self.times.seconds()
-        return StepResult(self.step_id, token_ids, logprobs, prompt, errors, device_seconds, idle_seconds)
+        return StepResult(
+            self.step_id, token_ids, logprobs, prompt, errors, device_seconds, idle_seconds
+        )

@@ -1,8 +1,10 @@
-"""Steps with prompt tokens as CUDA graphs: one graph per number of tokens holds all layers, for any mix of sequences.
+"""Steps with prompt tokens as CUDA graphs: one graph per number of tokens holds all layers, for any
+mix of sequences.
 
-Launching sixty layers kernel by kernel takes a host several times as long as a GPU takes to run a thousand tokens. A step is
-padded to the next captured size; its sequences, generated tokens included, are runs of queries to the attention, whose tiles
-are worked out on the device. What is sampled, and how, stays outside.
+Launching sixty layers kernel by kernel takes a host several times as long as a GPU takes to run a
+thousand tokens. A step is padded to the next captured size; its sequences, generated tokens
+included, are runs of queries to the attention, whose tiles are worked out on the device. What is
+sampled, and how, stays outside.
 """
 
 from __future__ import annotations
@@ -23,13 +25,19 @@ from negamax.worker.batch import Column, Layout
 from negamax.worker.graphs import pool_bytes, record
 from negamax.worker.rows import Rows
 
-# A generated token in such a step is one query of a whole tile and reads its keys alone: slower than decoding from here on.
+# A generated token in such a step is one query of a whole tile and reads its keys alone: slower
+# than decoding from here on.
 LONGEST_DECODE = 8192  # tokens
 
 
 def capture_sizes(largest: int) -> list[int]:
     """Numbers of tokens worth a graph, in steps that leave at most a fifth of a step to padding."""
-    sizes = [*range(128, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512), *range(5120, largest + 1, 1024)]
+    sizes = [
+        *range(128, 1025, 128),
+        *range(1280, 2049, 256),
+        *range(2560, 4097, 512),
+        *range(5120, largest + 1, 1024),
+    ]
     return sorted({*(size for size in sizes if size < largest), largest})
 
 
@@ -48,13 +56,19 @@ class PrefillGraphs:
         device = rows.tokens.device
         self._model, self._kv, self._rows = model, kv, rows
         self._sizes, self._num_seqs = capture_sizes(largest), max_num_seqs
-        # Slot and position of each token; table row, length and first query of each sequence; all queries; the real tokens.
-        self._inputs = torch.zeros(2 * largest + 3 * max_num_seqs + 2, dtype=torch.int64, device=device)
+        # Slot and position of each token; table row, length and first query of each sequence; all
+        # queries; the real tokens.
+        self._inputs = torch.zeros(
+            2 * largest + 3 * max_num_seqs + 2, dtype=torch.int64, device=device
+        )
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._hidden = torch.empty(0, device=device)  # [largest, hidden], what every replay fills from the front
+        # [largest, hidden], what every replay fills from the front
+        self._hidden = torch.empty(0, device=device)
 
     def capture(self, pool: tuple[int, int], progress: Callable[[int, int], None]) -> str:
-        """Run and record every size, the largest first, in the memory of `pool`; a line that says what that took."""
+        """Run and record every size, the largest first, in the memory of `pool`; a line that says
+        what that took.
+        """
         started, before = time.monotonic(), pool_bytes(pool)
         for number, size in enumerate(reversed(self._sizes)):
             progress(number, len(self._sizes))
@@ -63,7 +77,9 @@ class PrefillGraphs:
         torch.cuda.synchronize()
         taken = (pool_bytes(pool) - before) / 2**20
         seconds = time.monotonic() - started
-        return f"{len(self._sizes)} up to {self._sizes[-1]} tokens: {taken:.0f} MiB, {seconds:.1f} s"
+        return (
+            f"{len(self._sizes)} up to {self._sizes[-1]} tokens: {taken:.0f} MiB, {seconds:.1f} s"
+        )
 
     def rehearse(self, layers: int) -> None:
         """Launch what every size launches, of the first `layers` alone."""
@@ -74,13 +90,19 @@ class PrefillGraphs:
     def fits(self, layout: Layout) -> bool:
         """Whether `layout` can be replayed, and gains from it."""
         longest = int(layout.seq_lens[: layout.num_decodes].max(initial=0))
-        return layout.num_tokens <= self._sizes[-1] and len(layout.slots) <= self._num_seqs and longest <= LONGEST_DECODE
+        return (
+            layout.num_tokens <= self._sizes[-1]
+            and len(layout.slots) <= self._num_seqs
+            and longest <= LONGEST_DECODE
+        )
 
     def prepare(self, layout: Layout) -> int:
         """Send the inputs of `layout` to the device; the size to replay."""
         size = self._sizes[bisect_left(self._sizes, layout.num_tokens)]
         tokens = (layout.token_slots, layout.token_positions)
-        self._fill(size, tokens=tokens, sequences=(layout.slots, layout.seq_lens, layout.query_starts))
+        self._fill(
+            size, tokens=tokens, sequences=(layout.slots, layout.seq_lens, layout.query_starts)
+        )
         return size
 
     def replay(self, size: int) -> Tensor:
@@ -90,9 +112,13 @@ class PrefillGraphs:
 
     def _fill_with_nothing(self, size: int) -> None:
         empty = np.empty(0, dtype=np.int64)
-        self._fill(size, tokens=(empty, empty), sequences=(empty, empty, np.zeros(1, dtype=np.int64)))
+        self._fill(
+            size, tokens=(empty, empty), sequences=(empty, empty, np.zeros(1, dtype=np.int64))
+        )
 
-    def _fill(self, size: int, *, tokens: tuple[Column, Column], sequences: tuple[Column, Column, Column]) -> None:
+    def _fill(
+        self, size: int, *, tokens: tuple[Column, Column], sequences: tuple[Column, Column, Column]
+    ) -> None:
         (token_slots, positions), (slots, seq_lens, query_starts) = tokens, sequences
         padding = self._rows.padding_slot
         columns = (
@@ -107,7 +133,9 @@ class PrefillGraphs:
         self._inputs[: len(packed)].copy_(packed, non_blocking=True)
 
     def _run(self, size: int, kv: Sequence[KvView]) -> None:
-        """The step of `size` tokens, as it is captured. Its result is copied out, so that the next size may use its memory."""
+        """The step of `size` tokens, as it is captured. Its result is copied out, so that the next
+        size may use its memory.
+        """
         rows, num_seqs = self._rows, self._num_seqs
         sizes = [size, size, num_seqs, num_seqs, num_seqs + 1, 1]
         columns = torch.split(self._inputs[: sum(sizes)], sizes)

@@ -1,5 +1,5 @@
-"""Questions that benchmarks ask a worker between steps: how spread the routing was, what a step costs without the host, and
-which kernels take its time."""
+"""Questions that benchmarks ask a worker between steps: how spread the routing was, what a step
+costs without the host, and which kernels take its time."""
 
 from __future__ import annotations
 
@@ -27,24 +27,34 @@ class Probes:
 
     def __init__(self, model: CausalModel, config: WorkerConfig, *, device: torch.device) -> None:
         self._model, self._spec, self._device = model, config.spec, device
-        self._shape = (config.spec.num_layers, config.max_num_batched_tokens, config.spec.experts_per_token)
+        self._shape = (
+            config.spec.num_layers,
+            config.max_num_batched_tokens,
+            config.spec.experts_per_token,
+        )
         self._routing: torch.Tensor | None = None
         self._profiler: torch.profiler.profile | None = None
 
     @property
     def need_eager(self) -> bool:
-        """Whether steps must run kernel by kernel: captured ones do not know that they are watched."""
+        """Whether steps must run kernel by kernel: captured ones do not know that they are
+        watched.
+        """
         return self._routing is not None
 
     def answer(self, probe: Probe, graphs: DecodeGraphs | None) -> ProbeAnswer:
         """The answer to `probe`; an empty one where this worker cannot tell."""
         if probe.name == OBSERVE_ROUTING:
             on = probe.argument == 1
-            self._routing = torch.zeros(self._shape, dtype=torch.int32, device=self._device) if on else None
+            self._routing = (
+                torch.zeros(self._shape, dtype=torch.int32, device=self._device) if on else None
+            )
             self._model.observe_routing(self._routing)
         if probe.name == DISTINCT_EXPERTS and self._routing is not None:
             chosen = self._routing[:, : probe.argument].flatten(1).long()  # [layers, rows * top_k]
-            hit = torch.zeros(len(chosen), self._spec.num_experts, device=chosen.device).scatter_(1, chosen.clamp_min(0), 1.0)
+            hit = torch.zeros(len(chosen), self._spec.num_experts, device=chosen.device).scatter_(
+                1, chosen.clamp_min(0), 1.0
+            )
             return ProbeAnswer(number=float(hit.sum(1).mean()))
         if probe.name == DECODE_SECONDS and graphs is not None:
             return ProbeAnswer(number=graphs.replay_seconds(probe.argument, repeats=REPLAYS))
@@ -60,7 +70,11 @@ class Probes:
             self._profiler.stop()
             on_gpu = torch.cuda.is_available()
             kernels = [
-                KernelTime(entry.key, entry.count, entry.self_device_time_total if on_gpu else entry.self_cpu_time_total)
+                KernelTime(
+                    entry.key,
+                    entry.count,
+                    entry.self_device_time_total if on_gpu else entry.self_cpu_time_total,
+                )
                 for entry in self._profiler.key_averages()
             ]
             self._profiler = None

@@ -17,25 +17,39 @@ logger = get_logger(__name__)
 
 @torch.inference_mode()
 def peak_bytes(
-    model: CausalModel, config: WorkerConfig, *, dtype: torch.dtype, context: ParallelContext, device: torch.device
+    model: CausalModel,
+    config: WorkerConfig,
+    *,
+    dtype: torch.dtype,
+    context: ParallelContext,
+    device: torch.device,
 ) -> int:
-    """Bytes that a step of `max_num_batched_tokens` prompt tokens and `max_num_seqs` sampled rows takes on the GPU.
+    """Bytes that a step of `max_num_batched_tokens` prompt tokens and `max_num_seqs` sampled rows
+    takes on the GPU.
 
     Its layers share one cache of just these tokens. `dtype` of the cache.
     """
     num_tokens, block_size = config.max_num_batched_tokens, config.block_size
     length = min(num_tokens, config.max_model_len)
-    counts = [length] * (num_tokens // length) + ([num_tokens % length] if num_tokens % length else [])
+    counts = [length] * (num_tokens // length) + (
+        [num_tokens % length] if num_tokens % length else []
+    )
     blocks_each = -(-length // block_size)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     layers, shape = model.kv_shape(len(counts) * blocks_each, block_size)
-    raw = torch.zeros(2, torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+    raw = torch.zeros(
+        2, torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8, device=device
+    )
     view = KvView(k=raw[0].view(dtype).view(*shape), v=raw[1].view(dtype).view(*shape))
-    tables = torch.arange(len(counts) * blocks_each, dtype=torch.int32, device=device).view(len(counts), blocks_each)
+    tables = torch.arange(len(counts) * blocks_each, dtype=torch.int32, device=device).view(
+        len(counts), blocks_each
+    )
     positions = torch.cat([torch.arange(count, device=device) for count in counts])
-    rows = torch.repeat_interleave(torch.arange(len(counts), device=device), torch.tensor(counts, device=device))
+    rows = torch.repeat_interleave(
+        torch.arange(len(counts), device=device), torch.tensor(counts, device=device)
+    )
     inputs = AttentionInputs(
         positions=positions,
         token_rows=rows,
@@ -53,5 +67,7 @@ def peak_bytes(
     peak = torch.cuda.max_memory_allocated(device) - before - raw.numel()
     del hidden, raw, view
     torch.cuda.empty_cache()
-    logger.info("a step of %d tokens takes %.2f GiB beside weights and cache", num_tokens, peak / 2**30)
+    logger.info(
+        "a step of %d tokens takes %.2f GiB beside weights and cache", num_tokens, peak / 2**30
+    )
     return peak + peak // 8  # the allocator's fragments

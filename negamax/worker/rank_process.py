@@ -1,10 +1,11 @@
 """One tensor-parallel rank as a process: `python -m negamax.worker.rank_process FOLDER RANK`.
 
-Frames on the rank's socket in the executor's folder: a WorkerConfig, then StepPlans (each with its StepMasks behind it, where
-it has masked rows) and Probes, all behind one byte that tells which, and an empty frame to stop; back come a WorkerReady or a
-RankFailed, then one answer per probe. The socket of the results carries one StepResult per plan, from rank 0 only: a thread of
-its own waits for the device, so that the next plan is launched meanwhile. Another thread writes the time into the rank's row of
-the file of beats (`worker.heartbeat`).
+Frames on the rank's socket in the executor's folder: a WorkerConfig, then StepPlans (each with its
+StepMasks behind it, where it has masked rows) and Probes, all behind one byte that tells which, and
+an empty frame to stop; back come a WorkerReady or a RankFailed, then one answer per probe. The
+socket of the results carries one StepResult per plan, from rank 0 only: a thread of its own waits
+for the device, so that the next plan is launched meanwhile. Another thread writes the time into the
+rank's row of the file of beats (`worker.heartbeat`).
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ logger = get_logger(__name__)
 
 PLAN, MASKS, PROBE = b"s", b"m", b"p"  # first byte of a frame
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-# Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by themselves, is not used. The
-# executor watches the ranks, so PyTorch's own watch of them, which calls an orderly end an alarm, is off. What gloo and NCCL
-# listen on takes messages without a key, so only this machine may reach it.
+# Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by
+# themselves, is not used. The executor watches the ranks, so PyTorch's own watch of them, which
+# calls an orderly end an alarm, is off. What gloo and NCCL listen on takes messages without a key,
+# so only this machine may reach it.
 ENVIRONMENT = (
     ("GLOO_SOCKET_IFNAME", LOOPBACK),
     ("NCCL_SOCKET_IFNAME", f"={LOOPBACK}"),
@@ -82,15 +84,19 @@ def main(folder: str, rank: int) -> int:
         part = f"rank-{rank}"
         dumps = CrashDumps(config.crash_dump_dir, part=part, options=dataclasses.asdict(config))
         try:
-            from negamax.worker.worker import Worker  # torch: seconds of import, after the connection stands
+            # torch: seconds of import, after the connection stands
+            from negamax.worker.worker import Worker
 
             worker = Worker(config)
             heartbeat.watch(worker.poll_control)
         except NegamaxError as error:
             socket.send(msgspec.msgpack.encode(RankFailed(str(error), error.exit_code)))
-            socket.recv()  # the executor ends all ranks; one that went before would be an error to the others
+            # the executor ends all ranks; one that went before would be an error to the others
+            socket.recv()
             return error.exit_code
-        gc.freeze()  # what the start left behind lives as long as the process: later collections need not visit it
+        # what the start left behind lives as long as the process: later collections need not visit
+        # it
+        gc.freeze()
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
         outcomes: SimpleQueue[Outcome | StepResult | None] = SimpleQueue()
         sending = (outcomes, context, f"ipc://{folder}/results", dumps, heartbeat)

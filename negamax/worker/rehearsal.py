@@ -1,6 +1,7 @@
 """Compiles the GPU's kernels before any is launched: a share on each rank, and several at a time.
 
-At its first launch each kernel would be compiled alone, while every rank and the GPU wait: some forty seconds in all.
+At its first launch each kernel would be compiled alone, while every rank and the GPU wait: some
+forty seconds in all.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import torch
 from negamax.base.env import usable_cores
 from negamax.parallel.context import ParallelContext
 
-LAYERS = 2  # launch every kernel there is: the first takes the embedding's output, the others that of experts
+# launch every kernel there is: the first takes the embedding's output, the others that of experts
+LAYERS = 2
 _MOST_THREADS = 8  # compilation holds Python's lock half of the time
 
 
 @contextmanager
 def rehearsal(context: ParallelContext) -> Iterator[None]:
-    """Inside, Triton kernels that are launched do not run: results are whatever is in memory. All ranks launch the same."""
+    """Inside, Triton kernels that are launched do not run: results are whatever is in memory. All
+    ranks launch the same.
+    """
     from negamax.kernels.launch.triton import compiling  # Triton is there where there is a GPU
 
     ranks = context.layout.world_size

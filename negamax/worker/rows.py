@@ -1,11 +1,14 @@
-"""Persistent rows: what the worker remembers of each running sequence between steps, indexed by the scheduler's slot.
+"""Persistent rows: what the worker remembers of each running sequence between steps, indexed by the
+scheduler's slot.
 
-The worker is the single writer. A row is complete: tokens known so far (sampled ones are written here by the device, so the
-next step can run before the host has seen them), block table, and sampling state. On a GPU the last row belongs to nobody:
-steps that are padded to a captured size run their padding on it.
+The worker is the single writer. A row is complete: tokens known so far (sampled ones are written
+here by the device, so the next step can run before the host has seen them), block table, and
+sampling state. On a GPU the last row belongs to nobody: steps that are padded to a captured size
+run their padding on it.
 
-What raises while one row is prepared, sampled or described is kept in `failures`, and the row stays in its steps as one that
-harms nobody: the steps of all ranks keep the same shape, and the request ends with an error.
+What raises while one row is prepared, sampled or described is kept in `failures`, and the row stays
+in its steps as one that harms nobody: the steps of all ranks keep the same shape, and the request
+ends with an error.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ class Rows:
         self.padding_slot = max_num_seqs
         num_rows = max_num_seqs + 1
         index_dtype = torch.int64 if device.type == "cpu" else torch.int32
-        # One column more than the window: the last sampled token of a full sequence is written but never run.
+        # One column more than the window: the last sampled token of a full sequence is written but
+        # never run.
         self.tokens = torch.zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
         self.block_tables = torch.zeros(num_rows, max_blocks, dtype=index_dtype, device=device)
         self._spare_block = 0
@@ -67,7 +71,8 @@ class Rows:
         self.sampling = torch.zeros(num_rows, 4, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._states: list[RowState | None] = [None] * num_rows
-        self.special_slots: set[int] = set()  # rows with penalties, bias, blocked or allowed ids: their logits are edited
+        # rows with penalties, bias, blocked or allowed ids: their logits are edited
+        self.special_slots: set[int] = set()
         self.filtered_slots: set[int] = set()  # rows with top-k, top-p or min-p
         self.wide_slots: set[int] = set()  # of those, rows that `sampling.draw_leading` is not for
         self.logprob_slots: set[int] = set()
@@ -75,14 +80,20 @@ class Rows:
         self.failures: dict[int, str] = {}  # by slot: why its sequence cannot go on
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over the plan's new rows and appended blocks. A new row that cannot be taken over is one of `failures`."""
+        """Take over the plan's new rows and appended blocks. A new row that cannot be taken over is
+        one of `failures`.
+        """
         for row in plan.new_rows:
             self._assign(row)
         if plan.appended_slots:
             slots = np.array(plan.appended_slots, dtype=np.int64)
             columns = self._num_blocks[slots]
-            if len(set(plan.appended_slots)) < len(slots):  # several blocks of one slot go one behind the other
-                columns += [plan.appended_slots[:i].count(slot) for i, slot in enumerate(plan.appended_slots)]
+            # several blocks of one slot go one behind the other
+            if len(set(plan.appended_slots)) < len(slots):
+                columns += [
+                    plan.appended_slots[:i].count(slot)
+                    for i, slot in enumerate(plan.appended_slots)
+                ]
             np.add.at(self._num_blocks, slots, 1)
             blocks = np.array(plan.appended_blocks, dtype=np.int64)
             rows, places, values = upload((slots, columns, blocks), self._device)
@@ -94,7 +105,9 @@ class Rows:
         return state
 
     def needs_all_logits(self, slot: int) -> bool:
-        """Whether a row takes more than its unedited logits' best, or a draw from the leading ones."""
+        """Whether a row takes more than its unedited logits' best, or a draw from the leading
+        ones.
+        """
         return slot in self.special_slots or slot in self.wide_slots or slot in self.logprob_slots
 
     def set_spare_block(self, block: int) -> None:
@@ -103,7 +116,9 @@ class Rows:
         self.block_tables[self.padding_slot] = block
 
     def fail(self, slot: int, error: Exception) -> None:
-        """The sequence in `slot` cannot go on, which `error` says; the first one counts. The others do."""
+        """The sequence in `slot` cannot go on, which `error` says; the first one counts. The others
+        do.
+        """
         if slot not in self.failures:
             logger.error("slot %d: its request ends with an error", slot, exc_info=error)
             self.failures[slot] = f"{type(error).__name__} while this request was computed"
@@ -115,7 +130,9 @@ class Rows:
         return {i: self.failures[slot] for i, slot in enumerate(slots) if slot in self.failures}
 
     def _assign(self, row: NewRow) -> None:
-        """Take over a new row; one that cannot be taken over becomes a greedy one without edits, on the spare block."""
+        """Take over a new row; one that cannot be taken over becomes a greedy one without edits, on
+        the spare block.
+        """
         slot = row.slot
         self.failures.pop(slot, None)
         self._num_blocks[slot] = len(row.block_ids)
@@ -126,23 +143,35 @@ class Rows:
             self._fill(row)
         except Exception as error:
             self.fail(slot, error)
-            self._states[slot] = _state(msgspec.structs.replace(row, sampling=_GREEDY), [], device=self._device)
+            self._states[slot] = _state(
+                msgspec.structs.replace(row, sampling=_GREEDY), [], device=self._device
+            )
             self.block_tables[slot] = self._spare_block
 
     def _blocked_ids(self, params: SamplingParams) -> list[int]:
         """The ids that may not be sampled before `min_tokens` outputs."""
-        blocked = sorted({*self._eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
+        blocked = (
+            sorted({*self._eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
+        )
         allowed = params.allowed_token_ids
         if allowed is not None and set(allowed).issubset(blocked):
             return []  # something must be sampled
         return blocked
 
     def _classify(self, slot: int, params: SamplingParams, *, has_blocked_ids: bool) -> None:
-        """Note what the row asks for. Ranks that exchange logits go by this, so it depends on the plan alone."""
+        """Note what the row asks for. Ranks that exchange logits go by this, so it depends on the
+        plan alone.
+        """
         assert params.temperature is not None and params.top_k is not None
-        is_penalised = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-        edited = bool(params.logit_bias or has_blocked_ids or params.allowed_token_ids or is_penalised)
-        filtered = params.temperature > 0.0 and (params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0)
+        is_penalised = (
+            params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+        )
+        edited = bool(
+            params.logit_bias or has_blocked_ids or params.allowed_token_ids or is_penalised
+        )
+        filtered = params.temperature > 0.0 and (
+            params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0
+        )
         _toggle(self.special_slots, slot, edited)
         _toggle(self.filtered_slots, slot, filtered)
         _toggle(self.wide_slots, slot, filtered and not 0 < params.top_k <= CANDIDATES)
@@ -152,14 +181,22 @@ class Rows:
     def _fill(self, row: NewRow) -> None:
         """Send the row's numbers to the device."""
         slot, params = row.slot, row.sampling
-        assert params.temperature is not None and params.top_k is not None and params.seed is not None
+        assert (
+            params.temperature is not None and params.top_k is not None and params.seed is not None
+        )
         assert params.top_p is not None and params.min_p is not None
-        numbers = (np.array(row.token_ids, dtype=np.int64), np.array(row.block_ids, dtype=np.int64), np.array([params.seed]))
+        numbers = (
+            np.array(row.token_ids, dtype=np.int64),
+            np.array(row.block_ids, dtype=np.int64),
+            np.array([params.seed]),
+        )
         tokens, blocks, seed = upload(numbers, self._device)
         self.tokens[slot, : len(row.token_ids)] = tokens
         self.block_tables[slot, : len(row.block_ids)] = blocks
         self.seeds[slot : slot + 1] = seed
-        self.sampling[slot] = upload_floats((params.temperature, params.top_k, params.top_p, params.min_p), self._device)
+        self.sampling[slot] = upload_floats(
+            (params.temperature, params.top_k, params.top_p, params.min_p), self._device
+        )
 
 
 def _state(row: NewRow, blocked: list[int], *, device: torch.device) -> RowState:
@@ -172,7 +209,9 @@ def _state(row: NewRow, blocked: list[int], *, device: torch.device) -> RowState
         blocked_ids=torch.tensor(blocked, dtype=torch.int64, device=device),
         bias_ids=torch.tensor(list(bias), dtype=torch.int64, device=device),
         bias_values=torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
-        allowed_ids=None if allowed is None else torch.tensor(allowed, dtype=torch.int64, device=device),
+        allowed_ids=None
+        if allowed is None
+        else torch.tensor(allowed, dtype=torch.int64, device=device),
     )
 
 

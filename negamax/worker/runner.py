@@ -15,7 +15,8 @@ from negamax.worker.batch import ForwardBatch, Layout
 from negamax.worker.rows import Rows
 from negamax.worker.sampler import LogprobEntries
 
-# Prompt log-probabilities need logits of every prompt token; this many positions at a time bound the memory.
+# Prompt log-probabilities need logits of every prompt token; this many positions at a time bound
+# the memory.
 PROMPT_LOGPROB_TILE = 256
 
 
@@ -30,8 +31,12 @@ class Runner:
         """Hidden states [T, hidden] of the batch; keys and values land in the cache."""
         return self._model.forward(batch.token_ids, batch.attention, self._kv)
 
-    def prompt_logprobs(self, plan: StepPlan, hidden: Tensor, *, layout: Layout, rows: Rows) -> dict[int, list[LogprobEntries]]:
-        """For each row that asked: entries of the prompt tokens that this step's tokens predict, by row index, in tiles."""
+    def prompt_logprobs(
+        self, plan: StepPlan, hidden: Tensor, *, layout: Layout, rows: Rows
+    ) -> dict[int, list[LogprobEntries]]:
+        """For each row that asked: entries of the prompt tokens that this step's tokens predict, by
+        row index, in tiles.
+        """
         if not rows.prompt_logprob_slots:
             return {}
         found: dict[int, list[LogprobEntries]] = {}
@@ -54,7 +59,9 @@ class Runner:
 
     def _entries(self, hidden: Tensor, token_ids: Tensor, *, num_top: int) -> list[LogprobEntries]:
         entries = []
-        for tile, ids in zip(hidden.split(PROMPT_LOGPROB_TILE), token_ids.split(PROMPT_LOGPROB_TILE), strict=True):
+        for tile, ids in zip(
+            hidden.split(PROMPT_LOGPROB_TILE), token_ids.split(PROMPT_LOGPROB_TILE), strict=True
+        ):
             logprobs = torch.log_softmax(self._model.logits(tile), dim=-1)
             entries.append(LogprobEntries(logprobs, ids, num_top=[num_top] * ids.shape[0]))
         return entries

@@ -1,5 +1,6 @@
-"""From logits to one token per sampled row, with what the row's parameters ask for. Rare features touch only the rows that
-use them, and nothing waits for the device: what the host wants to know is on its way when these functions return.
+"""From logits to one token per sampled row, with what the row's parameters ask for. Rare features
+touch only the rows that use them, and nothing waits for the device: what the host wants to know is
+on its way when these functions return.
 """
 
 from __future__ import annotations
@@ -24,19 +25,25 @@ BROKEN = -1  # instead of a token: the row's logits were not finite numbers
 
 
 class LogprobEntries:
-    """Log-probabilities of N chosen tokens with up to `max(num_top)` alternatives each, on their way to the host."""
+    """Log-probabilities of N chosen tokens with up to `max(num_top)` alternatives each, on their
+    way to the host.
+    """
 
     def __init__(self, logprobs: Tensor, token_ids: Tensor, *, num_top: Sequence[int]) -> None:
         """logprobs [N, V] fp32, token_ids [N] int64; row i reports num_top[i] alternatives."""
         self._num_top = num_top
-        described = ops.token_logprobs(logprobs, token_ids.clamp_min(0), num_top=min(max(num_top), logprobs.shape[1]))
+        described = ops.token_logprobs(
+            logprobs, token_ids.clamp_min(0), num_top=min(max(num_top), logprobs.shape[1])
+        )
         self._columns = [HostTensor(column) for column in (token_ids, *described)]
 
     def read(self) -> list[TokenLogprobs]:
         """One entry per row."""
         columns = [column.read().tolist() for column in self._columns]
         return [
-            TokenLogprobs(token_id=token, logprob=lp, rank=rank, top_ids=top[:k], top_logprobs=top_lp[:k])
+            TokenLogprobs(
+                token_id=token, logprob=lp, rank=rank, top_ids=top[:k], top_logprobs=top_lp[:k]
+            )
             for token, lp, rank, top, top_lp, k in zip(*columns, self._num_top, strict=True)
         ]
 
@@ -50,15 +57,28 @@ class Sampled:
     logprobs: LogprobEntries | None  # of those rows
 
 
-def sample(logits: Tensor, inputs: SampleInputs, *, rows: Rows, kernels: KernelTable, masks: RowMasks | None = None) -> Sampled:
-    """Choose a token for every sampled row from all its logits. `logits` [R, V] fp32 may be changed in place."""
+def sample(
+    logits: Tensor,
+    inputs: SampleInputs,
+    *,
+    rows: Rows,
+    kernels: KernelTable,
+    masks: RowMasks | None = None,
+) -> Sampled:
+    """Choose a token for every sampled row from all its logits. `logits` [R, V] fp32 may be changed
+    in place.
+    """
     wants_logprobs = [i for i, slot in enumerate(inputs.slots) if slot in rows.logprob_slots]
     raw = torch.log_softmax(logits[wants_logprobs], dim=-1) if wants_logprobs else None
     _edit_rows(logits, inputs, rows=rows, masks=masks)
     token_ids = _draw(logits, inputs, rows=rows, kernels=kernels)
     best = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)  # argmax and topk both put NaN first
     token_ids = token_ids.where(best.isfinite(), BROKEN)
-    entries = None if raw is None else _entries(raw, token_ids[wants_logprobs], inputs, wants_logprobs, rows=rows)
+    entries = (
+        None
+        if raw is None
+        else _entries(raw, token_ids[wants_logprobs], inputs, wants_logprobs, rows=rows)
+    )
     return Sampled(token_ids, wants_logprobs, entries)
 
 
@@ -75,12 +95,17 @@ def sample_sharded(
 ) -> Sampled:
     """The same for logits split over the ranks of `group`; this rank's begin at token `first_id`.
 
-    Rows without filters, edits and log-probabilities exchange a value and an index per rank (`picked`, where a captured step
-    has done that already); rows with a small top_k their leading tokens. The others are gathered: their whole logits are
-    on every rank, and every rank draws the same token. Masks are applied by each rank to its share, except where the row's
+    Rows without filters, edits and log-probabilities exchange a value and an index per rank
+    (`picked`, where a captured step has done that already); rows with a small top_k their leading
+    tokens. The others are gathered: their whole logits are on every rank, and every rank draws the
+    same token. Masks are applied by each rank to its share, except where the row's
     log-probabilities are asked for: those are of the logits before.
     """
-    early = None if masks is None else masks.of([i for i, slot in enumerate(inputs.slots) if slot not in rows.logprob_slots])
+    early = (
+        None
+        if masks is None
+        else masks.of([i for i, slot in enumerate(inputs.slots) if slot not in rows.logprob_slots])
+    )
     if early is not None:
         early.apply(logits, first_id=first_id)
     pick = kernels["sampling.pick"].run
@@ -106,7 +131,16 @@ def sample_sharded(
         )
     if not gathered:
         return Sampled(picked, [], None)
-    return _sample_gathered(logits, inputs, gathered, picked=picked, rows=rows, kernels=kernels, group=group, masks=masks)
+    return _sample_gathered(
+        logits,
+        inputs,
+        gathered,
+        picked=picked,
+        rows=rows,
+        kernels=kernels,
+        group=group,
+        masks=masks,
+    )
 
 
 def _sample_gathered(
@@ -126,10 +160,16 @@ def _sample_gathered(
     index = indices(members, device)
     full = group.all_gather(logits if whole else logits[index], dim=-1)
     slots, positions = [inputs.slots[i] for i in members], [inputs.positions[i] for i in members]
-    part = SampleInputs(slots, positions, inputs.slots_device[index], inputs.positions_device[index])
+    part = SampleInputs(
+        slots, positions, inputs.slots_device[index], inputs.positions_device[index]
+    )
     wants_logprobs = [i for i, slot in enumerate(slots) if slot in rows.logprob_slots]
-    raw = torch.log_softmax(full[indices(wants_logprobs, device)], dim=-1) if wants_logprobs else None
-    _edit_rows(full, part, rows=rows, masks=None if masks is None else masks.of(members, renumber=True))
+    raw = (
+        torch.log_softmax(full[indices(wants_logprobs, device)], dim=-1) if wants_logprobs else None
+    )
+    _edit_rows(
+        full, part, rows=rows, masks=None if masks is None else masks.of(members, renumber=True)
+    )
     token_ids = kernels["sampling.pick"].run(
         full,
         first_id=0,
@@ -139,24 +179,33 @@ def _sample_gathered(
     )
     for chosen, candidates in _filtered(part, rows, vocab_size=full.shape[1]):
         where = indices(chosen, device)
-        drawn = _draw_from(full[where], part, chosen, candidates=candidates, rows=rows, kernels=kernels)
+        drawn = _draw_from(
+            full[where], part, chosen, candidates=candidates, rows=rows, kernels=kernels
+        )
         token_ids[where] = drawn.where(token_ids[where] != BROKEN, BROKEN)
     token_ids = token_ids if whole else picked.index_copy(0, index, token_ids)
     asked = [members[i] for i in wants_logprobs]
-    entries = None if raw is None else _entries(raw, token_ids[indices(asked, device)], inputs, asked, rows=rows)
+    entries = (
+        None
+        if raw is None
+        else _entries(raw, token_ids[indices(asked, device)], inputs, asked, rows=rows)
+    )
     return Sampled(token_ids, asked, entries)
 
 
-def _entries(raw: Tensor, token_ids: Tensor, inputs: SampleInputs, members: list[int], *, rows: Rows) -> LogprobEntries:
+def _entries(
+    raw: Tensor, token_ids: Tensor, inputs: SampleInputs, members: list[int], *, rows: Rows
+) -> LogprobEntries:
     num_top = [rows.state(inputs.slots[i]).sampling.logprobs or 0 for i in members]
     return LogprobEntries(raw, token_ids, num_top=num_top)
 
 
 def _draw(logits: Tensor, inputs: SampleInputs, *, rows: Rows, kernels: KernelTable) -> Tensor:
-    """Greedy rows take the maximum; rows with a small top_k draw from a fixed number of candidates; the others sort all.
+    """Greedy rows take the maximum; rows with a small top_k draw from a fixed number of candidates;
+    the others sort all.
 
-    Each group's arithmetic has a shape that does not depend on the rows of the other groups, so that the same seed gives the
-    same token in any company.
+    Each group's arithmetic has a shape that does not depend on the rows of the other groups, so
+    that the same seed gives the same token in any company.
     """
     take_best = kernels["sampling.greedy"].run
     sampling = [rows.state(slot).sampling for slot in inputs.slots]
@@ -166,15 +215,23 @@ def _draw(logits: Tensor, inputs: SampleInputs, *, rows: Rows, kernels: KernelTa
     token_ids = torch.empty(len(sampling), dtype=torch.int64, device=logits.device)
     if greedy:
         token_ids[greedy] = take_best(logits[greedy])
-    narrow = [i for i, params in enumerate(sampling) if params.temperature and _is_narrow(params.top_k)]
-    wide = [i for i, params in enumerate(sampling) if params.temperature and not _is_narrow(params.top_k)]
+    narrow = [
+        i for i, params in enumerate(sampling) if params.temperature and _is_narrow(params.top_k)
+    ]
+    wide = [
+        i
+        for i, params in enumerate(sampling)
+        if params.temperature and not _is_narrow(params.top_k)
+    ]
     vocab_size = logits.shape[1]
     for members, candidates in ((narrow, min(ops.CANDIDATES, vocab_size)), (wide, vocab_size)):
         if not members:
             continue
         whole = len(members) == len(sampling)
         chosen = logits if whole else logits[members]
-        drawn = _draw_from(chosen, inputs, members, candidates=candidates, rows=rows, kernels=kernels)
+        drawn = _draw_from(
+            chosen, inputs, members, candidates=candidates, rows=rows, kernels=kernels
+        )
         if whole:
             return drawn
         token_ids[members] = drawn
@@ -198,7 +255,13 @@ def _is_narrow(top_k: int | None) -> bool:
 
 
 def _draw_from(
-    logits: Tensor, inputs: SampleInputs, members: list[int], *, candidates: int, rows: Rows, kernels: KernelTable
+    logits: Tensor,
+    inputs: SampleInputs,
+    members: list[int],
+    *,
+    candidates: int,
+    rows: Rows,
+    kernels: KernelTable,
 ) -> Tensor:
     """Draw for `members` of the rows; logits [len(members), V]."""
     filters = _filters(inputs, members, rows=rows)
@@ -207,7 +270,9 @@ def _draw_from(
 
 
 def _filters(inputs: SampleInputs, members: list[int], *, rows: Rows) -> dict[str, Tensor]:
-    """The parameters by which `members` of the rows are drawn, and their random numbers; each [len(members)] fp32."""
+    """The parameters by which `members` of the rows are drawn, and their random numbers; each
+    [len(members)] fp32.
+    """
     slots = inputs.slots_device
     whole = len(members) == len(inputs.slots)
     positions = inputs.positions_device
@@ -220,12 +285,20 @@ def _filters(inputs: SampleInputs, members: list[int], *, rows: Rows) -> dict[st
 
 
 def _edit_rows(logits: Tensor, inputs: SampleInputs, *, rows: Rows, masks: RowMasks | None) -> None:
-    """Everything that a row does to its logits [R, V], in place. A mask has the last word, and knows of min_tokens."""
+    """Everything that a row does to its logits [R, V], in place. A mask has the last word, and
+    knows of min_tokens.
+    """
     for i, slot in enumerate(inputs.slots):
         if slot in rows.special_slots:
             is_masked = masks is not None and i in masks.members
             try:
-                _edit(logits[i], slot, position=inputs.positions[i], rows=rows, may_hold_back=not is_masked)
+                _edit(
+                    logits[i],
+                    slot,
+                    position=inputs.positions[i],
+                    rows=rows,
+                    may_hold_back=not is_masked,
+                )
             except Exception as error:
                 rows.fail(slot, error)
     if masks is not None:
@@ -233,8 +306,8 @@ def _edit_rows(logits: Tensor, inputs: SampleInputs, *, rows: Rows, masks: RowMa
 
 
 def _edit(logits: Tensor, slot: int, *, position: int, rows: Rows, may_hold_back: bool) -> None:
-    """Penalties, bias, the allowed tokens and the min_tokens block of one row; `logits` [V] is changed in place, `position` is
-    the new token's."""
+    """Penalties, bias, the allowed tokens and the min_tokens block of one row; `logits` [V] is
+    changed in place, `position` is the new token's."""
     state = rows.state(slot)
     params = state.sampling
     assert params.repetition_penalty is not None
@@ -252,5 +325,9 @@ def _edit(logits: Tensor, slot: int, *, position: int, rows: Rows, may_hold_back
         kept = logits[state.allowed_ids]
         logits.fill_(float("-inf"))
         logits[state.allowed_ids] = kept
-    if may_hold_back and position - state.prompt_len < params.min_tokens and state.blocked_ids.numel():
+    if (
+        may_hold_back
+        and position - state.prompt_len < params.min_tokens
+        and state.blocked_ids.numel()
+    ):
         logits[state.blocked_ids] = float("-inf")

@@ -1,4 +1,6 @@
-"""One rank: loads its shard of the model, owns the cache and the rows, and executes plans in order."""
+"""One rank: loads its shard of the model, owns the cache and the rows, and executes plans in
+order.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ logger = get_logger(__name__)
 
 
 class Worker:
-    """The model runtime of one rank. Everything is called from one thread; an `Outcome` may be read from another."""
+    """The model runtime of one rank. Everything is called from one thread; an `Outcome` may be read
+    from another.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         torch.set_num_threads(config.num_threads)
@@ -44,14 +48,24 @@ class Worker:
         self._on_gpu = device.type == "cuda"
         dtype = choose_dtype(config.dtype, spec=config.spec, device=config.device)
         cache_dtype = kv_dtype(config.kv_cache_dtype, dtype=dtype, device=config.device)
-        check_platform(platform_of(device), config.spec, dtype=dtype, cache_dtype=cache_dtype, rank=config.layout.rank)
-        kv_pool.check_weights_fit(config.spec, dtype=dtype, device=device, num_ranks=config.layout.world_size)
+        check_platform(
+            platform_of(device),
+            config.spec,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            rank=config.layout.rank,
+        )
+        kv_pool.check_weights_fit(
+            config.spec, dtype=dtype, device=device, num_ranks=config.layout.world_size
+        )
         kv_pool.check_rows_fit(config, device=device)
         self._context = context = _parallel_context(config, device)
         self._group = context.attention_group
         self.poll_control = context.poll_control
         self._kernels = kernels = resolve(platform=config.device, dtype=dtype)
-        self._model = model = build_model(config.spec, context=context, dtype=dtype, device=device, kernels=kernels)
+        self._model = model = build_model(
+            config.spec, context=context, dtype=dtype, device=device, kernels=kernels
+        )
         with torch.inference_mode():
             load_summary = _load(model, config, device=device)
             if self._on_gpu:
@@ -64,10 +78,15 @@ class Worker:
                 device=device,
             )
             self._probes = Probes(model, config, device=device)
-            affordable = kv_pool.choose_blocks(model, config, dtype=cache_dtype, context=context, device=device)
+            affordable = kv_pool.choose_blocks(
+                model, config, dtype=cache_dtype, context=context, device=device
+            )
             num_blocks = context.world_min(affordable)
-            kv = kv_pool.allocate(model, num_blocks, block_size=config.block_size, dtype=cache_dtype, device=device)
-            self._rows.set_spare_block(num_blocks)  # the one block that the scheduler does not know of
+            kv = kv_pool.allocate(
+                model, num_blocks, block_size=config.block_size, dtype=cache_dtype, device=device
+            )
+            # the one block that the scheduler does not know of
+            self._rows.set_spare_block(num_blocks)
             self._runner = Runner(model, kv)
             self._graphs: DecodeGraphs | None = None
             self._prefill_graphs: PrefillGraphs | None = None
@@ -79,17 +98,19 @@ class Worker:
             device=str(device),
             kernels=kernels.describe(),
             load_summary=load_summary,
-            memory_summary=f"{kv_pool.describe(num_blocks, config, model=model, dtype=cache_dtype)}{graph_summary}",
+            memory_summary=kv_pool.describe(num_blocks, config, model=model, dtype=cache_dtype)
+            + graph_summary,
         )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, wait_for_masks: WaitForMasks) -> Outcome | StepResult:
-        """Run one plan; on a GPU it has only been enqueued when this returns. Where the plan has masked rows, their masks are
-        waited for between the model and the sampling.
+        """Run one plan; on a GPU it has only been enqueued when this returns. Where the plan has
+        masked rows, their masks are waited for between the model and the sampling.
 
-        A row that fails is reported in `errors` and leaves the other rows as they would be without it: one that cannot be
-        prepared, sampled or described, and on the CPU one that makes the model raise. On a GPU a model that raises fails the
-        whole step. Errors: `EngineDeadError` where another rank is gone.
+        A row that fails is reported in `errors` and leaves the other rows as they would be without
+        it: one that cannot be prepared, sampled or described, and on the CPU one that makes the
+        model raise. On a GPU a model that raises fails the whole step. Errors: `EngineDeadError`
+        where another rank is gone.
         """
         self._rows.apply(plan)
         vocab_size = self._config.spec.vocab_size
@@ -101,7 +122,11 @@ class Worker:
         except EngineDeadError:  # another rank is gone: there is nothing to repeat
             raise
         except Exception:
-            logger.exception("step %d failed as a batch; running its %d rows one by one", plan.step_id, len(plan.slots))
+            logger.exception(
+                "step %d failed as a batch; running its %d rows one by one",
+                plan.step_id,
+                len(plan.slots),
+            )
             return self._run_apart(plan, masks)
 
     @torch.inference_mode()
@@ -110,7 +135,9 @@ class Worker:
         return self._probes.answer(probe, self._graphs)
 
     def close(self) -> None:
-        """Give the memory back and leave the other ranks in order. Nothing else may be called afterwards."""
+        """Give the memory back and leave the other ranks in order. Nothing else may be called
+        afterwards.
+        """
         del self._graphs, self._prefill_graphs, self._runner, self._model, self._probes, self._rows
         if self._on_gpu:
             gc.collect()
@@ -149,10 +176,17 @@ class Worker:
         return f"; CUDA graphs: {decodes}; {prefills}"
 
     def _run(self, plan: StepPlan, late_masks: LateMasks) -> Outcome:
-        """The step itself: gather, forward, sample, remember. Writes are idempotent, so it may be repeated."""
+        """The step itself: gather, forward, sample, remember. Writes are idempotent, so it may be
+        repeated.
+        """
         use_graphs = not self._probes.need_eager
         graphs = self._graphs
-        if use_graphs and graphs and len(plan.slots) <= graphs.largest and batches.is_decode(plan, self._rows):
+        if (
+            use_graphs
+            and graphs
+            and len(plan.slots) <= graphs.largest
+            and batches.is_decode(plan, self._rows)
+        ):
             graph = graphs.prepare(plan)
             began = self._mark()
             outputs = graphs.replay(graph)
@@ -169,9 +203,12 @@ class Worker:
         self._ended = ended
         return outcome.timed(StepTimes(began, ended, previous))
 
-    def _forward(self, plan: StepPlan, late_masks: LateMasks, *, use_graphs: bool) -> tuple[torch.cuda.Event | None, Outcome]:
+    def _forward(
+        self, plan: StepPlan, late_masks: LateMasks, *, use_graphs: bool
+    ) -> tuple[torch.cuda.Event | None, Outcome]:
         """A step of any shape, and when it began."""
-        # Which kernel computes a token must not depend on the step it runs in, where that decides about bits.
+        # Which kernel computes a token must not depend on the step it runs in, where that decides
+        # about bits.
         layout = batches.lay_out(plan, self._rows, generated_apart=not self._on_gpu)
         graphs = self._prefill_graphs
         if use_graphs and graphs is not None and graphs.fits(layout):
@@ -186,7 +223,9 @@ class Worker:
         rows = [i for i, samples in enumerate(plan.samples) if samples]
         if not rows:
             return began, Outcome(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
-        inputs = batches.sample_inputs(layout.sample_slots, layout.sample_positions, device=self._device)
+        inputs = batches.sample_inputs(
+            layout.sample_slots, layout.sample_positions, device=self._device
+        )
         hidden = hidden[indices(layout.sample_tokens, self._device)]
         failed = list(self._rows.failures_of(layout.sample_slots))
         if failed:  # on this rank, perhaps alone: no rank may find a token for these rows
@@ -198,16 +237,20 @@ class Worker:
             logits, masks = self._model.logits(hidden), late_masks.of(rows, device=self._device)
             sampled = sample(logits, inputs, rows=self._rows, kernels=self._kernels, masks=masks)
         self._remember(sampled, inputs)
-        return began, Outcome(plan.step_id, rows, HostTensor(sampled.token_ids), sampled, prompt_logprobs)
+        return began, Outcome(
+            plan.step_id, rows, HostTensor(sampled.token_ids), sampled, prompt_logprobs
+        )
 
     def _decoded(self, plan: StepPlan, outputs: DecodeOutputs, masks: RowMasks | None) -> Outcome:
-        """What a replayed step of generated tokens came to; only rows that ask for more are sampled again, and all where some
-        have masks, of which the graph knows nothing."""
+        """What a replayed step of generated tokens came to; only rows that ask for more are sampled
+        again, and all where some have masks, of which the graph knows nothing."""
         num_rows = len(plan.slots)
         token_ids = outputs.token_ids[:num_rows]
         sampled = None
         if masks is not None or any(self._rows.needs_all_logits(slot) for slot in plan.slots):
-            inputs = batches.sample_inputs(plan.slots, [start + 1 for start in plan.starts], device=self._device)
+            inputs = batches.sample_inputs(
+                plan.slots, [start + 1 for start in plan.starts], device=self._device
+            )
             picked = token_ids if masks is None else None
             sampled = self._sample(outputs.logits[:num_rows], inputs, picked=picked, masks=masks)
             self._remember(sampled, inputs)
@@ -236,7 +279,9 @@ class Worker:
     def _remember(self, sampled: Sampled, inputs: batches.SampleInputs) -> None:
         """Write the sampled tokens into their rows, where the next step finds them."""
         tokens = self._rows.tokens
-        tokens[inputs.slots_device, inputs.positions_device] = sampled.token_ids.clamp_min(0).to(tokens.dtype)
+        tokens[inputs.slots_device, inputs.positions_device] = sampled.token_ids.clamp_min(0).to(
+            tokens.dtype
+        )
 
     def _run_apart(self, plan: StepPlan, late_masks: LateMasks) -> StepResult:
         """The same plan a row at a time, so that only rows that fail by themselves are lost."""
@@ -273,7 +318,9 @@ class Worker:
 
 
 def _take_device(config: WorkerConfig) -> torch.device:
-    """This rank's device, with a stream of its own as the calling thread's current one (graphs need that)."""
+    """This rank's device, with a stream of its own as the calling thread's current one (graphs need
+    that).
+    """
     if config.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", config.layout.rank % torch.cuda.device_count())
@@ -312,7 +359,9 @@ def _load(model: CausalModel, config: WorkerConfig, *, device: torch.device) -> 
         summary = f"synthetic weights, seed {config.seed}"
     else:
         with Progress("loading weights", unit=format_bytes, enabled=shown) as progress:
-            summary = load_weights(model, config.spec, Path(config.folder), progress=progress).summary()
+            summary = load_weights(
+                model, config.spec, Path(config.folder), progress=progress
+            ).summary()
     model.finish_loading()
     torch.set_num_threads(config.num_threads)
     return summary

@@ -1,4 +1,6 @@
-"""An innocent client beside an attack: a stream that shows how long the server stood still for others."""
+"""An innocent client beside an attack: a stream that shows how long the server stood still for
+others.
+"""
 
 from __future__ import annotations
 

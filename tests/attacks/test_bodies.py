@@ -103,7 +103,9 @@ def test_long_list_of_wrong_elements_is_refused_at_once(server: Server, name: st
 
 
 def dear_bodies(scale: int) -> dict[str, tuple[str, bytes]]:
-    """Bodies with much to decode: path and body, by name. `scale` is 1 for those of the largest size."""
+    """Bodies with much to decode: path and body, by name. `scale` is 1 for those of the largest
+    size.
+    """
     chat: dict[str, Any] = {"model": "nano", "messages": HELLO, "max_tokens": 1}
     text = 30 * MiB // scale
     inner = f'[{{"role": "user", "content": "x", "more": {listed("[]", 200_000 // scale)}}}]'
@@ -141,7 +143,12 @@ def test_others_go_on_while_a_body_of_the_largest_size_is_read(server: Server, n
 
 
 def test_ignored_fields_are_not_kept_while_the_answer_is_written(server: Server) -> None:
-    long: dict[str, Any] = {"model": "nano", "messages": HELLO, "max_tokens": 3000, "ignore_eos": True}
+    long: dict[str, Any] = {
+        "model": "nano",
+        "messages": HELLO,
+        "max_tokens": 3000,
+        "ignore_eos": True,
+    }
     content = body("metadata", listed('"xyz"', 1_000_000), **long)
     before = resident_bytes(server)
     statuses: list[int] = []

@@ -1,4 +1,6 @@
-"""What is written down when a part dies: enough to understand it, and nothing that clients wrote."""
+"""What is written down when a part dies: enough to understand it, and nothing that clients
+wrote.
+"""
 
 from __future__ import annotations
 

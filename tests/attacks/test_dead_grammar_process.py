@@ -1,4 +1,6 @@
-"""A grammar process that is killed under a stream: the client is told why, and that it may try again."""
+"""A grammar process that is killed under a stream: the client is told why, and that it may try
+again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ FOLLOWED = {
 
 
 def kill_grammar_process(server: Server) -> None:
-    (pid,) = [pid for pid in family_of(server.process.pid) if b"grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (pid,) = [
+        pid
+        for pid in family_of(server.process.pid)
+        if b"grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(pid, signal.SIGKILL)
 
 
@@ -33,5 +39,6 @@ def test_stream_whose_grammar_process_is_killed_may_be_retried(server: Server) -
             error, done = [line for line in lines if line][-2:]
         assert "service_unavailable_error" in error and "grammar process ended" in error
         assert done == "data: [DONE]"
-        assert http.post(CHAT, json=FOLLOWED | {"max_tokens": 5}).status_code == 200  # another process
+        # another process
+        assert http.post(CHAT, json=FOLLOWED | {"max_tokens": 5}).status_code == 200
     assert neighbour.errors == [] and neighbour.longest_gap < 1.0

@@ -1,4 +1,6 @@
-"""Rank processes that are killed or stopped: noticed whatever the engine waits for, told to the clients, and replaced."""
+"""Rank processes that are killed or stopped: noticed whatever the engine waits for, told to the
+clients, and replaced.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ def mortal_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_rank_that_dies_while_nobody_asks_is_noticed_and_replaced(mortal_ranks: Server, rank: int) -> None:
+def test_rank_that_dies_while_nobody_asks_is_noticed_and_replaced(
+    mortal_ranks: Server, rank: int
+) -> None:
     engine = mortal_ranks.engine_pid()
     with mortal_ranks.http() as http:
         assert http.get("/readyz").status_code == 200
         os.kill(ranks_of(engine)[rank], signal.SIGKILL)
         assert eventually(lambda: http.get("/readyz").status_code == 503, seconds=1)
-        assert f"rank {rank} ended with exit code -9" in error_of(http.get("/readyz"), 503)["message"]
+        assert (
+            f"rank {rank} ended with exit code -9" in error_of(http.get("/readyz"), 503)["message"]
+        )
         assert error_of(http.post(CHAT, json=LONG), 503)["code"] == "engine_restarting"
         wait_until_ready(mortal_ranks)
         assert mortal_ranks.engine_pid() != engine
@@ -38,7 +44,9 @@ def test_rank_that_dies_while_nobody_asks_is_noticed_and_replaced(mortal_ranks: 
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_rank_that_dies_under_streams_ends_them_with_what_may_be_retried(mortal_ranks: Server, rank: int) -> None:
+def test_rank_that_dies_under_streams_ends_them_with_what_may_be_retried(
+    mortal_ranks: Server, rank: int
+) -> None:
     victim = ranks_of(mortal_ranks.engine_pid())[rank]
     killed: list[float] = []
 

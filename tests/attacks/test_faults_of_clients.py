@@ -1,4 +1,6 @@
-"""Requests that make no sense are the client's fault: never a 500, never a line of the log that they wrote."""
+"""Requests that make no sense are the client's fault: never a 500, never a line of the log that
+they wrote.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,30 @@ from tests.e2e.conftest import Server, serving
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "x"}
-NO_IDS = ("x-1", "resp_-f", "x+1", "x 1", "x_1", "-1", "0x", "٣٣", "%2d1", "%0a2026-01-01%20ERROR%20forged-1")
+NO_IDS = (
+    "x-1",
+    "resp_-f",
+    "x+1",
+    "x 1",
+    "x_1",
+    "-1",
+    "0x",
+    "٣٣",
+    "%2d1",
+    "%0a2026-01-01%20ERROR%20forged-1",
+)
 WRONG: tuple[Any, ...] = (
-    None, True, 0, 1.5, "x", "", [], [1], [None], ["a"], {}, [{}], [[]], [{"id": "1"}], [{"function": {}}],
+    None, True, 0, 1.5, "x", "", [], [1], [None], ["a"], {}, [{}], [[]], [{"id": "1"}],
+    [{"function": {}}],
     [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving("--api-server-count", "2", log_file=tmp_path_factory.mktemp("two") / "log") as server:
+    with serving(
+        "--api-server-count", "2", log_file=tmp_path_factory.mktemp("two") / "log"
+    ) as server:
         yield server
         assert "Traceback" not in server.log
 
@@ -33,19 +49,28 @@ def test_ids_of_nothing_are_not_found(request: pytest.FixtureRequest, count: int
     with server.http() as http:
         for response_id in NO_IDS:
             path = f"/v1/responses/{response_id}"
-            asked = [("GET", path), ("GET", f"{path}/input_items"), ("DELETE", path), ("POST", f"{path}/cancel")]
+            asked = [
+                ("GET", path),
+                ("GET", f"{path}/input_items"),
+                ("DELETE", path),
+                ("POST", f"{path}/cancel"),
+            ]
             answers = [http.request(method, target) for method, target in asked]
             for body in (
                 {"input": "x", "previous_response_id": response_id},
                 {"input": [{"type": "item_reference", "id": response_id}]},
             ):
-                answers += [http.post(f"/v1/responses{end}", json=body) for end in ("", "/input_tokens")]
+                answers += [
+                    http.post(f"/v1/responses{end}", json=body) for end in ("", "/input_tokens")
+                ]
             assert {answer.status_code for answer in answers} == {404}, response_id
     assert not [line for line in server.log.splitlines() if line.startswith("2026-01-01 ERROR")]
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "root"])
-def test_calls_of_others_than_the_assistant_are_refused_whatever_their_type(http: httpx.Client, role: str) -> None:
+def test_calls_of_others_than_the_assistant_are_refused_whatever_their_type(
+    http: httpx.Client, role: str
+) -> None:
     for calls, lead in itertools.product(WRONG, ([], [USER])):
         message = {"role": role, "content": "x", "tool_calls": calls}
         answer = http.post(CHAT, json={"messages": [*lead, message, USER], "max_tokens": 1})

@@ -24,8 +24,20 @@ def test_unread_output_and_malformed_requests_hold_nobody_up() -> None:
     port = free_port()
     read, write = os.pipe()
     os.close(read)  # whoever wanted to read the ready line is gone
-    command = [sys.executable, "-m", "negamax", "serve", "nano", "--num-threads", "1", "--port", str(port)]
-    server = subprocess.Popen([*command, "--enable-access-log"], stdout=write, stderr=subprocess.PIPE)
+    command = [
+        sys.executable,
+        "-m",
+        "negamax",
+        "serve",
+        "nano",
+        "--num-threads",
+        "1",
+        "--port",
+        str(port),
+    ]
+    server = subprocess.Popen(
+        [*command, "--enable-access-log"], stdout=write, stderr=subprocess.PIPE
+    )
     os.close(write)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=5) as http:
@@ -47,7 +59,9 @@ def test_unread_output_and_malformed_requests_hold_nobody_up() -> None:
     assert not re.search(rb"[\x00-\x09\x0b-\x1f\x7f]", log)
     assert not any(line.startswith("forged") for line in lines)
     assert sum("Invalid HTTP request" in line for line in lines) <= 20
-    assert any("standard output cannot be written" in line and "Negamax is ready" in line for line in lines)
+    assert any(
+        "standard output cannot be written" in line and "Negamax is ready" in line for line in lines
+    )
     assert server.returncode == 0
 
 

@@ -1,5 +1,5 @@
-"""Bodies drawn from the server's own OpenAPI document, right and slightly wrong: each is answered with
-200 or 4xx, and the engine lives on."""
+"""Bodies drawn from the server's own OpenAPI document, right and slightly wrong: each is answered
+with 200 or 4xx, and the engine lives on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ MAX_DEPTH = 6
 EXTRA_ITEMS = 3  # beyond the least that a schema asks for
 # What keeps a request short; drawn values would let it run for minutes.
 SHORT = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "timeout": 2}
-TEXTS = st.one_of(st.sampled_from(("", "nano", "auto", "user", "text", "Hello")), st.text(max_size=8))
+TEXTS = st.one_of(
+    st.sampled_from(("", "nano", "auto", "user", "text", "Hello")), st.text(max_size=8)
+)
 ANY = st.recursive(
     st.one_of(
         st.none(),

@@ -13,29 +13,47 @@ from tests.e2e.conftest import Server
 
 
 def unlisted(levels: int) -> dict[str, Any]:
-    """20 required names that follow `additionalProperties`, in which there are 20 more, and so on."""
+    """20 required names that follow `additionalProperties`, in which there are 20 more, and so
+    on.
+    """
     inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1)
-    return {"type": "object", "required": [f"p{i}" for i in range(20)], "additionalProperties": inner}
+    return {
+        "type": "object",
+        "required": [f"p{i}" for i in range(20)],
+        "additionalProperties": inner,
+    }
 
 
 def doubling(levels: int) -> dict[str, Any]:
     """References to references, each twice."""
     twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
-    return {"$ref": "#/$defs/d0", "$defs": {**twice, f"d{levels}": {"type": "object", "properties": {"a": {}}}}}
+    return {
+        "$ref": "#/$defs/d0",
+        "$defs": {**twice, f"d{levels}": {"type": "object", "properties": {"a": {}}}},
+    }
 
 
 SCHEMAS = {
     "unlisted": unlisted(5),
     "doubling": doubling(24),
     "itself": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
-    "itself below": {"type": "object", "properties": {"a": {"allOf": [{"$ref": "#/properties/a"}]}}},
+    "itself below": {
+        "type": "object",
+        "properties": {"a": {"allOf": [{"$ref": "#/properties/a"}]}},
+    },
 }
 
 
 @pytest.mark.parametrize("place", ["tools", "response_format"])
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_that_expands_without_end_holds_up_nobody(server: Server, http: httpx.Client, name: str, place: str) -> None:
-    body: dict[str, Any] = {"model": "nano", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+def test_a_schema_that_expands_without_end_holds_up_nobody(
+    server: Server, http: httpx.Client, name: str, place: str
+) -> None:
+    body: dict[str, Any] = {
+        "model": "nano",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "Hi"}],
+    }
     if place == "tools":
         function = {"name": "f", "parameters": SCHEMAS[name]}
         body |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}

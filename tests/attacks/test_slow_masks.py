@@ -18,7 +18,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "nested stars": {"regex": "((([a-z ]*)*)*)*z{5000}"},
     "ambiguous": {"grammar": 'root ::= e\ne ::= e e | "a" | e e e | [a-z]'},
     "left recursion": {"grammar": 'root ::= a "z"\na ::= a b | b a | b\nb ::= b b | [a-z] | ""'},
-    "many optional properties": {"json": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}}},
+    "many optional properties": {
+        "json": {
+            "type": "object",
+            "properties": {f"p{i}": {"type": "integer"} for i in range(3000)},
+        }
+    },
 }
 
 
@@ -48,12 +53,22 @@ def attack(server: Server, form: dict[str, Any], stop: threading.Event, answers:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "nested stars" else pytest.param(name, marks=pytest.mark.full) for name in FORMS]
+    "name",
+    [
+        name if name == "nested stars" else pytest.param(name, marks=pytest.mark.full)
+        for name in FORMS
+    ],
 )
-def test_slow_masks_of_one_stream_hold_up_no_other(server: Server, http: httpx.Client, name: str) -> None:
+def test_slow_masks_of_one_stream_hold_up_no_other(
+    server: Server, http: httpx.Client, name: str
+) -> None:
     stop, answers = threading.Event(), list[str]()
-    attackers = [threading.Thread(target=attack, args=(server, FORMS[name], stop, answers)) for _ in range(2)]
-    with Neighbour(server, structured_outputs={"regex": "[a-z ]{4000}"}, thinking_token_budget=0) as neighbour:
+    attackers = [
+        threading.Thread(target=attack, args=(server, FORMS[name], stop, answers)) for _ in range(2)
+    ]
+    with Neighbour(
+        server, structured_outputs={"regex": "[a-z ]{4000}"}, thinking_token_budget=0
+    ) as neighbour:
         for thread in attackers:
             thread.start()
         time.sleep(SECONDS)

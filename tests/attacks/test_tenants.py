@@ -1,4 +1,6 @@
-"""Holders of different keys do not reach each other's requests, responses and caches, and pages of other sites nothing."""
+"""Holders of different keys do not reach each other's requests, responses and caches, and pages of
+other sites nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ MESSAGES = [{"role": "user", "content": "Tell me something."}]
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ("--api-key", "anna", "--api-key", "bert", "--admin-api-key", "root", "--max-num-seqs", "2")
+    options = (
+        "--api-key",
+        "anna",
+        "--api-key",
+        "bert",
+        "--admin-api-key",
+        "root",
+        "--max-num-seqs",
+        "2",
+    )
     with serving(*options, log_file=tmp_path_factory.mktemp("keyed") / "log") as running:
         yield running
         assert "Traceback" not in running.log
@@ -51,7 +62,12 @@ def test_an_abort_ends_exactly_the_named_request(http: httpx.Client) -> None:
 
 
 def test_a_name_of_several_prompts_ends_them_all(server: Server, http: httpx.Client) -> None:
-    body = {"text": ["a", "b"], "rid": "r", "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}, "stream": True}
+    body = {
+        "text": ["a", "b"],
+        "rid": "r",
+        "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True},
+        "stream": True,
+    }
     with http.stream("POST", "/generate", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -61,7 +77,11 @@ def test_a_name_of_several_prompts_ends_them_all(server: Server, http: httpx.Cli
 
 
 def test_aborts_reach_the_requests_of_the_same_key_alone(keyed: Server) -> None:
-    with as_holder(keyed, "anna") as anna, as_holder(keyed, "bert") as bert, as_holder(keyed, "root") as root:
+    with (
+        as_holder(keyed, "anna") as anna,
+        as_holder(keyed, "bert") as bert,
+        as_holder(keyed, "root") as root,
+    ):
         one = begin(anna, rid="mine")
         next(one)
         assert bert.post("/abort_request", json={"rid": "mine"}).json() == {"num_aborted": 0}
@@ -80,7 +100,9 @@ def test_what_acts_on_all_needs_the_key_of_administrators(keyed: Server) -> None
         next(one)
         for path, body in (("/abort_request", {"abort_all": True}), ("/flush_cache", {})):
             answer = anna.post(path, json=body)
-            assert answer.status_code == 403 and answer.json()["error"]["code"] == "admin_key_needed"
+            assert (
+                answer.status_code == 403 and answer.json()["error"]["code"] == "admin_key_needed"
+            )
         next(one)
         assert root.post("/abort_request", json={"abort_all": True}).json() == {"num_aborted": 1}
         list(one)
@@ -91,19 +113,33 @@ def test_what_acts_on_all_needs_the_key_of_administrators(keyed: Server) -> None
 
 
 def test_without_an_administrators_key_holders_of_keys_may_not_either(tmp_path: Path) -> None:
-    with serving("--api-key", "anna", log_file=tmp_path / "log") as server, as_holder(server, "anna") as anna:
+    with (
+        serving("--api-key", "anna", log_file=tmp_path / "log") as server,
+        as_holder(server, "anna") as anna,
+    ):
         assert anna.post("/flush_cache").status_code == 403
         assert anna.post("/abort_request", json={"abort_all": True}).status_code == 403
         assert anna.post("/abort_request", json={"rid": "x"}).json() == {"num_aborted": 0}
 
 
 def test_responses_are_kept_for_their_own_key(keyed: Server) -> None:
-    with as_holder(keyed, "anna") as anna, as_holder(keyed, "bert") as bert, as_holder(keyed, "root") as root:
-        kept = anna.post(RESPONSES, json={"input": "What is 2 + 3?", "max_output_tokens": 40}).json()
+    with (
+        as_holder(keyed, "anna") as anna,
+        as_holder(keyed, "bert") as bert,
+        as_holder(keyed, "root") as root,
+    ):
+        kept = anna.post(
+            RESPONSES, json={"input": "What is 2 + 3?", "max_output_tokens": 40}
+        ).json()
         place, item = f"{RESPONSES}/{kept['id']}", kept["output"][0]["id"]
         reference = {"type": "item_reference", "id": item}
         for other in (bert, root):
-            for method, end in (("GET", ""), ("GET", "/input_items"), ("DELETE", ""), ("POST", "/cancel")):
+            for method, end in (
+                ("GET", ""),
+                ("GET", "/input_items"),
+                ("DELETE", ""),
+                ("POST", "/cancel"),
+            ):
                 assert other.request(method, place + end).status_code == 404, (method, end)
             for body in (
                 {"input": "And?", "previous_response_id": kept["id"]},
@@ -112,7 +148,12 @@ def test_responses_are_kept_for_their_own_key(keyed: Server) -> None:
                 assert other.post(RESPONSES, json=body).status_code == 404
                 assert other.post(f"{RESPONSES}/input_tokens", json=body).status_code == 404
         assert anna.get(place).json()["id"] == kept["id"]
-        assert anna.post(RESPONSES, json={"input": "And?", "previous_response_id": kept["id"]}).status_code == 200
+        assert (
+            anna.post(
+                RESPONSES, json={"input": "And?", "previous_response_id": kept["id"]}
+            ).status_code
+            == 200
+        )
         assert anna.delete(place).status_code == 200
 
 
@@ -124,7 +165,12 @@ def test_prefixes_are_found_again_by_the_same_key_alone(keyed: Server) -> None:
             usage = http.post(CHAT, json=body | fields).json()["usage"]
         return int((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
-    assert [cached(key) > 100 for key in ("anna", "bert", "anna", "bert")] == [False, False, True, True]
+    assert [cached(key) > 100 for key in ("anna", "bert", "anna", "bert")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert cached("anna", cache_salt="own") < 100
 
 
@@ -138,23 +184,33 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=json.dumps)
-def test_a_page_of_another_site_changes_nothing(http: httpx.Client, headers: dict[str, str]) -> None:
+def test_a_page_of_another_site_changes_nothing(
+    http: httpx.Client, headers: dict[str, str]
+) -> None:
     for path in ("/flush_cache", "/abort_request", CHAT, RESPONSES):
-        answer = http.post(path, content=b'{"abort_all": true}', headers={"content-type": "text/plain", **headers})
+        answer = http.post(
+            path, content=b'{"abort_all": true}', headers={"content-type": "text/plain", **headers}
+        )
         assert answer.status_code == 403, (path, answer.text)
         assert answer.json()["error"]["code"] == "cross_site"
 
 
 def test_own_pages_and_programs_may(server: Server, http: httpx.Client) -> None:
     body = {"messages": MESSAGES, "max_tokens": 1}
-    for headers in ({"origin": server.url}, {"origin": "https://proxy.example", "sec-fetch-site": "same-origin"}, {}):
+    for headers in (
+        {"origin": server.url},
+        {"origin": "https://proxy.example", "sec-fetch-site": "same-origin"},
+        {},
+    ):
         assert http.post(CHAT, json=body, headers=headers).status_code == 200, headers
 
 
 def test_a_key_in_a_header_is_no_page_of_another_site(keyed: Server) -> None:
     with as_holder(keyed, "anna") as anna:
         body = {"messages": MESSAGES, "max_tokens": 1}
-        assert anna.post(CHAT, json=body, headers={"origin": "https://app.example"}).status_code == 200
+        assert (
+            anna.post(CHAT, json=body, headers={"origin": "https://app.example"}).status_code == 200
+        )
 
 
 def test_one_key_does_not_fill_the_queue_before_another(keyed: Server) -> None:
@@ -163,7 +219,9 @@ def test_one_key_does_not_fill_the_queue_before_another(keyed: Server) -> None:
         many = begin(anna, n=12, max_tokens=150)
         next(many)
         assert bert.post(CHAT, json={"messages": MESSAGES, "max_tokens": 5}).status_code == 200
-        (waiting,) = re.findall(r"^vllm:num_requests_waiting\S* (\S+)$", bert.get("/metrics").text, re.MULTILINE)
+        (waiting,) = re.findall(
+            r"^vllm:num_requests_waiting\S* (\S+)$", bert.get("/metrics").text, re.MULTILINE
+        )
         assert float(waiting) >= 6
         anna.close()
 
@@ -183,5 +241,13 @@ def test_nobody_overtakes_without_the_operators_option(http: httpx.Client) -> No
 
 
 def test_with_the_option_priority_is_taken(tmp_path: Path) -> None:
-    with serving("--scheduling-policy", "priority", log_file=tmp_path / "log") as server, server.http() as http:
-        assert http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1, "priority": -5}).status_code == 200
+    with (
+        serving("--scheduling-policy", "priority", log_file=tmp_path / "log") as server,
+        server.http() as http,
+    ):
+        assert (
+            http.post(
+                CHAT, json={"messages": MESSAGES, "max_tokens": 1, "priority": -5}
+            ).status_code
+            == 200
+        )

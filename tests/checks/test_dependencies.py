@@ -1,4 +1,6 @@
-"""What the package imports is declared, what is declared is bounded, and one tested set is installed everywhere."""
+"""What the package imports is declared, what is declared is bounded, and one tested set is
+installed everywhere.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 REQUIRED = [Requirement(line) for line in PROJECT["dependencies"]]
-EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
+EXTRAS = {
+    name: [Requirement(line) for line in lines]
+    for name, lines in PROJECT["optional-dependencies"].items()
+}
 DEVELOPMENT = ("test", "dev")  # extras that the package itself never imports
-IMPORTED_AS = {"pyzmq": "zmq", "opentelemetry-sdk": "opentelemetry"}  # others are imported by their name, with "_" for "-"
+# others are imported by their name, with "_" for "-"
+IMPORTED_AS = {"pyzmq": "zmq", "opentelemetry-sdk": "opentelemetry"}
 
 
 def import_name(requirement: Requirement) -> str:
@@ -25,7 +31,9 @@ def import_name(requirement: Requirement) -> str:
 
 
 def third_party_imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Top-level names of the modules that are imported, and whether that happens when `path` is imported itself."""
+    """Top-level names of the modules that are imported, and whether that happens when `path` is
+    imported itself.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     within_functions = {
         node
@@ -45,9 +53,16 @@ def third_party_imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def test_every_import_is_declared() -> None:
-    """At the top of a module only what every installation has; inside functions also what an extra brings."""
+    """At the top of a module only what every installation has; inside functions also what an extra
+    brings.
+    """
     required = {import_name(requirement) for requirement in REQUIRED}
-    optional = {import_name(requirement) for name, extra in EXTRAS.items() if name not in DEVELOPMENT for requirement in extra}
+    optional = {
+        import_name(requirement)
+        for name, extra in EXTRAS.items()
+        if name not in DEVELOPMENT
+        for requirement in extra
+    }
     undeclared = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in (ROOT / "negamax").rglob("*.py")
@@ -58,7 +73,9 @@ def test_every_import_is_declared() -> None:
 
 
 def test_every_dependency_has_an_upper_bound() -> None:
-    optional = [requirement for name in EXTRAS if name not in DEVELOPMENT for requirement in EXTRAS[name]]
+    optional = [
+        requirement for name in EXTRAS if name not in DEVELOPMENT for requirement in EXTRAS[name]
+    ]
     unbounded = [
         str(requirement)
         for requirement in [*REQUIRED, *optional]
@@ -70,23 +87,33 @@ def test_every_dependency_has_an_upper_bound() -> None:
 def constraints() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    return {pin.name.lower().replace("_", "-"): str(pin.specifier).removeprefix("==") for pin in pins}
+    return {
+        pin.name.lower().replace("_", "-"): str(pin.specifier).removeprefix("==") for pin in pins
+    }
 
 
-@pytest.mark.parametrize("requirement", [*REQUIRED, *(r for extra in EXTRAS.values() for r in extra)], ids=str)
+@pytest.mark.parametrize(
+    "requirement", [*REQUIRED, *(r for extra in EXTRAS.values() for r in extra)], ids=str
+)
 def test_every_dependency_is_in_the_tested_set(requirement: Requirement) -> None:
     if requirement.name == PROJECT["name"]:
         return
     version = constraints().get(requirement.name.lower().replace("_", "-"))
-    assert version is not None, "run `make constraints`, or add the version that was tested to constraints.txt"
+    assert version is not None, (
+        "run `make constraints`, or add the version that was tested to constraints.txt"
+    )
     assert requirement.specifier.contains(version), version
 
 
 def test_one_install_line_with_the_tested_torch_everywhere() -> None:
     torch = f"torch=={constraints()['torch']}"
     lines = {
-        name: re.findall(r"^pip install torch.*$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+        name: re.findall(
+            r"^pip install torch.*$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE
+        )
         for name in ("README.md", "docs/gpu.md")
     }
-    assert lines == {name: [f"pip install {torch} && pip install -c constraints.txt -e ."] for name in lines}
+    assert lines == {
+        name: [f"pip install {torch} && pip install -c constraints.txt -e ."] for name in lines
+    }
     assert f"TORCH  ?= {torch}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")

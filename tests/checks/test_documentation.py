@@ -58,7 +58,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
-COMMANDS_OF = [page for page in PAGES if "decisions" not in page.parts and page.name != "CHANGELOG.md"]
+COMMANDS_OF = [
+    page for page in PAGES if "decisions" not in page.parts and page.name != "CHANGELOG.md"
+]
 
 
 def blocks(page: Path, language: str) -> Iterator[str]:
@@ -73,8 +75,8 @@ def blocks(page: Path, language: str) -> Iterator[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words of every command on `page`: in code blocks, and in the text where it has options and
-    nothing to fill in."""
+    """The words of every command on `page`: in code blocks, and in the text where it has options
+    and nothing to fill in."""
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     inline = re.findall(r"`(negamax [^`\n]+ --[^`\n]+)`", page.read_text(encoding="utf-8"))
     inline = [line for line in inline if not re.search(r"\.\.\.|\b[A-Z]+\b", line)]
@@ -95,7 +97,9 @@ def understand(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", COMMANDS_OF, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_commands_are_understood(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_understood(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "server.toml").write_text('model = "nano"\n')
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

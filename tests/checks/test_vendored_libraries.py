@@ -1,4 +1,6 @@
-"""The chat page's libraries: small, with their licences, and free of what the page's policy forbids."""
+"""The chat page's libraries: small, with their licences, and free of what the page's policy
+forbids.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,8 @@ def test_the_libraries_are_small_and_need_no_forbidden_means() -> None:
 
 def test_every_library_has_its_version_and_licence() -> None:
     licences = (VENDOR / "LICENSES.txt").read_text(encoding="utf-8")
-    package = json.loads((ROOT / "tools" / "vendor_playground" / "package.json").read_text(encoding="utf-8"))
+    package = json.loads(
+        (ROOT / "tools" / "vendor_playground" / "package.json").read_text(encoding="utf-8")
+    )
     for name, version in package["dependencies"].items():
         assert f"\n{name} {version} (" in licences, name

@@ -27,7 +27,11 @@ TINY: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
+    "rope_parameters": {
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "rope_type": "default",
+    },
 }
 FP8_CONFIG = {
     "quant_method": "fp8",
@@ -39,20 +43,31 @@ FP8_CONFIG = {
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:
-    names = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "dtype": "float32"}
+    names = {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "dtype": "float32",
+    }
     return ModelSpec.from_hf_config({**names, **TINY, **changes})
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor of an M2 checkpoint of this size: the table of the published checkpoints."""
-    hidden, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, q, kv = (
+        spec.hidden_size,
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+    )
     table: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab_size, hidden),
         "model.norm.weight": (hidden,),
         "lm_head.weight": (spec.vocab_size, hidden),
     }
     for layer in range(spec.num_layers):
-        attention, moe = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.block_sparse_moe."
+        attention, moe = (
+            f"model.layers.{layer}.self_attn.",
+            f"model.layers.{layer}.block_sparse_moe.",
+        )
         table |= {
             f"model.layers.{layer}.input_layernorm.weight": (hidden,),
             f"model.layers.{layer}.post_attention_layernorm.weight": (hidden,),
@@ -73,9 +88,13 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 class SlotModel:
-    """A model of slots only. `parameters` holds what they wrote; `tp_rank` of `tp` keeps a slice of the first dimension."""
+    """A model of slots only. `parameters` holds what they wrote; `tp_rank` of `tp` keeps a slice of
+    the first dimension.
+    """
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1
+    ) -> None:
         self.parameters: dict[str, Tensor] = {}
         slots = []
         for name, shape in shapes(spec).items():
@@ -89,13 +108,20 @@ class SlotModel:
         return self._slots
 
 
-def random_tensors(spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def random_tensors(
+    spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes(spec).items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in shapes(spec).items()
+    }
 
 
 def to_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as MiniMax stores them: attention and expert matrices in block FP8, each with its scale."""
+    """The tensors as MiniMax stores them: attention and expert matrices in block FP8, each with its
+    scale.
+    """
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight") or ".experts." in name:
@@ -110,8 +136,12 @@ def save_single(folder: Path, tensors: dict[str, Tensor]) -> Path:
     return folder
 
 
-def save_sharded(folder: Path, tensors: dict[str, Tensor], *, names: list[str], with_index: bool = True) -> Path:
-    """Deal the tensors out over the files `names` in turn, as badly sorted as a checkpoint can be."""
+def save_sharded(
+    folder: Path, tensors: dict[str, Tensor], *, names: list[str], with_index: bool = True
+) -> Path:
+    """Deal the tensors out over the files `names` in turn, as badly sorted as a checkpoint can
+    be.
+    """
     parts: dict[str, dict[str, Tensor]] = {file: {} for file in names}
     weight_map = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
@@ -126,4 +156,6 @@ def save_sharded(folder: Path, tensors: dict[str, Tensor], *, names: list[str], 
 
 
 def write_index(folder: Path, weight_map: dict[str, str]) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )

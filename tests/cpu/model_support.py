@@ -1,4 +1,6 @@
-"""Tiny MiniMax-M2 models for tests: random specs, random weights, paged caches with shuffled blocks."""
+"""Tiny MiniMax-M2 models for tests: random specs, random weights, paged caches with shuffled
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rotary_dim": rng.choice([dim for dim in (2, 4, 6, 8, head_dim // 4 * 2, head_dim) if dim <= head_dim]),
+        "rotary_dim": rng.choice(
+            [dim for dim in (2, 4, 6, 8, head_dim // 4 * 2, head_dim) if dim <= head_dim]
+        ),
         "rope_theta": rng.choice((1e4, 5e6)),
         "max_position_embeddings": 512,
         "intermediate_size": rng.choice((15, 24, 40)),
@@ -53,7 +57,9 @@ def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
 
 
 def random_weights(spec: ModelSpec, seed: int, *, router_bias: float = 6.0) -> dict[str, Tensor]:
-    """Random tensors under their checkpoint names: norms around 1, router bias up to `router_bias`."""
+    """Random tensors under their checkpoint names: norms around 1, router bias up to
+    `router_bias`.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, slot in build(spec, loaded=False).weight_slots().items():
@@ -78,10 +84,14 @@ def build(
     choices: Mapping[str, str] | None = None,
     loaded: bool = True,
 ) -> CausalModel:
-    """A model holding `weights`, ready to run (or, with `loaded` False, before anything was written)."""
+    """A model holding `weights`, ready to run (or, with `loaded` False, before anything was
+    written).
+    """
     kernels = resolve(platform="cpu", dtype=dtype, choices=choices)
     context = context or ParallelContext.single()
-    model = build_model(spec, context=context, dtype=dtype, device=torch.device("cpu"), kernels=kernels)
+    model = build_model(
+        spec, context=context, dtype=dtype, device=torch.device("cpu"), kernels=kernels
+    )
     if loaded:
         assert weights is not None
         for name, slot in model.weight_slots().items():
@@ -92,21 +102,35 @@ def build(
 
 
 class PagedRun:
-    """Sequences in one paged cache with shuffled blocks; feeds chunks of tokens and returns logits."""
+    """Sequences in one paged cache with shuffled blocks; feeds chunks of tokens and returns
+    logits.
+    """
 
     def __init__(
-        self, model: CausalModel, *, num_blocks: int = 64, block_size: int = 16, dtype: torch.dtype = torch.float32
+        self,
+        model: CausalModel,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model, self.block_size = model, block_size
         layers, shape = model.kv_shape(num_blocks, block_size)
         # What earlier owners left behind must not matter.
-        self.kv = [KvView(k=torch.full(shape, 7.0, dtype=dtype), v=torch.full(shape, -9.0, dtype=dtype)) for _ in range(layers)]
-        self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(num_blocks)).tolist()
+        self.kv = [
+            KvView(k=torch.full(shape, 7.0, dtype=dtype), v=torch.full(shape, -9.0, dtype=dtype))
+            for _ in range(layers)
+        ]
+        self.free = torch.randperm(
+            num_blocks, generator=torch.Generator().manual_seed(num_blocks)
+        ).tolist()
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
 
     def step(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
-        """Run `chunks` (sequence, its next tokens; sequences with one token first) in one forward; logits of every token."""
+        """Run `chunks` (sequence, its next tokens; sequences with one token first) in one forward;
+        logits of every token.
+        """
         positions, rows, token_ids, starts = [], [], [], [0]
         for row, (name, tokens) in enumerate(chunks):
             table, first = self.tables.setdefault(name, []), self.lengths.get(name, 0)
@@ -119,7 +143,9 @@ class PagedRun:
             starts.append(len(token_ids))
             self.lengths[name] = first + len(tokens)
         names = [name for name, _ in chunks]
-        num_decodes = next((i for i, (_, tokens) in enumerate(chunks) if len(tokens) != 1), len(chunks))
+        num_decodes = next(
+            (i for i, (_, tokens) in enumerate(chunks) if len(tokens) != 1), len(chunks)
+        )
         inputs = AttentionInputs(
             positions=torch.tensor(positions, dtype=torch.int64),
             token_rows=torch.tensor(rows, dtype=torch.int64),
@@ -128,8 +154,13 @@ class PagedRun:
             prefills=self._queries(chunks[num_decodes:]),
         )
         with torch.inference_mode():
-            logits = self.model.logits(self.model.forward(torch.tensor(token_ids, dtype=torch.int64), inputs, self.kv))
-        return {name: logits[first:last] for name, first, last in zip(names, starts, starts[1:], strict=False)}
+            logits = self.model.logits(
+                self.model.forward(torch.tensor(token_ids, dtype=torch.int64), inputs, self.kv)
+            )
+        return {
+            name: logits[first:last]
+            for name, first, last in zip(names, starts, starts[1:], strict=False)
+        }
 
     def _queries(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> PagedQueries | None:
         """The last tokens of these sequences; None of none."""

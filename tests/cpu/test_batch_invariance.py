@@ -1,6 +1,7 @@
 """A token's result must not depend on what else is in the batch or on chunk borders.
 
-Same seed, same text rests on this: comparisons are bit for bit, but for the native decode against prefill.
+Same seed, same text rests on this: comparisons are bit for bit, but for the native decode against
+prefill.
 """
 
 from __future__ import annotations
@@ -40,11 +41,17 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def models(dtype: torch.dtype, **choices: str) -> tuple[ModelSpec, PagedRun, PagedRun]:
-    """Two caches over one model, with different block orders; `choices` of providers as in `resolve`, dots as `__`."""
+    """Two caches over one model, with different block orders; `choices` of providers as in
+    `resolve`, dots as `__`.
+    """
     spec = ModelSpec.from_hf_config(tiny_config(1, **SIZES))
     named = {op.replace("__", "."): provider for op, provider in choices.items()}
     model = build(spec, random_weights(spec, 1), dtype=dtype, choices=named)
-    return spec, PagedRun(model, num_blocks=200, dtype=dtype), PagedRun(model, num_blocks=190, dtype=dtype)
+    return (
+        spec,
+        PagedRun(model, num_blocks=200, dtype=dtype),
+        PagedRun(model, num_blocks=190, dtype=dtype),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,7 +59,10 @@ def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     spec, together, alone = models(dtype)
     rng = random.Random(0)
     lengths = [1, 17, 128, 129, 255, 301]
-    prompts = {f"s{i}": [rng.randrange(spec.vocab_size) for _ in range(length)] for i, length in enumerate(lengths)}
+    prompts = {
+        f"s{i}": [rng.randrange(spec.vocab_size) for _ in range(length)]
+        for i, length in enumerate(lengths)
+    }
     for name, tokens in prompts.items():
         for run in (together, alone):
             run.step([(name, tokens)])
@@ -61,7 +71,9 @@ def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
         tokens = {name: rng.randrange(spec.vocab_size) for name in members}
         batch = together.step([(name, [token]) for name, token in tokens.items()])
         for name, token in tokens.items():
-            assert torch.equal(batch[name], alone.step([(name, [token])])[name]), f"{name} in a batch of {size}"
+            assert torch.equal(batch[name], alone.step([(name, [token])])[name]), (
+                f"{name} in a batch of {size}"
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,7 +95,9 @@ def test_prefill_chunks_and_decode_agree(dtype: torch.dtype) -> None:
 
 
 def test_the_native_decode_agrees_with_prefill_to_rounding() -> None:
-    """Two kernels, one definition: logits of magnitude 3 differ by a few bf16 steps at most, and by little on average."""
+    """Two kernels, one definition: logits of magnitude 3 differ by a few bf16 steps at most, and by
+    little on average.
+    """
     spec, whole, steps = models(torch.bfloat16)
     rng = random.Random(2)
     tokens = [rng.randrange(spec.vocab_size) for _ in range(120)]
@@ -97,11 +111,18 @@ def test_the_native_decode_agrees_with_prefill_to_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_nan_leaves_nothing_behind(dtype: torch.dtype) -> None:
-    """Blocks whose last owner overflowed are given to another sequence: masked keys must count for exactly nothing."""
+    """Blocks whose last owner overflowed are given to another sequence: masked keys must count for
+    exactly nothing.
+    """
     spec, clean, used = models(dtype)
     tokens = list(range(1, 40))
     broken = build(
-        spec, {name: w * float("nan") if "embed" in name else w for name, w in random_weights(spec, 1).items()}, dtype=dtype
+        spec,
+        {
+            name: w * float("nan") if "embed" in name else w
+            for name, w in random_weights(spec, 1).items()
+        },
+        dtype=dtype,
     )
     good, used.model = used.model, broken
     first_blocks = list(used.free)

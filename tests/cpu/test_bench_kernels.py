@@ -1,4 +1,6 @@
-"""`negamax bench kernels` on the CPU: kernels are called alone, on every op, and figures follow from time and cost."""
+"""`negamax bench kernels` on the CPU: kernels are called alone, on every op, and figures follow
+from time and cost.
+"""
 
 from __future__ import annotations
 
@@ -80,9 +82,13 @@ def test_percent_of_roofline_is_the_longer_floor_over_the_time() -> None:
     *_, case = cases(op, platform="cpu", dtype=torch.float32, ranks=(1,))
     cost = op.cost(case)
     for ceilings in (Ceilings(1e3, 1e30, 0), Ceilings(1e30, 1e3, 0)):
-        timing = time_kernel(op, op.reference, case, dtype=torch.float32, platform="cpu", ceilings=ceilings)
+        timing = time_kernel(
+            op, op.reference, case, dtype=torch.float32, platform="cpu", ceilings=ceilings
+        )
         seconds = timing.microseconds / 1e6
-        floor = max(cost.num_bytes / ceilings.bytes_per_second, cost.flops / ceilings.flops_per_second)
+        floor = max(
+            cost.num_bytes / ceilings.bytes_per_second, cost.flops / ceilings.flops_per_second
+        )
         assert timing.percent_of_roofline == pytest.approx(100 * floor / seconds)
         assert timing.gigabytes_per_second == pytest.approx(cost.num_bytes / seconds / 1e9)
         assert timing.is_cold is None
@@ -90,9 +96,27 @@ def test_percent_of_roofline_is_the_longer_floor_over_the_time() -> None:
     assert Ceilings(1.0, 1.0, 0).seconds(fp8, num_bytes=0, flops=4) == 2.0
 
 
-def test_command_prints_a_line_per_kernel_and_case_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_a_line_per_kernel_and_case_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "out.json"
-    assert main(["bench", "kernels", "--op", "norm.rms", "--device", "cpu", "--dtype", "float32", "--json", str(file)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "kernels",
+                "--op",
+                "norm.rms",
+                "--device",
+                "cpu",
+                "--dtype",
+                "float32",
+                "--json",
+                str(file),
+            ]
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     document = json.loads(file.read_text())
     assert len(document["timings"]) == len(lines) - 1 >= 3

@@ -34,13 +34,24 @@ def engine() -> Iterator[tuple[EngineLoop, ModelInfo]]:
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("bench") / "new" / "out.json"
-    flags = ("--concurrency", "1,3", "--repeat", "2", "--bandwidth-tb-s", "0.02", "--json", str(file))
+    flags = (
+        "--concurrency",
+        "1,3",
+        "--repeat",
+        "2",
+        "--bandwidth-tb-s",
+        "0.02",
+        "--json",
+        str(file),
+    )
     assert main(["bench", "offline", *FLAGS, *flags]) == 0
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
-def test_document_holds_conditions_configuration_and_one_run_per_batch_size(document: dict[str, Any]) -> None:
+def test_document_holds_conditions_configuration_and_one_run_per_batch_size(
+    document: dict[str, Any],
+) -> None:
     (result,) = document["results"]
     assert (result["model"], result["num_layers"], result["tensor_parallel_size"]) == ("nano", 5, 1)
     assert result["options"]["num_threads"] == 1
@@ -65,9 +76,27 @@ def test_results_can_be_compared_with_those_of_the_same_conditions_only(
     document["results"][0]["engine"] = "the one before"
     file.write_text(json.dumps(document))
     out = tmp_path / "out.json"
-    assert main(["bench", "offline", *FLAGS, "--concurrency", "1", "--compare", str(file), "--json", str(out)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "offline",
+                *FLAGS,
+                "--concurrency",
+                "1",
+                "--compare",
+                str(file),
+                "--json",
+                str(out),
+            ]
+        )
+        == 0
+    )
     assert "times the one before" in " ".join(capsys.readouterr().out.split())
-    run, earlier = json.loads(out.read_text())["results"][0]["runs"][0], document["results"][0]["runs"][0]
+    run, earlier = (
+        json.loads(out.read_text())["results"][0]["runs"][0],
+        document["results"][0]["runs"][0],
+    )
     assert run["times_faster_decode"] == pytest.approx(earlier["tpot_ms"] / run["tpot_ms"])
 
     workload = Workload(input_len=40, output_len=7, concurrency=(1,))
@@ -88,19 +117,27 @@ def test_batches_that_cannot_run_together_are_refused(capsys: pytest.CaptureFixt
 def test_prompts_fit_the_engine_and_are_all_different(engine: tuple[EngineLoop, ModelInfo]) -> None:
     _, info = engine
     prompts = Prompts(info, seed=1, temperature=1.0)
-    requests = prompts.batch(3, input_len=20, output_len=2) + prompts.batch(3, input_len=20, output_len=2)
+    requests = prompts.batch(3, input_len=20, output_len=2) + prompts.batch(
+        3, input_len=20, output_len=2
+    )
     assert len({request.prompt_token_ids for request in requests}) == 6
     assert len({request.request_id for request in requests}) == 6
-    assert all(request.sampling.top_k == 0 and request.sampling.top_p == 1.0 for request in requests)
+    assert all(
+        request.sampling.top_k == 0 and request.sampling.top_p == 1.0 for request in requests
+    )
     again = Prompts(info, seed=1, temperature=1.0).batch(3, input_len=20, output_len=2)
-    assert [request.prompt_token_ids for request in again] == [request.prompt_token_ids for request in requests[:3]]
+    assert [request.prompt_token_ids for request in again] == [
+        request.prompt_token_ids for request in requests[:3]
+    ]
     with pytest.raises(ConfigError, match="exceed the window"):
         prompts.batch(1, input_len=info.max_model_len, output_len=1)
     with pytest.raises(ConfigError, match="does not run together"):
         prompts.batch(info.max_num_seqs + 1, input_len=1, output_len=1)
 
 
-def test_a_batch_is_timed_from_its_start_to_its_last_token(engine: tuple[EngineLoop, ModelInfo]) -> None:
+def test_a_batch_is_timed_from_its_start_to_its_last_token(
+    engine: tuple[EngineLoop, ModelInfo],
+) -> None:
     loop, info = engine
     requests = Prompts(info, seed=2, temperature=0.0).batch(2, input_len=30, output_len=5)
     seen: list[int] = []
@@ -115,14 +152,21 @@ def test_a_batch_is_timed_from_its_start_to_its_last_token(engine: tuple[EngineL
 
 def test_prompts_from_the_prefix_cache_are_noticed(engine: tuple[EngineLoop, ModelInfo]) -> None:
     loop, info = engine
-    requests = [Prompts(info, seed=3, temperature=0.0).batch(1, input_len=64, output_len=3) for _ in range(2)]
+    requests = [
+        Prompts(info, seed=3, temperature=0.0).batch(1, input_len=64, output_len=3)
+        for _ in range(2)
+    ]
     assert run_batch(loop, requests[0]).cached_tokens == 0
     assert run_batch(loop, requests[1]).cached_tokens > 0
 
 
-def test_decode_steps_go_on_until_the_iterator_is_closed(engine: tuple[EngineLoop, ModelInfo]) -> None:
+def test_decode_steps_go_on_until_the_iterator_is_closed(
+    engine: tuple[EngineLoop, ModelInfo],
+) -> None:
     loop, info = engine
-    stepper = decode_batch(loop, Prompts(info, seed=4, temperature=0.0).batch(2, input_len=10, output_len=50))
+    stepper = decode_batch(
+        loop, Prompts(info, seed=4, temperature=0.0).batch(2, input_len=10, output_len=50)
+    )
     next(stepper)
     before = loop.stats()
     for _ in range(5):
@@ -150,7 +194,11 @@ def test_summary_takes_medians_and_the_idle_share_of_all_repeats() -> None:
             preemptions=0,
         )
 
-    summary = summarize([repeat(2.0, 0.01, 0.1), repeat(1.0, 0.02, 0.0), repeat(4.0, 0.03, 0.2)], num_requests=3, input_len=10)
+    summary = summarize(
+        [repeat(2.0, 0.01, 0.1), repeat(1.0, 0.02, 0.0), repeat(4.0, 0.03, 0.2)],
+        num_requests=3,
+        input_len=10,
+    )
     assert summary["prefill_seconds"] == 2.0 and summary["prefill_tokens_per_second"] == 15.0
     assert summary["tpot_ms"] == 20.0 and summary["decode_tokens_per_second"] == 150.0
     assert summary["ttft_ms_median"] == 200.0 and summary["ttft_ms_max"] == 600.0

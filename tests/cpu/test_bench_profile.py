@@ -25,7 +25,10 @@ KERNELS = Path(__file__).parents[2] / "negamax" / "kernels"
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16>(cublasGemvParams)", "dense products"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >(int)", "PyTorch elementwise"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >(int)",
+            "PyTorch elementwise",
+        ),
         ("void at::native::(anonymous namespace)::indexSelectLargeIndex<float>(int)", "indexing"),
         ("_unheard_of", "_unheard_of"),
     ],
@@ -37,7 +40,11 @@ def test_kernels_are_known_by_how_their_names_begin(kernel: str, operation: str)
 def test_every_launched_triton_kernel_is_known() -> None:
     """A new kernel belongs into `profile.OPERATIONS`, so that a profile reads as operations."""
     launches = re.compile(r"^ +(_\w+)\[(?:\(|grid)", re.MULTILINE)
-    names = {name for file in KERNELS.glob("*/triton*.py") for name in launches.findall(file.read_text(encoding="utf-8"))}
+    names = {
+        name
+        for file in KERNELS.glob("*/triton*.py")
+        for name in launches.findall(file.read_text(encoding="utf-8"))
+    }
     assert [name for name in sorted(names) if operation_of(name) == name] == []
 
 
@@ -53,16 +60,37 @@ def test_groups_add_up_to_what_was_recorded() -> None:
         ("add + norm", 10.0, 6.0),
     ]
     assert entries[1].kernels == ("_add_rms", "_sum_parts")
-    runs = [{"batch": batch, "step_microseconds": 50.0, "operations": [asdict(entry) for entry in entries]} for batch in (1, 4)]
+    runs = [
+        {
+            "batch": batch,
+            "step_microseconds": 50.0,
+            "operations": [asdict(entry) for entry in entries],
+        }
+        for batch in (1, 4)
+    ]
     headings, rows = table_rows({"runs": runs, "num_layers": 2})
     assert headings[1:] == ["batch 1", "batch 4"]
     assert ["add + norm", "5.0 (3.00)", "5.0 (3.00)"] in rows
     assert ["total", "20.0 (3.10)", "20.0 (3.10)"] in rows
 
 
-def test_command_records_decode_steps_of_every_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_records_decode_steps_of_every_batch_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "out.json"
-    flags = ("--device", "cpu", "--num-threads", "1", "--context", "20", "--steps", "4", "--batch", "1,2", "--kernels")
+    flags = (
+        "--device",
+        "cpu",
+        "--num-threads",
+        "1",
+        "--context",
+        "20",
+        "--steps",
+        "4",
+        "--batch",
+        "1,2",
+        "--kernels",
+    )
     assert main(["bench", "profile", "nano", *flags, "--json", str(file)]) == 0
     assert "total" in capsys.readouterr().out
     (result,) = json.loads(file.read_text())["results"]

@@ -1,4 +1,6 @@
-"""Block FP8 against a scalar reading of the format, at its edges, and against transformers' own dequantisation."""
+"""Block FP8 against a scalar reading of the format, at its edges, and against transformers' own
+dequantisation.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ FP8 = torch.float8_e4m3fn
 
 
 def e4m3(code: int) -> float:
-    """The value of one e4m3fn byte, by the definition of the format: bias 7, no infinities, S.1111.111 is NaN."""
+    """The value of one e4m3fn byte, by the definition of the format: bias 7, no infinities,
+    S.1111.111 is NaN.
+    """
     sign = -1.0 if code & 0x80 else 1.0
     exponent, mantissa = code >> 3 & 0xF, code & 7
     if exponent == 15 and mantissa == 7:
@@ -30,7 +34,9 @@ def test_every_byte_is_read_by_the_definition_of_the_format() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(FP8)
     scale = torch.tensor([[0.25]])
     expected = torch.tensor([0.25 * e4m3(code) for code in range(256)]).view(2, 128)
-    torch.testing.assert_close(dequantize_block(codes, scale), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        dequantize_block(codes, scale), expected, rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 7), (4, 6), (9, 4), (8, 12)])
@@ -46,7 +52,9 @@ def test_scale_of_an_element_is_that_of_its_block(rows: int, columns: int) -> No
 
 
 def test_a_bfloat16_result_is_rounded_once() -> None:
-    weight, scale = quantize_block(torch.randn(128, 256, generator=torch.Generator().manual_seed(0)))
+    weight, scale = quantize_block(
+        torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    )
     spread = scale.repeat_interleave(128, dim=1)
     actual = dequantize_block(weight, scale, dtype=torch.bfloat16)
     assert torch.equal(actual, (weight.float() * spread).to(torch.bfloat16))
@@ -57,15 +65,22 @@ def test_a_bfloat16_result_is_rounded_once() -> None:
 def test_quantise_then_dequantise_errs_at_most_half_a_step(rows: int, columns: int) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
     values, scale = quantize_block(weight)
-    assert values.dtype == FP8 and scale.dtype == torch.float32 and tuple(scale.shape) == BLOCK_FP8.scale_shape(rows, columns)
+    assert (
+        values.dtype == FP8
+        and scale.dtype == torch.float32
+        and tuple(scale.shape) == BLOCK_FP8.scale_shape(rows, columns)
+    )
     largest = weight.abs().max().item()
-    # half a step of a normal value is 1/16 of it; below the smallest normal (2^-6 of the scale) half a step is 2^-10
+    # half a step of a normal value is 1/16 of it; below the smallest normal (2^-6 of the scale)
+    # half a step is 2^-10
     limit = (weight.abs() / 16).clamp_min(largest / 448 * 2**-10) * (1 + 1e-5)
     assert torch.all((dequantize_block(values, scale) - weight).abs() <= limit)
 
 
 def test_quantising_what_was_dequantised_gives_the_same_weight() -> None:
-    weight, scale = quantize_block(torch.randn(200, 200, generator=torch.Generator().manual_seed(2)))
+    weight, scale = quantize_block(
+        torch.randn(200, 200, generator=torch.Generator().manual_seed(2))
+    )
     plain = dequantize_block(weight, scale)
     torch.testing.assert_close(dequantize_block(*quantize_block(plain)), plain, rtol=1e-6, atol=0)
 
@@ -96,7 +111,9 @@ def test_a_broken_value_makes_its_block_nan_and_no_other(broken: float) -> None:
 def test_transformers_reads_the_same_weight() -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    values, scale = quantize_block(torch.randn(256, 384, generator=torch.Generator().manual_seed(3)))
+    values, scale = quantize_block(
+        torch.randn(256, 384, generator=torch.Generator().manual_seed(3))
+    )
     theirs = Fp8Dequantize(None)._dequantize_one(values, scale)
     torch.testing.assert_close(dequantize_block(values, scale), theirs.float(), rtol=1e-6, atol=0)
 
@@ -105,22 +122,35 @@ def test_ops_hold_their_own_tolerance_and_count_their_bytes() -> None:
     for op in OPS:
         for dtype, tolerance in op.tolerance.items():
             for case in op.cases(dtype, torch.Generator().manual_seed(0)):
-                for actual, expected in zip(op.apply(op.reference, case), op.apply(op.reference, case.upcast()), strict=True):
+                for actual, expected in zip(
+                    op.apply(op.reference, case), op.apply(op.reference, case.upcast()), strict=True
+                ):
                     torch.testing.assert_close(
-                        actual.float(), expected.float(), atol=tolerance.atol, rtol=tolerance.rtol, msg=tolerance.reason
+                        actual.float(),
+                        expected.float(),
+                        atol=tolerance.atol,
+                        rtol=tolerance.rtol,
+                        msg=tolerance.reason,
                     )
                 source = next(iter(case.tensors.values()))  # and at least a scale beside it
                 assert op.cost(case).num_bytes > source.numel() or not source.numel()
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 128), (1, 1), (129, 300), (256, 256), (0, 128)])
-def test_weights_are_dequantised_at_load_as_the_op_defines_to_the_bit(rows: int, columns: int) -> None:
+def test_weights_are_dequantised_at_load_as_the_op_defines_to_the_bit(
+    rows: int, columns: int
+) -> None:
     generator = torch.Generator().manual_seed(rows)
-    codes = torch.arange(rows * columns).remainder(256).to(torch.uint8).view(rows, columns).view(FP8)  # NaN and subnormals too
+    # NaN and subnormals too
+    codes = (
+        torch.arange(rows * columns).remainder(256).to(torch.uint8).view(rows, columns).view(FP8)
+    )
     scale = torch.rand(BLOCK_FP8.scale_shape(rows, columns), generator=generator) * 1e5
     actual, expected = BLOCK_FP8.dequantize(codes, scale), dequantize_block(codes, scale)
     assert torch.equal(actual.isnan(), expected.isnan())
-    assert torch.equal(actual.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))
+    assert torch.equal(
+        actual.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32)
+    )
 
 
 def test_a_scheme_is_detected_from_the_spec_and_never_called_fp8() -> None:

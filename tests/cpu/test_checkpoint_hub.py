@@ -1,4 +1,6 @@
-"""Finding a model: folders, nano and hub ids; downloads go through the real client against a small hub on this machine."""
+"""Finding a model: folders, nano and hub ids; downloads go through the real client against a small
+hub on this machine.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ for argument in sys.argv[2:]:
 
 
 def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> list[str]:
-    """One line per model: the folder, or the error. In a process of its own: the client reads its endpoint at import."""
+    """One line per model: the folder, or the error. In a process of its own: the client reads its
+    endpoint at import.
+    """
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, str(cache), *models],
         env={**os.environ, **environment},
@@ -59,11 +63,18 @@ def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> li
     return done.stdout.splitlines()
 
 
-def test_download_takes_weights_and_json_but_never_code_or_pickles(hub: TinyHub, tmp_path: Path) -> None:
+def test_download_takes_weights_and_json_but_never_code_or_pickles(
+    hub: TinyHub, tmp_path: Path
+) -> None:
     plain, pinned = resolve_all(hub.environment, tmp_path, "lab/model", f"lab/model@{COMMIT}")
     folder = Path(plain)
     assert plain == pinned and folder.is_relative_to(tmp_path)
-    kept = {"config.json", "tokenizer.json", "chat_template.jinja", "model-00000-of-00001.safetensors"}
+    kept = {
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model-00000-of-00001.safetensors",
+    }
     assert {path.name for path in folder.rglob("*")} == kept
     assert all((folder / name).read_bytes() == FILES[name] for name in kept)
     assert set(hub.served) == kept
@@ -74,13 +85,20 @@ def test_download_takes_weights_and_json_but_never_code_or_pickles(hub: TinyHub,
     assert hub.served == []
 
 
-def test_a_download_that_nobody_watches_on_a_terminal_logs_how_far_it_is(hub: TinyHub, tmp_path: Path) -> None:
+def test_a_download_that_nobody_watches_on_a_terminal_logs_how_far_it_is(
+    hub: TinyHub, tmp_path: Path
+) -> None:
     code = "import negamax.base.progress; negamax.base.progress.LOG_SECONDS = 0.0" + RESOLVE
     command = [sys.executable, "-c", code, str(tmp_path), "lab/model"]
     environment = {**os.environ, **hub.environment}
-    done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, check=True, text=True, timeout=120
+    )
     lines = [line for line in done.stderr.splitlines() if line.startswith("fetching: ")]
-    assert lines and all(re.fullmatch(r"fetching: [\d.]+ MiB of [\d.]+ MiB, .*/s, \d+ s left", line) for line in lines)
+    assert lines and all(
+        re.fullmatch(r"fetching: [\d.]+ MiB of [\d.]+ MiB, .*/s, \d+ s left", line)
+        for line in lines
+    )
 
 
 def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
@@ -89,7 +107,10 @@ def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: 
         "lab/model@v9": ("at revision 'v9' does not exist on the hub", "check --revision"),
         "lab/gated": ("is gated on the hub", "hf auth login"),
         "lab/token": ("cannot be fetched: HfHubHTTPError", "check HF_TOKEN"),
-        "lab/ill": ("the hub cannot be reached: HfHubHTTPError: Server error '500", "check the network"),
+        "lab/ill": (
+            "the hub cannot be reached: HfHubHTTPError: Server error '500",
+            "check the network",
+        ),
     }
     lines = resolve_all(hub.environment, tmp_path, *refused)
     for line, (model, words) in zip(lines, refused.items(), strict=True):
@@ -97,10 +118,14 @@ def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: 
         assert all(word in line for word in words), line
 
 
-def test_a_cut_download_is_one_line_and_costs_only_the_files_it_cut(hub: TinyHub, tmp_path: Path) -> None:
+def test_a_cut_download_is_one_line_and_costs_only_the_files_it_cut(
+    hub: TinyHub, tmp_path: Path
+) -> None:
     hub.cuts = 100
     (cut,) = resolve_all(hub.environment, tmp_path, "lab/cut")
-    assert cut.startswith("ConfigError model 'lab/cut' cannot be fetched: RemoteProtocolError: "), cut
+    assert cut.startswith("ConfigError model 'lab/cut' cannot be fetched: RemoteProtocolError: "), (
+        cut
+    )
     assert "finished files are kept" in cut
     hub.cuts = 0
     hub.served.clear()
@@ -112,7 +137,10 @@ def test_a_cut_download_is_one_line_and_costs_only_the_files_it_cut(hub: TinyHub
 def test_a_disk_that_takes_no_files_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     (line,) = resolve_all(hub.environment, tmp_path / "file", "lab/model")
-    assert line.startswith("ResourceError model 'lab/model' cannot be stored: ") and "--download-dir" in line
+    assert (
+        line.startswith("ResourceError model 'lab/model' cannot be stored: ")
+        and "--download-dir" in line
+    )
 
 
 def test_no_network_is_one_line_with_a_remedy(tmp_path: Path) -> None:
@@ -120,7 +148,9 @@ def test_no_network_is_one_line_with_a_remedy(tmp_path: Path) -> None:
     (unreachable,) = resolve_all(nowhere, tmp_path, "lab/model")
     (offline,) = resolve_all({**nowhere, "HF_HUB_OFFLINE": "1"}, tmp_path, "lab/model")
     for line in (unreachable, offline):
-        assert line.startswith("ConfigError model 'lab/model' is not in the local cache and the hub cannot be reached")
+        assert line.startswith(
+            "ConfigError model 'lab/model' is not in the local cache and the hub cannot be reached"
+        )
         assert "give a local folder" in line
 
 
@@ -130,7 +160,11 @@ def test_local_folders_and_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "nano").mkdir()
     assert resolve_model(str(tmp_path)) == tmp_path
     assert resolve_model("org/model") == Path("org/model")  # a folder goes before a hub id
-    assert resolve_model("nano") == NANO_FOLDER and NANO_FOLDER.parts[-3:] == ("negamax", "assets", "nano")
+    assert resolve_model("nano") == NANO_FOLDER and NANO_FOLDER.parts[-3:] == (
+        "negamax",
+        "assets",
+        "nano",
+    )
     assert resolve_model("./nano") == Path("nano")
 
 
@@ -155,7 +189,9 @@ def test_local_folders_and_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_is_no_model_is_refused_without_asking_the_hub(model: str) -> None:
-    with pytest.raises(ConfigError, match="is neither an existing folder, nor 'nano', nor a hub id") as caught:
+    with pytest.raises(
+        ConfigError, match="is neither an existing folder, nor 'nano', nor a hub id"
+    ) as caught:
         resolve_model(model)
     assert repr(model[:200]) in str(caught.value) and "MiniMaxAI/MiniMax-M2" in str(caught.value)
 

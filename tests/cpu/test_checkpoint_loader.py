@@ -1,4 +1,6 @@
-"""The loader: what transformers saves and what MiniMax publishes is loaded exactly; anything else is refused with its names."""
+"""The loader: what transformers saves and what MiniMax publishes is loaded exactly; anything else
+is refused with its names.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def assert_same(model: SlotModel, expected: dict[str, Tensor]) -> None:
 
 
 def save_transformers_model(folder: Path, *, shard_size: str) -> dict[str, Tensor]:
-    """A random model saved by transformers; its tensors under their checkpoint names, read off its modules."""
+    """A random model saved by transformers; its tensors under their checkpoint names, read off its
+    modules.
+    """
     from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
     torch.manual_seed(0)
@@ -61,11 +65,15 @@ def save_transformers_model(folder: Path, *, shard_size: str) -> dict[str, Tenso
             parameter.normal_()
             if name.endswith("experts.gate_up_proj"):
                 for expert, weight in enumerate(parameter):
-                    prefix = name.replace("mlp.experts.gate_up_proj", f"block_sparse_moe.experts.{expert}.")
+                    prefix = name.replace(
+                        "mlp.experts.gate_up_proj", f"block_sparse_moe.experts.{expert}."
+                    )
                     expected[prefix + "w1.weight"], expected[prefix + "w3.weight"] = weight.chunk(2)
             elif name.endswith("experts.down_proj"):
                 for expert, weight in enumerate(parameter):
-                    prefix = name.replace("mlp.experts.down_proj", f"block_sparse_moe.experts.{expert}.")
+                    prefix = name.replace(
+                        "mlp.experts.down_proj", f"block_sparse_moe.experts.{expert}."
+                    )
                     expected[prefix + "w2.weight"] = weight
             else:
                 expected[name.replace(".mlp.", ".block_sparse_moe.")] = parameter
@@ -93,29 +101,42 @@ def test_checkpoint_saved_by_transformers(tmp_path: Path, shard_size: str, num_f
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
-def test_every_plain_dtype_is_cast_to_the_compute_dtype(tmp_path: Path, stored: torch.dtype, compute: torch.dtype) -> None:
+def test_every_plain_dtype_is_cast_to_the_compute_dtype(
+    tmp_path: Path, stored: torch.dtype, compute: torch.dtype
+) -> None:
     tensors = random_tensors(SPEC, dtype=stored)
     model = SlotModel(SPEC, dtype=compute)
     load_weights(model, SPEC, save_single(tmp_path, tensors))
     assert_same(model, tensors)
 
 
-def test_fp8_blocks_are_dequantised_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    spec = tiny_spec(quantization_config=FP8_CONFIG, hidden_size=200, intermediate_size=136)  # ragged blocks
+def test_fp8_blocks_are_dequantised_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # ragged blocks
+    spec = tiny_spec(quantization_config=FP8_CONFIG, hidden_size=200, intermediate_size=136)
     stored = to_fp8(random_tensors(spec))
     model = SlotModel(spec, dtype=torch.bfloat16)
     with caplog.at_level(logging.INFO, logger="negamax"):
         report = load_weights(model, spec, save_single(tmp_path, stored))
     expected = {
-        name: dequantize_block(tensor, stored[name + "_scale_inv"]) if tensor.dtype == torch.float8_e4m3fn else tensor
+        name: dequantize_block(tensor, stored[name + "_scale_inv"])
+        if tensor.dtype == torch.float8_e4m3fn
+        else tensor
         for name, tensor in stored.items()
         if not name.endswith("_scale_inv")
     }
     assert_same(model, expected)
     num_quantized = sum(name.endswith("_scale_inv") for name in stored)
-    assert report.num_tensors == len(stored) and report.num_dequantized == num_quantized == 2 * (4 + 3 * 4)
+    assert report.num_tensors == len(stored) and report.num_dequantized == num_quantized == 2 * (
+        4 + 3 * 4
+    )
     assert "fp8_e4m3_block_128x128, dequantised to the compute dtype" in report.summary()
-    assert [r.message for r in caplog.records if f"{num_quantized} weights" in r.message and "dequantised" in r.message]
+    assert [
+        r.message
+        for r in caplog.records
+        if f"{num_quantized} weights" in r.message and "dequantised" in r.message
+    ]
 
 
 def test_quantised_checkpoint_may_hold_some_layers_in_bf16(tmp_path: Path) -> None:
@@ -129,9 +150,13 @@ def test_quantised_checkpoint_may_hold_some_layers_in_bf16(tmp_path: Path) -> No
     assert torch.equal(model.parameters[name], stored[name].float())
 
 
-def test_weight_and_scale_may_lie_in_different_files_with_a_wrong_count_in_their_names(tmp_path: Path) -> None:
+def test_weight_and_scale_may_lie_in_different_files_with_a_wrong_count_in_their_names(
+    tmp_path: Path,
+) -> None:
     stored = to_fp8(random_tensors(SPEC))
-    save_sharded(tmp_path, stored, names=[f"model-{number:05}-of-00130.safetensors" for number in range(3)])
+    save_sharded(
+        tmp_path, stored, names=[f"model-{number:05}-of-00130.safetensors" for number in range(3)]
+    )
     model = SlotModel(FP8_SPEC)
     assert load_weights(model, FP8_SPEC, tmp_path).num_tensors == len(stored)
 
@@ -169,7 +194,8 @@ def test_slot_that_the_rank_does_not_need_is_not_read_but_must_be_there(tmp_path
         def weight_slots(self) -> dict[str, WeightSlot]:
             slots = super().weight_slots()
             return slots_by_name(
-                WeightSlot(name, slot.shape, target=None) if ".experts.3." in name else slot for name, slot in slots.items()
+                WeightSlot(name, slot.shape, target=None) if ".experts.3." in name else slot
+                for name, slot in slots.items()
             )
 
     tensors = random_tensors(SPEC)
@@ -181,11 +207,15 @@ def test_slot_that_the_rank_does_not_need_is_not_read_but_must_be_there(tmp_path
         load_weights(Partial(SPEC), SPEC, save_single(tmp_path, tensors))
 
 
-def test_tensors_beside_the_model_are_skipped_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_beside_the_model_are_skipped_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tensors = random_tensors(SPEC)
     extra = [
-        "model.layers.2.self_attn.q_proj.weight", "model.layers.2.eh_proj.weight", "model.mtp.0.proj.weight",
-        "mtp.layers.0.norm.weight", "model.layers.0.self_attn.k_proj.k_scale", "model.layers.1.self_attn.v_cache.scale",
+        "model.layers.2.self_attn.q_proj.weight", "model.layers.2.eh_proj.weight",
+        "model.mtp.0.proj.weight",
+        "mtp.layers.0.norm.weight", "model.layers.0.self_attn.k_proj.k_scale",
+        "model.layers.1.self_attn.v_cache.scale",
         "model.layers.0.self_attn.rotary_emb.inv_freq",
     ]  # fmt: skip
     model = SlotModel(SPEC)
@@ -203,7 +233,9 @@ def test_tensors_beside_the_model_are_skipped_and_reported(tmp_path: Path, caplo
 def test_other_spellings_of_the_same_tensors_are_understood(tmp_path: Path) -> None:
     tensors = random_tensors(SPEC)
     respelled = {
-        name.replace("block_sparse_moe.e_score", "block_sparse_moe.gate.e_score").replace("block_sparse_moe", "mlp"): tensor
+        name.replace("block_sparse_moe.e_score", "block_sparse_moe.gate.e_score").replace(
+            "block_sparse_moe", "mlp"
+        ): tensor
         for name, tensor in tensors.items()
     }
     model = SlotModel(SPEC)
@@ -212,20 +244,33 @@ def test_other_spellings_of_the_same_tensors_are_understood(tmp_path: Path) -> N
 
 
 def test_names_are_placed_without_a_checkpoint() -> None:
-    assert place("model.layers.3.mlp.gate.weight", num_layers=4).slot == "model.layers.3.block_sparse_moe.gate.weight"
+    assert (
+        place("model.layers.3.mlp.gate.weight", num_layers=4).slot
+        == "model.layers.3.block_sparse_moe.gate.weight"
+    )
     assert place("lm_head.weight", num_layers=1).skip_reason is None
     beyond = "model.layers.4.mlp.gate.weight"
     assert place(beyond, num_layers=4).skip_reason is None
     assert place(beyond, num_layers=4, mtp={4}).skip_reason is not None
-    assert mtp_layers(["model.layers.4.hnorm.weight", "model.layers.5.norm.weight", "model.enorm.weight"]) == {4}
-    assert (layer_of("model.layers.12.input_layernorm.weight"), layer_of("model.norm.weight")) == (12, None)
+    assert mtp_layers(
+        ["model.layers.4.hnorm.weight", "model.layers.5.norm.weight", "model.enorm.weight"]
+    ) == {4}
+    assert (layer_of("model.layers.12.input_layernorm.weight"), layer_of("model.norm.weight")) == (
+        12,
+        None,
+    )
 
 
 def test_progress_rises_layer_by_layer_to_the_total(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     stored = to_fp8(random_tensors(SPEC))
     save_sharded(tmp_path, stored, names=["model-1.safetensors", "model-2.safetensors"])
-    report = load_weights(SlotModel(FP8_SPEC), FP8_SPEC, tmp_path, progress=lambda done, total: seen.append((done, total)))
+    report = load_weights(
+        SlotModel(FP8_SPEC),
+        FP8_SPEC,
+        tmp_path,
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert {total for _, total in seen} == {report.num_bytes} == {seen[-1][0]}
     assert report.num_bytes == sum(tensor.nbytes for tensor in stored.values())
@@ -247,14 +292,17 @@ def test_layers_are_filled_in_order_so_that_memory_stays_small(tmp_path: Path) -
                 slot.write_part = recorded  # type: ignore[method-assign]
             return dict(reversed(slots.items()))
 
-    save_sharded(tmp_path, random_tensors(SPEC), names=[f"model-{number}.safetensors" for number in range(7)])
+    save_sharded(
+        tmp_path, random_tensors(SPEC), names=[f"model-{number}.safetensors" for number in range(7)]
+    )
     load_weights(Recording(SPEC), SPEC, tmp_path)
     assert order == sorted(order) and set(order) == {0, 1}
 
 
 def test_a_checkpoint_of_the_size_of_nano_loads_within_a_second(tmp_path: Path) -> None:
     spec = tiny_spec(
-        vocab_size=4096, hidden_size=256, intermediate_size=256, num_hidden_layers=5, num_local_experts=12,
+        vocab_size=4096, hidden_size=256, intermediate_size=256, num_hidden_layers=5,
+        num_local_experts=12,
         quantization_config=FP8_CONFIG,
     )  # fmt: skip
     stored = to_fp8(random_tensors(spec))
@@ -277,7 +325,9 @@ def load(folder: Path, spec: ModelSpec = SPEC) -> None:
     load_weights(SlotModel(spec), spec, folder)
 
 
-def refused(folder: Path, tensors: dict[str, Tensor], message: str, *, spec: ModelSpec = SPEC) -> None:
+def refused(
+    folder: Path, tensors: dict[str, Tensor], message: str, *, spec: ModelSpec = SPEC
+) -> None:
     save_single(folder, tensors)
     with pytest.raises(CheckpointError, match=message) as caught:
         load(folder, spec)
@@ -289,12 +339,20 @@ def test_missing_tensors_are_named_and_counted(tmp_path: Path) -> None:
     del tensors["model.norm.weight"]
     refused(tmp_path, tensors, r"^1 tensor is missing from the checkpoint: model\.norm\.weight \(")
     kept = {name: tensor for name, tensor in tensors.items() if "layers.1" not in name}
-    refused(tmp_path, kept, r"23 tensors are missing from the checkpoint: model\.norm\.weight, .* and 13 more")
+    refused(
+        tmp_path,
+        kept,
+        r"23 tensors are missing from the checkpoint: model\.norm\.weight, .* and 13 more",
+    )
 
 
 def test_unknown_tensors_are_named(tmp_path: Path) -> None:
     tensors = {**random_tensors(SPEC), "model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
-    refused(tmp_path, tensors, r"1 tensor is not part of this model: model\.layers\.0\.self_attn\.q_proj\.bias")
+    refused(
+        tmp_path,
+        tensors,
+        r"1 tensor is not part of this model: model\.layers\.0\.self_attn\.q_proj\.bias",
+    )
 
 
 def test_two_spellings_of_one_tensor_are_refused(tmp_path: Path) -> None:
@@ -307,7 +365,11 @@ def test_two_spellings_of_one_tensor_are_refused(tmp_path: Path) -> None:
 def test_wrong_shape_is_refused_with_both_shapes(tmp_path: Path) -> None:
     tensors = random_tensors(SPEC)
     tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(48, 32)
-    refused(tmp_path, tensors, r"1\.self_attn\.k_proj\.weight has shape \[48, 32\]; config.json asks for \[32, 48\]")
+    refused(
+        tmp_path,
+        tensors,
+        r"1\.self_attn\.k_proj\.weight has shape \[48, 32\]; config.json asks for \[32, 48\]",
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e5m2])
@@ -325,15 +387,32 @@ def test_broken_scales_are_refused_by_name(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     stored = to_fp8(random_tensors(SPEC))
     for change, message in [
-        ({name + "_scale_inv": None}, rf"{name} has dtype F8_E4M3 and its scale {name}_scale_inv is missing"),
+        (
+            {name + "_scale_inv": None},
+            rf"{name} has dtype F8_E4M3 and its scale {name}_scale_inv is missing",
+        ),
         ({name: torch.zeros(64, 48)}, rf"{name} has a scale, dtype F32"),
-        ({name + "_scale_inv": torch.ones(2, 1)}, r"scale_inv has shape \[2, 1\]; config.json asks for \[1, 1\]"),
-        ({name + "_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, r"scale_inv has dtype U8; supported: F32"),
-        ({name + "_scale_inv": torch.full((1, 1), torch.nan)}, rf"infinite: {name}_scale_inv in 1 of 1 x 1 \(F32\)"),
+        (
+            {name + "_scale_inv": torch.ones(2, 1)},
+            r"scale_inv has shape \[2, 1\]; config.json asks for \[1, 1\]",
+        ),
+        (
+            {name + "_scale_inv": torch.ones(1, 1, dtype=torch.uint8)},
+            r"scale_inv has dtype U8; supported: F32",
+        ),
+        (
+            {name + "_scale_inv": torch.full((1, 1), torch.nan)},
+            rf"infinite: {name}_scale_inv in 1 of 1 x 1 \(F32\)",
+        ),
         ({"lm_head.weight_scale_inv": torch.ones(1, 1)}, r"lm_head\.weight has a scale, dtype F32"),
-        ({"model.norm.bias_scale_inv": torch.ones(1)}, r"not part of this model: model\.norm\.bias_scale_inv"),
+        (
+            {"model.norm.bias_scale_inv": torch.ones(1)},
+            r"not part of this model: model\.norm\.bias_scale_inv",
+        ),
     ]:
-        changed = {key: tensor for key, tensor in {**stored, **change}.items() if tensor is not None}
+        changed = {
+            key: tensor for key, tensor in {**stored, **change}.items() if tensor is not None
+        }
         refused(tmp_path, changed, message, spec=FP8_SPEC)
 
 
@@ -342,14 +421,18 @@ def test_checkpoint_with_more_layers_than_its_config_is_refused(tmp_path: Path) 
     message = r"num_hidden_layers in config.json is 2; the checkpoint has 2 more, up to layer 3 "
     refused(tmp_path, tensors, message + r"\(44 tensors, model\.layers\.[23]\.")
     tensors["model.layers.2.enorm.weight"] = torch.ones(48)  # layer 2 is for multi-token prediction
-    refused(tmp_path, tensors, r"has 1 more, up to layer 3 \(22 tensors, .*set num_hidden_layers to 4")
+    refused(
+        tmp_path, tensors, r"has 1 more, up to layer 3 \(22 tensors, .*set num_hidden_layers to 4"
+    )
     tensors["model.layers.3.eh_proj.weight"] = torch.ones(48, 96)
     load(save_single(tmp_path, tensors))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_values_that_are_not_finite_are_named_counted_and_located(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+def test_values_that_are_not_finite_are_named_counted_and_located(
+    tmp_path: Path, dtype: torch.dtype, value: float
+) -> None:
     for name, where in [
         ("model.embed_tokens.weight", (95, 47)),
         ("model.layers.1.self_attn.k_norm.weight", (31,)),
@@ -360,7 +443,11 @@ def test_values_that_are_not_finite_are_named_counted_and_located(tmp_path: Path
         tensors = random_tensors(SPEC, dtype=dtype)
         tensors[name][where] = value
         size = " x ".join(map(str, tensors[name].shape))
-        refused(tmp_path, tensors, rf"{name} in 1 of {size} \(\w+\), first at {list(where)}".replace("[", r"\["))
+        refused(
+            tmp_path,
+            tensors,
+            rf"{name} in 1 of {size} \(\w+\), first at {list(where)}".replace("[", r"\["),
+        )
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
@@ -390,8 +477,14 @@ def test_every_broken_tensor_is_reported_at_once_and_a_flood_is_cut(tmp_path: Pa
     tensors = random_tensors(SPEC)
     for expert in range(4):
         for kind in ("w1", "w3"):
-            tensors[f"model.layers.0.block_sparse_moe.experts.{expert}.{kind}.weight"].fill_(torch.nan)
-    refused(tmp_path, tensors, r"(experts\.\d\.w[13]\.weight in 1152 of 24 x 48.*){5}; and 3 more tensors")
+            tensors[f"model.layers.0.block_sparse_moe.experts.{expert}.{kind}.weight"].fill_(
+                torch.nan
+            )
+    refused(
+        tmp_path,
+        tensors,
+        r"(experts\.\d\.w[13]\.weight in 1152 of 24 x 48.*){5}; and 3 more tensors",
+    )
 
 
 def test_values_that_the_compute_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
@@ -399,7 +492,9 @@ def test_values_that_the_compute_dtype_cannot_hold_are_refused(tmp_path: Path) -
     tensors["model.norm.weight"][3] = 1e5
     save_single(tmp_path, tensors)
     load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight, whose values are too large for the dtype"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight, whose values are too large for the dtype"
+    ):
         load_weights(SlotModel(SPEC, dtype=torch.float16), SPEC, tmp_path)
 
 
@@ -422,7 +517,12 @@ def test_nothing_is_read_before_every_name_and_shape_is_checked(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("keep", "message"),
-    [(0, "no safetensors file, or cut off: 0 bytes"), (5, "cut off"), (100, "cut off"), (-1, "cut off or damaged")],
+    [
+        (0, "no safetensors file, or cut off: 0 bytes"),
+        (5, "cut off"),
+        (100, "cut off"),
+        (-1, "cut off or damaged"),
+    ],
 )
 def test_truncated_file_is_refused_by_path(tmp_path: Path, keep: int, message: str) -> None:
     path = save_single(tmp_path, random_tensors(SPEC)) / "model.safetensors"
@@ -443,14 +543,28 @@ def header_file(header: bytes, data: bytes = b"") -> bytes:
         (header_file(b"[1,2]"), "header"),
         (header_file(b'{"x": 3}'), "header"),
         (header_file(b'{"x": {"dtype": "F32"}}'), "header"),
-        (header_file(b'{"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', b"1234"), "header"),
-        (header_file(b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"1234"), "cannot have 4 bytes"),
-        (header_file(b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', b"12345"), "cut off or damaged"),
-        (header_file(b'{"x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "x": {}}'), "x is there twice"),
+        (
+            header_file(b'{"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', b"1234"),
+            "header",
+        ),
+        (
+            header_file(b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"1234"),
+            "cannot have 4 bytes",
+        ),
+        (
+            header_file(b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', b"12345"),
+            "cut off or damaged",
+        ),
+        (
+            header_file(b'{"x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "x": {}}'),
+            "x is there twice",
+        ),
         (header_file(b"[" * 90_000 + b"]" * 90_000), "header"),
     ],
 )
-def test_garbage_instead_of_tensors_is_refused_by_path(tmp_path: Path, content: bytes, message: str) -> None:
+def test_garbage_instead_of_tensors_is_refused_by_path(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors .*{message}"):
         load(tmp_path)
@@ -477,7 +591,10 @@ def test_index_and_files_must_agree(tmp_path: Path) -> None:
         ({**weight_map, "ghost": one}, "1 tensors are not in the file .*ghost"),
         (moved, r"not in the file .*lm_head\.weight"),
         (partial, r"not in model\.safetensors\.index\.json: lm_head\.weight"),
-        ({**weight_map, "x": "model-00003.safetensors"}, r"1 are missing: model-00003\.safetensors .finish"),
+        (
+            {**weight_map, "x": "model-00003.safetensors"},
+            r"1 are missing: model-00003\.safetensors .finish",
+        ),
         ({**weight_map, "x": "../secret.safetensors"}, r"outside the folder: '\.\./secret"),
         ({**weight_map, "x": 3}, "no weight_map"),
         ({}, "no weight_map"),
@@ -495,7 +612,9 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     save_sharded(tmp_path, tensors, names=files, with_index=False)
     (tmp_path / "model-extra.safetensors").write_bytes((tmp_path / files[0]).read_bytes())
-    with pytest.raises(CheckpointError, match=r"is in two files: model-00001-of-00002.* and model-extra"):
+    with pytest.raises(
+        CheckpointError, match=r"is in two files: model-00001-of-00002.* and model-extra"
+    ):
         load(tmp_path)
 
 
@@ -505,7 +624,9 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 def build(spec: ModelSpec) -> CausalModel:
     device, dtype = torch.device("cpu"), torch.float32
     kernels = resolve(platform="cpu", dtype=dtype)
-    return build_model(spec, context=ParallelContext.single(), dtype=dtype, device=device, kernels=kernels)
+    return build_model(
+        spec, context=ParallelContext.single(), dtype=dtype, device=device, kernels=kernels
+    )
 
 
 def test_slots_of_the_model_are_the_tensors_of_a_published_checkpoint() -> None:
@@ -516,7 +637,9 @@ def test_slots_of_the_model_are_the_tensors_of_a_published_checkpoint() -> None:
     slots = build(SPEC).weight_slots()
     assert {name: slot.shape for name, slot in slots.items() if not slot.optional} == shapes(SPEC)
     optional = {name for name, slot in slots.items() if slot.optional}
-    assert optional == {f"model.layers.{layer}.self_attn.{kind}_scale" for layer in (0, 1) for kind in "kv"}
+    assert optional == {
+        f"model.layers.{layer}.self_attn.{kind}_scale" for layer in (0, 1) for kind in "kv"
+    }
 
 
 def test_model_takes_what_transformers_saves_and_what_minimax_publishes(tmp_path: Path) -> None:
@@ -533,7 +656,9 @@ def test_model_takes_what_transformers_saves_and_what_minimax_publishes(tmp_path
 
 
 @pytest.mark.parametrize("prefix", ["", "attn.", "{}_proj.", "qkv_proj."])
-def test_scales_of_an_fp8_cache_are_read_where_the_checkpoint_has_them(tmp_path: Path, prefix: str) -> None:
+def test_scales_of_an_fp8_cache_are_read_where_the_checkpoint_has_them(
+    tmp_path: Path, prefix: str
+) -> None:
     tensors, attention = random_tensors(SPEC), "model.layers.1.self_attn."
     model = build(SPEC)
     extra = {
@@ -552,7 +677,8 @@ def test_scales_of_an_fp8_cache_are_read_where_the_checkpoint_has_them(tmp_path:
 
 def test_finding_a_model_imports_no_torch() -> None:
     code = (
-        "import sys, negamax.checkpoint.hub, negamax.checkpoint.names, negamax.config.generation, negamax.config.model_spec;"
+        "import sys, negamax.checkpoint.hub, negamax.checkpoint.names, "
+        "negamax.config.generation, negamax.config.model_spec;"
         "sys.exit('torch' in sys.modules or 'huggingface_hub' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

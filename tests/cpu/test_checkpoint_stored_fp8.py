@@ -1,4 +1,6 @@
-"""FP8 weights kept as stored: which blocks a rank holds, what the loader writes there, and what is refused."""
+"""FP8 weights kept as stored: which blocks a rank holds, what the loader writes there, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,19 @@ FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")
 # Every slice of TP4 is one block or more.
 SPEC = tiny_spec(
-    hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4, head_dim=128,
+    hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=128,
     num_local_experts=4, quantization_config=FP8_CONFIG,
 )  # fmt: skip
-QUANTIZED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "w1.weight", "w2.weight", "w3.weight")
+QUANTIZED = (
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "o_proj.weight",
+    "w1.weight",
+    "w2.weight",
+    "w3.weight",
+)
 
 
 def kernels(prepared: dict[str, list[Any]]) -> KernelTable:
@@ -42,13 +53,17 @@ def kernels(prepared: dict[str, list[Any]]) -> KernelTable:
         return lambda *weights: prepared.setdefault(op, []).append(weights)
 
     table = resolve(platform="cpu", dtype=torch.float32)
-    changed = {op: replace(table[op], prepare=recording(op)) for op in ("gemm.linear", "moe.experts")}
+    changed = {
+        op: replace(table[op], prepare=recording(op)) for op in ("gemm.linear", "moe.experts")
+    }
     return replace(table, kernels={**table.kernels, **changed})
 
 
 @dataclass
 class OneLayer:
-    """The attention and the experts of layer 0 on one rank, and the rest of the checkpoint as slots that need nothing."""
+    """The attention and the experts of layer 0 on one rank, and the rest of the checkpoint as slots
+    that need nothing.
+    """
 
     spec: ModelSpec
     layout: ParallelLayout = field(default_factory=ParallelLayout)
@@ -58,21 +73,36 @@ class OneLayer:
 
     def __post_init__(self) -> None:
         spec, prefix = self.spec, "model.layers.0"
-        weights = choose_format(spec.quantization, dtype=torch.float32, device=self.device, keep_quantized=self.keep_quantized)
-        context = ParallelContext(self.layout, attention_group=Alone(), expert_group=Alone(), world=Alone())
-        shared: dict[str, Any] = {"context": context, "kernels": kernels(self.prepared), "weights": weights}
+        weights = choose_format(
+            spec.quantization,
+            dtype=torch.float32,
+            device=self.device,
+            keep_quantized=self.keep_quantized,
+        )
+        context = ParallelContext(
+            self.layout, attention_group=Alone(), expert_group=Alone(), world=Alone()
+        )
+        shared: dict[str, Any] = {
+            "context": context,
+            "kernels": kernels(self.prepared),
+            "weights": weights,
+        }
         self.attention = QkNormAttention(
-            f"{prefix}.self_attn", hidden_size=spec.hidden_size, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
+            f"{prefix}.self_attn", hidden_size=spec.hidden_size, heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, eps=1e-6, **shared,
         )  # fmt: skip
         self.moe = SparseMoe(
-            f"{prefix}.block_sparse_moe", hidden_size=spec.hidden_size, width=spec.intermediate_size,
+            f"{prefix}.block_sparse_moe", hidden_size=spec.hidden_size,
+            width=spec.intermediate_size,
             num_experts=spec.num_experts, top_k=spec.experts_per_token, **shared,
         )  # fmt: skip
         hidden, vocab = (spec.hidden_size,), (spec.vocab_size, spec.hidden_size)
         rest = {
-            "model.embed_tokens.weight": vocab, "lm_head.weight": vocab, "model.norm.weight": hidden,
-            f"{prefix}.input_layernorm.weight": hidden, f"{prefix}.post_attention_layernorm.weight": hidden,
+            "model.embed_tokens.weight": vocab, "lm_head.weight": vocab,
+            "model.norm.weight": hidden,
+            f"{prefix}.input_layernorm.weight": hidden,
+            f"{prefix}.post_attention_layernorm.weight": hidden,
         }  # fmt: skip
         unneeded = [WeightSlot(name, shape, target=None) for name, shape in rest.items()]
         self._slots = slots_by_name([*unneeded, *self.attention.slots, *self.moe.slots])
@@ -81,13 +111,23 @@ class OneLayer:
         return self._slots
 
     def matrices(self) -> dict[str, list[tuple[Tensor, Tensor | None]]]:
-        """What the kernels are given: qkv, o_proj, gate_up and down as (values, scale), stacked matrices one by one."""
+        """What the kernels are given: qkv, o_proj, gate_up and down as (values, scale), stacked
+        matrices one by one.
+        """
         self.attention.finish_loading()
         self.moe.finish_loading()
-        (qkv, out), ((gate_up, down, gate_up_scale, down_scale),) = self.prepared["gemm.linear"], self.prepared["moe.experts"]
+        (qkv, out), ((gate_up, down, gate_up_scale, down_scale),) = (
+            self.prepared["gemm.linear"],
+            self.prepared["moe.experts"],
+        )
         found = {"qkv": [qkv], "o_proj": [out]}
-        for name, values, scales in (("gate_up", gate_up, gate_up_scale), ("down", down, down_scale)):
-            found[name] = list(zip(values, [None] * len(values) if scales is None else scales, strict=True))
+        for name, values, scales in (
+            ("gate_up", gate_up, gate_up_scale),
+            ("down", down, down_scale),
+        ):
+            found[name] = list(
+                zip(values, [None] * len(values) if scales is None else scales, strict=True)
+            )
         return found
 
 
@@ -103,7 +143,9 @@ def load(model: OneLayer, stored: dict[str, Tensor], folder: Path) -> LoadReport
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
-def test_stored_weights_are_the_dequantised_ones_block_by_block(tmp_path: Path, tp: int, ep: int) -> None:
+def test_stored_weights_are_the_dequantised_ones_block_by_block(
+    tmp_path: Path, tp: int, ep: int
+) -> None:
     stored = to_fp8(random_tensors(SPEC))
     for layout in ranks(tp, ep):
         kept, plain = OneLayer(SPEC, layout), OneLayer(SPEC, layout, keep_quantized=False)
@@ -114,8 +156,15 @@ def test_stored_weights_are_the_dequantised_ones_block_by_block(tmp_path: Path, 
         assert f"{count} of them weights kept as fp8_e4m3_block_128x128" in report.summary()
         expected = plain.matrices()
         for name, matrices in kept.matrices().items():
-            for (values, scale), (dequantized, no_scale) in zip(matrices, expected[name], strict=True):
-                assert values.dtype == FP8 and no_scale is None and scale is not None and scale.dtype == torch.float32
+            for (values, scale), (dequantized, no_scale) in zip(
+                matrices, expected[name], strict=True
+            ):
+                assert (
+                    values.dtype == FP8
+                    and no_scale is None
+                    and scale is not None
+                    and scale.dtype == torch.float32
+                )
                 assert torch.equal(dequantize_block(values, scale), dequantized), (name, layout)
 
 
@@ -124,18 +173,27 @@ def test_a_rank_reads_the_bytes_of_its_slices_only(tmp_path: Path) -> None:
     split = sum(
         tensor.nbytes
         for name, tensor in stored.items()
-        if name.removesuffix("_scale_inv").endswith(QUANTIZED) or name.endswith(("q_norm.weight", "k_norm.weight"))
+        if name.removesuffix("_scale_inv").endswith(QUANTIZED)
+        or name.endswith(("q_norm.weight", "k_norm.weight"))
     )
-    replicated = sum(tensor.nbytes for name, tensor in stored.items() if ".gate." in name or name.endswith("bias"))
+    replicated = sum(
+        tensor.nbytes
+        for name, tensor in stored.items()
+        if ".gate." in name or name.endswith("bias")
+    )
     for layout in ranks(4):
         assert load(OneLayer(SPEC, layout), stored, tmp_path).num_bytes == split // 4 + replicated
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_blocks_of_minimax_m2_are_dealt_out_once(tp: int) -> None:
-    """At the published sizes, on no memory: the ranks' regions tile every quantised tensor and every scale."""
+    """At the published sizes, on no memory: the ranks' regions tile every quantised tensor and
+    every scale.
+    """
     spec = replace(bundled_spec("minimax-m2"), num_layers=1)
-    layers = [OneLayer(spec, layout, device=torch.device("meta")).weight_slots() for layout in ranks(tp)]
+    layers = [
+        OneLayer(spec, layout, device=torch.device("meta")).weight_slots() for layout in ranks(tp)
+    ]
     quantized = [name for name in layers[0] if name.endswith(QUANTIZED)]
     assert len(quantized) == 4 + 3 * 256
     for name in quantized:
@@ -144,8 +202,12 @@ def test_blocks_of_minimax_m2_are_dealt_out_once(tp: int) -> None:
         axis = 1 if name.endswith(("o_proj.weight", "w2.weight")) else 0
         for unit, key in ((1, name), (128, name + "_scale_inv")):
             regions = [slots[key].region for slots in layers]
-            assert [region[1 - axis] for region in regions] == [range((columns, rows)[axis] // unit)] * tp
-            assert [i for region in regions for i in region[axis]] == list(range((rows, columns)[axis] // unit))
+            assert [region[1 - axis] for region in regions] == [
+                range((columns, rows)[axis] // unit)
+            ] * tp
+            assert [i for region in regions for i in region[axis]] == list(
+                range((rows, columns)[axis] // unit)
+            )
     last = layers[-1]["model.layers.0.self_attn.q_proj.weight_scale_inv"]
     assert (last.region, last.dtype) == ((range(48 - 48 // tp, 48), range(24)), torch.float32)
 
@@ -155,11 +217,13 @@ def test_slices_that_cut_a_block_are_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError) as caught:
         OneLayer(spec, ParallelLayout(rank=1, tp=8), device=torch.device("meta"))
     assert str(caught.value) == (
-        "a rank's share of the 1536 rows of model.layers.0.block_sparse_moe.experts.0.w1.weight is 192, from 192 to 383; "
+        "a rank's share of the 1536 rows of model.layers.0.block_sparse_moe.experts.0.w1.weight "
+        "is 192, from 192 to 383; "
         "FP8 blocks of 128 cannot be split (use fewer ranks)"
     )
     OneLayer(spec, ParallelLayout(rank=1, tp=8), keep_quantized=False, device=torch.device("meta"))
-    OneLayer(spec, ParallelLayout(rank=1, tp=8, ep=2), device=torch.device("meta"))  # half the experts, 384 wide
+    # half the experts, 384 wide
+    OneLayer(spec, ParallelLayout(rank=1, tp=8, ep=2), device=torch.device("meta"))
 
 
 # What is kept and what is not
@@ -170,19 +234,29 @@ def test_a_gpu_keeps_what_a_cpu_dequantises() -> None:
     assert choose_format(quantization, dtype=torch.bfloat16, device=gpu).scheme is BLOCK_FP8
     assert choose_format(quantization, dtype=torch.float32, device=gpu).scheme is None
     assert choose_format(quantization, dtype=torch.bfloat16, device=CPU).scheme is None
-    assert choose_format(quantization, dtype=torch.bfloat16, device=CPU, keep_quantized=True).scheme is BLOCK_FP8
+    assert (
+        choose_format(quantization, dtype=torch.bfloat16, device=CPU, keep_quantized=True).scheme
+        is BLOCK_FP8
+    )
     assert choose_format(None, dtype=torch.bfloat16, device=gpu, keep_quantized=True).scheme is None
 
 
 def test_modules_that_the_checkpoint_leaves_out_stay_plain(tmp_path: Path) -> None:
-    config = {**FP8_CONFIG, "modules_to_not_convert": ["gate", "model.layers.0.self_attn.o_proj", "q_proj"]}
+    config = {
+        **FP8_CONFIG,
+        "modules_to_not_convert": ["gate", "model.layers.0.self_attn.o_proj", "q_proj"],
+    }
     spec = replace(SPEC, quantization=tiny_spec(quantization_config=config).quantization)
-    with pytest.raises(ConfigError, match=r"q_proj.weight is stored unquantised and .*k_proj.weight as fp8_e4m3"):
+    with pytest.raises(
+        ConfigError, match=r"q_proj.weight is stored unquantised and .*k_proj.weight as fp8_e4m3"
+    ):
         OneLayer(spec)
     config["modules_to_not_convert"] = ["gate", "model.layers.0.self_attn.o_proj"]
     spec = replace(SPEC, quantization=tiny_spec(quantization_config=config).quantization)
     stored, name = to_fp8(random_tensors(spec)), "model.layers.0.self_attn.o_proj.weight"
-    stored[name] = dequantize_block(stored[name], stored.pop(name + "_scale_inv")).to(torch.bfloat16)
+    stored[name] = dequantize_block(stored[name], stored.pop(name + "_scale_inv")).to(
+        torch.bfloat16
+    )
     model = OneLayer(spec)
     assert model.attention.takes_quantized and not model.attention.gives_quantized
     load(model, stored, tmp_path)
@@ -195,16 +269,30 @@ def test_only_fp8_values_with_finite_scales_are_taken(tmp_path: Path) -> None:
     stored = to_fp8(random_tensors(SPEC))
     plain = {key: tensor for key, tensor in stored.items() if key != name + "_scale_inv"}
     for changed, message in [
-        ({**plain, name: torch.zeros(512, 256, dtype=torch.bfloat16)}, rf"{name} has dtype BF16 and no scale; .*quantised"),
-        ({**stored, name: torch.zeros(512, 256, dtype=torch.bfloat16)}, rf"{name} has a scale, dtype BF16"),
+        (
+            {**plain, name: torch.zeros(512, 256, dtype=torch.bfloat16)},
+            rf"{name} has dtype BF16 and no scale; .*quantised",
+        ),
+        (
+            {**stored, name: torch.zeros(512, 256, dtype=torch.bfloat16)},
+            rf"{name} has a scale, dtype BF16",
+        ),
         (plain, rf"{name} has dtype F8_E4M3 and its scale {name}_scale_inv is missing"),
-        ({**stored, name + "_scale_inv": torch.full((4, 2), torch.inf)}, r"k_proj.weight_scale_inv in 8 of 4 x 2 "),
+        (
+            {**stored, name + "_scale_inv": torch.full((4, 2), torch.inf)},
+            r"k_proj.weight_scale_inv in 8 of 4 x 2 ",
+        ),
     ]:
         with pytest.raises(CheckpointError, match=message):
             load(OneLayer(SPEC), changed, tmp_path)
-    matrix = MatrixWeight(("x",), (128, 128), WeightFormat(torch.bfloat16, CPU, detect(SPEC.quantization)))
+    matrix = MatrixWeight(
+        ("x",), (128, 128), WeightFormat(torch.bfloat16, CPU, detect(SPEC.quantization))
+    )
     slot = matrix.slots("x", (128, 128), region=(range(128), range(128)))[0]
-    with pytest.raises(CheckpointError, match=r"tensor x has dtype torch.bfloat16; torch.float8_e4m3fn is needed, as stored"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"tensor x has dtype torch.bfloat16; torch.float8_e4m3fn is needed, as stored",
+    ):
         slot.write(torch.zeros(128, 128, dtype=torch.bfloat16))
 
 
@@ -223,7 +311,9 @@ def test_synthetic_fp8_weights_are_one_model_for_every_degree() -> None:
     for name, axis in (("o_proj", 1), ("down", 1)):
         for index, (values, scale) in enumerate(expected[name]):
             found = [part[name][index] for part in parts]
-            assert torch.equal(torch.cat([v.view(torch.uint8) for v, _ in found], axis), values.view(torch.uint8))
+            assert torch.equal(
+                torch.cat([v.view(torch.uint8) for v, _ in found], axis), values.view(torch.uint8)
+            )
             assert scale is not None and torch.equal(torch.cat([s for _, s in found], axis), scale)
     for index, (values, _) in enumerate(expected["gate_up"]):
         halves = [part["gate_up"][index][0].view(torch.uint8).chunk(2) for part in parts]
@@ -238,5 +328,11 @@ def test_synthetic_fp8_weights_have_the_magnitude_of_plain_ones() -> None:
     expected = plain.matrices()
     for name, matrices in stored.matrices().items():
         for (values, scale), (weight, _) in zip(matrices, expected[name], strict=True):
-            assert scale is not None and scale.unique().numel() == scale.numel() and values.float().abs().max() <= VALUE_MAX
-            assert dequantize_block(values, scale).std().item() == pytest.approx(weight.std().item(), rel=0.1)
+            assert (
+                scale is not None
+                and scale.unique().numel() == scale.numel()
+                and values.float().abs().max() <= VALUE_MAX
+            )
+            assert dequantize_block(values, scale).std().item() == pytest.approx(
+                weight.std().item(), rel=0.1
+            )

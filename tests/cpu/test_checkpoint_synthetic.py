@@ -1,4 +1,6 @@
-"""Synthetic weights: reproducible, the same for every tensor-parallel degree, and of a magnitude that a model can run on."""
+"""Synthetic weights: reproducible, the same for every tensor-parallel degree, and of a magnitude
+that a model can run on.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def test_the_seed_decides_and_tensors_differ() -> None:
         assert torch.isfinite(tensor).all()
         assert torch.equal(tensor, again[name])
         assert not torch.equal(tensor, other[name])
-    assert not torch.equal(first["model.layers.0.self_attn.q_proj.weight"], first["model.layers.1.self_attn.q_proj.weight"])
+    assert not torch.equal(
+        first["model.layers.0.self_attn.q_proj.weight"],
+        first["model.layers.1.self_attn.q_proj.weight"],
+    )
 
 
 def test_ranks_hold_parts_of_one_model() -> None:
@@ -47,16 +52,26 @@ def test_magnitudes_are_those_of_a_trained_model() -> None:
         elif name.endswith("bias"):
             assert tensor.min() > 6.5 and tensor.max() < 7.5
         elif not name.endswith("embed_tokens.weight"):
-            residual = math.sqrt(2 * SPEC.num_layers) if name.endswith(("o_proj.weight", "w2.weight")) else 1.0
+            residual = (
+                math.sqrt(2 * SPEC.num_layers)
+                if name.endswith(("o_proj.weight", "w2.weight"))
+                else 1.0
+            )
             gain = ATTENTION_GAIN if name.endswith("o_proj.weight") else 1.0
-            assert abs(tensor.std().item() * math.sqrt(tensor.shape[1]) * residual / gain - 1) < 0.1, name
+            assert (
+                abs(tensor.std().item() * math.sqrt(tensor.shape[1]) * residual / gain - 1) < 0.1
+            ), name
 
 
 def routed_model() -> tuple[ModelSpec, CausalModel, torch.Tensor]:
-    """A deep and narrow synthetic model, and where it writes the experts it chooses, [layers, tokens, top_k]."""
+    """A deep and narrow synthetic model, and where it writes the experts it chooses, [layers,
+    tokens, top_k].
+    """
     sizes = {
-        "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "head_dim": 32, "rotary_dim": 16, "intermediate_size": 16, "num_local_experts": 64, "num_experts_per_tok": 2,
+        "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32, "rotary_dim": 16, "intermediate_size": 16, "num_local_experts": 64,
+        "num_experts_per_tok": 2,
     }  # fmt: skip
     spec = ModelSpec.from_hf_config(tiny_config(0, **sizes))
     model = build(spec, loaded=False)
@@ -69,7 +84,9 @@ def routed_model() -> tuple[ModelSpec, CausalModel, torch.Tensor]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For many tiny products: on a busy machine several threads would mostly wait for each other."""
+    """For many tiny products: on a busy machine several threads would mostly wait for each
+    other.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,13 +96,17 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("greedy", [False, True])
 def test_batches_reach_as_many_experts_as_uniform_routing_would(greedy: bool) -> None:
-    """Prompts of random tokens, then tokens that the model generates: 64 (1 - (1 - 2 / 64)^B) experts in every layer."""
+    """Prompts of random tokens, then tokens that the model generates: 64 (1 - (1 - 2 / 64)^B)
+    experts in every layer.
+    """
     spec, model, chosen = routed_model()
     run, generator = PagedRun(model, num_blocks=400), torch.Generator().manual_seed(1)
     found: dict[int, list[torch.Tensor]] = {}
 
     def count(kind: int, batch: int) -> None:
-        found.setdefault(kind, []).append(torch.tensor([layer[:batch].unique().numel() for layer in chosen]).float())
+        found.setdefault(kind, []).append(
+            torch.tensor([layer[:batch].unique().numel() for layer in chosen]).float()
+        )
 
     last = {}
     for number in range(64):
@@ -98,7 +119,11 @@ def test_batches_reach_as_many_experts_as_uniform_routing_would(greedy: bool) ->
             rows = []
             for name in list(last)[:batch]:
                 probabilities = last[name].softmax(-1)
-                token = probabilities.argmax() if greedy else torch.multinomial(probabilities, 1, generator=generator)
+                token = (
+                    probabilities.argmax()
+                    if greedy
+                    else torch.multinomial(probabilities, 1, generator=generator)
+                )
                 rows.append((name, [int(token)]))
             last |= {name: logits[-1] for name, logits in run.step(rows).items()}
             count(batch, batch)
@@ -113,8 +138,16 @@ def test_routing_is_reported_for_the_tokens_of_the_last_forward() -> None:
     spec, model, chosen = routed_model()
     run = PagedRun(model, num_blocks=20)
     run.step([("a", list(range(30)))])
-    assert (chosen[:, :30] >= 0).all() and (chosen[:, :30] < spec.num_experts).all() and (chosen[:, 30:] == -1).all()
-    assert all(len(set(token.tolist())) == spec.experts_per_token for layer in chosen for token in layer[:30])
+    assert (
+        (chosen[:, :30] >= 0).all()
+        and (chosen[:, :30] < spec.num_experts).all()
+        and (chosen[:, 30:] == -1).all()
+    )
+    assert all(
+        len(set(token.tolist())) == spec.experts_per_token
+        for layer in chosen
+        for token in layer[:30]
+    )
     model.observe_routing(None)
     before = chosen.clone()
     run.step([("a", [5])])

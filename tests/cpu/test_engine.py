@@ -1,4 +1,6 @@
-"""What the engine promises its callers, on a tiny model: reuse, preemption, cancellation, reproducible sampling, fences."""
+"""What the engine promises its callers, on a tiny model: reuse, preemption, cancellation,
+reproducible sampling, fences.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def all_blocks_free(llm: LLM) -> bool:
     while llm._loop.has_work:
         llm._loop.step()
     stats = llm._loop.stats()
-    return stats.num_running == stats.num_waiting == 0 and stats.num_free_kv_blocks == stats.num_kv_blocks
+    return (
+        stats.num_running == stats.num_waiting == 0
+        and stats.num_free_kv_blocks == stats.num_kv_blocks
+    )
 
 
 def test_a_repeated_prompt_is_taken_from_the_cache_and_gives_the_same_text(llm: LLM) -> None:
@@ -68,44 +73,76 @@ def test_a_following_turn_reuses_generated_tokens_too(llm: LLM) -> None:
     assert llm.generate([longer], GREEDY)[0].num_cached_tokens >= 44
 
 
-def test_without_prefix_caching_nothing_is_cached_and_the_text_is_the_same(folder: Path, llm: LLM) -> None:
-    with LLM(str(folder), dtype="float32", block_size=4, enable_prefix_caching=False, num_threads=1) as plain:
+def test_without_prefix_caching_nothing_is_cached_and_the_text_is_the_same(
+    folder: Path, llm: LLM
+) -> None:
+    with LLM(
+        str(folder), dtype="float32", block_size=4, enable_prefix_caching=False, num_threads=1
+    ) as plain:
         generations = [plain.generate([prompt(1)], GREEDY)[0] for _ in range(2)]
     assert [generation.num_cached_tokens for generation in generations] == [0, 0]
     assert generations[1].outputs[0].token_ids == tokens(llm, [prompt(1)], GREEDY)[0]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_pool_too_small_for_all_preempts_and_still_gives_the_same_texts(folder: Path, llm: LLM, overlap: bool) -> None:
+def test_a_pool_too_small_for_all_preempts_and_still_gives_the_same_texts(
+    folder: Path, llm: LLM, overlap: bool
+) -> None:
     prompts = [prompt(seed, 40) for seed in range(10, 18)]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    with LLM(str(folder), dtype="float32", block_size=4, num_kv_blocks=64, enable_overlap=overlap, num_threads=1) as small:
+    with LLM(
+        str(folder),
+        dtype="float32",
+        block_size=4,
+        num_kv_blocks=64,
+        enable_overlap=overlap,
+        num_threads=1,
+    ) as small:
         assert tokens(small, prompts, params) == tokens(llm, prompts, params)
         assert small._loop.stats().preemption_count > 0
         assert all_blocks_free(small)
 
 
 def test_preemption_and_chunking_change_no_bit_in_bfloat16(folder: Path) -> None:
-    """The kernels of a token depend on whether it is prompt or output, not on the step that ran it, first time or again."""
+    """The kernels of a token depend on whether it is prompt or output, not on the step that ran it,
+    first time or again.
+    """
     prompts = [prompt(seed, 30 + seed) for seed in range(8)]
-    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=60, ignore_eos=True, logprobs=0) for i in range(8)]
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=60, ignore_eos=True, logprobs=0)
+        for i in range(8)
+    ]
     texts = []
     for options in ({}, {"num_kv_blocks": 64, "max_num_batched_tokens": 13}):
         with LLM(str(folder), dtype="bfloat16", block_size=4, num_threads=1, **options) as engine:
             completions = [generation.outputs[0] for generation in engine.generate(prompts, params)]
-            texts.append([[(entry.token_id, entry.logprob) for entry in c.logprobs or []] for c in completions])
+            texts.append(
+                [
+                    [(entry.token_id, entry.logprob) for entry in c.logprobs or []]
+                    for c in completions
+                ]
+            )
             preempted = engine._loop.stats().preemption_count
     assert preempted > 0
     assert texts[0] == texts[1]
 
 
 def test_same_seed_same_text_whatever_else_runs(llm: LLM) -> None:
-    seeded = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=5, max_tokens=30, ignore_eos=True)
+    seeded = SamplingParams(
+        temperature=1.0, top_k=40, top_p=0.95, seed=5, max_tokens=30, ignore_eos=True
+    )
     alone = tokens(llm, [prompt(20)], seeded)[0]
-    others = [SamplingParams(temperature=1.5, top_k=0, seed=i, max_tokens=10 + i, ignore_eos=True) for i in range(6)]
+    others = [
+        SamplingParams(temperature=1.5, top_k=0, seed=i, max_tokens=10 + i, ignore_eos=True)
+        for i in range(6)
+    ]
     mixed = llm.generate([prompt(21 + i) for i in range(6)] + [prompt(20)], [*others, seeded])
     assert mixed[-1].outputs[0].token_ids == alone
-    assert tokens(llm, [prompt(20)], SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=6, max_tokens=30)) != [alone]
+    assert tokens(
+        llm,
+        [prompt(20)],
+        SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=6, max_tokens=30),
+    ) != [alone]
 
 
 def test_n_choices_differ_and_the_first_is_the_single_one(llm: LLM) -> None:
@@ -118,22 +155,32 @@ def test_n_choices_differ_and_the_first_is_the_single_one(llm: LLM) -> None:
 
 def test_the_choices_of_a_prompt_compute_it_once(llm: LLM) -> None:
     before = llm._loop.stats()
-    llm.generate([prompt(31), prompt(32)], SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, n=3))
+    llm.generate(
+        [prompt(31), prompt(32)],
+        SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, n=3),
+    )
     after = llm._loop.stats()
     assert after.prompt_tokens - before.prompt_tokens == 6 * 30
-    assert after.cached_prompt_tokens - before.cached_prompt_tokens == 4 * 28  # full blocks of 4, two choices more of each
+    # full blocks of 4, two choices more of each
+    assert after.cached_prompt_tokens - before.cached_prompt_tokens == 4 * 28
 
 
 def test_stop_token_ends_the_text_before_it_and_min_tokens_holds_it_back(llm: LLM) -> None:
     free = tokens(llm, [prompt(40)], GREEDY)[0]
     stop_id = free[5]
-    stopped = llm.generate([prompt(40)], SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(stop_id,)))[0].outputs[
-        0
-    ]
+    stopped = llm.generate(
+        [prompt(40)], SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(stop_id,))
+    )[0].outputs[0]
     cut = free.index(stop_id) + 1
-    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (free[:cut], "stop", stop_id)
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (
+        free[:cut],
+        "stop",
+        stop_id,
+    )
     assert stopped.text == llm.tokenizer.decode(free[: cut - 1])
-    held = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=12, stop_token_ids=(stop_id,), ignore_eos=True)
+    held = SamplingParams(
+        temperature=0.0, max_tokens=20, min_tokens=12, stop_token_ids=(stop_id,), ignore_eos=True
+    )
     longer = llm.generate([prompt(40)], held)[0].outputs[0].token_ids
     assert len(longer) >= 12
     assert stop_id not in longer[:12]
@@ -142,7 +189,9 @@ def test_stop_token_ends_the_text_before_it_and_min_tokens_holds_it_back(llm: LL
 def test_stop_string_cuts_the_text_and_frees_the_sequence(llm: LLM) -> None:
     free = llm.generate([prompt(41)], GREEDY)[0].outputs[0]
     middle = free.text[len(free.text) // 2 :][:4]
-    stopped = llm.generate([prompt(41)], SamplingParams(temperature=0.0, max_tokens=20, stop=(middle,)))[0].outputs[0]
+    stopped = llm.generate(
+        [prompt(41)], SamplingParams(temperature=0.0, max_tokens=20, stop=(middle,))
+    )[0].outputs[0]
     assert stopped.finish_reason == "stop"
     assert stopped.stop_reason == middle
     assert stopped.text == free.text[: free.text.index(middle)]
@@ -150,28 +199,43 @@ def test_stop_string_cuts_the_text_and_frees_the_sequence(llm: LLM) -> None:
 
 
 def test_max_tokens_and_the_window_end_with_length(llm: LLM) -> None:
-    short = llm.generate([prompt(42)], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))[0].outputs[0]
+    short = llm.generate(
+        [prompt(42)], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    )[0].outputs[0]
     assert (len(short.token_ids), short.finish_reason) == (3, "length")
-    full = llm.generate([prompt(43, 250)], SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))[0].outputs[0]
+    full = llm.generate(
+        [prompt(43, 250)], SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    )[0].outputs[0]
     assert (len(full.token_ids), full.finish_reason) == (6, "length")
 
 
 def test_penalties_and_bias_change_what_is_chosen(llm: LLM) -> None:
     free = tokens(llm, [prompt(44)], GREEDY)[0]
-    banned = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logit_bias={free[0]: -100.0})
+    banned = SamplingParams(
+        temperature=0.0, max_tokens=20, ignore_eos=True, logit_bias={free[0]: -100.0}
+    )
     assert tokens(llm, [prompt(44)], banned)[0][0] != free[0]
     forced = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logit_bias={9: 100.0})
     assert tokens(llm, [prompt(44)], forced)[0] == [9] * 5
-    allowed = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True, allowed_token_ids=(9, 11, 12))
+    allowed = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=20, ignore_eos=True, allowed_token_ids=(9, 11, 12)
+    )
     assert set(tokens(llm, [prompt(44)], allowed)[0]) <= {9, 11, 12} and free[0] not in (9, 11, 12)
-    both = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0, presence_penalty=2.0)
-    repeats = [len(ids) - len(set(ids)) for ids in (tokens(llm, [prompt(44)], both)[0], tokens(llm, [prompt(44)], forced)[0])]
+    both = SamplingParams(
+        temperature=0.0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0, presence_penalty=2.0
+    )
+    repeats = [
+        len(ids) - len(set(ids))
+        for ids in (tokens(llm, [prompt(44)], both)[0], tokens(llm, [prompt(44)], forced)[0])
+    ]
     assert repeats[0] < 40 - 15
     assert repeats[1] == 4
 
 
 def test_closing_a_stream_frees_its_blocks_within_one_step(llm: LLM) -> None:
-    stream = llm.stream(prompt(50), SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+    stream = llm.stream(
+        prompt(50), SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    )
     for _ in range(5):
         next(stream)
     assert llm._loop.stats().num_running == 1
@@ -190,12 +254,18 @@ def test_stream_and_generate_give_the_same_text(llm: LLM) -> None:
 
 
 def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
-    """Poison the cache of one running request with NaN: that request ends with an error, its neighbour is untouched."""
-    with LLM(str(folder), dtype="float32", block_size=4, num_threads=1, enable_overlap=False) as engine:
+    """Poison the cache of one running request with NaN: that request ends with an error, its
+    neighbour is untouched.
+    """
+    with LLM(
+        str(folder), dtype="float32", block_size=4, num_threads=1, enable_overlap=False
+    ) as engine:
         clean = tokens(engine, [prompt(61)], GREEDY)[0]
         bad = engine._admit([prompt(60)], GREEDY)
         good = engine._admit([prompt(61)], GREEDY)
-        requests = [group[0][1] for group in engine._sequences([prompt(60), prompt(61)], [*bad, *good])]
+        requests = [
+            group[0][1] for group in engine._sequences([prompt(60), prompt(61)], [*bad, *good])
+        ]
         for request in requests:
             engine._loop.add(request)
         collected: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -216,11 +286,17 @@ def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
         assert collected[requests[1].request_id] == clean
 
 
-def test_a_step_that_raises_is_repeated_row_by_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that makes the model raise is lost; the rows beside it get the tokens they would get alone."""
+def test_a_step_that_raises_is_repeated_row_by_row(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that makes the model raise is lost; the rows beside it get the tokens they would get
+    alone.
+    """
     with LLM(str(folder), dtype="float32", block_size=4, num_threads=1) as engine:
         expected = tokens(engine, [prompt(62)], GREEDY)[0]
-        params = engine._admit([prompt(63), prompt(62)], [SamplingParams(logit_bias={1: 1.0}, max_tokens=20), GREEDY])
+        params = engine._admit(
+            [prompt(63), prompt(62)], [SamplingParams(logit_bias={1: 1.0}, max_tokens=20), GREEDY]
+        )
         requests = [group[0][1] for group in engine._sequences([prompt(63), prompt(62)], params)]
         for request in requests:
             engine._loop.add(request)
@@ -236,7 +312,9 @@ def test_a_step_that_raises_is_repeated_row_by_row(folder: Path, monkeypatch: py
                 worker = engine._loop._executor._worker  # type: ignore[attr-defined]
                 hidden = worker._runner.hidden
 
-                def raising(batch: ForwardBatch, hidden: Callable[[ForwardBatch], torch.Tensor] = hidden) -> torch.Tensor:
+                def raising(
+                    batch: ForwardBatch, hidden: Callable[[ForwardBatch], torch.Tensor] = hidden
+                ) -> torch.Tensor:
                     if 0 in batch.attention.token_rows:
                         raise RuntimeError("the model cannot run the first row")
                     return hidden(batch)
@@ -246,7 +324,9 @@ def test_a_step_that_raises_is_repeated_row_by_row(folder: Path, monkeypatch: py
         assert collected[requests[1].request_id] == expected
 
 
-def test_a_request_that_cannot_be_taken_in_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_cannot_be_taken_in_fails_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (params,) = llm._admit([prompt(64)], [GREEDY])
     (request,) = next(llm._sequences([prompt(64)], [params]))[0][1:2]
 
@@ -257,12 +337,19 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(llm: LLM, monkeypatch: py
         patch.setattr(llm._loop._scheduler, "add", broken)
         llm._loop.add(request)
     (update,) = llm._loop.step()
-    assert (update.finish_reason, update.error) == ("error", "OverflowError while this request was taken in")
+    assert (update.finish_reason, update.error) == (
+        "error",
+        "OverflowError while this request was taken in",
+    )
     assert len(tokens(llm, [prompt(65)], GREEDY)[0]) == 20
 
 
 def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -> None:
-    for bad, error in (([], InvalidRequestError), ([331], InvalidRequestError), ([-1], InvalidRequestError)):
+    for bad, error in (
+        ([], InvalidRequestError),
+        ([331], InvalidRequestError),
+        ([-1], InvalidRequestError),
+    ):
         with pytest.raises(error):
             llm.generate([prompt(1), bad], GREEDY)
     with pytest.raises(ContextLengthError, match="256"):
@@ -284,7 +371,9 @@ def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -
         ({"kv_cache_memory": 1000}, "KV cache"),
     ],
 )
-def test_options_that_cannot_work_are_refused_with_numbers(folder: Path, options: dict[str, object], words: str) -> None:
+def test_options_that_cannot_work_are_refused_with_numbers(
+    folder: Path, options: dict[str, object], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(str(folder), **options)
 
@@ -295,9 +384,13 @@ def test_a_model_larger_than_the_memory_is_refused() -> None:
 
 
 def test_a_pool_smaller_than_the_window_lowers_the_window(folder: Path) -> None:
-    """Every request that is accepted can run to its end: here 8 blocks of 4 tokens, and the last token that is never run."""
+    """Every request that is accepted can run to its end: here 8 blocks of 4 tokens, and the last
+    token that is never run.
+    """
     with LLM(str(folder), dtype="float32", block_size=4, num_kv_blocks=8, num_threads=1) as engine:
         with pytest.raises(ContextLengthError, match="33"):
             engine.generate([prompt(1, 60)], GREEDY)
-        longest = engine.generate([prompt(1, 20)], SamplingParams(temperature=0.0, ignore_eos=True))[0].outputs[0]
+        longest = engine.generate(
+            [prompt(1, 20)], SamplingParams(temperature=0.0, ignore_eos=True)
+        )[0].outputs[0]
         assert (len(longest.token_ids), longest.finish_reason) == (13, "length")

@@ -1,5 +1,5 @@
-"""transformers' MiniMaxM2ForCausalLM is the oracle: the real engine, with its paged cache, chunked prefill and shared steps,
-must give its log-probabilities and its greedy text."""
+"""transformers' MiniMaxM2ForCausalLM is the oracle: the real engine, with its paged cache, chunked
+prefill and shared steps, must give its log-probabilities and its greedy text."""
 
 from __future__ import annotations
 
@@ -27,21 +27,37 @@ def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path)
     vocab_size = sizes["vocab_size"]
     model = tiny.make_model(seed, **sizes)
     generator = torch.Generator().manual_seed(1000 + seed)
-    prompts = [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in (1, 5, 23, 58)]
+    prompts = [
+        torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in (1, 5, 23, 58)
+    ]
     engine = LLM(
-        str(tiny.save(model, tmp_path)), dtype="float32", block_size=8, max_num_batched_tokens=11, max_num_seqs=3, num_threads=1
+        str(tiny.save(model, tmp_path)),
+        dtype="float32",
+        block_size=8,
+        max_num_batched_tokens=11,
+        max_num_seqs=3,
+        num_threads=1,
     )
     with engine:
         params = SamplingParams(
-            temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5, prompt_logprobs=5, repetition_penalty=1.0
+            temperature=0.0,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            logprobs=5,
+            prompt_logprobs=5,
+            repetition_penalty=1.0,
         )
         generations = engine.generate(prompts, params)
     for prompt, generation in zip(prompts, generations, strict=True):
         completion = generation.outputs[0]
         answer = completion.token_ids
         logits = oracle_logits(model, prompt + answer)
-        # Each token is the oracle's choice after those before it, so all of them are the oracle's greedy text.
-        assert answer == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist() and len(answer) == NUM_TOKENS
+        # Each token is the oracle's choice after those before it, so all of them are the oracle's
+        # greedy text.
+        assert (
+            answer == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+            and len(answer) == NUM_TOKENS
+        )
         logprobs = torch.log_softmax(logits, dim=-1)
         entries = (generation.prompt_logprobs or []) + (completion.logprobs or [])
         assert len(entries) == len(prompt) - 1 + NUM_TOKENS

@@ -1,5 +1,6 @@
-"""What each kind of grammar lets through, with the real compiler and the embedded model's vocabulary; calls are read back by
-the output parser, so that what a grammar forces is what a client gets."""
+"""What each kind of grammar lets through, with the real compiler and the embedded model's
+vocabulary; calls are read back by the output parser, so that what a grammar forces is what a client
+gets."""
 
 from __future__ import annotations
 
@@ -41,10 +42,19 @@ WEATHER = {
             "tags": {"type": "array", "items": {"type": "string"}},
         },
         "required": ["city", "days"],
-        "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}, "required": ["lat"]}},
+        "$defs": {
+            "place": {
+                "type": "object",
+                "properties": {"lat": {"type": "number"}},
+                "required": ["lat"],
+            }
+        },
     },
 }
-PING = {"type": "function", "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}
+PING = {
+    "type": "function",
+    "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def matcher(grammar: Grammar, reasoning: Reasoning | None = None) -> GrammarMatcher:
@@ -75,24 +85,43 @@ def schema(value: Any, *, strict: bool = True) -> Grammar:
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
-        (Grammar(kind="json_object"), ["{}", '{"a": [1, {"b": null}]}'], ["[1]", "1", '{"a": 1', "{} "]),
-        (Grammar(kind="regex", text=r"[a-c]{2,3}-\d+"), ["ab-1", "abc-42"], ["a-1", "ab-", "ab-1 "]),
-        (Grammar(kind="choice", text='["yes", "no", "no way"]'), ["yes", "no", "no way"], ["maybe", "yess", "n"]),
+        (
+            Grammar(kind="json_object"),
+            ["{}", '{"a": [1, {"b": null}]}'],
+            ["[1]", "1", '{"a": 1', "{} "],
+        ),
+        (
+            Grammar(kind="regex", text=r"[a-c]{2,3}-\d+"),
+            ["ab-1", "abc-42"],
+            ["a-1", "ab-", "ab-1 "],
+        ),
+        (
+            Grammar(kind="choice", text='["yes", "no", "no way"]'),
+            ["yes", "no", "no way"],
+            ["maybe", "yess", "n"],
+        ),
         (Grammar(kind="ebnf", text='root ::= "a" root? "b"'), ["ab", "aabb"], ["a", "aab", "ba"]),
         (
-            Grammar(kind="structural_tag", text='{"format": {"type": "const_string", "value": "hi"}}'),
+            Grammar(
+                kind="structural_tag", text='{"format": {"type": "const_string", "value": "hi"}}'
+            ),
             ["hi"],
             ["h", "hi there"],
         ),
         (
             Grammar(
                 kind="structural_tag",
-                text='{"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}]}',
+                text='{"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {"type": '
+                '"integer"}, "end": "</f>"}]}',
             ),
             ["so <f>12</f> then", "nothing"],
             ["<f>x</f>"],
         ),
-        (schema({"type": "object", "properties": {"a": {"type": "integer"}}}), ['{"a": 1}', "{}"], ['{"b": 1}', '{"a": "x"}']),
+        (
+            schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
+            ['{"a": 1}', "{}"],
+            ['{"b": 1}', '{"a": "x"}'],
+        ),
         (schema({"type": "string", "nullable": True}), ["null", '"x"'], ["1"]),
         (schema({"type": "object", "required": ["a"]}), ['{"a": [1]}'], ["{}"]),
         (schema({"type": "array"}), ['[1, "a"]', "[]"], ["{}"]),
@@ -100,7 +129,9 @@ def schema(value: Any, *, strict: bool = True) -> Grammar:
         (schema(True), ["1", "[]"], ["x"]),
     ],
 )
-def test_each_kind_takes_what_it_describes_and_nothing_else(grammar: Grammar, good: list[str], bad: list[str]) -> None:
+def test_each_kind_takes_what_it_describes_and_nothing_else(
+    grammar: Grammar, good: list[str], bad: list[str]
+) -> None:
     assert [takes(grammar, text) for text in good] == [True] * len(good)
     assert [takes(grammar, text) for text in bad] == [False] * len(bad)
 
@@ -113,7 +144,15 @@ def test_each_kind_takes_what_it_describes_and_nothing_else(grammar: Grammar, go
         (Grammar(kind="ebnf", text="root ::= missing"), "missing"),
         (schema({"type": "foo"}), "foo"),
         (schema({"not": {"type": "string"}}), "'not'"),
-        (schema({"type": "array", "items": {"type": "object", "properties": {"x": {"uniqueItems": True}}}}), "uniqueItems"),
+        (
+            schema(
+                {
+                    "type": "array",
+                    "items": {"type": "object", "properties": {"x": {"uniqueItems": True}}},
+                }
+            ),
+            "uniqueItems",
+        ),
         (schema({"$ref": "#/$defs/gone"}), "#/\\$defs/gone"),
         (schema({"$ref": "https://example.com/schema"}), "example.com"),
         (Grammar(kind="structural_tag", text="{}"), "format"),
@@ -127,7 +166,10 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(grammar: Grammar, wo
 
 
 def tag_of(**inner: Any) -> Grammar:
-    return Grammar(kind="structural_tag", text=json.dumps({"format": {"type": "sequence", "elements": [inner]}}))
+    return Grammar(
+        kind="structural_tag",
+        text=json.dumps({"format": {"type": "sequence", "elements": [inner]}}),
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,20 +186,28 @@ def test_json_has_a_limit_of_white_space_between_its_parts(grammar: Grammar) -> 
     """Else a model may write nothing else until its tokens are used up."""
     gaps = ("{%s}", '{"a":%s1}', '{"a":1%s}', '{"a":[%s1]}', '{"a":[1,%s2]}', '{"a":{%s"b":1}}')
     assert all(takes(grammar, gap % ("\n" + " " * 8)) for gap in gaps)
-    assert not any(takes(grammar, gap % (white * 21)) for gap in gaps for white in (" ", "\n", "\t"))
+    assert not any(
+        takes(grammar, gap % (white * 21)) for gap in gaps for white in (" ", "\n", "\t")
+    )
 
 
 def test_a_schema_that_is_not_strict_is_enforced_as_far_as_possible() -> None:
-    grammar = schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, strict=False)
+    grammar = schema(
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, strict=False
+    )
     assert takes(grammar, "[1, 1]") and not takes(grammar, '["a"]')
 
 
 def test_tags_and_control_tokens_never_stand_in_text() -> None:
-    """Inside strings of any kind, also those up to a closer, where the library itself allows every token."""
+    """Inside strings of any kind, also those up to a closer, where the library itself allows every
+    token.
+    """
     call = tool_grammar([WEATHER], M2Calls(TAG_IDS), choice="required")
     assert call is not None
     raw = matcher(call)
-    for token_id in TOKENIZER.encode('<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Ro'):
+    for token_id in TOKENIZER.encode(
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Ro'
+    ):
         assert raw.take(token_id)
     string = matcher(Grammar(kind="json_object"))
     assert string.take(b'{"a')
@@ -218,7 +268,9 @@ def m2_block(*calls: str) -> str:
 
 
 def m2_arguments(**values: str) -> str:
-    return "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items())
+    return "".join(
+        f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items()
+    )
 
 
 ROME = m2_arguments(city="Rome", days="3")
@@ -230,7 +282,12 @@ ROME = m2_arguments(city="Rome", days="3")
         (m2_block(m2_call(ROME)), True),
         ("\n\n\n" + m2_block(m2_call(ROME)), True),
         (m2_block(m2_call(ROME), m2_call("", name="ping")), True),
-        (m2_block(m2_call(m2_arguments(city='a <b> & "c"\n</param>', days="-1", unit="celsius"))), True),
+        (
+            m2_block(
+                m2_call(m2_arguments(city='a <b> & "c"\n</param>', days="-1", unit="celsius"))
+            ),
+            True,
+        ),
         (m2_block(m2_call(ROME + m2_arguments(place='{"lat": 1.5}', tags='["x", "y"]'))), True),
         (m2_block(m2_call(m2_arguments(city="Rome", days="three"))), False),
         (m2_block(m2_call(m2_arguments(city="Rome"))), False),
@@ -242,7 +299,9 @@ ROME = m2_arguments(city="Rome", days="3")
         ("Sure. " + m2_block(m2_call(ROME)), False),
     ],
 )
-def test_a_required_call_is_a_declared_one_with_arguments_that_follow_the_schema(text: str, good: bool) -> None:
+def test_a_required_call_is_a_declared_one_with_arguments_that_follow_the_schema(
+    text: str, good: bool
+) -> None:
     grammar = tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), choice="required")
     assert grammar is not None
     assert takes(grammar, text) is good
@@ -257,7 +316,12 @@ def test_a_named_choice_and_no_parallel_calls_leave_one_call() -> None:
     ping = m2_block(m2_call("", name="ping"))
     assert [takes(named, text) for text in (one, ping, two)] == [True, False, False]
     assert [takes(single, text) for text in (one, ping, two)] == [True, True, False]
-    assert [takes(free, text) for text in ("Hello", f"So:\n{one}", two, f"{one}{one}")] == [True, True, False, False]
+    assert [takes(free, text) for text in ("Hello", f"So:\n{one}", two, f"{one}{one}")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     loose = m2_block(m2_call(m2_arguments(city="Rome", days="three", what="ever")))
     assert takes(free, loose)  # not strict: one call, of a declared tool, as it likes
 
@@ -267,7 +331,9 @@ def test_a_strict_tool_in_free_text_is_held_to_its_schema_once_a_call_begins() -
     grammar = tool_grammar([strict, PING], M2Calls(TAG_IDS))
     assert grammar is not None
     good, bad = m2_block(m2_call(ROME)), m2_block(m2_call(m2_arguments(city="Rome", days="three")))
-    assert [takes(grammar, text) for text in ("Hi", f"Hi {good} and {good}", bad, "a </think> b")] == [True, True, False, False]
+    assert [
+        takes(grammar, text) for text in ("Hi", f"Hi {good} and {good}", bad, "a </think> b")
+    ] == [True, True, False, False]
     assert tool_grammar([WEATHER, PING], M2Calls(TAG_IDS)) is None
 
 
@@ -276,12 +342,30 @@ def test_of_all_tools_only_the_allowed_ones_can_be_called() -> None:
     auto = tool_grammar(tools, M2Calls(TAG_IDS), allowed=["ping"])
     required = tool_grammar(tools, M2Calls(TAG_IDS), choice="required", allowed=["ping"])
     once = tool_grammar(tools, M2Calls(TAG_IDS), allowed=["ping"], parallel=False)
-    form = tool_grammar(tools, M2Calls(TAG_IDS), allowed=["ping"], content=Grammar(kind="json_object"))
+    form = tool_grammar(
+        tools, M2Calls(TAG_IDS), allowed=["ping"], content=Grammar(kind="json_object")
+    )
     assert auto and required and once and form
     ping, weather = m2_block(m2_call("", name="ping")), m2_block(m2_call(ROME))
-    texts = ("Hi", ping, f"So:\n{ping} and {ping}", weather, f"So: {weather}", m2_block(m2_call("", name="pi")), "{}")
+    texts = (
+        "Hi",
+        ping,
+        f"So:\n{ping} and {ping}",
+        weather,
+        f"So: {weather}",
+        m2_block(m2_call("", name="pi")),
+        "{}",
+    )
     assert [takes(auto, text) for text in texts] == [True, True, True, False, False, False, True]
-    assert [takes(required, text) for text in texts] == [False, True, False, False, False, False, False]
+    assert [takes(required, text) for text in texts] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert [takes(once, text) for text in texts] == [True, True, False, False, False, False, True]
     assert [takes(form, text) for text in texts] == [False, True, False, False, False, False, True]
 
@@ -289,7 +373,11 @@ def test_of_all_tools_only_the_allowed_ones_can_be_called() -> None:
 def test_m3_allows_no_other_call_by_any_shape_that_a_reader_knows() -> None:
     grammar = tool_grammar([WEATHER, PING], M3Calls(), allowed=["ping"])
     assert grammar is not None
-    good = ["Hi", 'a @ b <tool_call> "invoke"', '@<tool_call>\n@<invoke name="ping">@</invoke>\n@</tool_call>']
+    good = [
+        "Hi",
+        'a @ b <tool_call> "invoke"',
+        '@<tool_call>\n@<invoke name="ping">@</invoke>\n@</tool_call>',
+    ]
     bad = [
         '@<tool_call>\n@<invoke name="get_weather">@</invoke>\n@</tool_call>',
         '@<invoke name="get_weather">@</invoke>\n',
@@ -305,7 +393,9 @@ def test_m3_allows_no_other_call_by_any_shape_that_a_reader_knows() -> None:
 
 
 @pytest.mark.parametrize("output_format", [MINIMAX_M2, MINIMAX_M3])
-def test_a_call_without_its_block_is_text_where_its_tool_is_not_among_the_callable_ones(output_format: OutputFormat) -> None:
+def test_a_call_without_its_block_is_text_where_its_tool_is_not_among_the_callable_ones(
+    output_format: OutputFormat,
+) -> None:
     mark = "" if output_format is MINIMAX_M2 else m3("@")
     text = f'{mark}<invoke name="get_weather">{mark}</invoke>\n'
     for tools, names in (([WEATHER, PING], ["get_weather"]), ([PING], [])):
@@ -317,7 +407,12 @@ def test_an_answer_in_a_form_may_be_a_call_instead() -> None:
     grammar = tool_grammar([PING], M2Calls(TAG_IDS), content=Grammar(kind="json_object"))
     assert grammar is not None
     ping = m2_block(m2_call("", name="ping"))
-    assert [takes(grammar, text) for text in ("{}", ping, "Hi", f"{{}}{ping}")] == [True, True, False, False]
+    assert [takes(grammar, text) for text in ("{}", ping, "Hi", f"{{}}{ping}")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def m3(text: str) -> str:
@@ -347,7 +442,9 @@ HALF_CHARACTERS = {i for i in range(VOCAB_SIZE) if "\ufffd" in TOKENIZER.token_t
 
 
 def walk(grammar: Grammar, seed: int, *, closer: str) -> str:
-    """An output that follows the grammar, chosen at random; where any text may stand, `closer` comes after a while."""
+    """An output that follows the grammar, chosen at random; where any text may stand, `closer`
+    comes after a while.
+    """
     rng = np.random.default_rng(seed)
     following, taken = matcher(grammar), []
     for _ in range(4000):
@@ -375,7 +472,11 @@ RICH: dict[str, Any] = {
             "count": {"type": ["integer", "null"]},
             "mode": {"anyOf": [{"const": "fast"}, {"type": "boolean"}]},
             "day": {"type": "string", "format": "date"},
-            "options": {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]},
+            "options": {
+                "type": "object",
+                "properties": {"deep": {"type": "boolean"}},
+                "required": ["deep"],
+            },
         },
         "required": ["path", "text", "count", "mode", "day", "options"],
         "additionalProperties": False,
@@ -399,7 +500,9 @@ def check_rich(parsed: ParsedOutput) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("style", ["m2", "m3"])
-def test_whatever_a_forced_call_says_the_parser_reads_valid_arguments_from_it(style: str, seed: int) -> None:
+def test_whatever_a_forced_call_says_the_parser_reads_valid_arguments_from_it(
+    style: str, seed: int
+) -> None:
     calls: CallStyle = M2Calls(TAG_IDS) if style == "m2" else M3Calls()
     grammar = tool_grammar([RICH, PING], calls, choice="required")
     assert grammar is not None

@@ -1,4 +1,6 @@
-"""A grammar process that stands still, cannot start, or is kept busy: its requests end or go on elsewhere, the engine lives."""
+"""A grammar process that stands still, cannot start, or is kept busy: its requests end or go on
+elsewhere, the engine lives.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,15 @@ from negamax.config.grammar import Grammar
 from negamax.scheduler.step import SequenceUpdate
 
 YES = SamplingParams(grammar=Grammar(kind="choice", text='["yes"]'), max_tokens=20)
-LETTERS = SamplingParams(grammar=Grammar(kind="regex", text="[a-z ]{200}"), max_tokens=300, temperature=1.0, seed=1)
-SLOW = SamplingParams(grammar=Grammar(kind="regex", text="((([a-z ]*)*)*)*z{5000}"), max_tokens=300, temperature=1.0, seed=1)
+LETTERS = SamplingParams(
+    grammar=Grammar(kind="regex", text="[a-z ]{200}"), max_tokens=300, temperature=1.0, seed=1
+)
+SLOW = SamplingParams(
+    grammar=Grammar(kind="regex", text="((([a-z ]*)*)*)*z{5000}"),
+    max_tokens=300,
+    temperature=1.0,
+    seed=1,
+)
 
 
 @pytest.fixture
@@ -82,7 +91,9 @@ def test_an_engine_that_can_open_no_file_refuses_what_needs_one(llm: LLM) -> Non
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
-        refused, free = drive(llm, [YES, SamplingParams(max_tokens=20, ignore_eos=True)], seconds=40.0)
+        refused, free = drive(
+            llm, [YES, SamplingParams(max_tokens=20, ignore_eos=True)], seconds=40.0
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert refused.finish_reason == "error" and "cannot be started" in (refused.error or "")
@@ -90,7 +101,9 @@ def test_an_engine_that_can_open_no_file_refuses_what_needs_one(llm: LLM) -> Non
     assert says_yes(llm)
 
 
-def test_an_output_whose_mask_takes_too_long_ends_and_its_neighbour_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_whose_mask_takes_too_long_ends_and_its_neighbour_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hurried = msgspec.structs.replace(llm._loop._constraints._setup, mask_seconds=0.2)
     monkeypatch.setattr(llm._loop._constraints, "_setup", hurried)
     slow, letters = drive(llm, [SLOW, LETTERS], seconds=60.0)

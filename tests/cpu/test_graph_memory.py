@@ -1,4 +1,6 @@
-"""What CUDA graphs hold is counted in their own pool; the allocator's total may shrink meanwhile."""
+"""What CUDA graphs hold is counted in their own pool; the allocator's total may shrink
+meanwhile.
+"""
 
 from __future__ import annotations
 

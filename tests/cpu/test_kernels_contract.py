@@ -1,4 +1,6 @@
-"""Every registered kernel against its op's definition in fp32, on the op's own cases: to be listed is to be tested."""
+"""Every registered kernel against its op's definition in fp32, on the op's own cases: to be listed
+is to be tested.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from negamax.kernels.op import FLOAT_DTYPES, Kernel
 from negamax.kernels.registry import KERNELS, OPS, providers, resolve
 
 CONTRACTS = [
-    pytest.param(kernel, dtype, id=f"{kernel.op}-{kernel.provider}-{str(dtype).removeprefix('torch.')}")
+    pytest.param(
+        kernel, dtype, id=f"{kernel.op}-{kernel.provider}-{str(dtype).removeprefix('torch.')}"
+    )
     for kernel in KERNELS
     for dtype in FLOAT_DTYPES
     if dtype in kernel.dtypes

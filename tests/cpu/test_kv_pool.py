@@ -27,13 +27,20 @@ def test_blocks_are_what_the_budget_holds_and_no_more_than_all_sequences_can_use
 
 
 @pytest.mark.parametrize(
-    ("budget", "remedy"), [(9 * GIB, "lower --max-model-len to 144"), (0, "more GPUs"), (-5 * GIB, "more GPUs")]
+    ("budget", "remedy"),
+    [(9 * GIB, "lower --max-model-len to 144"), (0, "more GPUs"), (-5 * GIB, "more GPUs")],
 )
 def test_a_window_that_does_not_fit_is_refused_with_the_numbers(budget: int, remedy: str) -> None:
     with pytest.raises(ResourceError) as refusal:
-        kv_pool.choose_num_blocks(block_bytes=GIB, block_size=16, max_model_len=160, max_num_seqs=4, budget=budget)
+        kv_pool.choose_num_blocks(
+            block_bytes=GIB, block_size=16, max_model_len=160, max_num_seqs=4, budget=budget
+        )
     text = str(refusal.value)
-    assert "160 tokens needs 10.00 GiB" in text and f"{max(0, budget) / GIB:.2f} GiB are available" in text and remedy in text
+    assert (
+        "160 tokens needs 10.00 GiB" in text
+        and f"{max(0, budget) / GIB:.2f} GiB are available" in text
+        and remedy in text
+    )
 
 
 def test_devices_and_dtypes_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Rows with masks sample what the masks allow, whole or split over ranks; rows beside them choose what they would alone."""
+"""Rows with masks sample what the masks allow, whole or split over ranks; rows beside them choose
+what they would alone.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,18 @@ def packed(*token_ids: int) -> bytes:
 
 def rows_of(kinds: tuple[dict[str, object], ...]) -> Rows:
     rows = Rows(len(kinds), 64, max_blocks=4, eos_token_ids=(1,), device=CPU)
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 5}
+    defaults = {
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": 5,
+    }
     for slot, kind in enumerate(kinds):
-        rows._assign(NewRow(slot, [7, 8, 9, 9], 3, [0], SamplingParams(**(defaults | {"seed": slot} | kind))))
+        rows._assign(
+            NewRow(slot, [7, 8, 9, 9], 3, [0], SamplingParams(**(defaults | {"seed": slot} | kind)))
+        )
     return rows
 
 
@@ -64,7 +75,15 @@ def sampled_whole(logits: torch.Tensor, rows: Rows, masks: RowMasks | None) -> S
 
 def sampled_sharded(logits: torch.Tensor, rows: Rows, masks: RowMasks | None) -> Sampled:
     inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), device=CPU)
-    return sample_sharded(logits.clone(), inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone(), masks=masks)
+    return sample_sharded(
+        logits.clone(),
+        inputs,
+        rows=rows,
+        kernels=REFERENCES,
+        first_id=0,
+        group=Alone(),
+        masks=masks,
+    )
 
 
 @pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
@@ -87,7 +106,9 @@ def test_rows_without_a_mask_choose_as_if_nobody_had_one(draw: Callable[..., Sam
 
 
 @pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
-def test_log_probabilities_are_those_of_the_model_and_not_of_the_mask(draw: Callable[..., Sampled]) -> None:
+def test_log_probabilities_are_those_of_the_model_and_not_of_the_mask(
+    draw: Callable[..., Sampled],
+) -> None:
     rows, logits = rows_of(KINDS), some_logits(len(KINDS), 8)
     drawn = draw(logits, rows, masks_for([4, 5], *ALLOWED))
     assert drawn.logprobs is not None and drawn.logprob_rows == [4, 5]
@@ -101,7 +122,8 @@ def test_log_probabilities_are_those_of_the_model_and_not_of_the_mask(draw: Call
 @pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
 def test_a_mask_has_the_last_word_over_min_tokens_and_bias(draw: Callable[..., Sampled]) -> None:
     rows, logits = rows_of(KINDS), some_logits(len(KINDS), 9)
-    drawn = draw(logits, rows, masks_for([6, 8], 300))  # 300 may not come yet, says min_tokens; 3 must, says the bias
+    # 300 may not come yet, says min_tokens; 3 must, says the bias
+    drawn = draw(logits, rows, masks_for([6, 8], 300))
     assert drawn.token_ids[[6, 8]].tolist() == [300, 300]
 
 
@@ -109,12 +131,16 @@ def test_one_allowed_token_is_sampled_however_unlikely_it_is() -> None:
     rows, logits = rows_of(KINDS), some_logits(len(KINDS), 10)
     logits[:, 41] = -500.0
     for draw in (sampled_whole, sampled_sharded):
-        assert draw(logits, rows, masks_for(list(range(len(KINDS))), 41)).token_ids.tolist() == [41] * len(KINDS)
+        assert draw(logits, rows, masks_for(list(range(len(KINDS))), 41)).token_ids.tolist() == [
+            41
+        ] * len(KINDS)
 
 
 @pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_kind_of_row_samples_its_allowed_tokens_only(draw: Callable[..., Sampled], seed: int) -> None:
+def test_every_kind_of_row_samples_its_allowed_tokens_only(
+    draw: Callable[..., Sampled], seed: int
+) -> None:
     rows = rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in KINDS))
     drawn = draw(some_logits(len(KINDS), seed), rows, None)
     assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
@@ -122,18 +148,24 @@ def test_every_kind_of_row_samples_its_allowed_tokens_only(draw: Callable[..., S
 
 
 @pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
-def test_allowed_tokens_are_drawn_as_from_logits_without_the_others(draw: Callable[..., Sampled]) -> None:
+def test_allowed_tokens_are_drawn_as_from_logits_without_the_others(
+    draw: Callable[..., Sampled],
+) -> None:
     plain = tuple(kind for kind in KINDS if "logit_bias" not in kind and "min_tokens" not in kind)
     logits = some_logits(len(plain), 13)
     alone = torch.full_like(logits, -100.0)
     alone[:, list(ALLOWED)] = logits[:, list(ALLOWED)]
     expected = draw(alone, rows_of(plain), None)
-    drawn = draw(logits, rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in plain)), None)
+    drawn = draw(
+        logits, rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in plain)), None
+    )
     assert drawn.token_ids.tolist() == expected.token_ids.tolist()
 
 
 @pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])
-def test_an_end_token_that_alone_is_allowed_comes_before_min_tokens_too(draw: Callable[..., Sampled]) -> None:
+def test_an_end_token_that_alone_is_allowed_comes_before_min_tokens_too(
+    draw: Callable[..., Sampled],
+) -> None:
     rows = rows_of(({"min_tokens": 4, "stop_token_ids": (300,), "allowed_token_ids": (300, 1)},))
     assert draw(some_logits(1, 14), rows, None).token_ids.tolist()[0] in (1, 300)
 
@@ -183,7 +215,9 @@ def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> No
     assert late.single(1).of([0], device=CPU) is None
     assert len(waits) == 1
     unmasked = StepPlan(6, [], [], [], [4], [9], [1], [True])
-    assert LateMasks.of_plan(unmasked, wait, vocab_size=VOCAB, rows=rows).of([0], device=CPU) is None
+    assert (
+        LateMasks.of_plan(unmasked, wait, vocab_size=VOCAB, rows=rows).of([0], device=CPU) is None
+    )
     assert len(waits) == 1
 
 

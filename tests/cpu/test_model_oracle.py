@@ -1,4 +1,6 @@
-"""The model against transformers' MiniMaxM2ForCausalLM: fp32 logits on random tiny models, through the paged cache."""
+"""The model against transformers' MiniMaxM2ForCausalLM: fp32 logits on random tiny models, through
+the paged cache.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,20 @@ NUM_CONFIGS = 24
 
 
 def oracle(config: dict[str, object], seed: int, *, router_bias: float) -> MiniMaxM2ForCausalLM:
-    """transformers' model with our random weights (norms and router bias not left at their defaults)."""
+    """transformers' model with our random weights (norms and router bias not left at their
+    defaults).
+    """
     rotary = config["rotary_dim"] / config["head_dim"]  # type: ignore[operator]
-    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type", "rope_theta")}
-    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"], "partial_rotary_factor": rotary}
+    fields = {
+        name: value
+        for name, value in config.items()
+        if name not in ("architectures", "model_type", "rope_theta")
+    }
+    fields["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": config["rope_theta"],
+        "partial_rotary_factor": rotary,
+    }
     model = MiniMaxM2ForCausalLM(MiniMaxM2Config(**fields)).eval().float()
     model.set_experts_implementation("eager")  # the grouped product refuses odd sizes
     generator = torch.Generator().manual_seed(seed)
@@ -37,16 +49,23 @@ def oracle(config: dict[str, object], seed: int, *, router_bias: float) -> MiniM
 
 
 @pytest.mark.parametrize("seed", range(NUM_CONFIGS))
-def test_logits_equal_transformers_through_chunked_prefill_and_decode(seed: int, tmp_path: Path) -> None:
+def test_logits_equal_transformers_through_chunked_prefill_and_decode(
+    seed: int, tmp_path: Path
+) -> None:
     config = tiny_config(seed)
     rng = random.Random(seed)
     expected_model = oracle(config, seed, router_bias=rng.uniform(4.0, 10.0))
     expected_model.save_pretrained(tmp_path)  # the checkpoint's own tensor names
     spec = ModelSpec.from_hf_config(config)
     model = build(spec, load_file(tmp_path / "model.safetensors"))
-    prompts = {name: [rng.randrange(spec.vocab_size) for _ in range(rng.randint(20, 60))] for name in "ab"}
+    prompts = {
+        name: [rng.randrange(spec.vocab_size) for _ in range(rng.randint(20, 60))] for name in "ab"
+    }
     with torch.no_grad():
-        expected = {name: expected_model(torch.tensor([tokens])).logits[0] for name, tokens in prompts.items()}
+        expected = {
+            name: expected_model(torch.tensor([tokens])).logits[0]
+            for name, tokens in prompts.items()
+        }
 
     run = PagedRun(model, num_blocks=32, block_size=rng.choice((4, 5, 16)))
     got: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
@@ -67,7 +86,9 @@ def test_logits_equal_transformers_through_chunked_prefill_and_decode(seed: int,
 
 @pytest.mark.parametrize("seed", (3, 11))
 def test_all_tokens_to_one_expert_and_none_to_the_others(seed: int) -> None:
-    """A router bias that outweighs every score sends all tokens to the same experts; the rest run on zero tokens."""
+    """A router bias that outweighs every score sends all tokens to the same experts; the rest run
+    on zero tokens.
+    """
     config = tiny_config(seed, num_local_experts=8, num_experts_per_tok=1, num_hidden_layers=2)
     expected_model = oracle(config, seed, router_bias=0.0)
     spec = ModelSpec.from_hf_config(config)
@@ -86,13 +107,25 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(seed: int) -> None:
 
 
 def test_reference_kernels_alone_give_the_same_logits() -> None:
-    """The definitions by themselves are a complete model, so every provider can be replaced by its reference."""
+    """The definitions by themselves are a complete model, so every provider can be replaced by its
+    reference.
+    """
     spec = ModelSpec.from_hf_config(tiny_config(5))
     weights = random_weights(spec, 5)
-    choices = dict.fromkeys(("attention.decode", "attention.prefill", "moe.experts", "gemm.linear"), "reference")
-    chosen, defined = PagedRun(build(spec, weights)), PagedRun(build(spec, weights, choices=choices))
+    choices = dict.fromkeys(
+        ("attention.decode", "attention.prefill", "moe.experts", "gemm.linear"), "reference"
+    )
+    chosen, defined = (
+        PagedRun(build(spec, weights)),
+        PagedRun(build(spec, weights, choices=choices)),
+    )
     for chunk in ([4, 8, 15, 16, 23, 42], [7], [7]):
-        torch.testing.assert_close(chosen.step([("a", chunk)])["a"], defined.step([("a", chunk)])["a"], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            chosen.step([("a", chunk)])["a"],
+            defined.step([("a", chunk)])["a"],
+            atol=1e-5,
+            rtol=1e-5,
+        )
 
 
 def _checkpoint(model: MiniMaxM2ForCausalLM) -> dict[str, torch.Tensor]:

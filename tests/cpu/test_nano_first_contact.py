@@ -1,4 +1,6 @@
-"""What README, demo, chat page and guides show is answered well by the embedded model at its default sampling."""
+"""What README, demo, chat page and guides show is answered well by the embedded model at its
+default sampling.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def test_every_text_stands_in_the_files_that_show_it(contact: ModuleType) -> Non
 def test_what_is_shown_is_answered_in_whole_words_and_right(contact: ModuleType) -> None:
     with LLM("nano") as llm:
         scores = contact.play(llm, contact.CONVERSATIONS, DRAWS)
-    faults = {shown.name: score.bad for shown, score in zip(contact.CONVERSATIONS, scores, strict=True) if score.bad}
+    faults = {
+        shown.name: score.bad
+        for shown, score in zip(contact.CONVERSATIONS, scores, strict=True)
+        if score.bad
+    }
     assert not faults
 
 

@@ -1,4 +1,6 @@
-"""The native row kernels are an option: without a working C compiler the same model answers through the other providers."""
+"""The native row kernels are an option: without a working C compiler the same model answers through
+the other providers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ LOAD = "from negamax.kernels.native import library; print(library.load() is not 
 
 def ask(code: str = ASK, **environment: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     return result.stdout
 

@@ -1,4 +1,6 @@
-"""The oneDNN linear computes few counts of rows, whatever it is asked for: every count more stays in memory."""
+"""The oneDNN linear computes few counts of rows, whatever it is asked for: every count more stays
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def resident():
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
 
 torch.set_num_threads(1)
-weight, x = vendor.pack(torch.ones(512, 64, dtype=torch.bfloat16)), torch.ones(700, 64, dtype=torch.bfloat16)
+weight = vendor.pack(torch.ones(512, 64, dtype=torch.bfloat16))
+x = torch.ones(700, 64, dtype=torch.bfloat16)
 vendor.linear(x, weight)
 before = resident()
 for rows in range(1, 701):
@@ -58,5 +61,7 @@ def test_tiles_and_padding_leave_every_row_as_it_is(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_many_counts_of_rows_leave_the_process_small() -> None:
     _skip_without(torch.bfloat16)
-    done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH], capture_output=True, text=True, timeout=120, check=True
+    )
     assert float(done.stdout) < MAX_GROWTH_MIB

@@ -1,4 +1,6 @@
-"""GPUs that cannot run a model are refused in one sentence before anything is loaded; their capability is faked here."""
+"""GPUs that cannot run a model are refused in one sentence before anything is loaded; their
+capability is faked here.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,43 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 @pytest.mark.parametrize(
     ("name", "capability", "hip", "cache", "words"),
     [
-        (*A100, None, BF16, "A100-SXM4-80GB (compute capability 8.0) cannot multiply FP8 weights, which this checkpoint has"),
-        ("Tesla V100", (7, 0), None, BF16, "Tesla V100 (compute capability 7.0) has no bfloat16 arithmetic; 8.0 or higher"),
-        ("Tesla T4", (7, 5), None, BF16, "Tesla T4 (compute capability 7.5) has no bfloat16 arithmetic"),
-        ("AMD Instinct MI300X", (9, 4), "6.2", BF16, "AMD Instinct MI300X: AMD GPUs (ROCm) are not supported yet"),
+        (
+            *A100,
+            None,
+            BF16,
+            "A100-SXM4-80GB (compute capability 8.0) cannot multiply FP8 weights, which this "
+            "checkpoint has",
+        ),
+        (
+            "Tesla V100",
+            (7, 0),
+            None,
+            BF16,
+            "Tesla V100 (compute capability 7.0) has no bfloat16 arithmetic; 8.0 or higher",
+        ),
+        (
+            "Tesla T4",
+            (7, 5),
+            None,
+            BF16,
+            "Tesla T4 (compute capability 7.5) has no bfloat16 arithmetic",
+        ),
+        (
+            "AMD Instinct MI300X",
+            (9, 4),
+            "6.2",
+            BF16,
+            "AMD Instinct MI300X: AMD GPUs (ROCm) are not supported yet",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(
-    gpu: FakeGpu, name: str, capability: tuple[int, int], hip: str | None, cache: torch.dtype, words: str
+    gpu: FakeGpu,
+    name: str,
+    capability: tuple[int, int],
+    hip: str | None,
+    cache: torch.dtype,
+    words: str,
 ) -> None:
     found = platform_of(gpu(name, capability, hip))
     with pytest.raises(ConfigError) as caught:
@@ -70,11 +101,16 @@ def test_bf16_weights_run_on_an_a100_with_a_warning_and_its_cache_is_not_fp8(
             check_platform(found, plain, dtype=BF16, cache_dtype=BF16, rank=rank)
     (record,) = caplog.records
     assert "A100" in record.message and "never run" in record.message
-    with pytest.raises(ConfigError, match=r"8.0\) has no FP8 KV cache; 8.9 or higher is needed .drop --kv-cache-dtype"):
+    with pytest.raises(
+        ConfigError,
+        match=r"8.0\) has no FP8 KV cache; 8.9 or higher is needed .drop --kv-cache-dtype",
+    ):
         check_platform(found, plain, dtype=BF16, cache_dtype=FP8)
 
 
-def test_measured_gpus_and_the_cpu_run_everything_without_a_word(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_measured_gpus_and_the_cpu_run_everything_without_a_word(
+    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
     platforms = [platform_of(gpu("NVIDIA H200", (9, 0))), platform_of(torch.device("cpu"))]
     with caplog.at_level(logging.DEBUG, logger="negamax"):
         for found in platforms:
@@ -83,8 +119,12 @@ def test_measured_gpus_and_the_cpu_run_everything_without_a_word(gpu: FakeGpu, c
     assert platforms[0] == Platform("nvidia", "NVIDIA H200", (9, 0))
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((9, 0), True), ((10, 0), True), ((8, 9), False)])
-def test_kernels_overlap_their_launches_from_hopper_on(gpu: FakeGpu, capability: tuple[int, int], expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((9, 0), True), ((10, 0), True), ((8, 9), False)]
+)
+def test_kernels_overlap_their_launches_from_hopper_on(
+    gpu: FakeGpu, capability: tuple[int, int], expected: bool
+) -> None:
     assert launch_options(gpu("NVIDIA", capability))["PDL"] is expected
     assert launch_options(torch.device("cpu")) == {"PDL": False}
 
@@ -99,7 +139,11 @@ def test_kernels_overlap_their_launches_from_hopper_on(gpu: FakeGpu, capability:
     ],
 )
 def test_a_cpu_computes_in_bf16_only_where_it_has_instructions_for_it(
-    monkeypatch: pytest.MonkeyPatch, machine: str, onednn: bool, instructions: bool, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    onednn: bool,
+    instructions: bool,
+    dtype: torch.dtype,
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)

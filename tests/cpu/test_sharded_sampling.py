@@ -1,4 +1,6 @@
-"""Sampling from logits that are split over ranks chooses what sampling from whole logits does, for every kind of row."""
+"""Sampling from logits that are split over ranks chooses what sampling from whole logits does, for
+every kind of row.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,34 @@ KINDS = (
 
 def rows_of(kinds: tuple[dict[str, object], ...]) -> Rows:
     rows = Rows(len(kinds), 64, max_blocks=4, eos_token_ids=(1,), device=CPU)
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 5}
+    defaults = {
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": 5,
+    }
     for slot, kind in enumerate(kinds):
-        rows._assign(NewRow(slot, [7, 8, 9, 9], 3, [0], SamplingParams(**(defaults | {"seed": slot} | kind))))
+        rows._assign(
+            NewRow(slot, [7, 8, 9, 9], 3, [0], SamplingParams(**(defaults | {"seed": slot} | kind)))
+        )
     return rows
 
 
-@pytest.mark.parametrize("company", [KINDS, *((kind,) for kind in KINDS)], ids=["all", *map(str, range(len(KINDS)))])
-def test_rows_with_parameters_get_the_token_of_the_whole_logits(company: tuple[dict[str, object], ...]) -> None:
+@pytest.mark.parametrize(
+    "company", [KINDS, *((kind,) for kind in KINDS)], ids=["all", *map(str, range(len(KINDS)))]
+)
+def test_rows_with_parameters_get_the_token_of_the_whole_logits(
+    company: tuple[dict[str, object], ...],
+) -> None:
     rows = rows_of(company)
     logits = 3 * torch.randn(len(company), VOCAB, generator=torch.Generator().manual_seed(1))
     inputs = sample_inputs(list(range(len(company))), [4] * len(company), device=CPU)
     whole = sample(logits.clone(), inputs, rows=rows, kernels=REFERENCES)
-    sharded = sample_sharded(logits.clone(), inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone())
+    sharded = sample_sharded(
+        logits.clone(), inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone()
+    )
     assert sharded.token_ids.tolist() == whole.token_ids.tolist()
     assert sharded.logprob_rows == whole.logprob_rows
     if whole.logprobs is not None and sharded.logprobs is not None:
@@ -56,10 +73,19 @@ def test_rows_with_parameters_get_the_token_of_the_whole_logits(company: tuple[d
 def test_plain_rows_are_drawn_the_same_beside_any_others() -> None:
     logits = 3 * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(2))
     drawn = []
-    for company in (({}, {}), ({}, {"top_k": 40}), ({}, {"logprobs": 1}), ({}, {"logit_bias": {3: 1.0}})):
+    for company in (
+        ({}, {}),
+        ({}, {"top_k": 40}),
+        ({}, {"logprobs": 1}),
+        ({}, {"logit_bias": {3: 1.0}}),
+    ):
         inputs = sample_inputs([0, 1], [4, 4], device=CPU)
         rows = rows_of(company)
-        drawn.append(sample_sharded(logits.clone(), inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone()))
+        drawn.append(
+            sample_sharded(
+                logits.clone(), inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone()
+            )
+        )
     assert len({sampled.token_ids[0].item() for sampled in drawn}) == 1
 
 
@@ -68,7 +94,9 @@ def test_a_row_without_finite_logits_is_reported_and_the_others_are_not() -> Non
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3))
     logits[:3, 5] = float("nan")
     inputs = sample_inputs([0, 1, 2, 3], [4] * 4, device=CPU)
-    sampled = sample_sharded(logits, inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone())
+    sampled = sample_sharded(
+        logits, inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone()
+    )
     assert sampled.token_ids[:3].tolist() == [BROKEN] * 3
     assert sampled.token_ids[3] != BROKEN
 

@@ -1,4 +1,6 @@
-"""Steps as the device sees them: tiles of queries that only the device can count, and sizes worth a graph."""
+"""Steps as the device sees them: tiles of queries that only the device can count, and sizes worth a
+graph.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,22 @@ from negamax.worker.rows import Rows
 SHAPE = PagedShape(kv_heads=1, group=2, block_size=16)
 
 
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 200)), min_size=1, max_size=6), st.integers(0, 3))
-def test_tiles_counted_on_the_device_are_those_of_the_host(sequences: list[tuple[int, int]], padding: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 200)), min_size=1, max_size=6),
+    st.integers(0, 3),
+)
+def test_tiles_counted_on_the_device_are_those_of_the_host(
+    sequences: list[tuple[int, int]], padding: int
+) -> None:
     sequences = [(cached, count) for cached, count in sequences if count] or [(0, 1)]
-    lengths, counts = [cached + count for cached, count in sequences], [count for _, count in sequences]
+    lengths, counts = (
+        [cached + count for cached, count in sequences],
+        [count for _, count in sequences],
+    )
     tables = torch.zeros(len(sequences) + padding, 40, dtype=torch.int32)
-    host = attention.plan_prefill(paged_queries(tables, lengths, counts), SHAPE, dtype=torch.bfloat16)
+    host = attention.plan_prefill(
+        paged_queries(tables, lengths, counts), SHAPE, dtype=torch.bfloat16
+    )
     num_tokens = -(-sum(counts) // 128) * 128
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     queries = PagedQueries(
@@ -65,15 +77,36 @@ def test_prefill_sizes_waste_little(largest: int) -> None:
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_resumed_sequence_runs_token_by_token_only_where_bits_count(apart: bool) -> None:
     rows = Rows(4, 64, max_blocks=8, eos_token_ids=(1,), device=torch.device("cpu"))
-    defaults = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
+    defaults = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": 0,
+    }
     for slot, (known, prompt_len) in enumerate(((10, 6), (5, 5), (9, 3))):
         sampling = SamplingParams(**defaults, max_tokens=9)
         rows._assign(NewRow(slot, list(range(known)), prompt_len, [slot], sampling))
-    plan = StepPlan(0, [], [], [], slots=[2, 0, 1], starts=[8, 2, 4], counts=[1, 8, 1], samples=[True, True, True])
+    plan = StepPlan(
+        0,
+        [],
+        [],
+        [],
+        slots=[2, 0, 1],
+        starts=[8, 2, 4],
+        counts=[1, 8, 1],
+        samples=[True, True, True],
+    )
     layout = batch.lay_out(plan, rows, generated_apart=apart)
     tokens = list(zip(layout.token_slots.tolist(), layout.token_positions.tolist(), strict=True))
     if apart:
-        assert tokens == [(2, 8), *((0, p) for p in range(6, 10)), *((0, p) for p in range(2, 6)), (1, 4)]
+        assert tokens == [
+            (2, 8),
+            *((0, p) for p in range(6, 10)),
+            *((0, p) for p in range(2, 6)),
+            (1, 4),
+        ]
         assert layout.num_decodes == 5 and layout.sample_tokens == [0, 4, 9]
     else:
         assert tokens == [(2, 8), *((0, p) for p in range(2, 10)), (1, 4)]

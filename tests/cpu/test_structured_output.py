@@ -1,5 +1,6 @@
-"""Structured output through the whole engine, on the embedded model at temperature 1: what is promised holds whatever the model
-would have liked to write, and the requests beside it do not notice."""
+"""Structured output through the whole engine, on the embedded model at temperature 1: what is
+promised holds whatever the model would have liked to write, and the requests beside it do not
+notice."""
 
 from __future__ import annotations
 
@@ -53,10 +54,17 @@ WEATHER: dict[str, Any] = {
         },
     },
 }
-CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+CLOCK: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}},
+}
 TOKENIZER = Tokenizer.from_folder(Path(negamax.__file__).parent / "assets" / "nano")
 SPACES = {i: -8.0 for i in range(4096) if TOKENIZER.token_text(i).isspace()}
-RUNAWAY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(300)}, "minProperties": 100}
+RUNAWAY = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "integer"} for i in range(300)},
+    "minProperties": 100,
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +78,9 @@ def schema(value: Any) -> Grammar:
 
 
 def reasoning(llm: LLM, state: str = "open", *, by_id: bool = True) -> Reasoning:
-    closing = "</mm:think>" if not by_id else "</think>" if state == "optional" else "\n</think>\n\n"
+    closing = (
+        "</mm:think>" if not by_id else "</think>" if state == "optional" else "\n</think>\n\n"
+    )
 
     def tag(text: str) -> Marker:
         return Marker(text, llm.tokenizer.token_id(text) if by_id else None)
@@ -86,8 +96,12 @@ def reasoning(llm: LLM, state: str = "open", *, by_id: bool = True) -> Reasoning
 
 
 def seeded(seed: int, **fields: Any) -> SamplingParams:
-    """At temperature 1, and against the embedded model's habit of filling what it does not know with white space."""
-    return SamplingParams(**{"temperature": 1.0, "seed": seed, "max_tokens": 400, "logit_bias": SPACES, **fields})
+    """At temperature 1, and against the embedded model's habit of filling what it does not know
+    with white space.
+    """
+    return SamplingParams(
+        **{"temperature": 1.0, "seed": seed, "max_tokens": 400, "logit_bias": SPACES, **fields}
+    )
 
 
 def outputs(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[Completion]:
@@ -99,7 +113,10 @@ def run_out(llm: LLM) -> None:
     while llm._loop.has_work:
         llm._loop.step()
     stats = llm._loop.stats()
-    assert stats.num_running == stats.num_waiting == 0 and stats.num_free_kv_blocks == stats.num_kv_blocks
+    assert (
+        stats.num_running == stats.num_waiting == 0
+        and stats.num_free_kv_blocks == stats.num_kv_blocks
+    )
     assert not llm._loop._constraints._rules and not llm._loop._constraints._by_key
 
 
@@ -110,11 +127,22 @@ def is_person(text: str) -> bool:
     return set(value.get("tags", ())) <= {"a", "b"}
 
 
-TAGGED = {"type": "tag", "begin": "<p>", "content": {"type": "json_schema", "json_schema": PERSON}, "end": "</p>"}
+TAGGED = {
+    "type": "tag",
+    "begin": "<p>",
+    "content": {"type": "json_schema", "json_schema": PERSON},
+    "end": "</p>",
+}
 KINDS: dict[str, tuple[Grammar, Callable[[str], Any]]] = {
     "json_schema": (schema(PERSON), is_person),
-    "regex": (Grammar(kind="regex", text=r"[A-Z][a-z]{1,8}, \d{3}"), re.compile(r"[A-Z][a-z]{1,8}, \d{3}").fullmatch),
-    "choice": (Grammar(kind="choice", text='["red", "green", "blue"]'), {"red", "green", "blue"}.__contains__),
+    "regex": (
+        Grammar(kind="regex", text=r"[A-Z][a-z]{1,8}, \d{3}"),
+        re.compile(r"[A-Z][a-z]{1,8}, \d{3}").fullmatch,
+    ),
+    "choice": (
+        Grammar(kind="choice", text='["red", "green", "blue"]'),
+        {"red", "green", "blue"}.__contains__,
+    ),
     "ebnf": (
         Grammar(kind="ebnf", text='root ::= sum{1,3}\nsum ::= [0-9] "+" [0-9] ";"'),
         re.compile(r"(\d\+\d;){1,3}").fullmatch,
@@ -136,9 +164,18 @@ def test_every_output_has_its_form_whatever_the_seed(llm: LLM, kind: str) -> Non
     run_out(llm)
 
 
-def test_an_object_of_any_kind_parses_where_it_ends_and_has_begun_right_where_it_does_not(llm: LLM) -> None:
-    closers = {i: 6.0 for i in range(4096) if TOKENIZER.token_text(i).lstrip().startswith(("}", "]", '"'))}
-    params = [seeded(seed, grammar=Grammar(kind="json_object"), max_tokens=120, logit_bias=SPACES | closers) for seed in SEEDS]
+def test_an_object_of_any_kind_parses_where_it_ends_and_has_begun_right_where_it_does_not(
+    llm: LLM,
+) -> None:
+    closers = {
+        i: 6.0 for i in range(4096) if TOKENIZER.token_text(i).lstrip().startswith(("}", "]", '"'))
+    }
+    params = [
+        seeded(
+            seed, grammar=Grammar(kind="json_object"), max_tokens=120, logit_bias=SPACES | closers
+        )
+        for seed in SEEDS
+    ]
     done = outputs(llm, ["An object:"] * 20, params)
     ended = [completion for completion in done if completion.finish_reason == "stop"]
     assert len(ended) >= 5
@@ -149,16 +186,23 @@ def test_an_object_of_any_kind_parses_where_it_ends_and_has_begun_right_where_it
 def test_a_stream_has_the_text_of_the_whole(llm: LLM) -> None:
     params = seeded(3, grammar=schema(PERSON))
     streamed = list(llm.stream("A person:", params))
-    assert "".join(output.text for output in streamed) == outputs(llm, ["A person:"], [params])[0].text
+    assert (
+        "".join(output.text for output in streamed) == outputs(llm, ["A person:"], [params])[0].text
+    )
     assert is_person("".join(output.text for output in streamed))
 
 
 @pytest.mark.parametrize("by_id", [True, False])
 def test_thinking_comes_first_and_then_the_form(llm: LLM, by_id: bool) -> None:
-    """Closed by the model, or by its budget; with `by_id` False the closer is text in any tokens, as in M3."""
+    """Closed by the model, or by its budget; with `by_id` False the closer is text in any tokens,
+    as in M3.
+    """
     prompt = llm.render([{"role": "user", "content": "What is 17 + 25? Answer as JSON."}])
     rules = reasoning(llm, by_id=by_id)
-    params = [seeded(seed, grammar=schema(PERSON), reasoning=rules, thinking_token_budget=40) for seed in SEEDS]
+    params = [
+        seeded(seed, grammar=schema(PERSON), reasoning=rules, thinking_token_budget=40)
+        for seed in SEEDS
+    ]
     closings = []
     for completion in outputs(llm, [prompt] * 20, params):
         _, closer, content = completion.text.partition(rules.closer.text)
@@ -172,15 +216,21 @@ def test_thinking_comes_first_and_then_the_form(llm: LLM, by_id: bool) -> None:
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_a_budget_ends_the_reasoning_after_exactly_so_many_tokens(llm: LLM, budget: int) -> None:
-    """Without any grammar: the tokens before are those of a run without a budget, the answer goes on freely behind."""
-    prompt = llm.render([{"role": "user", "content": "A box holds 24 pencils. How many pencils are in 13 boxes?"}])
+    """Without any grammar: the tokens before are those of a run without a budget, the answer goes
+    on freely behind.
+    """
+    prompt = llm.render(
+        [{"role": "user", "content": "A box holds 24 pencils. How many pencils are in 13 boxes?"}]
+    )
     rules = reasoning(llm)
     free, bound = outputs(
         llm,
         [prompt] * 2,
         [
             SamplingParams(temperature=0.0, max_tokens=60),
-            SamplingParams(temperature=0.0, max_tokens=60, reasoning=rules, thinking_token_budget=budget),
+            SamplingParams(
+                temperature=0.0, max_tokens=60, reasoning=rules, thinking_token_budget=budget
+            ),
         ],
     )
     closing = list(rules.closing_ids)
@@ -193,7 +243,11 @@ def test_a_budget_ends_the_reasoning_after_exactly_so_many_tokens(llm: LLM, budg
 def test_an_optional_reasoning_may_be_left_out_and_is_closed_by_its_budget(llm: LLM) -> None:
     params = [
         seeded(
-            seed, grammar=schema(PERSON), reasoning=reasoning(llm, "optional"), thinking_token_budget=seed % 3, logit_bias=bias
+            seed,
+            grammar=schema(PERSON),
+            reasoning=reasoning(llm, "optional"),
+            thinking_token_budget=seed % 3,
+            logit_bias=bias,
         )
         for seed in range(8)
         for bias in ({llm.tokenizer.token_id("<think>") or 0: 100.0 if seed % 2 else -100.0},)
@@ -203,16 +257,29 @@ def test_an_optional_reasoning_may_be_left_out_and_is_closed_by_its_budget(llm: 
     assert all(is_person(text.rpartition("</think>")[2]) for text in texts)
 
 
-@pytest.mark.parametrize(("choice", "name"), [("required", None), ("function", "clock"), ("function", "get_weather")])
-def test_forced_calls_name_declared_tools_with_valid_arguments(llm: LLM, choice: str, name: str | None) -> None:
+@pytest.mark.parametrize(
+    ("choice", "name"), [("required", None), ("function", "clock"), ("function", "get_weather")]
+)
+def test_forced_calls_name_declared_tools_with_valid_arguments(
+    llm: LLM, choice: str, name: str | None
+) -> None:
     tools = [WEATHER, CLOCK]
-    grammar = tool_grammar(tools, M2Calls(MINIMAX_M2.tag_ids(llm.tokenizer)), choice=choice, name=name)
+    grammar = tool_grammar(
+        tools, M2Calls(MINIMAX_M2.tag_ids(llm.tokenizer)), choice=choice, name=name
+    )
     prompt = llm.render([{"role": "user", "content": "What is the weather in Rome?"}], tools=tools)
-    params = [seeded(seed, grammar=grammar, reasoning=reasoning(llm), thinking_token_budget=30) for seed in SEEDS]
+    params = [
+        seeded(seed, grammar=grammar, reasoning=reasoning(llm), thinking_token_budget=30)
+        for seed in SEEDS
+    ]
     called = set()
     for completion in outputs(llm, [prompt] * 20, params):
         parsed = llm.parse(prompt, completion, tools=tools)
-        assert parsed.tool_calls and not parsed.content and completion.finish_reason in ("stop", "length")
+        assert (
+            parsed.tool_calls
+            and not parsed.content
+            and completion.finish_reason in ("stop", "length")
+        )
         for call in parsed.tool_calls if completion.finish_reason == "stop" else ():
             called.add(call.name)
             arguments = json.loads(call.arguments)
@@ -227,13 +294,19 @@ def test_forced_calls_name_declared_tools_with_valid_arguments(llm: LLM, choice:
 
 
 def test_greedy_texts_beside_constrained_ones_change_by_no_bit(llm: LLM) -> None:
-    questions = [llm.render([{"role": "user", "content": f"What is {n} + {n + 9}?"}]) for n in range(12, 18)]
+    questions = [
+        llm.render([{"role": "user", "content": f"What is {n} + {n + 9}?"}]) for n in range(12, 18)
+    ]
     free = [SamplingParams(temperature=0.0, max_tokens=80, logprobs=1) for _ in questions]
     alone = outputs(llm, questions, free)
     held = [seeded(seed, grammar=schema(PERSON)) for seed in range(6)]
     mixed = outputs(llm, [*questions, *["A person:"] * 6], [*free, *held])
-    assert [completion.token_ids for completion in mixed[:6]] == [completion.token_ids for completion in alone]
-    assert [completion.logprobs for completion in mixed[:6]] == [completion.logprobs for completion in alone]
+    assert [completion.token_ids for completion in mixed[:6]] == [
+        completion.token_ids for completion in alone
+    ]
+    assert [completion.logprobs for completion in mixed[:6]] == [
+        completion.logprobs for completion in alone
+    ]
     assert all(is_person(completion.text) for completion in mixed[6:])
 
 
@@ -268,7 +341,9 @@ def test_choices_of_one_prompt_follow_the_grammar_each_for_itself(llm: LLM) -> N
 
 
 def test_the_grammar_outranks_what_would_break_the_form(llm: LLM) -> None:
-    """Bias, penalties, an end that is ignored, more tokens than the form has: none of them spoils it, and it still ends."""
+    """Bias, penalties, an end that is ignored, more tokens than the form has: none of them spoils
+    it, and it still ends.
+    """
     eos = llm.tokenizer.eos_token_id or 0
     grammar = Grammar(kind="choice", text='["yes", "no"]')
     fields: list[dict[str, Any]] = [
@@ -281,7 +356,9 @@ def test_the_grammar_outranks_what_would_break_the_form(llm: LLM) -> None:
         {"temperature": 0.0},
         {"stop_token_ids": (llm.tokenizer.encode("zebra")[0],), "min_tokens": 3},
     ]
-    for completion in outputs(llm, ["Yes or no?"] * len(fields), [seeded(1, grammar=grammar, **field) for field in fields]):
+    for completion in outputs(
+        llm, ["Yes or no?"] * len(fields), [seeded(1, grammar=grammar, **field) for field in fields]
+    ):
         assert (completion.text, completion.finish_reason) in (("yes", "stop"), ("no", "stop"))
     run_out(llm)
 
@@ -289,8 +366,11 @@ def test_the_grammar_outranks_what_would_break_the_form(llm: LLM) -> None:
 def test_an_end_is_held_back_until_min_tokens_where_the_form_can_go_on(llm: LLM) -> None:
     grammar = Grammar(kind="regex", text="[a-z]{1,100}")
     eager = {TOKENIZER.eos_token_id or 0: 100.0}
-    (completion,) = outputs(llm, ["letters:"], [seeded(2, grammar=grammar, min_tokens=15, logit_bias=eager)])
-    assert len(completion.token_ids) == 16 and completion.finish_reason == "stop"  # the end itself is the last
+    (completion,) = outputs(
+        llm, ["letters:"], [seeded(2, grammar=grammar, min_tokens=15, logit_bias=eager)]
+    )
+    # the end itself is the last
+    assert len(completion.token_ids) == 16 and completion.finish_reason == "stop"
     assert re.fullmatch("[a-z]{1,100}", completion.text)
 
 
@@ -309,7 +389,12 @@ def test_bad_grammars_are_refused_as_the_requests_own_error_and_the_others_run(l
         with pytest.raises(InvalidRequestError) as caught:
             llm.generate("x", SamplingParams(grammar=grammar))
         assert caught.value.http_status == 400 and len(str(caught.value)) > 20
-    assert outputs(llm, ["Yes or no?"], [seeded(1, grammar=Grammar(kind="choice", text='["yes"]'))])[0].text == "yes"
+    assert (
+        outputs(llm, ["Yes or no?"], [seeded(1, grammar=Grammar(kind="choice", text='["yes"]'))])[
+            0
+        ].text
+        == "yes"
+    )
     run_out(llm)
 
 
@@ -317,17 +402,25 @@ def test_a_form_that_leads_nowhere_ends_its_request_alone(llm: LLM) -> None:
     """The grammar begins well and then allows no token at all."""
     dead_end = Grammar(kind="ebnf", text='root ::= "ab" x\nx ::= y "c"\ny ::= x')
     requests = admitted(
-        llm, ["Say", "Once upon a time"], [seeded(1, grammar=dead_end), seeded(1, max_tokens=20, ignore_eos=True)]
+        llm,
+        ["Say", "Once upon a time"],
+        [seeded(1, grammar=dead_end), seeded(1, max_tokens=20, ignore_eos=True)],
     )
     updates = drive(llm, requests)
     (bad, good) = (updates[request.request_id] for request in requests)
-    assert bad[-1].finish_reason == "error" and "no further token" in (bad[-1].error or "") and not bad[-1].is_refusal
+    assert (
+        bad[-1].finish_reason == "error"
+        and "no further token" in (bad[-1].error or "")
+        and not bad[-1].is_refusal
+    )
     assert good[-1].finish_reason == "length"
     run_out(llm)
 
 
 def test_a_lost_step_leaves_no_rules_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = admitted(llm, ["letters:"] * 2, [seeded(1, grammar=Grammar(kind="regex", text="[a-z]{40}"))] * 2)
+    requests = admitted(
+        llm, ["letters:"] * 2, [seeded(1, grammar=Grammar(kind="regex", text="[a-z]{40}"))] * 2
+    )
     for request in requests:
         llm._loop.add(request)
     while llm._loop._in_flight is None or len(llm._loop._in_flight.plan.slots) < 2:
@@ -349,7 +442,12 @@ def test_aborts_in_every_state_leave_nothing_behind(llm: LLM) -> None:
     prompt = llm.render([{"role": "user", "content": "What is 17 + 25?"}])
     for steps in (0, 1, 3, 12, 30):
         params = [
-            seeded(1, grammar=schema({**PERSON, "title": str(steps)}), reasoning=reasoning(llm), thinking_token_budget=8)
+            seeded(
+                1,
+                grammar=schema({**PERSON, "title": str(steps)}),
+                reasoning=reasoning(llm),
+                thinking_token_budget=8,
+            )
         ] * 3
         requests = admitted(llm, [prompt] * 3, params)
         for request in requests:
@@ -374,7 +472,9 @@ def test_steps_without_overlap_give_the_same_texts(llm: LLM) -> None:
     params = [seeded(seed, grammar=schema(PERSON), max_tokens=60) for seed in range(4)]
     expected = [completion.token_ids for completion in outputs(llm, ["A person:"] * 4, params)]
     with LLM("nano", num_threads=1, max_model_len=256, enable_overlap=False) as plain:
-        assert [completion.token_ids for completion in outputs(plain, ["A person:"] * 4, params)] == expected
+        assert [
+            completion.token_ids for completion in outputs(plain, ["A person:"] * 4, params)
+        ] == expected
 
 
 def test_a_row_that_fails_is_run_apart_with_the_masks_of_the_others_intact(llm: LLM) -> None:
@@ -401,14 +501,19 @@ def test_a_row_that_fails_is_run_apart_with_the_masks_of_the_others_intact(llm: 
         updates = drive(llm, requests)
     finally:
         worker._run = run
-    assert [[token for update in updates[r.request_id] for token in update.token_ids] for r in requests] == expected
+    assert [
+        [token for update in updates[r.request_id] for token in update.token_ids] for r in requests
+    ] == expected
 
 
 def test_a_grammar_process_that_dies_takes_only_its_own_requests_along(llm: LLM) -> None:
     requests = admitted(
         llm,
         ["letters:", "Once upon a time"],
-        [seeded(1, grammar=Grammar(kind="regex", text="[a-z]{300}")), seeded(1, max_tokens=60, ignore_eos=True)],
+        [
+            seeded(1, grammar=Grammar(kind="regex", text="[a-z]{300}")),
+            seeded(1, max_tokens=60, ignore_eos=True),
+        ],
     )
     for request in requests:
         llm._loop.add(request)
@@ -424,14 +529,26 @@ def test_a_grammar_process_that_dies_takes_only_its_own_requests_along(llm: LLM)
             killed = True
     assert updates[requests[0].request_id][-1].finish_reason == "error"
     assert updates[requests[1].request_id][-1].finish_reason == "length"
-    assert outputs(llm, ["Yes or no?"], [seeded(1, grammar=Grammar(kind="choice", text='["no"]'))])[0].text == "no"
+    assert (
+        outputs(llm, ["Yes or no?"], [seeded(1, grammar=Grammar(kind="choice", text='["no"]'))])[
+            0
+        ].text
+        == "no"
+    )
     run_out(llm)
 
 
-def test_a_grammar_that_compiles_for_ever_is_refused_in_time_and_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_compiles_for_ever_is_refused_in_time_and_stalls_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(constraints, "COMPILE_SECONDS", 1.0)
     with LLM("nano", num_threads=1, max_model_len=1024) as engine:
-        assert outputs(engine, ["?"], [seeded(1, grammar=Grammar(kind="choice", text='["a"]'))])[0].text == "a"
+        assert (
+            outputs(engine, ["?"], [seeded(1, grammar=Grammar(kind="choice", text='["a"]'))])[
+                0
+            ].text
+            == "a"
+        )
         first = engine._loop._constraints._client
         requests = admitted(
             engine,
@@ -445,14 +562,23 @@ def test_a_grammar_that_compiles_for_ever_is_refused_in_time_and_stalls_nobody(m
         started = time.monotonic()
         updates = drive(engine, requests)
         followed, runaway, free = (updates[request.request_id] for request in requests)
-        assert runaway[-1].is_refusal and "1 s" in (runaway[-1].error or "") and not runaway[-1].token_ids
+        assert (
+            runaway[-1].is_refusal
+            and "1 s" in (runaway[-1].error or "")
+            and not runaway[-1].token_ids
+        )
         assert followed[-1].finish_reason == "stop" and free[-1].finish_reason == "length"
         with pytest.raises(InvalidRequestError, match="1 s"):
             engine.generate("x", seeded(1, grammar=schema(RUNAWAY)))
         assert first is not None and not first.is_alive  # its compiler would have gone on
         assert engine._loop._constraints._client is None  # what was too slow is known
         assert time.monotonic() - started < 20.0
-        assert outputs(engine, ["?"], [seeded(1, grammar=Grammar(kind="choice", text='["b"]'))])[0].text == "b"
+        assert (
+            outputs(engine, ["?"], [seeded(1, grammar=Grammar(kind="choice", text='["b"]'))])[
+                0
+            ].text
+            == "b"
+        )
         run_out(engine)
 
 
@@ -460,7 +586,12 @@ def test_servers_that_never_see_a_grammar_start_no_process(llm: LLM) -> None:
     with LLM("nano", num_threads=1, max_model_len=256) as engine:
         rules = reasoning(engine)
         outputs(
-            engine, ["Hello"] * 2, [seeded(1, max_tokens=5), seeded(2, max_tokens=5, reasoning=rules, thinking_token_budget=2)]
+            engine,
+            ["Hello"] * 2,
+            [
+                seeded(1, max_tokens=5),
+                seeded(2, max_tokens=5, reasoning=rules, thinking_token_budget=2),
+            ],
         )
         assert engine._loop._constraints._client is None
 
@@ -483,5 +614,8 @@ def drive(llm: LLM, requests: Sequence[Any]) -> dict[str, list[SequenceUpdate]]:
 
 def test_errors_of_the_engine_are_not_the_requests(llm: LLM) -> None:
     with pytest.raises(EngineError, match="no further token"):
-        llm.generate("Say", seeded(1, grammar=Grammar(kind="ebnf", text='root ::= "ab" x\nx ::= y "c"\ny ::= x')))
+        llm.generate(
+            "Say",
+            seeded(1, grammar=Grammar(kind="ebnf", text='root ::= "ab" x\nx ::= y "c"\ny ::= x')),
+        )
     run_out(llm)

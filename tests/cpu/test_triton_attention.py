@@ -1,4 +1,6 @@
-"""The Triton attention kernels in Triton's interpreter, at sizes it can bear, against the definitions."""
+"""The Triton attention kernels in Triton's interpreter, at sizes it can bear, against the
+definitions.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from negamax.kernels.op import Kernel, Op
 from negamax.kernels.rope.spec import cos_sin, signed_frequencies
 
 FP8_ERROR = 0.08  # of rounding to e4m3; the interpreter truncates, a GPU stays below 0.03
-PAIRS = [pytest.param(op, kernel, id=kernel.op) for op in spec.OPS for kernel in kernels.KERNELS if kernel.op == op.name]
+PAIRS = [
+    pytest.param(op, kernel, id=kernel.op)
+    for op in spec.OPS
+    for kernel in kernels.KERNELS
+    if kernel.op == op.name
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -32,13 +39,21 @@ def test_kernel_computes_its_op(op: Op, kernel: Kernel, dtype: torch.dtype) -> N
         for want, got in zip(expected, actual, strict=True):
             assert got.shape == want.shape, case.label
             tolerance = op.tolerance[dtype]
-            torch.testing.assert_close(got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol, msg=case.label)
+            torch.testing.assert_close(
+                got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol, msg=case.label
+            )
 
 
 def paged(
-    lengths: list[int], shape: PagedShape, *, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
+    lengths: list[int],
+    shape: PagedShape,
+    *,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Caches that hold large values wherever no key lies, and tables in int32, one row more than there are sequences."""
+    """Caches that hold large values wherever no key lies, and tables in int32, one row more than
+    there are sequences.
+    """
     generator = torch.Generator().manual_seed(len(lengths))
     width = -(-max(lengths) // shape.block_size)
     count = width * len(lengths)
@@ -50,7 +65,9 @@ def paged(
         for row, length in enumerate(lengths):
             for position in range(length):
                 block = blocks[row, position // shape.block_size]
-                cache[block, :, position % shape.block_size] = torch.randn(shape.kv_heads, head_dim, generator=generator)
+                cache[block, :, position % shape.block_size] = torch.randn(
+                    shape.kv_heads, head_dim, generator=generator
+                )
         caches.append(cache.to(dtype))
     for row, length in enumerate(lengths):
         used = -(-length // shape.block_size)
@@ -61,7 +78,14 @@ def paged(
 def queries_of(tables: Tensor, lengths: list[int], counts: list[int]) -> PagedQueries:
     """Sequences whose tables are in the rows from 1 up, in order."""
     plain = paged_queries(tables, lengths, counts)
-    return PagedQueries(tables, plain.table_rows + 1, plain.seq_lens, plain.query_starts, tuple(lengths), tuple(counts))
+    return PagedQueries(
+        tables,
+        plain.table_rows + 1,
+        plain.seq_lens,
+        plain.query_starts,
+        tuple(lengths),
+        tuple(counts),
+    )
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -69,21 +93,27 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("cache_dtype", "block_size"), [(torch.bfloat16, 16), (FP8, 64)])
-@pytest.mark.parametrize("lengths", [[0, 900, 3, 0, 64, 65, 130], [65, 1], [0, 129, 2]], ids=["runs", "pieces", "whole"])
+@pytest.mark.parametrize(
+    "lengths", [[0, 900, 3, 0, 64, 65, 130], [65, 1], [0, 129, 2]], ids=["runs", "pieces", "whole"]
+)
 @pytest.mark.parametrize("captured", [False, True])
 def test_decode_shares_sequences_out_and_leaves_padding_zero(
     cache_dtype: torch.dtype, block_size: int, lengths: list[int], captured: bool
 ) -> None:
-    """Sequences cut in two and in many parts, whole ones, empty ones; twice with one plan, as the layers of a step do.
+    """Sequences cut in two and in many parts, whole ones, empty ones; twice with one plan, as the
+    layers of a step do.
 
-    Without the host's counts, as while a graph is captured, the newest key is taken apart from the old ones.
+    Without the host's counts, as while a graph is captured, the newest key is taken apart from the
+    old ones.
     """
     shape = PagedShape(kv_heads=2, group=6, block_size=block_size)
     k_cache, v_cache, tables = paged(lengths, shape, dtype=cache_dtype)
     queries = queries_of(tables, lengths, [1] * len(lengths))
     q = torch.randn(len(lengths), 12, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     scales = (0.5, 2.0)
-    want = spec.attend(q.float(), k_cache, v_cache, spec.plan(queries, shape, dtype=q.dtype), kv_scales=scales)
+    want = spec.attend(
+        q.float(), k_cache, v_cache, spec.plan(queries, shape, dtype=q.dtype), kv_scales=scales
+    )
     if captured:
         queries = replace(queries, host_seq_lens=(), host_counts=())
     plan = kernels.plan_decode(queries, shape, dtype=q.dtype, quantize=True)
@@ -118,7 +148,9 @@ def test_a_long_sequence_is_cut_into_pieces_beside_short_ones() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
-    """Whatever the lengths: each tile once, as many programs per sequence as the plan says, from the one it names."""
+    """Whatever the lengths: each tile once, as many programs per sequence as the plan says, from
+    the one it names.
+    """
     rng = random.Random(seed)
     count = rng.choice((1, 2, 3, 5, 6, 7, 40, 200))
     lengths = [rng.choice((0, 1, 64, 65, rng.randrange(3000))) for _ in range(count)]
@@ -136,9 +168,17 @@ def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
     first_tile = 0
     for seq, length in enumerate(lengths):
         base, end, tokens, row, first, parts = sequences[seq][:6]
-        assert (base, end, tokens, row) == (first_tile, first_tile + max(1, -(-length // 64)), length, seq)
+        assert (base, end, tokens, row) == (
+            first_tile,
+            first_tile + max(1, -(-length // 64)),
+            length,
+            seq,
+        )
         assert [visit[0] for visit in visits[seq]] == list(range(first, first + parts))
-        assert [base, *(visit[2] for visit in visits[seq])] == [*(visit[1] for visit in visits[seq]), end]
+        assert [base, *(visit[2] for visit in visits[seq])] == [
+            *(visit[1] for visit in visits[seq]),
+            end,
+        ]
         first_tile = end
 
 
@@ -149,7 +189,9 @@ def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dty
     k_cache, v_cache, tables = paged(lengths, shape, dtype=cache_dtype)
     queries = queries_of(tables, lengths, counts)
     q = torch.randn(sum(counts), 2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-    want = spec.attend(q.float(), k_cache, v_cache, spec.plan(queries, shape, dtype=q.dtype), kv_scales=(0.5, 2.0))
+    want = spec.attend(
+        q.float(), k_cache, v_cache, spec.plan(queries, shape, dtype=q.dtype), kv_scales=(0.5, 2.0)
+    )
     plan = kernels.plan_prefill(queries, shape, dtype=q.dtype, quantize=True)
     got = kernels.prefill(q, k_cache, v_cache, plan, kv_scales=(0.5, 2.0))
     assert isinstance(got, Activations)
@@ -162,7 +204,10 @@ def test_no_sequence_is_no_work() -> None:
     shape = PagedShape(kv_heads=1, group=2, block_size=16)
     k_cache, v_cache, tables = paged([1], shape)
     queries, q = queries_of(tables, [], []), torch.empty(0, 2, 128, dtype=torch.bfloat16)
-    for prepare, run in ((kernels.plan_decode, kernels.decode), (kernels.plan_prefill, kernels.prefill)):
+    for prepare, run in (
+        (kernels.plan_decode, kernels.decode),
+        (kernels.plan_prefill, kernels.prefill),
+    ):
         assert run(q, k_cache, v_cache, prepare(queries, shape, dtype=q.dtype)).shape == (0, 256)
 
 
@@ -184,7 +229,9 @@ class TwoRanks:
 
 @pytest.mark.parametrize("peers", [True, False])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
-def test_norms_cross_ranks_and_broken_rows_stay_finite(cache_dtype: torch.dtype, peers: bool) -> None:
+def test_norms_cross_ranks_and_broken_rows_stay_finite(
+    cache_dtype: torch.dtype, peers: bool
+) -> None:
     tokens, heads, kv_heads, block_size, rounds = 3, 3, 1, 16, 2
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * 128, generator=generator).bfloat16() * 3
@@ -195,7 +242,8 @@ def test_norms_cross_ranks_and_broken_rows_stay_finite(cache_dtype: torch.dtype,
     slots = torch.tensor([17, 2, -1])
     rows = cache_rows(slots, kv_heads=kv_heads, block_size=block_size)
     others = 500 * torch.rand(tokens, 2, generator=generator)
-    # Both ranks' copies of the region; the other rank has already written its words of every round into this one's.
+    # Both ranks' copies of the region; the other rank has already written its words of every round
+    # into this one's.
     copies = torch.zeros(2, 2, 4, 2, 2, dtype=torch.int64)
     epochs = torch.zeros(4, dtype=torch.int32)
     control = torch.zeros(3, dtype=torch.int64)
@@ -206,18 +254,24 @@ def test_norms_cross_ranks_and_broken_rows_stay_finite(cache_dtype: torch.dtype,
     caches = [torch.zeros(4, kv_heads, block_size, 128, dtype=cache_dtype) for _ in range(4)]
     norm = spec.prepare_qk_norm(weight, heads=heads, kv_heads=kv_heads, eps=1e-6, ranks=2)
     kept = rows >= 0
-    want = spec.qk_norm_rope_write(qkv.float(), norm, cos, sin, *caches[:2], rows.clamp(0), group=group, kv_scales=scales)
+    want = spec.qk_norm_rope_write(
+        qkv.float(), norm, cos, sin, *caches[:2], rows.clamp(0), group=group, kv_scales=scales
+    )
     prepared = kernels.prepare_qk_norm(weight, heads=heads, kv_heads=kv_heads, eps=1e-6, ranks=2)
     for epoch in range(1, rounds + 1):
         words = others.view(torch.int32).long() & 0xFFFFFFFF | epoch << 32
         copies[0, epoch & 1, :tokens, 1] = words
-        got = kernels.qk_norm_rope_write(qkv.clone(), prepared, cos, sin, *caches[2:], rows, group=group, kv_scales=scales)
+        got = kernels.qk_norm_rope_write(
+            qkv.clone(), prepared, cos, sin, *caches[2:], rows, group=group, kv_scales=scales
+        )
         assert got.isfinite().all()
         assert relative_error(got[[0, 2]], want[[0, 2]]) < 5e-3
         for stored, defined in zip(caches[2:], caches[:2], strict=True):
             flat, expected = stored.float().view(-1, 128), defined.float().view(-1, 128)
             assert flat.isfinite().all()
-            assert relative_error(flat[rows[kept]][:1], expected[rows[kept]][:1]) < (FP8_ERROR if cache_dtype == FP8 else 5e-3)
+            assert relative_error(flat[rows[kept]][:1], expected[rows[kept]][:1]) < (
+                FP8_ERROR if cache_dtype == FP8 else 5e-3
+            )
             assert not flat[3:17].any() and not flat[18:].any()
     if peers:
         assert epochs.tolist() == [rounds] * tokens + [0]

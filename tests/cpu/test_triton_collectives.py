@@ -1,4 +1,6 @@
-"""The exchange of rows between ranks through Triton's interpreter: one rank runs, the others' words are in its memory."""
+"""The exchange of rows between ranks through Triton's interpreter: one rank runs, the others' words
+are in its memory.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,14 @@ def test_every_case_of_the_op_on_one_rank() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         tolerance = OP.tolerance[dtype]
         for case in OP.cases(dtype, torch.Generator().manual_seed(1)):
-            for want, got in zip(OP.apply(OP.reference, case.upcast()), OP.apply(kernels.KERNELS[0], case), strict=True):
-                torch.testing.assert_close(got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol)
+            for want, got in zip(
+                OP.apply(OP.reference, case.upcast()),
+                OP.apply(kernels.KERNELS[0], case),
+                strict=True,
+            ):
+                torch.testing.assert_close(
+                    got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol
+                )
 
 
 def words(values: torch.Tensor) -> torch.Tensor:
@@ -38,7 +46,9 @@ def words(values: torch.Tensor) -> torch.Tensor:
 def test_rows_are_summed_over_ranks_then_added_and_normalised(
     world: int, rank: int, parts: int, two_shot: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps with 3, 1 and 2 rows, so that rows are at different epochs; fp16, which the interpreter rounds right."""
+    """Three steps with 3, 1 and 2 rows, so that rows are at different epochs; fp16, which the
+    interpreter rounds right.
+    """
     monkeypatch.setattr(tiles, "two_shot", lambda *args, **sizes: two_shot)
     ranks = Ranks(world, rows=4, words=WORDS)
     generator = torch.Generator().manual_seed(world + rank)
@@ -54,8 +64,16 @@ def test_rows_are_summed_over_ranks_then_added_and_normalised(
             for sender in set(range(world)) - {rank}:
                 if two_shot:
                     theirs = slice(sender * WIDTH // world, (sender + 1) * WIDTH // world)
-                    ranks.arrive(rank, sender=sender, row=row, payload=words(sums[sender][row, share]))
-                    ranks.arrive(rank, sender=sender, row=row, payload=words(total[row, theirs]), first_word=WORDS // world)
+                    ranks.arrive(
+                        rank, sender=sender, row=row, payload=words(sums[sender][row, share])
+                    )
+                    ranks.arrive(
+                        rank,
+                        sender=sender,
+                        row=row,
+                        payload=words(total[row, theirs]),
+                        first_word=WORDS // world,
+                    )
                 else:
                     ranks.arrive(rank, sender=sender, row=row, payload=words(sums[sender][row]))
         expected_residual = residual.clone()

@@ -1,4 +1,6 @@
-"""The Triton products and the activation quantiser through Triton's interpreter, on the CPU at small sizes."""
+"""The Triton products and the activation quantiser through Triton's interpreter, on the CPU at
+small sizes.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,22 @@ def compare(op: Op, kernel: object, case: Case, dtype: torch.dtype) -> None:
         actual = op.apply(kernel, case)  # type: ignore[arg-type]
     for want, got in zip(expected, actual, strict=True):
         assert got.shape == want.shape, case.label
-        torch.testing.assert_close(got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol)
+        torch.testing.assert_close(
+            got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol
+        )
 
 
-def fp8_case(num_tokens: int, inputs: int, outputs: int, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Case:
-    return spec.fp8_case(num_tokens, inputs, outputs, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+def fp8_case(
+    num_tokens: int,
+    inputs: int,
+    outputs: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Case:
+    return spec.fp8_case(
+        num_tokens, inputs, outputs, dtype=dtype, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,8 +95,16 @@ def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
 
 
 def test_few_tokens_take_the_kernel_whose_programs_all_run_at_once() -> None:
-    """A multiprocessor has 65,536 registers; without a limit the compiler gives a thread 184 at 16 tokens."""
-    for num_tokens, rows, columns in ((2, 8192, 3072), (8, 3072, 6144), (16, 4096, 3072), (16, 3072, 3072), (9, 3072, 1536)):
+    """A multiprocessor has 65,536 registers; without a limit the compiler gives a thread 184 at 16
+    tokens.
+    """
+    for num_tokens, rows, columns in (
+        (2, 8192, 3072),
+        (8, 3072, 6144),
+        (16, 4096, 3072),
+        (16, 3072, 3072),
+        (9, 3072, 1536),
+    ):
         tile = tiles.few_tokens(num_tokens=num_tokens, rows=rows, columns=columns)
         assert tile is not None and tile.tokens >= num_tokens
         assert -(-columns // (128 * tile.warps)) <= 6
@@ -110,17 +131,24 @@ def test_each_block_and_each_token_keeps_its_own_scale() -> None:
     for num_tokens in (1, 4, 20, 130):
         case = fp8_case(num_tokens, 512, 256)
         case.tensors["scale"] = 10.0 ** torch.randint(-4, 3, (2, 4), generator=generator)
-        x = case.tensors["x"] * 2.0 ** torch.randint(-3, 4, (num_tokens, 4), generator=generator).repeat_interleave(128, 1)
+        x = case.tensors["x"] * 2.0 ** torch.randint(
+            -3, 4, (num_tokens, 4), generator=generator
+        ).repeat_interleave(128, 1)
         case.tensors["x"] = x.bfloat16()
         want = LINEAR.apply(LINEAR.reference, case.upcast())[0]
         got = LINEAR.apply(KERNEL, case)[0].float()
-        per_row = (got - want).view(num_tokens, 2, 128).norm(dim=2) / want.view(num_tokens, 2, 128).norm(dim=2)
+        per_row = (got - want).view(num_tokens, 2, 128).norm(dim=2) / want.view(
+            num_tokens, 2, 128
+        ).norm(dim=2)
         assert float(per_row.max()) < 1e-2, num_tokens
 
 
 def test_fp32_output_is_not_rounded_on_the_way() -> None:
     generator = torch.Generator().manual_seed(4)
-    x, weight = torch.randn(3, 256, generator=generator).bfloat16(), torch.randn(64, 256, generator=generator).bfloat16()
+    x, weight = (
+        torch.randn(3, 256, generator=generator).bfloat16(),
+        torch.randn(64, 256, generator=generator).bfloat16(),
+    )
     out = kernels.linear(x, kernels.prepare(weight), out_dtype=torch.float32)
     torch.testing.assert_close(out, x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
 
@@ -151,7 +179,8 @@ def test_activations_are_quantised_as_defined(dtype: torch.dtype) -> None:
         assert got.plain is x
         torch.testing.assert_close(got.scales, want.scales)
         exact = x.float() / want.scales.repeat_interleave(128, dim=1)
-        carried = torch.frexp(want.values.float()).exponent != torch.frexp(exact).exponent  # there the interpreter errs
+        # there the interpreter errs
+        carried = torch.frexp(want.values.float()).exponent != torch.frexp(exact).exponent
         assert carried.float().mean() < 0.1 or x.numel() == 0
         error = (got.values.float() - want.values.float()).masked_fill(carried, 0.0).abs()
         assert (error <= 0.13 * exact.abs()).all(), case.label

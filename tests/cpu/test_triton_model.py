@@ -1,4 +1,6 @@
-"""A whole model on the GPU's kernels, through Triton's interpreter: FP8 weights as stored, FP8 activations, padded batches."""
+"""A whole model on the GPU's kernels, through Triton's interpreter: FP8 weights as stored, FP8
+activations, padded batches.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,17 @@ SIZES = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
-SPEC = ModelSpec.from_hf_config({**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"})
+SPEC = ModelSpec.from_hf_config(
+    {**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"}
+)
 Steps = list[list[tuple[str, list[int]]]]  # (sequence, its next tokens)
 
 
 def kernel_table() -> KernelTable:
     """What a GPU would get, without asking whether there is one."""
-    preferred = {kernel.op: kernel for kernel in reversed(gpu_kernels()) if torch.bfloat16 in kernel.dtypes}
+    preferred = {
+        kernel.op: kernel for kernel in reversed(gpu_kernels()) if torch.bfloat16 in kernel.dtypes
+    }
     return KernelTable(platform="cuda", dtype=torch.bfloat16, kernels=preferred)
 
 
@@ -69,24 +75,40 @@ def compare(run: PagedRun, reference: PagedRun, steps: Steps) -> float:
     worst = 0.0
     for step in steps:
         actual, expected = run.step(step), reference.step(step)
-        worst = max([worst, *(error for name in actual for error in errors(actual[name], expected[name]))])
+        worst = max(
+            [worst, *(error for name in actual for error in errors(actual[name], expected[name]))]
+        )
     return worst
 
 
-def test_stored_fp8_weights_and_plain_ones_give_the_logits_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_programs = moe_tiles.TokenTile(128, 128, 4, 8, 128, 128, 4)  # the interpreter runs them one by one
+def test_stored_fp8_weights_and_plain_ones_give_the_logits_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # the interpreter runs them one by one
+    few_programs = moe_tiles.TokenTile(128, 128, 4, 8, 128, 128, 4)
     monkeypatch.setattr(moe_tiles, "token", lambda width: few_programs)
-    stored = to_fp8({name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()})
+    stored = to_fp8(
+        {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
+    )
     plain = {
-        name: dequantize_block(tensor, stored[name + "_scale_inv"]) if tensor.dtype == torch.float8_e4m3fn else tensor
+        name: dequantize_block(tensor, stored[name + "_scale_inv"])
+        if tensor.dtype == torch.float8_e4m3fn
+        else tensor
         for name, tensor in stored.items()
         if not name.endswith("_scale_inv")
     }
     run = PagedRun(gpu_model(plain, keep_quantized=False), dtype=torch.bfloat16)
-    assert compare(run, PagedRun(build(SPEC, plain)), [[("a", [1, 2])], [("a", [7]), ("b", [3])]]) < 0.05
-    run, reference = PagedRun(gpu_model(stored, keep_quantized=True), dtype=torch.bfloat16), PagedRun(build(SPEC, plain))
+    assert (
+        compare(run, PagedRun(build(SPEC, plain)), [[("a", [1, 2])], [("a", [7]), ("b", [3])]])
+        < 0.05
+    )
+    run, reference = (
+        PagedRun(gpu_model(stored, keep_quantized=True), dtype=torch.bfloat16),
+        PagedRun(build(SPEC, plain)),
+    )
     steps: Steps = [[("a", [1, 2, 3])], [("a", [4]), ("b", [5, 6])]]
-    # The interpreter cuts FP8 values off instead of rounding them: 5 % of each activation. Without, this would be 0.08.
+    # The interpreter cuts FP8 values off instead of rounding them: 5 % of each activation. Without,
+    # this would be 0.08.
     assert compare(run, reference, steps) < 0.25
     expected = reference.step([("a", [7])])["a"]
     for error in errors(padded_decode(run, "a", 7, rows=3), expected):
@@ -94,7 +116,9 @@ def test_stored_fp8_weights_and_plain_ones_give_the_logits_of_the_definition(mon
 
 
 def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
-    """Decode `token` in a batch whose other rows are padding, as a captured graph runs it; logits [1, vocab]."""
+    """Decode `token` in a batch whose other rows are padding, as a captured graph runs it; logits
+    [1, vocab].
+    """
     position, size = run.lengths[name], run.block_size
     spare = run.free.pop()  # the block that padding rows write to
     run.lengths[name] += 1
@@ -121,6 +145,8 @@ def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
     with torch.inference_mode():
         hidden = run.model.forward(torch.cat((torch.tensor([token]), filled)), inputs, run.kv)
         logits = run.model.logits(hidden)
-    assert (chosen[:, 0] >= 0).all() and (chosen[:, 1:] == -1).all(), "padding rows must reach no expert"
+    assert (chosen[:, 0] >= 0).all() and (chosen[:, 1:] == -1).all(), (
+        "padding rows must reach no expert"
+    )
     assert torch.isfinite(logits).all()
     return logits[:1]

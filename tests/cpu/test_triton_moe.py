@@ -1,4 +1,6 @@
-"""The Triton kernels of the mixture of experts through Triton's interpreter, on the CPU at small sizes."""
+"""The Triton kernels of the mixture of experts through Triton's interpreter, on the CPU at small
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ from negamax.kernels.op import Case, Kernel
 OPS = {op.name: op for op in spec.OPS}
 ROUTE, EXPERTS = kernels.KERNELS
 DTYPES = (torch.bfloat16, torch.float16)
-PATHS = {"token": (1 << 20, 1 << 20), "scan": (0, 1 << 20), "sorted": (0, 0)}  # (MAX_TOKEN, MAX_SCAN)
+# (MAX_TOKEN, MAX_SCAN)
+PATHS = {"token": (1 << 20, 1 << 20), "scan": (0, 1 << 20), "sorted": (0, 0)}
 
 
 def choose_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     most_token, most_scan = PATHS[path]
     monkeypatch.setattr(tiles, "max_token", lambda width: most_token)
     monkeypatch.setattr(tiles, "MAX_SCAN", most_scan)
-    few_programs = tiles.TokenTile(16, 256, 4, 2, 32, 128, 4)  # the interpreter runs them one by one
+    # the interpreter runs them one by one
+    few_programs = tiles.TokenTile(16, 256, 4, 2, 32, 128, 4)
     monkeypatch.setattr(tiles, "token", lambda width: few_programs)
 
 
@@ -37,7 +41,9 @@ def compare(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
         assert got.shape == want.shape, case.label
         tolerance = op.tolerance[dtype]
         if want.is_floating_point():
-            torch.testing.assert_close(got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol, msg=case.label)
+            torch.testing.assert_close(
+                got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol, msg=case.label
+            )
         else:
             assert torch.equal(got, want), case.label
 
@@ -48,7 +54,13 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def fp8_case(
-    num_tokens: int, *, hidden: int = 256, width: int = 128, num_experts: int = 6, top_k: int = 2, seed: int = 0
+    num_tokens: int,
+    *,
+    hidden: int = 256,
+    width: int = 128,
+    num_experts: int = 6,
+    top_k: int = 2,
+    seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     gate_up, gate_up_scale = spec._wide_weight(num_experts, 2 * width, hidden, generator=generator)
@@ -81,7 +93,9 @@ def test_route_on_every_case_of_the_op(dtype: torch.dtype) -> None:
 def test_route_marks_padding_and_leaves_its_counters_at_whole_rounds() -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(19, 64, generator=generator).bfloat16()
-    prepared = kernels.prepare_gate(torch.randn(8, 64, generator=generator), torch.randn(8, generator=generator))
+    prepared = kernels.prepare_gate(
+        torch.randn(8, 64, generator=generator), torch.randn(8, generator=generator)
+    )
     ids, weights = kernels.route(x, prepared, top_k=2)
     again, some = kernels.route(x, prepared, top_k=2, active=torch.tensor([5], dtype=torch.int32))
     assert torch.equal(again[:5], ids[:5]) and torch.equal(some[:5], weights[:5])
@@ -90,7 +104,9 @@ def test_route_marks_padding_and_leaves_its_counters_at_whole_rounds() -> None:
 
 
 @pytest.mark.parametrize("most_few", [0, 4])
-def test_route_prefers_the_lower_id_among_equals_and_survives_nan(monkeypatch: pytest.MonkeyPatch, most_few: int) -> None:
+def test_route_prefers_the_lower_id_among_equals_and_survives_nan(
+    monkeypatch: pytest.MonkeyPatch, most_few: int
+) -> None:
     monkeypatch.setattr(tiles, "MAX_ROUTE_FEW", most_few)
     prepared = kernels.prepare_gate(torch.zeros(8, 32), torch.zeros(8))
     x = torch.ones(2, 32).bfloat16()
@@ -101,10 +117,14 @@ def test_route_prefers_the_lower_id_among_equals_and_survives_nan(monkeypatch: p
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4])
-def test_few_tokens_are_routed_as_many_are(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+def test_few_tokens_are_routed_as_many_are(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
     """72 experts are three groups of 32; the second call finds the words of the first."""
     generator = torch.Generator().manual_seed(5)
-    prepared = kernels.prepare_gate(torch.randn(72, 136, generator=generator), torch.randn(72, generator=generator))
+    prepared = kernels.prepare_gate(
+        torch.randn(72, 136, generator=generator), torch.randn(72, generator=generator)
+    )
     for active in (num_tokens, num_tokens - 1):
         x = torch.randn(num_tokens, 136, generator=generator).bfloat16()
         rows = torch.tensor([active], dtype=torch.int32)
@@ -125,10 +145,13 @@ def test_pieces_of_the_gate_add_up_to_it_exactly() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_experts_on_every_case_of_the_op(monkeypatch: pytest.MonkeyPatch, path: str, dtype: torch.dtype) -> None:
+def test_experts_on_every_case_of_the_op(
+    monkeypatch: pytest.MonkeyPatch, path: str, dtype: torch.dtype
+) -> None:
     choose_path(monkeypatch, path)
     for case in OPS["moe.experts"].cases(dtype, torch.Generator().manual_seed(1)):
-        if case.tensors["x"].shape[0] * case.tensors["down"].shape[2] < 1000:  # the interpreter is slow
+        # the interpreter is slow
+        if case.tensors["x"].shape[0] * case.tensors["down"].shape[2] < 1000:
             compare(EXPERTS, case, dtype)
 
 
@@ -139,7 +162,9 @@ def test_fp8_experts(monkeypatch: pytest.MonkeyPatch, path: str, bound: float) -
 
 
 @pytest.mark.parametrize("path", ["scan", "sorted"])
-def test_one_expert_with_more_tokens_than_a_tile_holds(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_one_expert_with_more_tokens_than_a_tile_holds(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     choose_path(monkeypatch, path)
     case = fp8_case(37)
     case.tensors["ids"][:] = torch.tensor([4, 1], dtype=torch.int32)
@@ -147,11 +172,16 @@ def test_one_expert_with_more_tokens_than_a_tile_holds(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_choices_of_other_ranks_and_padding_add_nothing(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_choices_of_other_ranks_and_padding_add_nothing(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     choose_path(monkeypatch, path)
     whole = fp8_case(9, num_experts=8)
     whole.tensors["ids"][6:] = -1
-    mine = {name: whole.tensors[name][2:5].contiguous() for name in ("gate_up", "down", "gate_up_scale", "down_scale")}
+    mine = {
+        name: whole.tensors[name][2:5].contiguous()
+        for name in ("gate_up", "down", "gate_up_scale", "down_scale")
+    }
     case = replace(whole, tensors={**whole.tensors, **mine}, numbers={"first": 2, "count": 3})
     assert experts_error(case) < 0.1
     (out,) = OPS["moe.experts"].apply(EXPERTS, case)
@@ -174,7 +204,12 @@ def test_sorted_experts_write_all_that_is_read(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch, "empty", poisoned)
     parts = kernels.experts(x, t["ids"], t["weights"], prepared, first=0, count=3)
-    assert parts.shape == (9, 2, 256) and not parts.isnan().any() and (parts[4:] == 0).all() and (parts[:4] != 0).any()
+    assert (
+        parts.shape == (9, 2, 256)
+        and not parts.isnan().any()
+        and (parts[4:] == 0).all()
+        and (parts[:4] != 0).any()
+    )
 
 
 def test_h_kept_in_shared_memory_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,11 +223,15 @@ def test_h_kept_in_shared_memory_gives_the_same(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(*outputs)
 
 
-def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tiles, "SORT_CHUNK", 16)
     monkeypatch.setattr(tiles, "SORT_PROGRAMS", 3)
     monkeypatch.setattr(tiles, "SORT_BLOCK", 2)
-    ids = torch.randint(-1, 9, (27, 3), generator=torch.Generator().manual_seed(4), dtype=torch.int32)
+    ids = torch.randint(
+        -1, 9, (27, 3), generator=torch.Generator().manual_seed(4), dtype=torch.int32
+    )
     order, counts = prefill.expert_order(ids, first=2, count=5)
     flat = ids.flatten()
     mine = (flat >= 2) & (flat < 7)

@@ -23,7 +23,9 @@ def compare(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
         actual = OP.apply(kernel, case)
     for want, got in zip(expected, actual, strict=True):
         assert got.shape == want.shape, case.label
-        torch.testing.assert_close(got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol, msg=case.label)
+        torch.testing.assert_close(
+            got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol, msg=case.label
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -34,8 +36,8 @@ def test_every_case_of_the_op(dtype: torch.dtype) -> None:
 
 
 def test_rounds_where_the_reference_rounds() -> None:
-    """The residual in every bit, for parts too; the norm but for the sum of squares' last bit. fp16: where a GPU rounds to the
-    nearest bf16, the interpreter cuts off."""
+    """The residual in every bit, for parts too; the norm but for the sum of squares' last bit.
+    fp16: where a GPU rounds to the nearest bf16, the interpreter cuts off."""
     generator = torch.Generator().manual_seed(2)
     for case in (*OP.cases(torch.float16, generator), *spec.part_cases(torch.float16, generator)):
         out, residual = OP.apply(KERNEL, case)
@@ -60,7 +62,8 @@ def test_fp8_output_holds_the_norm_with_a_scale_per_128_columns() -> None:
     assert out.scales[1, 1] == 1.0
     exact = out.plain.float() / out.scales.repeat_interleave(128, dim=1)
     rounded = exact.to(torch.float8_e4m3fn).float()
-    carried = torch.frexp(rounded).exponent != torch.frexp(exact).exponent  # there the interpreter forgets the carry
+    # there the interpreter forgets the carry
+    carried = torch.frexp(rounded).exponent != torch.frexp(exact).exponent
     assert carried.float().mean() < 0.1
     differs = (out.values.float() != rounded) & ~carried
     assert differs.float().mean() < 0.005  # and rounds ties up
@@ -68,13 +71,18 @@ def test_fp8_output_holds_the_norm_with_a_scale_per_128_columns() -> None:
 
 def test_parts_give_what_their_sum_gives_in_fp8_too() -> None:
     generator = torch.Generator().manual_seed(4)
-    parts = torch.randint(-8, 9, (5, 8, 256), generator=generator).bfloat16()  # whole numbers: sums without rounding
+    # whole numbers: sums without rounding
+    parts = torch.randint(-8, 9, (5, 8, 256), generator=generator).bfloat16()
     norm = kernels.prepare(torch.ones(256, dtype=torch.bfloat16), 1e-6, quantize=True)
     residuals = [torch.zeros(5, 256, dtype=torch.bfloat16) for _ in range(2)]
     from_parts = KERNEL.run(parts, residuals[0], norm)
     from_sum = KERNEL.run(spec.sum_parts(parts), residuals[1], norm)
-    assert torch.equal(residuals[0], residuals[1]) and torch.equal(residuals[0], spec.sum_parts(parts))
-    assert torch.equal(from_parts.plain, from_sum.plain) and torch.equal(from_parts.scales, from_sum.scales)
+    assert torch.equal(residuals[0], residuals[1]) and torch.equal(
+        residuals[0], spec.sum_parts(parts)
+    )
+    assert torch.equal(from_parts.plain, from_sum.plain) and torch.equal(
+        from_parts.scales, from_sum.scales
+    )
     assert torch.equal(from_parts.values.view(torch.uint8), from_sum.values.view(torch.uint8))
 
 

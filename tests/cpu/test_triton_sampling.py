@@ -1,4 +1,6 @@
-"""The Triton sampling kernels through Triton's interpreter, and the noise they share with their definition."""
+"""The Triton sampling kernels through Triton's interpreter, and the noise they share with their
+definition.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def pick_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("winner", [0, 1])
 def test_ranks_exchange_their_best_and_agree(winner: int) -> None:
-    """Two ranks with a slice of 300 tokens each; the other rank's (score, token) is in this one's memory already."""
+    """Two ranks with a slice of 300 tokens each; the other rank's (score, token) is in this one's
+    memory already.
+    """
     inputs = pick_inputs(3, 600, seed=5)
     inputs["logits"][:, winner * 300 + 17] += 100.0
     expected = spec.pick(**inputs, first_id=0)
@@ -49,7 +53,9 @@ def test_ranks_exchange_their_best_and_agree(winner: int) -> None:
             token_ids = spec.pick(**slices[other], first_id=300 * other)
             scores = torch.full((3,), 1000.0 if other == winner else 1.0)
             for row in range(3):
-                payload = torch.stack((scores[row].view(torch.int32), token_ids[row].to(torch.int32)))
+                payload = torch.stack(
+                    (scores[row].view(torch.int32), token_ids[row].to(torch.int32))
+                )
                 ranks.arrive(rank, sender=other, row=row, payload=payload)
             got = kernels.pick(**slices[rank], first_id=300 * rank, group=Group(ranks, rank))
             assert torch.equal(got, expected), (step, rank)
@@ -63,10 +69,17 @@ def test_equal_scores_on_two_ranks_take_the_lower_id() -> None:
     for rank, expected in ((0, 11), (1, 11)):
         ranks = Ranks(2, rows=1, words=2)
         other = 1 - rank
-        payload = torch.stack((torch.tensor(5.0).view(torch.int32), torch.tensor(40 * other + 11, dtype=torch.int32)))
+        payload = torch.stack(
+            (torch.tensor(5.0).view(torch.int32), torch.tensor(40 * other + 11, dtype=torch.int32))
+        )
         ranks.arrive(rank, sender=other, row=0, payload=payload)
         got = kernels.pick(
-            logits, first_id=40 * rank, temperature=torch.zeros(1), seeds=zeros, positions=zeros, group=Group(ranks, rank)
+            logits,
+            first_id=40 * rank,
+            temperature=torch.zeros(1),
+            seeds=zeros,
+            positions=zeros,
+            group=Group(ranks, rank),
         )
         assert got.tolist() == [expected]
 
@@ -75,18 +88,31 @@ def test_a_rank_with_broken_logits_breaks_the_row_everywhere() -> None:
     logits = torch.randn(1, 40)
     zeros = torch.zeros(1, dtype=torch.int64)
     ranks = Ranks(2, rows=1, words=2)
-    payload = torch.stack((torch.tensor(torch.inf).view(torch.int32), torch.tensor(45, dtype=torch.int32)))
+    payload = torch.stack(
+        (torch.tensor(torch.inf).view(torch.int32), torch.tensor(45, dtype=torch.int32))
+    )
     ranks.arrive(0, sender=1, row=0, payload=payload)
-    got = kernels.pick(logits, first_id=0, temperature=torch.ones(1), seeds=zeros, positions=zeros, group=Group(ranks, 0))
+    got = kernels.pick(
+        logits,
+        first_id=0,
+        temperature=torch.ones(1),
+        seeds=zeros,
+        positions=zeros,
+        group=Group(ranks, 0),
+    )
     assert got.tolist() == [-1]
 
 
 def test_kernel_and_definition_make_the_same_noise() -> None:
-    """With flat logits the noise alone decides: 40 rows of 700 tokens agree only if it has the same bits."""
+    """With flat logits the noise alone decides: 40 rows of 700 tokens agree only if it has the same
+    bits.
+    """
     inputs = pick_inputs(40, 700, seed=6)
     inputs["logits"].zero_()
     inputs["temperature"].fill_(1.0)
-    assert torch.equal(kernels.pick(**inputs, first_id=123_456), spec.pick(**inputs, first_id=123_456))
+    assert torch.equal(
+        kernels.pick(**inputs, first_id=123_456), spec.pick(**inputs, first_id=123_456)
+    )
 
 
 def test_the_vocabulary_may_be_cut_anywhere() -> None:
@@ -100,11 +126,13 @@ def test_the_vocabulary_may_be_cut_anywhere() -> None:
         assert ((whole == parts[0]) | (whole == parts[1])).all()
 
 
-# --- the noise ------------------------------------------------------------------------------------------------------------
+# --- the noise -----------------------------------------------------------------------------------
 
 
 def z_score(values: torch.Tensor, cells: int) -> float:
-    """How many standard deviations the chi-square statistic of `values` in 0 .. cells - 1 is away from its mean."""
+    """How many standard deviations the chi-square statistic of `values` in 0 .. cells - 1 is away
+    from its mean.
+    """
     counts = torch.bincount(values.flatten(), minlength=cells).double()
     expected = values.numel() / cells
     statistic = float(((counts - expected) ** 2 / expected).sum())
@@ -113,7 +141,9 @@ def z_score(values: torch.Tensor, cells: int) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1, -7, 2**62])
 def test_noise_is_uniform_and_neighbours_are_independent(seed: int) -> None:
-    """Every byte of the bits, and the leading four bits of neighbouring tokens, positions and seeds in pairs."""
+    """Every byte of the bits, and the leading four bits of neighbouring tokens, positions and seeds
+    in pairs.
+    """
     ids = torch.arange(20_000)
     by_position = bits_of(torch.tensor([seed] * 32), torch.arange(32), ids)
     by_seed = bits_of(torch.arange(seed, seed + 32), torch.full((32,), 9), ids)
@@ -149,9 +179,16 @@ def test_exponentials_are_positive_and_keep_their_small_values_apart() -> None:
 def test_pick_follows_the_distribution() -> None:
     n = 20_000
     logits = torch.randn(50, generator=torch.Generator().manual_seed(1)) * 2
-    for seeds, positions in ((torch.full((n,), 3), torch.arange(n)), (torch.arange(n), torch.full((n,), 3))):
+    for seeds, positions in (
+        (torch.full((n,), 3), torch.arange(n)),
+        (torch.arange(n), torch.full((n,), 3)),
+    ):
         tokens = spec.pick(
-            logits.expand(n, 50), first_id=0, temperature=torch.full((n,), 0.7), seeds=seeds, positions=positions
+            logits.expand(n, 50),
+            first_id=0,
+            temperature=torch.full((n,), 0.7),
+            seeds=seeds,
+            positions=positions,
         )
         frequency = torch.bincount(tokens, minlength=50) / n
         assert (frequency - torch.softmax(logits / 0.7, dim=-1)).abs().max() < 0.012
@@ -161,7 +198,9 @@ def leading_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "logits": torch.randn(rows, vocab, generator=generator),
-        "filters": torch.tensor([[1.0, 40, 0.95, 0.0], [0.7, 5, 1.0, 0.1], [0.0, 40, 1.0, 0.0]] * rows)[:rows],
+        "filters": torch.tensor(
+            [[1.0, 40, 0.95, 0.0], [0.7, 5, 1.0, 0.1], [0.0, 40, 1.0, 0.0]] * rows
+        )[:rows],
         "seeds": torch.arange(rows) * 12_345,
         "positions": torch.arange(rows) * 7,
         "otherwise": torch.full((rows,), 4),
@@ -169,18 +208,29 @@ def leading_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks with a slice of 150 tokens each; what the other rank would push is in this one's memory already."""
+    """Two ranks with a slice of 150 tokens each; what the other rank would push is in this one's
+    memory already.
+    """
     monkeypatch.setattr(tiles, "STRIP_TILE", 64)
     monkeypatch.setattr(tiles, "strip", lambda vocab: 8)
     inputs = leading_inputs(3, 300, seed=8)
-    inputs["logits"][0, 20:90] = inputs["logits"][0, 200:280] = 3.5  # equal ones: the lower ids first
+    # equal ones: the lower ids first
+    inputs["logits"][0, 20:90] = inputs["logits"][0, 200:280] = 3.5
     expected = spec.draw_leading(**inputs, first_id=0)
-    slices = [{**inputs, "logits": inputs["logits"][:, first : first + 150].contiguous()} for first in (0, 150)]
+    slices = [
+        {**inputs, "logits": inputs["logits"][:, first : first + 150].contiguous()}
+        for first in (0, 150)
+    ]
     ranks = Ranks(2, rows=8, words=2 * spec.CANDIDATES)
     for rank in (0, 1):
         other = 1 - rank
         logits = slices[other]["logits"]
-        columns = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, : spec.CANDIDATES].sort(dim=1).values
+        columns = (
+            torch.sort(logits, dim=1, descending=True, stable=True)
+            .indices[:, : spec.CANDIDATES]
+            .sort(dim=1)
+            .values
+        )
         bits = logits.gather(1, columns).view(torch.int32)
         keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) ^ -(2**31)
         for row in range(3):
@@ -188,7 +238,8 @@ def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.Monke
             ranks.arrive(rank, sender=other, row=row, payload=payload)
         got = kernels.draw_leading(**slices[rank], first_id=150 * rank, group=Group(ranks, rank))
         assert torch.equal(got, expected), rank
-        assert ranks.epochs[rank].tolist() == [1, 1, 0] + [0] * 5  # the greedy row exchanged nothing
+        # the greedy row exchanged nothing
+        assert ranks.epochs[rank].tolist() == [1, 1, 0] + [0] * 5
 
 
 @pytest.mark.parametrize("seed", [0, 3, -5, 2**63 - 1])

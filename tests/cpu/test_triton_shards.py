@@ -1,4 +1,6 @@
-"""Rows shared out over ranks, through Triton's interpreter: the ranks are threads that take turns."""
+"""Rows shared out over ranks, through Triton's interpreter: the ranks are threads that take
+turns.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
 WIDTH, EXPERTS, TOP_K = 256, 6, 2
-CASES = [(2, 4, True), (2, 5, True), (4, 8, True), (4, 11, True), (2, 4, False), (4, 8, False)]  # ranks, rows, memory in common
+# ranks, rows, memory in common
+CASES = [(2, 4, True), (2, 5, True), (4, 8, True), (4, 11, True), (2, 4, False), (4, 8, False)]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +50,9 @@ def as_bytes(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("world", "num_rows", "shared"), CASES)
 def test_a_step_of_norms_is_that_of_one_rank(world: int, num_rows: int, shared: bool) -> None:
-    """Three norms into one residual, as the layers of a model call them: two for FP8 weights, the last one plain."""
+    """Three norms into one residual, as the layers of a model call them: two for FP8 weights, the
+    last one plain.
+    """
     norms = [norm(seed, quantize=seed < 2) for seed in range(3)]
     parts = (1, 3, 1)
     x = [normal(world, num_rows, parts[step], WIDTH, seed=10 + step) for step in range(3)]
@@ -67,9 +72,16 @@ def test_a_step_of_norms_is_that_of_one_rank(world: int, num_rows: int, shared: 
         mine = slice(rank * shard, (rank + 1) * shard)
         wrong = []
         for step in range(3):
-            got, want = kernels.all_reduce_add_rms(x[step][rank].clone(), own, norms[step], group), expected[step]
+            got, want = (
+                kernels.all_reduce_add_rms(x[step][rank].clone(), own, norms[step], group),
+                expected[step],
+            )
             if step < 2:
-                assert isinstance(got, ShardedActivations) and isinstance(want, Activations) and got.first == mine.start
+                assert (
+                    isinstance(got, ShardedActivations)
+                    and isinstance(want, Activations)
+                    and got.first == mine.start
+                )
                 pairs = [(got.plain, want.plain[mine]), (got.scales, want.scales)]
                 pairs.append((as_bytes(got.values), as_bytes(want.values)))
                 with pytest.raises(AssertionError, match="only its own rows"):
@@ -86,7 +98,9 @@ def test_a_step_of_norms_is_that_of_one_rank(world: int, num_rows: int, shared: 
 
 @pytest.mark.parametrize("active", [None, 3])
 @pytest.mark.parametrize(("world", "num_rows", "shared"), CASES[1::2])
-def test_each_rank_routes_its_rows_and_has_the_others(world: int, num_rows: int, shared: bool, active: int | None) -> None:
+def test_each_rank_routes_its_rows_and_has_the_others(
+    world: int, num_rows: int, shared: bool, active: int | None
+) -> None:
     x, weight = normal(world, num_rows, WIDTH, seed=1), norm(2, quantize=True)
     gate = moe.prepare_gate(normal(EXPERTS, WIDTH, seed=3).float(), normal(EXPERTS, seed=4).float())
     real = None if active is None else torch.tensor([active], dtype=torch.int32)
@@ -101,10 +115,14 @@ def test_each_rank_routes_its_rows_and_has_the_others(world: int, num_rows: int,
     def rank_code(rank: int) -> tuple[Tensor, Tensor]:
         group = ThreadGroup(threads, rank, memory=memory)
         for _ in range(2):
-            got = kernels.all_reduce_add_rms(x[rank].clone(), torch.zeros(num_rows, WIDTH).half(), weight, group)
+            got = kernels.all_reduce_add_rms(
+                x[rank].clone(), torch.zeros(num_rows, WIDTH).half(), weight, group
+            )
             chosen = moe.route(got, gate, top_k=TOP_K, active=real)
             assert isinstance(whole, Activations) and isinstance(got, Activations)
-            assert torch.equal(as_bytes(got.values), as_bytes(whole.values)) and torch.equal(got.scales, whole.scales)
+            assert torch.equal(as_bytes(got.values), as_bytes(whole.values)) and torch.equal(
+                got.scales, whole.scales
+            )
         return chosen
 
     for got_ids, got_weights in threads.run(rank_code):
@@ -115,7 +133,9 @@ def test_each_rank_routes_its_rows_and_has_the_others(world: int, num_rows: int,
 def test_products_in_fp8_need_no_plain_rows() -> None:
     num_rows, generator = 6, torch.Generator().manual_seed(5)
     whole = moe_spec.quantize_rows(normal(num_rows, WIDTH, seed=6))
-    part = ShardedActivations(whole.plain[2:4], whole.values, whole.scales, ThreadGroup(Threads(1), 0, memory=None), 2)
+    part = ShardedActivations(
+        whole.plain[2:4], whole.values, whole.scales, ThreadGroup(Threads(1), 0, memory=None), 2
+    )
     weight, scale = moe_spec._wide_weight(1, 128, WIDTH, generator=generator)
     linear = gemm.prepare(weight[0], scale[0])
     assert torch.equal(gemm.linear(part, linear), gemm.linear(whole, linear))
@@ -128,7 +148,9 @@ def test_products_in_fp8_need_no_plain_rows() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(moe.tiles, "max_token", lambda width: 0)
             patch.setattr(moe.tiles, "MAX_SCAN", most_scan)
-            got, want = (moe.experts(x, ids, weights, experts, first=0, count=EXPERTS) for x in (part, whole))
+            got, want = (
+                moe.experts(x, ids, weights, experts, first=0, count=EXPERTS) for x in (part, whole)
+            )
             assert torch.equal(got, want) and got.dtype == torch.float16
 
 
@@ -146,12 +168,20 @@ SIZES = {
 }
 
 
-def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks and two layers in FP8, three rows, fp16; a sum of the group adds up in the order in which shards do."""
-    spec = ModelSpec.from_hf_config({**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"})
+def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks and two layers in FP8, three rows, fp16; a sum of the group adds up in the order in
+    which shards do.
+    """
+    spec = ModelSpec.from_hf_config(
+        {**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"}
+    )
     weights = to_fp8(random_weights(spec, 3))
     monkeypatch.setattr(moe.tiles, "max_token", lambda width: 0)  # whose kernels read plain rows
-    preferred = {kernel.op: kernel for kernel in reversed(gpu_kernels()) if torch.float16 in kernel.dtypes}
+    preferred = {
+        kernel.op: kernel for kernel in reversed(gpu_kernels()) if torch.float16 in kernel.dtypes
+    }
     table = KernelTable(platform="cuda", dtype=torch.float16, kernels=preferred)
 
     def logits(shard_rows: int) -> list[Tensor]:
@@ -163,7 +193,14 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(monkeypa
             group = ThreadGroup(threads, rank, memory=memory)
             context = ParallelContext(ParallelLayout(rank=rank, tp=2), group, group, group)
             device = torch.device("cpu")
-            model = build_model(spec, context=context, dtype=torch.float16, device=device, kernels=table, keep_quantized=True)
+            model = build_model(
+                spec,
+                context=context,
+                dtype=torch.float16,
+                device=device,
+                kernels=table,
+                keep_quantized=True,
+            )
             for name, slot in model.weight_slots().items():
                 if slot.needed and not slot.optional:
                     slot.write(weights[name])

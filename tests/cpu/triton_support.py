@@ -1,4 +1,5 @@
-"""What tests of Triton kernels share. Import it before any kernel: it has the interpreter ready, or skips the test module.
+"""What tests of Triton kernels share. Import it before any kernel: it has the interpreter ready, or
+skips the test module.
 
 `tests/conftest.py` has switched the interpreter on.
 """
@@ -30,7 +31,9 @@ _patch_tensor = interpreter._patch_lang_tensor
 
 
 def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
-    """Triton 3.6 keeps scalars as arrays of one element, which NumPy 2.4 no longer converts: `range` over a scalar fails."""
+    """Triton 3.6 keeps scalars as arrays of one element, which NumPy 2.4 no longer converts:
+    `range` over a scalar fails.
+    """
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -43,7 +46,9 @@ _patched: set[Any] = set()  # modules of Triton's language, while a kernel runs
 
 @functools.cache
 def _language_seen_by(fn: Callable[..., Any]) -> frozenset[Any]:
-    return frozenset(value for value in fn.__globals__.values() if value is language or value is language.core)
+    return frozenset(
+        value for value in fn.__globals__.values() if value is language or value is language.core
+    )
 
 
 class _Patch:
@@ -60,13 +65,15 @@ class _Patch:
             self._scope.restore()
 
 
-# Triton patches its language anew in every call from one kernel function to another: a third of all time, for nothing.
+# Triton patches its language anew in every call from one kernel function to another: a third of all
+# time, for nothing.
 interpreter._patch_lang = _Patch
 
 
 class Ranks:
-    """The memory of `world` ranks side by side. A kernel that waits can run only once the others' words have arrived, so the
-    ranks but one are played by `arrive`, which writes what they would push."""
+    """The memory of `world` ranks side by side. A kernel that waits can run only once the others'
+    words have arrived, so the ranks but one are played by `arrive`, which writes what they would
+    push."""
 
     def __init__(self, world: int, *, rows: int, words: int) -> None:
         self.world, self.rows, self.words = world, rows, words
@@ -75,15 +82,21 @@ class Ranks:
         self.control = torch.zeros(3, dtype=torch.int64)  # as `PollControl.words`
 
     def region(self, rank: int) -> PeerRegion:
-        addresses = torch.tensor([copy.data_ptr() for copy in (*self.copies, self.control)], dtype=torch.int64)
+        addresses = torch.tensor(
+            [copy.data_ptr() for copy in (*self.copies, self.control)], dtype=torch.int64
+        )
         return PeerRegion(addresses, self.epochs[rank], self.rows, self.words)
 
     def peers(self, rank: int) -> PeerMemory:
         region = self.region(rank)
         return PeerMemory(rank=rank, world=self.world, reduce=region, stats=region, pick=region)
 
-    def arrive(self, at: int, *, sender: int, row: int, payload: torch.Tensor, first_word: int = 0) -> None:
-        """Write `payload` [N] int32 as `sender`'s words of the coming epoch into the copy of rank `at`."""
+    def arrive(
+        self, at: int, *, sender: int, row: int, payload: torch.Tensor, first_word: int = 0
+    ) -> None:
+        """Write `payload` [N] int32 as `sender`'s words of the coming epoch into the copy of rank
+        `at`.
+        """
         tag = int(self.epochs[at][row]) + 1
         words = (tag << 32) | (payload.to(torch.int64) & 0xFFFFFFFF)
         self.copies[at][tag & 1, row, sender, first_word : first_word + len(payload)] = words
@@ -107,9 +120,11 @@ class Group:
 
 
 class Threads:
-    """`world` ranks as threads of which one runs at a time: it goes on until it meets the others in `barrier`.
+    """`world` ranks as threads of which one runs at a time: it goes on until it meets the others in
+    `barrier`.
 
-    The interpreter then runs one kernel after the other; kernels that wait for other ranks' kernels cannot run so.
+    The interpreter then runs one kernel after the other; kernels that wait for other ranks' kernels
+    cannot run so.
     """
 
     def __init__(self, world: int) -> None:
@@ -129,7 +144,9 @@ class Threads:
                     raise
 
         with ThreadPoolExecutor(self.world) as pool:
-            return [done.result() for done in [pool.submit(one, rank) for rank in range(self.world)]]
+            return [
+                done.result() for done in [pool.submit(one, rank) for rank in range(self.world)]
+            ]
 
     def barrier(self) -> None:
         self._turn.release()
@@ -148,9 +165,17 @@ class Threads:
 
 
 class ThreadGroup:
-    """A group of `threads` as one of them sees it, with or without memory in common for many rows."""
+    """A group of `threads` as one of them sees it, with or without memory in common for many
+    rows.
+    """
 
-    def __init__(self, threads: Threads, rank: int, *, memory: tuple[list[torch.Tensor], list[torch.Tensor]] | None) -> None:
+    def __init__(
+        self,
+        threads: Threads,
+        rank: int,
+        *,
+        memory: tuple[list[torch.Tensor], list[torch.Tensor]] | None,
+    ) -> None:
         self.size, self.rank, self._threads = threads.world, rank, threads
         self.peers: PeerMemory | None = None
         if memory is not None:
@@ -163,11 +188,20 @@ class ThreadGroup:
                 words=gathered[rank].shape[1],
                 barrier=threads.barrier,
             )
-            none = PeerRegion(torch.zeros(threads.world, dtype=torch.int64), torch.zeros(0, dtype=torch.int32), 0, 0)
-            self.peers = PeerMemory(rank, threads.world, reduce=none, stats=none, pick=none, shards=shards)
+            none = PeerRegion(
+                torch.zeros(threads.world, dtype=torch.int64),
+                torch.zeros(0, dtype=torch.int32),
+                0,
+                0,
+            )
+            self.peers = PeerMemory(
+                rank, threads.world, reduce=none, stats=none, pick=none, shards=shards
+            )
 
     @staticmethod
-    def memory(world: int, *, rows: int, words: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def memory(
+        world: int, *, rows: int, words: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Every rank's copies of the two parts of a `ShardRegion`."""
         shard = -(-rows // world)
         parts = [torch.full((world, shard, words), -1, dtype=torch.int32) for _ in range(world)]

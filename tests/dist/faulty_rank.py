@@ -1,4 +1,6 @@
-"""A rank process that runs into the faults of `tests.row_faults`: `python -m tests.dist.faulty_rank FOLDER RANK`."""
+"""A rank process that runs into the faults of `tests.row_faults`: `python -m tests.dist.faulty_rank
+FOLDER RANK`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tensor parallelism through the whole engine: rank processes joined by gloo give the text of one rank."""
+"""Tensor parallelism through the whole engine: rank processes joined by gloo give the text of one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ QUESTIONS = [
 
 
 def nano(tensor_parallel_size: int) -> LLM:
-    """In float32: sums over ranks that are rounded to bfloat16 decide a near tie one way or the other."""
+    """In float32: sums over ranks that are rounded to bfloat16 decide a near tie one way or the
+    other.
+    """
     return LLM(
         "nano",
         device="cpu",
@@ -48,10 +52,14 @@ def greedy(llm: LLM) -> list[str]:
     return [generation.outputs[0].text for generation in generations]
 
 
-def test_the_embedded_model_says_the_same_on_1_2_and_4_ranks(two_ranks: LLM, capfd: pytest.CaptureFixture[str]) -> None:
-    """nano has 2 KV heads: on 4 ranks each is held by two of them, with its slice of the K-norm weight.
+def test_the_embedded_model_says_the_same_on_1_2_and_4_ranks(
+    two_ranks: LLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """nano has 2 KV heads: on 4 ranks each is held by two of them, with its slice of the K-norm
+    weight.
 
-    Ranks that are stopped with a step in flight finish it: one that left would be an error to the others.
+    Ranks that are stopped with a step in flight finish it: one that left would be an error to the
+    others.
     """
     with nano(1) as one:
         expected = greedy(one)
@@ -82,12 +90,20 @@ def test_random_models_give_the_same_logprobs_on_several_ranks(
         max_position_embeddings=256,
     )
     folder = str(tiny.save(model, tmp_path))
-    prompts = [torch.randint(3, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 17, 40)]
+    prompts = [
+        torch.randint(3, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+        for n in (3, 17, 40)
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
     results = []
     for size in (1, ranks):
         with LLM(
-            folder, dtype="float32", tensor_parallel_size=size, num_threads=1, block_size=8, max_num_batched_tokens=16
+            folder,
+            dtype="float32",
+            tensor_parallel_size=size,
+            num_threads=1,
+            block_size=8,
+            max_num_batched_tokens=16,
         ) as llm:
             results.append([generation.outputs[0] for generation in llm.generate(prompts, params)])
     for one, several in zip(*results, strict=True):
@@ -99,7 +115,8 @@ def test_random_models_give_the_same_logprobs_on_several_ranks(
 def test_a_rank_that_cannot_start_is_reported_and_nothing_is_left_running(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = tiny.make_model(1, **{**tiny.random_sizes(1), "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
+    model = tiny.make_model(1, **{**tiny.random_sizes(1), "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 96,
                                   "intermediate_size": 32})  # fmt: skip
     folder = tiny.save(model, tmp_path)
     (folder / "model.safetensors").write_bytes(b"\x00" * 100)
@@ -112,8 +129,8 @@ def test_a_rank_that_cannot_start_is_reported_and_nothing_is_left_running(
 
 
 def test_a_first_rank_that_fails_in_a_step_ends_and_is_noticed(two_ranks: LLM) -> None:
-    """The rank that reports results has a thread for it, which must not keep a failed process alive. The last test of these
-    two ranks."""
+    """The rank that reports results has a thread for it, which must not keep a failed process
+    alive. The last test of these two ranks."""
     executor = two_ranks._loop._executor
     executor._sockets[0].send(PLAN + b"\xc1")  # no MessagePack: decoding raises in the rank
     with pytest.raises(EngineDeadError, match="rank 0 ended with exit code 1"):

@@ -14,8 +14,12 @@ from tests.row_faults import FAULTS, PROMPT_MARK, asking
 
 NEIGHBOURS = (
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
-    SamplingParams(temperature=1.0, top_k=40, seed=2**63 - 1, max_tokens=24, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, frequency_penalty=1.0, prompt_logprobs=1),
+    SamplingParams(
+        temperature=1.0, top_k=40, seed=2**63 - 1, max_tokens=24, ignore_eos=True, logprobs=2
+    ),
+    SamplingParams(
+        temperature=0.0, max_tokens=24, ignore_eos=True, frequency_penalty=1.0, prompt_logprobs=1
+    ),
 )
 PROMPT = list(range(30, 70))
 
@@ -29,7 +33,9 @@ def two_ranks() -> Iterator[LLM]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor.process, "spawn", faulty)
-        with LLM("nano", device="cpu", tensor_parallel_size=2, num_threads=1, max_model_len=512) as llm:
+        with LLM(
+            "nano", device="cpu", tensor_parallel_size=2, num_threads=1, max_model_len=512
+        ) as llm:
             yield llm
 
 
@@ -43,7 +49,12 @@ def one_rank() -> Iterator[LLM]:
 
 def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:
     """The tokens of the neighbours, and the error of the victim that runs beside them."""
-    prompts = [PROMPT, PROMPT[1:], PROMPT[2:], [5, PROMPT_MARK, 6, 7] if victim.prompt_logprobs else PROMPT[3:]]
+    prompts = [
+        PROMPT,
+        PROMPT[1:],
+        PROMPT[2:],
+        [5, PROMPT_MARK, 6, 7] if victim.prompt_logprobs else PROMPT[3:],
+    ]
     params = llm._admit(prompts, [*NEIGHBOURS, victim])
     requests = [group[0][1] for group in llm._sequences(prompts, params)]
     for request in requests:
@@ -61,7 +72,9 @@ def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
-def test_a_fault_in_one_row_ends_that_request_alone(ranks: str, fault: str, request: pytest.FixtureRequest) -> None:
+def test_a_fault_in_one_row_ends_that_request_alone(
+    ranks: str, fault: str, request: pytest.FixtureRequest
+) -> None:
     llm = request.getfixturevalue(ranks)
     alone, error = run(llm, SamplingParams(temperature=0.0, max_tokens=2))
     assert error is None

@@ -18,13 +18,23 @@ NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
 POINT = Grammar(
     kind="json_schema",
     text=json.dumps(
-        {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["x"]}
+        {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}},
+            "required": ["x"],
+        }
     ),
 )
 
 
 def nano(tensor_parallel_size: int) -> LLM:
-    return LLM("nano", tensor_parallel_size=tensor_parallel_size, dtype="float32", num_threads=1, max_model_len=512)
+    return LLM(
+        "nano",
+        tensor_parallel_size=tensor_parallel_size,
+        dtype="float32",
+        num_threads=1,
+        max_model_len=512,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +47,17 @@ def texts(llm: LLM) -> list[str]:
     params = [
         SamplingParams(temperature=0.0, max_tokens=40, grammar=NAME),
         SamplingParams(temperature=1.0, seed=1, max_tokens=40, grammar=NAME, logprobs=2),
-        SamplingParams(temperature=0.0, max_tokens=100, grammar=POINT, logit_bias={198: -20.0, 220: -20.0, 257: -20.0}),
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=100,
+            grammar=POINT,
+            logit_bias={198: -20.0, 220: -20.0, 257: -20.0},
+        ),
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
     ]
-    return [generation.outputs[0].text for generation in llm.generate(["Name and age:"] * 4, params)]
+    return [
+        generation.outputs[0].text for generation in llm.generate(["Name and age:"] * 4, params)
+    ]
 
 
 def test_two_ranks_follow_a_grammar_as_one_does(two_ranks: LLM) -> None:
@@ -54,7 +71,9 @@ def test_two_ranks_follow_a_grammar_as_one_does(two_ranks: LLM) -> None:
 def test_ranks_that_wait_for_masks_can_be_stopped(two_ranks: LLM) -> None:
     """The last test of these two ranks."""
     llm = two_ranks
-    params = SamplingParams(max_tokens=40, grammar=NAME, seed=1, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    params = SamplingParams(
+        max_tokens=40, grammar=NAME, seed=1, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
+    )
     prompt = llm.tokenizer.encode("Name:")
     (request,) = next(llm._sequences([prompt], llm._admit([prompt], params)))[0][1:2]
     llm._loop._scheduler.add(request)

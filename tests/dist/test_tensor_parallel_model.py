@@ -1,4 +1,6 @@
-"""Two and four gloo processes give the logits of one: heads, KV-head replication, QK norm, vocabulary and experts split."""
+"""Two and four gloo processes give the logits of one: heads, KV-head replication, QK norm,
+vocabulary and experts split.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ SIZES = {
     "num_experts_per_tok": 3,
     "num_hidden_layers": 2,
 }
-TOKENS = [int(token) for token in torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(3))]
+TOKENS = [
+    int(token) for token in torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(3))
+]
 # (tensor parallel, KV heads, expert parallel); 4 ranks over 2 or 1 KV heads hold copies of a head
 LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2), (4, 4, 4)]
 
@@ -44,12 +48,19 @@ def make_spec(kv_heads: int) -> ModelSpec:
 def logits(spec: ModelSpec, context: ParallelContext) -> torch.Tensor:
     """Chunked prefill, then decode; logits of every token."""
     run = PagedRun(build(spec, random_weights(spec, 7), context=context))
-    steps = [[("a", TOKENS[:21])], [("a", TOKENS[21:38])], [("a", TOKENS[38:39])], [("a", TOKENS[39:])]]
+    steps = [
+        [("a", TOKENS[:21])],
+        [("a", TOKENS[21:38])],
+        [("a", TOKENS[38:39])],
+        [("a", TOKENS[39:])],
+    ]
     return torch.cat([run.step(step)["a"] for step in steps])
 
 
 def head_and_embedding(spec: ModelSpec, context: ParallelContext) -> dict[str, torch.Tensor]:
-    """What a rank computes of the logits and of the embedding of every token, and which token ids are its own."""
+    """What a rank computes of the logits and of the embedding of every token, and which token ids
+    are its own.
+    """
     model = build(spec, random_weights(spec, 7), context=context)
     hidden = torch.randn(5, spec.hidden_size, generator=torch.Generator().manual_seed(1))
     assert isinstance(model, MiniMaxM2)
@@ -67,14 +78,20 @@ def one_rank(rank: int, tp: int, folder: str) -> None:
     for case, (size, kv_heads, ep) in enumerate(LAYOUTS):
         if size != tp:
             continue
-        context = ParallelContext.gloo(ParallelLayout(rank=rank, tp=tp, ep=ep), f"file://{folder}/meet-{case}")
+        context = ParallelContext.gloo(
+            ParallelLayout(rank=rank, tp=tp, ep=ep), f"file://{folder}/meet-{case}"
+        )
         torch.save(logits(make_spec(kv_heads), context), f"{folder}/{case}-{rank}.pt")
-        torch.save(head_and_embedding(make_spec(kv_heads), context), f"{folder}/{case}-{rank}-vocab.pt")
+        torch.save(
+            head_and_embedding(make_spec(kv_heads), context), f"{folder}/{case}-{rank}-vocab.pt"
+        )
         context.close()
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("gloo")
     mp.spawn(one_rank, args=(request.param, str(folder)), nprocs=request.param)
     return request.param, folder
@@ -88,7 +105,13 @@ def test_every_rank_has_the_logits_of_a_single_rank(world: tuple[int, Path]) -> 
         expected = logits(make_spec(kv_heads), ParallelContext.single())
         for rank in range(tp):
             got = torch.load(folder / f"{case}-{rank}.pt", weights_only=True)
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5, msg=f"tp, kv, ep = {tp, kv_heads, ep}; rank {rank}")
+            torch.testing.assert_close(
+                got,
+                expected,
+                atol=1e-5,
+                rtol=1e-5,
+                msg=f"tp, kv, ep = {tp, kv_heads, ep}; rank {rank}",
+            )
 
 
 def test_ranks_agree_bit_for_bit(world: tuple[int, Path]) -> None:
@@ -96,7 +119,9 @@ def test_ranks_agree_bit_for_bit(world: tuple[int, Path]) -> None:
     tp, folder = world
     for case, layout in enumerate(LAYOUTS):
         if layout[0] == tp:
-            results = [torch.load(folder / f"{case}-{rank}.pt", weights_only=True) for rank in range(tp)]
+            results = [
+                torch.load(folder / f"{case}-{rank}.pt", weights_only=True) for rank in range(tp)
+            ]
             assert all(torch.equal(results[0], result) for result in results[1:])
 
 
@@ -106,10 +131,14 @@ def test_each_rank_holds_its_token_ids_and_nothing_of_the_others(world: tuple[in
         if size != tp:
             continue
         expected = head_and_embedding(make_spec(kv_heads), ParallelContext.single())
-        ranks = [torch.load(folder / f"{case}-{rank}-vocab.pt", weights_only=True) for rank in range(tp)]
+        ranks = [
+            torch.load(folder / f"{case}-{rank}-vocab.pt", weights_only=True) for rank in range(tp)
+        ]
         assert torch.equal(torch.cat([rank["ids"] for rank in ranks]), expected["ids"])
         for rank in ranks:
-            torch.testing.assert_close(rank["local"], expected["all"][:, rank["ids"]], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                rank["local"], expected["all"][:, rank["ids"]], atol=1e-5, rtol=1e-5
+            )
             torch.testing.assert_close(rank["all"], expected["all"], atol=1e-5, rtol=1e-5)
             assert torch.equal(rank["embedding"][rank["ids"]], expected["embedding"][rank["ids"]])
         assert torch.equal(sum(rank["embedding"] for rank in ranks), expected["embedding"])
@@ -123,7 +152,13 @@ def test_sizes_that_do_not_split_are_refused_by_name() -> None:
     def refused(layout: ParallelLayout) -> str:
         context = ParallelContext(layout, single.attention_group, single.expert_group, single.world)
         with pytest.raises(ConfigError) as caught:
-            build_model(spec, context=context, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels)
+            build_model(
+                spec,
+                context=context,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                kernels=kernels,
+            )
         return str(caught.value)
 
     assert "2 KV heads cannot be split or replicated over 3 ranks" in refused(ParallelLayout(tp=3))
@@ -134,7 +169,12 @@ def test_sizes_that_do_not_split_are_refused_by_name() -> None:
 def test_slots_of_other_ranks_experts_are_not_needed() -> None:
     spec = make_spec(2)
     single = ParallelContext.single()
-    context = ParallelContext(ParallelLayout(rank=1, tp=2, ep=2), single.attention_group, single.expert_group, single.world)
+    context = ParallelContext(
+        ParallelLayout(rank=1, tp=2, ep=2),
+        single.attention_group,
+        single.expert_group,
+        single.world,
+    )
     slots = build(spec, context=context, loaded=False).weight_slots()
     experts = {name: slot.needed for name, slot in slots.items() if ".experts." in name}
     assert sum(experts.values()) * 2 == len(experts)

@@ -26,7 +26,9 @@ class PageError(AssertionError):
 
 
 class Browser:
-    """One tab. `problems` has what the page reported: uncaught errors, console errors, blocked loads."""
+    """One tab. `problems` has what the page reported: uncaught errors, console errors, blocked
+    loads.
+    """
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._incoming = os.fdopen(read_fd, "rb", buffering=0)
@@ -37,7 +39,9 @@ class Browser:
         self.problems: list[str] = []
         self.requests: list[dict[str, Any]] = []  # {url, method, headers, postData?}
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -72,7 +76,9 @@ class Browser:
         match message.get("method"):
             case "Runtime.exceptionThrown":
                 details = params["exceptionDetails"]
-                self.problems.append(details.get("exception", {}).get("description", details["text"]))
+                self.problems.append(
+                    details.get("exception", {}).get("description", details["text"])
+                )
             case "Log.entryAdded" if params["entry"]["level"] == "error":
                 entry = params["entry"]
                 self.problems.append(f"{entry['text']} {entry.get('url', '')}".strip())
@@ -84,11 +90,19 @@ class Browser:
                 self.requests.append(params["request"])
 
     def run(self, script: str, **values: Any) -> Any:
-        """The value of `script`, the body of an async function that sees `values` as its variables."""
+        """The value of `script`, the body of an async function that sees `values` as its
+        variables.
+        """
         names = ", ".join(values)
         given = ", ".join(json.dumps(value) for value in values.values())
         expression = f"(async ({names}) => {{ {script} }})({given})"
-        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True, userGesture=True)
+        answer = self.call(
+            "Runtime.evaluate",
+            expression=expression,
+            awaitPromise=True,
+            returnByValue=True,
+            userGesture=True,
+        )
         if "exceptionDetails" in answer:
             details = answer["exceptionDetails"]
             raise PageError(details.get("exception", {}).get("description", details["text"]))
@@ -103,7 +117,10 @@ class Browser:
                 return value
             time.sleep(0.05)
         text = self.run("return document.body.innerText")
-        raise PageError(f"not within {seconds:g} s: {condition}\n--- the page:\n{text}\n--- problems: {self.problems}")
+        raise PageError(
+            f"not within {seconds:g} s: {condition}\n--- the page:\n{text}\n--- problems: "
+            f"{self.problems}"
+        )
 
     def shows(self, selector: str) -> None:
         """Wait until such an element is visible."""
@@ -113,18 +130,24 @@ class Browser:
         """Load `url`."""
         self.call("Page.navigate", url=url)
         shown = re.sub(r"//[^/@]*@", "//", url)  # credentials are not
-        self.wait("location.href.startsWith(shown) && document.readyState === 'complete'", shown=shown)
+        self.wait(
+            "location.href.startsWith(shown) && document.readyState === 'complete'", shown=shown
+        )
 
     def text(self, selector: str) -> str:
         """What the first such element shows, without empty lines."""
-        shown = str(self.run("return document.querySelector(selector)?.innerText ?? ''", selector=selector))
+        shown = str(
+            self.run("return document.querySelector(selector)?.innerText ?? ''", selector=selector)
+        )
         return re.sub(r"\n{2,}", "\n", shown)
 
     def click(self, selector: str) -> None:
         """Click in the middle of the first such element, as a mouse does."""
         place = self.wait(
-            "(() => { const e = document.querySelector(selector); e?.scrollIntoView({block: 'nearest'}); "
-            "const r = e?.getBoundingClientRect(); return r?.width ? {x: r.x + r.width / 2, y: r.y + r.height / 2} : null })()",
+            "(() => { const e = document.querySelector(selector); e?.scrollIntoView({block: "
+            "'nearest'}); "
+            "const r = e?.getBoundingClientRect(); return r?.width ? {x: r.x + r.width / 2, y: "
+            "r.y + r.height / 2} : null })()",
             selector=selector,
         )
         for kind in ("mousePressed", "mouseReleased"):
@@ -132,21 +155,37 @@ class Browser:
 
     def write(self, selector: str, text: str) -> None:
         """Put `text` in place of what a field holds."""
-        self.run("const e = document.querySelector(selector); e.focus(); e.select?.()", selector=selector)
+        self.run(
+            "const e = document.querySelector(selector); e.focus(); e.select?.()", selector=selector
+        )
         self.call("Input.insertText", text=text) if text else self.press("Delete")
 
     def press(self, key: str, *, shift: bool = False) -> None:
         """One key, wherever the focus is."""
         codes = {"Enter": 13, "Escape": 27, "Tab": 9, "Delete": 46}
         text = {"text": "\r"} if key == "Enter" else {}
-        common = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": 8 if shift else 0}
+        common = {
+            "key": key,
+            "code": key,
+            "windowsVirtualKeyCode": codes[key],
+            "modifiers": 8 if shift else 0,
+        }
         self.call("Input.dispatchKeyEvent", type="keyDown", **common, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def look(self, *, width: int, height: int, scheme: str = "light") -> None:
         """The size of the window and the colour scheme that the person prefers."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def screenshot(self, path: Path) -> None:
         """What the window shows, as PNG."""
@@ -165,8 +204,10 @@ def chromium() -> str:
 def browsing(folder: Path) -> Iterator[Browser]:
     """A fresh browser with its profile in `folder`, until the block ends."""
     command = [
-        chromium(), "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={folder}", "--no-first-run", "--disable-gpu",
-        "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars",
+        chromium(), "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={folder}",
+        "--no-first-run", "--disable-gpu",
+        "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
+        "--hide-scrollbars",
         *(["--no-sandbox"] if os.geteuid() == 0 else []),
     ]  # fmt: skip
     child_in, our_out = os.pipe()
@@ -175,7 +216,8 @@ def browsing(folder: Path) -> Iterator[Browser]:
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        close_fds=False,  # Python's are closed on exec by themselves; the two that are moved are not
+        # Python's are closed on exec by themselves; the two that are moved are not
+        close_fds=False,
         preexec_fn=_as_three_and_four(child_in, child_out),
     )
     os.close(child_in)
@@ -191,7 +233,8 @@ def _as_three_and_four(read_fd: int, write_fd: int) -> Callable[[], None]:
     """Chromium reads commands from descriptor 3 and answers on 4."""
 
     def move() -> None:
-        high_read, high_write = os.dup(read_fd), os.dup(write_fd)  # neither may be 3 or 4 when the other is put there
+        # neither may be 3 or 4 when the other is put there
+        high_read, high_write = os.dup(read_fd), os.dup(write_fd)
         while high_read in (3, 4):
             high_read = os.dup(high_read)
         while high_write in (3, 4):

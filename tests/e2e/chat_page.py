@@ -30,13 +30,18 @@ def ask(page: Browser, text: str) -> None:
 def figures(page: Browser) -> dict[str, str]:
     """The figures of the last answer."""
     pairs = page.run(
-        "return [...[...document.querySelectorAll('.figures')].at(-1).children].map((e) => e.innerText.split('\\n'))"
+        "return [...[...document.querySelectorAll('.figures')].at(-1).children].map((e) => "
+        "e.innerText.split('\\n'))"
     )
     return dict(pairs)
 
 
 def sent(page: Browser) -> dict[str, Any]:
     """The body of the last chat request."""
-    bodies = [request["postData"] for request in page.requests if request["url"].endswith("/v1/chat/completions")]
+    bodies = [
+        request["postData"]
+        for request in page.requests
+        if request["url"].endswith("/v1/chat/completions")
+    ]
     body: dict[str, Any] = json.loads(bodies[-1])
     return body

@@ -61,7 +61,9 @@ class Server:
         return self._children("negamax.api.processes.member")
 
     def _children(self, module: str) -> list[int]:
-        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        pids = (
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        )
         return [int(pid) for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text()]
 
     def stop(self, number: signal.Signals = signal.SIGTERM, *, seconds: float = 20.0) -> int:
@@ -70,7 +72,9 @@ class Server:
 
 
 def eventually(check: Callable[[], bool], *, seconds: float = 30.0) -> bool:
-    """Whether `check` becomes true in time, which is long enough for a machine with much else to do."""
+    """Whether `check` becomes true in time, which is long enough for a machine with much else to
+    do.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if check():
@@ -81,7 +85,18 @@ def eventually(check: Callable[[], bool], *, seconds: float = 30.0) -> bool:
 
 def launch(*options: str, model: str = MODEL, log_file: Path) -> subprocess.Popen[str]:
     """Start `negamax serve` without waiting for it."""
-    command = [sys.executable, "-m", "negamax", "serve", model, "--port", "0", "--num-threads", "1", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "negamax",
+        "serve",
+        model,
+        "--port",
+        "0",
+        "--num-threads",
+        "1",
+        *options,
+    ]
     with log_file.open("w", encoding="utf-8") as log:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
 
@@ -103,7 +118,8 @@ def serving(*options: str, model: str = MODEL, log_file: Path) -> Iterator[Serve
 def _ready_url(output: IO[str] | None, log_file: Path) -> str:
     assert output is not None
     started = time.monotonic()
-    line = output.readline()  # the first line says that it is ready; the end of the output, that it never will be
+    # the first line says that it is ready; the end of the output, that it never will be
+    line = output.readline()
     match = _READY.search(line)
     assert match, f"the server did not start: {line!r}\n{log_file.read_text(encoding='utf-8')}"
     assert time.monotonic() - started < START_SECONDS
@@ -114,7 +130,8 @@ def _ready_url(output: IO[str] | None, log_file: Path) -> str:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(log_file=tmp_path_factory.mktemp("server") / "log") as running:
         yield running
-        assert "Traceback" not in running.log  # no test of the shared server may make it fail inside
+        # no test of the shared server may make it fail inside
+        assert "Traceback" not in running.log
 
 
 @pytest.fixture

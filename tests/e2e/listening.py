@@ -17,11 +17,17 @@ def family_of(pid: int) -> list[int]:
 
 
 def strangers_doors(server: Server) -> tuple[set[str], set[str]]:
-    """The addresses (host:port) on which any process of `server` listens beside the configured one: those that other machines
-    can reach, and those of the loopback."""
+    """The addresses (host:port) on which any process of `server` listens beside the configured one:
+    those that other machines can reach, and those of the loopback."""
     configured = server.url.removeprefix("http://")
-    addresses = {address for pid in family_of(server.process.pid) for address in _listening(pid)} - {configured}
-    local = {address for address in addresses if ipaddress.ip_address(address.rpartition(":")[0]).is_loopback}
+    addresses = {
+        address for pid in family_of(server.process.pid) for address in _listening(pid)
+    } - {configured}
+    local = {
+        address
+        for address in addresses
+        if ipaddress.ip_address(address.rpartition(":")[0]).is_loopback
+    }
     return addresses - local, local
 
 
@@ -39,12 +45,20 @@ def _listening(pid: int) -> set[str]:
 
 def _sockets(pid: int) -> set[str]:
     """The inodes of a process's sockets."""
-    targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
-    return {target.removeprefix("socket:[").removesuffix("]") for target in targets if target.startswith("socket:")}
+    targets = [
+        str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()
+    ]
+    return {
+        target.removeprefix("socket:[").removesuffix("]")
+        for target in targets
+        if target.startswith("socket:")
+    }
 
 
 def _address(text: str) -> str:
-    """host:port of the kernel's notation: 32-bit words of the address in the machine's byte order, and the port."""
+    """host:port of the kernel's notation: 32-bit words of the address in the machine's byte order,
+    and the port.
+    """
     words, _, port = text.partition(":")
     packed = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
     return f"{ipaddress.ip_address(packed)}:{int(port, 16)}"

@@ -1,4 +1,6 @@
-"""A server that shows the real chat page, with a model whose every word a test decides: hostile text, errors, pauses."""
+"""A server that shows the real chat page, with a model whose every word a test decides: hostile
+text, errors, pauses.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ USAGE = {
     "completion_tokens_details": {"reasoning_tokens": 12},
 }
 INFO = {
-    "sampling_defaults": {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "min_p": 0.0, "repetition_penalty": 1.0},
+    "sampling_defaults": {
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "top_k": 40,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    },
     "num_running_reqs": 2,
     "num_queue_reqs": 1,
     "num_used_tokens": 1500,
@@ -40,7 +48,8 @@ class Script:
     """What the server will do. Single writer: the test."""
 
     steps: list[Any] = field(default_factory=list)  # deltas, error events, and seconds to wait
-    refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None  # status, error, headers: instead of a stream
+    # status, error, headers: instead of a stream
+    refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None
     key: str | None = None
     finish_reason: str = "stop"
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of the requests so far
@@ -50,7 +59,12 @@ class Script:
 
 def call(name: str, *arguments: str, index: int = 0) -> list[dict[str, Any]]:
     """The deltas of one tool call whose arguments come in pieces."""
-    first = {"index": index, "id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": ""}}
+    first = {
+        "index": index,
+        "id": f"call_{index}",
+        "type": "function",
+        "function": {"name": name, "arguments": ""},
+    }
     pieces = [{"index": index, "function": {"arguments": piece}} for piece in arguments]
     return [{"tool_calls": [piece]} for piece in (first, *pieces)]
 
@@ -67,12 +81,16 @@ def _app(script: Script) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         body = {"object": "list", "data": [{"id": NAME, "max_model_len": 196_608}]}
-        return refused(request) or Response(msgspec.json.encode(body), media_type="application/json")
+        return refused(request) or Response(
+            msgspec.json.encode(body), media_type="application/json"
+        )
 
     @app.get("/server_info")
     async def server_info(request: Request) -> Response:
         script.num_info_requests += 1
-        return refused(request) or Response(msgspec.json.encode(INFO), media_type="application/json")
+        return refused(request) or Response(
+            msgspec.json.encode(INFO), media_type="application/json"
+        )
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -80,14 +98,21 @@ def _app(script: Script) -> FastAPI:
         if script.refusal is not None:
             return _error(*script.refusal)
         headers = {"x-request-id": f"request-{len(script.bodies)}"}
-        return refused(request) or StreamingResponse(_events(script), media_type="text/event-stream", headers=headers)
+        return refused(request) or StreamingResponse(
+            _events(script), media_type="text/event-stream", headers=headers
+        )
 
     return app
 
 
 def _error(status: int, error: dict[str, Any], headers: dict[str, str]) -> Response:
     headers = {"x-request-id": "request-refused", **headers}
-    return Response(msgspec.json.encode({"error": error}), status_code=status, headers=headers, media_type="application/json")
+    return Response(
+        msgspec.json.encode({"error": error}),
+        status_code=status,
+        headers=headers,
+        media_type="application/json",
+    )
 
 
 async def _events(script: Script) -> AsyncIterator[bytes]:
@@ -99,8 +124,18 @@ async def _events(script: Script) -> AsyncIterator[bytes]:
                 yield _event(step)
                 return
             else:
-                yield _event({"choices": [{"index": 0, "delta": step}], "usage": USAGE | {"completion_tokens": 1}})
-        yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": script.finish_reason}], "usage": None})
+                yield _event(
+                    {
+                        "choices": [{"index": 0, "delta": step}],
+                        "usage": USAGE | {"completion_tokens": 1},
+                    }
+                )
+        yield _event(
+            {
+                "choices": [{"index": 0, "delta": {}, "finish_reason": script.finish_reason}],
+                "usage": None,
+            }
+        )
         yield _event({"choices": [], "usage": USAGE})
         yield b"data: [DONE]\n\n"
     except asyncio.CancelledError:
@@ -117,7 +152,9 @@ def scripted() -> Iterator[tuple[str, Script]]:
     """The address of a running server, and its script."""
     script = Script()
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(_app(script), log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(_app(script), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

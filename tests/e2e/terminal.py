@@ -82,7 +82,9 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def in_terminal(*arguments: str, env: dict[str, str] | None = None, rows: int = 40, columns: int = 100) -> Iterator[Terminal]:
+def in_terminal(
+    *arguments: str, env: dict[str, str] | None = None, rows: int = 40, columns: int = 100
+) -> Iterator[Terminal]:
     """`negamax` with `arguments` in a terminal of its own, until the block ends."""
     controller, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

@@ -1,4 +1,5 @@
-"""MiniMax's acceptance suite for text, by the ids of its checks, as far as a small model can show them.
+"""MiniMax's acceptance suite for text, by the ids of its checks, as far as a small model can show
+them.
 
 What needs a good model (language following, quality) is not here; what a server must do is.
 """
@@ -16,15 +17,34 @@ import pytest
 import negamax
 from negamax.text.tokenizer import Tokenizer
 from tests.e2e.conftest import MODEL
-from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION, joined, joined_calls, stream
+from tests.e2e.test_api_chat import (
+    QUESTION,
+    WEATHER,
+    WEATHER_QUESTION,
+    joined,
+    joined_calls,
+    stream,
+)
 from tests.e2e.test_api_errors import error_of
 
 NANO = Path(negamax.__file__).parent / "assets" / "nano"
 CHAT = "/v1/chat/completions"
 SHORT: dict[str, Any] = {"model": MODEL, "max_tokens": 4, "temperature": 0}
-CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
-SECOND = {"id": "call_2", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
-RESULT = {"role": "tool", "tool_call_id": "call_1", "content": '{"temperature": 19, "condition": "cloudy"}'}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+}
+SECOND = {
+    "id": "call_2",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'},
+}
+RESULT = {
+    "role": "tool",
+    "tool_call_id": "call_1",
+    "content": '{"temperature": 19, "condition": "cloudy"}',
+}
 ASKED = [*WEATHER_QUESTION, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
 
 
@@ -53,7 +73,9 @@ def data_chunks(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
-def test_02_06_usage_is_in_the_last_chunk_only_with_three_positive_numbers(http: httpx.Client) -> None:
+def test_02_06_usage_is_in_the_last_chunk_only_with_three_positive_numbers(
+    http: httpx.Client,
+) -> None:
     chunks = data_chunks(http, stream_options={"include_usage": True})
     assert all(chunk.get("usage") is None for chunk in chunks[:-1])
     usage = chunks[-1]["usage"]
@@ -102,10 +124,16 @@ def exactly(text: str, **more: Any) -> dict[str, Any]:
     return {"structured_outputs": {"choice": [text]}, "max_tokens": 200, **more}
 
 
-@pytest.mark.parametrize("text", ["[SILENCE]", "Two lines\nand an end\n", "👩‍🚀 🙂 naïve 日本語 العربية"])
+@pytest.mark.parametrize(
+    "text", ["[SILENCE]", "Two lines\nand an end\n", "👩‍🚀 🙂 naïve 日本語 العربية"]
+)
 @pytest.mark.parametrize("thinking", ["enabled", "disabled"])
-def test_02_07_12_07_16_15_content_arrives_whole(http: httpx.Client, text: str, thinking: str) -> None:
-    """Emoji, brackets that begin a marker, line breaks at the end: whole and in a stream, with thinking and without."""
+def test_02_07_12_07_16_15_content_arrives_whole(
+    http: httpx.Client, text: str, thinking: str
+) -> None:
+    """Emoji, brackets that begin a marker, line breaks at the end: whole and in a stream, with
+    thinking and without.
+    """
     request = exactly(text, thinking={"type": thinking})
     assert answered(http, **request)["choices"][0]["message"]["content"] == text
     deltas = [chunk["choices"][0]["delta"] for chunk in data_chunks(http, **request)]
@@ -168,24 +196,57 @@ def test_06_zero_tokens_only_read_the_prompt(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     "messages",
     [
-        [*QUESTION, {"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}, *QUESTION],
+        [
+            *QUESTION,
+            {"role": "assistant", "content": "One."},
+            {"role": "assistant", "content": "Two."},
+            *QUESTION,
+        ],
         [*ASKED, RESULT],
         [*WEATHER_QUESTION, {"role": "assistant", "tool_calls": [CALL]}, RESULT],
         [*WEATHER_QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT],
-        [{"role": "system", "content": "A"}, {"role": "system", "content": "B"}, *QUESTION, {"role": "system", "content": "C"}],
+        [
+            {"role": "system", "content": "A"},
+            {"role": "system", "content": "B"},
+            *QUESTION,
+            {"role": "system", "content": "C"},
+        ],
         [
             *WEATHER_QUESTION,
-            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "now", "arguments": "{}"}}]},
+            {
+                "role": "assistant",
+                "tool_calls": [{**CALL, "function": {"name": "now", "arguments": "{}"}}],
+            },
             {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
         ],
         [
             *WEATHER_QUESTION,
-            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "now", "arguments": {"zone": "CET"}}}]},
-            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "12:00"}]},
+            {
+                "role": "assistant",
+                "tool_calls": [{**CALL, "function": {"name": "now", "arguments": {"zone": "CET"}}}],
+            },
+            {
+                "role": "tool",
+                "tool_call_id": "call_1",
+                "content": [{"type": "text", "text": "12:00"}],
+            },
         ],
-        [*WEATHER_QUESTION, {"role": "assistant", "content": None, "reasoning_details": [{"text": "Hm."}]}, *QUESTION],
+        [
+            *WEATHER_QUESTION,
+            {"role": "assistant", "content": None, "reasoning_details": [{"text": "Hm."}]},
+            *QUESTION,
+        ],
     ],
-    ids=["two assistants", "null content", "no content", "empty content", "system", "no arguments", "object", "details"],
+    ids=[
+        "two assistants",
+        "null content",
+        "no content",
+        "empty content",
+        "system",
+        "no arguments",
+        "object",
+        "details",
+    ],
 )
 def test_07_shapes_of_history_are_accepted(http: httpx.Client, messages: list[Any]) -> None:
     answered(http, messages=messages)
@@ -195,19 +256,34 @@ def test_07_04_empty_list_of_messages_is_refused(http: httpx.Client) -> None:
     assert refused(http, messages=[])["param"] == "messages"
 
 
-def test_10_06_length_means_the_limit_and_10_07_prompts_count_the_same_in_streams(http: httpx.Client) -> None:
+def test_10_06_length_means_the_limit_and_10_07_prompts_count_the_same_in_streams(
+    http: httpx.Client,
+) -> None:
     answer = answered(http, max_tokens=7, ignore_eos=True)
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 7
-    streamed = data_chunks(http, max_tokens=7, ignore_eos=True, stream_options={"include_usage": True})[-1]["usage"]
-    assert (streamed["prompt_tokens"], streamed["completion_tokens"]) == (answer["usage"]["prompt_tokens"], 7)
+    streamed = data_chunks(
+        http, max_tokens=7, ignore_eos=True, stream_options={"include_usage": True}
+    )[-1]["usage"]
+    assert (streamed["prompt_tokens"], streamed["completion_tokens"]) == (
+        answer["usage"]["prompt_tokens"],
+        7,
+    )
 
 
 def test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache(http: httpx.Client) -> None:
     """Notes in the middle stay in place: what was read before them is not read again."""
     messages: list[Any] = [
-        {"role": "system", "content": "You know about the weather, and you answer in one short sentence, always in English."},
-        {"role": "user", "content": "Which months are cold in the north of the country, and which ones are warm there?"},
+        {
+            "role": "system",
+            "content": "You know about the weather, and you answer in one short sentence, always "
+            "in English.",
+        },
+        {
+            "role": "user",
+            "content": "Which months are cold in the north of the country, and which ones are "
+            "warm there?",
+        },
     ]
     first = answered(http, messages=messages, thinking={"type": "disabled"})
     messages += [
@@ -220,7 +296,11 @@ def test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache(http: htt
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first_tokens - 48
     prompt = http.post(f"{CHAT}/render", json={"messages": messages}).json()["prompt"]
     assert prompt.index("in one short sentence") < prompt.index("And in the south?")
-    assert prompt.index("Which months") < prompt.index("in capital letters") < prompt.index("And in the south?")
+    assert (
+        prompt.index("Which months")
+        < prompt.index("in capital letters")
+        < prompt.index("And in the south?")
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,13 +308,24 @@ def test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache(http: htt
     [
         ([{"role": "root", "content": "ROOT"}], ["ROOT"]),
         ([{"role": "system", "content": "SYS"}], ["SYS"]),
-        ([{"role": "root", "content": "ROOT"}, {"role": "system", "content": "SYS"}], ["ROOT", "SYS"]),
-        ([{"role": "system", "content": "SYS"}, {"role": "root", "content": "ROOT"}], ["ROOT", "SYS"]),
-        ([{"role": "root", "content": "ROOT"}, {"role": "developer", "content": "DEV"}], ["ROOT", "DEV"]),
+        (
+            [{"role": "root", "content": "ROOT"}, {"role": "system", "content": "SYS"}],
+            ["ROOT", "SYS"],
+        ),
+        (
+            [{"role": "system", "content": "SYS"}, {"role": "root", "content": "ROOT"}],
+            ["ROOT", "SYS"],
+        ),
+        (
+            [{"role": "root", "content": "ROOT"}, {"role": "developer", "content": "DEV"}],
+            ["ROOT", "DEV"],
+        ),
     ],
     ids=str,
 )
-def test_11_root_stands_before_system(http: httpx.Client, instructions: list[Any], order: list[str]) -> None:
+def test_11_root_stands_before_system(
+    http: httpx.Client, instructions: list[Any], order: list[str]
+) -> None:
     messages = [*instructions, *QUESTION]
     answered(http, messages=messages)
     prompt = http.post(f"{CHAT}/render", json={"messages": messages}).json()["prompt"]
@@ -252,13 +343,17 @@ def test_11_root_stands_before_system(http: httpx.Client, instructions: list[Any
     ],
     ids=["no parameters", "no description", "name only", "16_11"],
 )
-def test_13_05_13_06_16_11_sparse_tools_are_accepted(http: httpx.Client, function: dict[str, Any]) -> None:
+def test_13_05_13_06_16_11_sparse_tools_are_accepted(
+    http: httpx.Client, function: dict[str, Any]
+) -> None:
     answered(http, messages=WEATHER_QUESTION, tools=[{"type": "function", "function": function}])
 
 
 def test_13_12_history_may_show_tools_that_are_not_declared(http: httpx.Client) -> None:
     answered(http, messages=[*ASKED, RESULT])
-    answered(http, messages=[*ASKED, RESULT], tools=[{"type": "function", "function": {"name": "other"}}])
+    answered(
+        http, messages=[*ASKED, RESULT], tools=[{"type": "function", "function": {"name": "other"}}]
+    )
 
 
 def test_13_tools_keep_the_key_order_of_the_client(http: httpx.Client) -> None:
@@ -274,10 +369,19 @@ def test_13_tools_keep_the_key_order_of_the_client(http: httpx.Client) -> None:
 
 def test_13_13_a_call_is_reported_although_no_tool_is_declared(http: httpx.Client) -> None:
     tags = Tokenizer.from_folder(NANO)
-    opener, closer = ({"type": "token", "token": tags.token_id(tag)} for tag in ("<minimax:tool_call>", "</minimax:tool_call>"))
+    opener, closer = (
+        {"type": "token", "token": tags.token_id(tag)}
+        for tag in ("<minimax:tool_call>", "</minimax:tool_call>")
+    )
     call = '\n<invoke name="look_up">\n<parameter name="id">007</parameter>\n</invoke>\n'
-    form = {"type": "sequence", "elements": [opener, {"type": "const_string", "value": call}, closer]}
-    request = {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": form}}, "max_tokens": 200}
+    form = {
+        "type": "sequence",
+        "elements": [opener, {"type": "const_string", "value": call}, closer],
+    }
+    request = {
+        "structured_outputs": {"structural_tag": {"type": "structural_tag", "format": form}},
+        "max_tokens": 200,
+    }
     (choice,) = answered(http, messages=[*ASKED, RESULT], **request)["choices"]
     (made,) = choice["message"]["tool_calls"]
     assert (made["function"]["name"], made["function"]["arguments"]) == ("look_up", '{"id": "007"}')
@@ -292,7 +396,9 @@ def test_15_thinking_and_tools_over_several_turns(client: openai.OpenAI) -> None
     first = stream(client, messages=messages, tools=[WEATHER], temperature=0)
     assert joined(first, "reasoning_content")
     ((name, arguments),) = joined_calls(first)
-    (call_id,) = [p.id for c in first for choice in c.choices for p in choice.delta.tool_calls or () if p.id]
+    (call_id,) = [
+        p.id for c in first for choice in c.choices for p in choice.delta.tool_calls or () if p.id
+    ]
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     reply = {
         "role": "assistant",
@@ -301,10 +407,14 @@ def test_15_thinking_and_tools_over_several_turns(client: openai.OpenAI) -> None
         "tool_calls": [call],
     }
     messages += [reply, {**RESULT, "tool_call_id": call_id}]
-    second = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], temperature=0)
+    second = client.chat.completions.create(
+        model=MODEL, messages=messages, tools=[WEATHER], temperature=0
+    )
     assert "19" in (second.choices[0].message.content or "")
     messages += [second.choices[0].message.model_dump(exclude_none=True), *WEATHER_QUESTION]
-    third = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], temperature=0)
+    third = client.chat.completions.create(
+        model=MODEL, messages=messages, tools=[WEATHER], temperature=0
+    )
     assert third.choices[0].finish_reason == "tool_calls"
 
 
@@ -314,7 +424,10 @@ def test_15_thinking_and_tools_over_several_turns(client: openai.OpenAI) -> None
         ([*ASKED, {**RESULT, "content": {"temperature": 19}}], "messages[2].content"),
         ([{"role": "user", "content": {"text": "x"}}], "messages[0].content"),
         ([*ASKED, {**RESULT, "tool_call_id": "call_9"}], "messages[2].tool_call_id"),
-        ([*WEATHER_QUESTION, {"role": "assistant", "tool_calls": [CALL, SECOND]}, RESULT], "messages[1].tool_calls"),
+        (
+            [*WEATHER_QUESTION, {"role": "assistant", "tool_calls": [CALL, SECOND]}, RESULT],
+            "messages[1].tool_calls",
+        ),
         ([*ASKED, *QUESTION], "messages[1].tool_calls"),
         ([*QUESTION, RESULT], "messages[1]"),
         ([{"role": "wizard", "content": "x"}], "messages[0]"),
@@ -333,7 +446,10 @@ def test_16_12_arguments_that_are_no_json_are_taken_as_text(http: httpx.Client) 
 
 def test_16_results_in_any_order_are_put_in_the_order_of_the_calls(http: httpx.Client) -> None:
     calls = {"role": "assistant", "content": None, "tool_calls": [CALL, SECOND]}
-    results = [{"role": "tool", "tool_call_id": "call_2", "content": "ROMAN"}, {**RESULT, "content": "PARISIAN"}]
+    results = [
+        {"role": "tool", "tool_call_id": "call_2", "content": "ROMAN"},
+        {**RESULT, "content": "PARISIAN"},
+    ]
     messages = [*WEATHER_QUESTION, calls, *results]
     answered(http, messages=messages)
     prompt = http.post(f"{CHAT}/render", json={"messages": messages}).json()["prompt"]
@@ -344,7 +460,12 @@ TWO_CITIES = [{"role": "user", "content": "Get the weather for Berlin, Tokyo and
 
 
 def test_16_required_call_is_made_after_thinking(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"messages": QUESTION, "tools": [WEATHER], "tool_choice": "required", "temperature": 0}
+    options: dict[str, Any] = {
+        "messages": QUESTION,
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "temperature": 0,
+    }
     answer = client.chat.completions.create(model=MODEL, max_tokens=300, **options)
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
@@ -352,11 +473,16 @@ def test_16_required_call_is_made_after_thinking(client: openai.OpenAI) -> None:
     for call in choice.message.tool_calls:
         assert isinstance(json.loads(call.function.arguments)["city"], str)
     chunks = stream(client, max_tokens=300, **options)
-    assert joined_calls(chunks) == [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    assert joined_calls(chunks) == [
+        (call.function.name, call.function.arguments) for call in choice.message.tool_calls
+    ]
 
 
 def test_16_named_call_is_the_answer_and_ends_with_stop(client: openai.OpenAI) -> None:
-    now = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    now = {
+        "type": "function",
+        "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
+    }
     for thinking in ("enabled", "disabled"):
         answer = client.chat.completions.create(
             model=MODEL,
@@ -380,8 +506,15 @@ def test_16_14_forced_tool_that_is_not_declared_is_refused(http: httpx.Client) -
 
 @pytest.mark.parametrize("tool_choice", ["auto", "required"])
 def test_16_without_parallel_calls_there_is_one(client: openai.OpenAI, tool_choice: str) -> None:
-    options: dict[str, Any] = {"messages": TWO_CITIES, "tools": [WEATHER], "temperature": 0, "tool_choice": tool_choice}
-    assert len(joined_calls(stream(client, parallel_tool_calls=False, max_tokens=400, **options))) == 1
+    options: dict[str, Any] = {
+        "messages": TWO_CITIES,
+        "tools": [WEATHER],
+        "temperature": 0,
+        "tool_choice": tool_choice,
+    }
+    assert (
+        len(joined_calls(stream(client, parallel_tool_calls=False, max_tokens=400, **options))) == 1
+    )
     several = client.chat.completions.create(model=MODEL, max_tokens=400, **options)
     assert len(several.choices[0].message.tool_calls or ()) > 1
 
@@ -389,11 +522,17 @@ def test_16_without_parallel_calls_there_is_one(client: openai.OpenAI, tool_choi
 def test_forms_of_the_answer_hold_in_streams_too(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
-        "properties": {"apples": {"type": "integer", "minimum": 0, "maximum": 99}, "sure": {"type": "boolean"}},
+        "properties": {
+            "apples": {"type": "integer", "minimum": 0, "maximum": 99},
+            "sure": {"type": "boolean"},
+        },
         "required": ["apples", "sure"],
         "additionalProperties": False,
     }
-    form = {"type": "json_schema", "json_schema": {"name": "count", "schema": schema, "strict": True}}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "count", "schema": schema, "strict": True},
+    }
     chunks = stream(client, messages=QUESTION, response_format=form, max_tokens=300, temperature=0)
     value = json.loads(joined(chunks, "content"))
     assert set(value) == {"apples", "sure"} and 0 <= value["apples"] <= 99
@@ -401,7 +540,9 @@ def test_forms_of_the_answer_hold_in_streams_too(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_form_that_cannot_be_compiled_is_refused_before_the_stream_begins(http: httpx.Client, streamed: bool) -> None:
+def test_form_that_cannot_be_compiled_is_refused_before_the_stream_begins(
+    http: httpx.Client, streamed: bool
+) -> None:
     for path, body in ((CHAT, {"messages": QUESTION}), ("/v1/completions", {"prompt": "x"})):
         response = http.post(path, json={**SHORT, **body, "guided_regex": "([", "stream": streamed})
         assert error_of(response, 400)["code"] == "invalid_grammar"
@@ -409,32 +550,64 @@ def test_form_that_cannot_be_compiled_is_refused_before_the_stream_begins(http: 
 
 def test_plain_completions_follow_a_form(http: httpx.Client) -> None:
     body = {"prompt": "Tom has", "guided_choice": ["no apples", "some apples"], "max_tokens": 50}
-    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] in ("no apples", "some apples")
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] in (
+        "no apples",
+        "some apples",
+    )
 
 
 def test_reasoning_goes_where_it_was_asked_for(http: httpx.Client) -> None:
     plain = answered(http, max_tokens=200)["choices"][0]["message"]
     split = answered(http, max_tokens=200, reasoning_split=True)["choices"][0]["message"]
-    assert split["reasoning_details"][0]["text"] == split["reasoning_content"] == plain["reasoning_content"]
+    assert (
+        split["reasoning_details"][0]["text"]
+        == split["reasoning_content"]
+        == plain["reasoning_content"]
+    )
     assert "reasoning_details" not in plain
     for inline in ({"reasoning_split": False}, {"separate_reasoning": False}):
         message = answered(http, max_tokens=200, **inline)["choices"][0]["message"]
         assert message["content"].startswith(f"<think>{plain['reasoning']}\n</think>")
         assert message["content"].endswith(plain["content"]) and message["reasoning"] is None
-    details = [chunk["choices"][0]["delta"] for chunk in data_chunks(http, max_tokens=200, reasoning_split=True)]
+    details = [
+        chunk["choices"][0]["delta"]
+        for chunk in data_chunks(http, max_tokens=200, reasoning_split=True)
+    ]
     texts = [detail["text"] for delta in details for detail in delta.get("reasoning_details", ())]
     assert "".join(texts) == plain["reasoning"] and len(texts) > 1
-    held = [chunk["choices"][0]["delta"] for chunk in data_chunks(http, max_tokens=200, stream_reasoning=False)]
+    held = [
+        chunk["choices"][0]["delta"]
+        for chunk in data_chunks(http, max_tokens=200, stream_reasoning=False)
+    ]
     assert [d["reasoning"] for d in held if d.get("reasoning")] == [plain["reasoning"]]
 
 
 def test_packets_of_a_long_string_argument_grow_and_are_never_huge(client: openai.OpenAI) -> None:
-    """How few tiny ones there are depends on how quickly this machine is, and is tested with a clock of its own."""
-    properties = {"path": {"type": "string", "maxLength": 9}, "content": {"type": "string", "minLength": 300, "maxLength": 350}}
-    parameters = {"type": "object", "properties": properties, "required": ["path", "content"], "additionalProperties": False}
+    """How few tiny ones there are depends on how quickly this machine is, and is tested with a
+    clock of its own.
+    """
+    properties = {
+        "path": {"type": "string", "maxLength": 9},
+        "content": {"type": "string", "minLength": 300, "maxLength": 350},
+    }
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": ["path", "content"],
+        "additionalProperties": False,
+    }
     write = {"type": "function", "function": {"name": "write", "parameters": parameters}}
-    chunks = stream(client, messages=QUESTION, tools=[write], tool_choice="required", parallel_tool_calls=False, max_tokens=900)
-    pieces = [piece for c in chunks for choice in c.choices for piece in choice.delta.tool_calls or ()]
+    chunks = stream(
+        client,
+        messages=QUESTION,
+        tools=[write],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=900,
+    )
+    pieces = [
+        piece for c in chunks for choice in c.choices for piece in choice.delta.tool_calls or ()
+    ]
     sizes = [len(piece.function.arguments) for piece in pieces if piece.function.arguments]
     assert len(sizes) > 5 and max(sizes) <= 200
     ((_, arguments),) = joined_calls(chunks)
@@ -452,12 +625,21 @@ def test_echo_repeats_the_message_that_is_continued(http: httpx.Client) -> None:
 
 def test_fields_of_sglang_and_vllm_reach_the_answer(http: httpx.Client) -> None:
     answer = answered(
-        http, rid="my-id.1", logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True
+        http,
+        rid="my-id.1",
+        logprobs=True,
+        top_logprobs=1,
+        return_tokens_as_token_ids=True,
+        return_token_ids=True,
     )
     assert answer["id"] == "chatcmpl-my-id.1"
     (choice,) = answer["choices"]
-    assert [token["token"] for token in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
-    stopped = answered(http, max_tokens=200, stop=["apples"], no_stop_trim=True)["choices"][0]["message"]
+    assert [token["token"] for token in choice["logprobs"]["content"]] == [
+        f"token_id:{i}" for i in choice["token_ids"]
+    ]
+    stopped = answered(http, max_tokens=200, stop=["apples"], no_stop_trim=True)["choices"][0][
+        "message"
+    ]
     assert stopped["content"].endswith("apples")
 
 

@@ -21,17 +21,38 @@ BODY = {"messages": HELLO, "max_tokens": 2}
 PAGE = "https://chat.example"
 
 
-def test_without_a_key_only_names_of_this_machine_and_listed_ones_are_served(tmp_path: Path) -> None:
+def test_without_a_key_only_names_of_this_machine_and_listed_ones_are_served(
+    tmp_path: Path,
+) -> None:
     options = ("--allowed-hosts", "models.example", "--allowed-origins", f'["{PAGE}"]')
     with serving(*options, log_file=tmp_path / "log") as server, server.http() as http:
         port = httpx.URL(server.url).port
-        for host in ("localhost", f"127.0.0.1:{port}", f"[::1]:{port}", "Models.Example", f"models.example:{port}"):
+        for host in (
+            "localhost",
+            f"127.0.0.1:{port}",
+            f"[::1]:{port}",
+            "Models.Example",
+            f"models.example:{port}",
+        ):
             assert http.post(CHAT, json=BODY, headers={"host": host}).status_code == 200, host
-        for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example", "192.168.0.7"):
-            assert error_of(http.post(CHAT, json=BODY, headers={"host": host}), 403)["code"] == "host_not_allowed", host
+        for host in (
+            "evil.example",
+            f"evil.example:{port}",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "192.168.0.7",
+        ):
+            assert (
+                error_of(http.post(CHAT, json=BODY, headers={"host": host}), 403)["code"]
+                == "host_not_allowed"
+            ), host
             assert http.get("/health", headers={"host": host}).status_code == 403
 
-        asked = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+        asked = {
+            "origin": PAGE,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "content-type",
+        }
         preflight = http.options(CHAT, headers=asked)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == PAGE
@@ -53,16 +74,33 @@ def test_one_server_process_listens_on_one_port(server: Server) -> None:
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 
-def test_cors_is_closed_and_keys_come_from_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cors_is_closed_and_keys_come_from_file_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# clients\nfirst-key\n\nsecond-key\n")
     monkeypatch.setenv("NEGAMAX_API_KEY", "third-key, fourth-key")
-    options = ("--host", "0.0.0.0", "--api-key-file", str(keys), "--api-key", "fifth-key")  # a public address needs a key
+    # a public address needs a key
+    options = ("--host", "0.0.0.0", "--api-key-file", str(keys), "--api-key", "fifth-key")
     with serving(*options, log_file=tmp_path / "log") as server, server.http() as http:
         for key in ("first-key", "second-key", "third-key", "fourth-key", "fifth-key"):
-            assert http.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code == 200, key
-            assert http.get("/v1/models", headers={"x-api-key": key, "host": "any.example"}).status_code == 200, key
-        for key in ("# clients", "", "first-key,second-key", "first-ke\u00ff".encode("latin-1"), "third-key, fourth-key"):
+            assert (
+                http.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code
+                == 200
+            ), key
+            assert (
+                http.get(
+                    "/v1/models", headers={"x-api-key": key, "host": "any.example"}
+                ).status_code
+                == 200
+            ), key
+        for key in (
+            "# clients",
+            "",
+            "first-key,second-key",
+            "first-ke\u00ff".encode("latin-1"),
+            "third-key, fourth-key",
+        ):
             error_of(http.get("/v1/models", headers={"x-api-key": key}), 401)
         asked = {"origin": PAGE, "access-control-request-method": "POST", "x-api-key": "first-key"}
         preflight = http.options(CHAT, headers=asked)
@@ -75,7 +113,10 @@ def test_cors_is_closed_and_keys_come_from_file_and_environment(tmp_path: Path, 
         keys.write_text("second-key\nsixth-key\n")
         server.process.send_signal(signal.SIGHUP)
         assert eventually(lambda: "were read again" in server.log)
-        statuses = [http.get("/v1/models", headers={"x-api-key": f"{name}-key"}).status_code for name in ORDINALS]
+        statuses = [
+            http.get("/v1/models", headers={"x-api-key": f"{name}-key"}).status_code
+            for name in ORDINALS
+        ]
         assert statuses == [401, 200, 200, 200, 200, 200]
         assert "first-key" not in server.log and "third-key" not in server.log
 
@@ -84,9 +125,22 @@ def test_cors_is_closed_and_keys_come_from_file_and_environment(tmp_path: Path, 
 def test_tls_with_a_certificate_and_its_key(tmp_path: Path) -> None:
     def make(name: str) -> tuple[str, str]:
         certificate, key = str(tmp_path / f"{name}.crt"), str(tmp_path / f"{name}.key")
-        request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+        request = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "1",
+            "-subj",
+            "/CN=localhost",
+        ]
         names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-        subprocess.run([*request, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+        subprocess.run(
+            [*request, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True
+        )
         return certificate, key
 
     certificate, key = make("server")
@@ -101,7 +155,9 @@ def test_tls_with_a_certificate_and_its_key(tmp_path: Path) -> None:
             assert http.get("/readyz").status_code == 200
             with http.stream("POST", CHAT, json=BODY | {"stream": True}) as answer:
                 assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
-            with http.stream("POST", CHAT, json=BODY | {"stream": True, "max_tokens": 300, "ignore_eos": True}) as answer:
+            with http.stream(
+                "POST", CHAT, json=BODY | {"stream": True, "max_tokens": 300, "ignore_eos": True}
+            ) as answer:
                 lines = (line for line in answer.iter_lines() if line)
                 next(lines)
                 shutil.copy(other_certificate, certificate)
@@ -126,5 +182,10 @@ def test_tls_with_a_certificate_and_its_key(tmp_path: Path) -> None:
 
 
 def test_public_address_without_a_key_when_told_so(tmp_path: Path) -> None:
-    with serving("--host", "0.0.0.0", "--allow-unauthenticated", log_file=tmp_path / "log") as server, server.http() as http:
+    with (
+        serving(
+            "--host", "0.0.0.0", "--allow-unauthenticated", log_file=tmp_path / "log"
+        ) as server,
+        server.http() as http,
+    ):
         assert http.get("/v1/models", headers={"host": "any.example"}).status_code == 200

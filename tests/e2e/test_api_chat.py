@@ -1,4 +1,6 @@
-"""/v1/chat/completions through the openai client: shapes, streams that equal whole answers, limits, logprobs, cancellation."""
+"""/v1/chat/completions through the openai client: shapes, streams that equal whole answers, limits,
+logprobs, cancellation.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.text.tokenizer import Tokenizer
 from tests.e2e.conftest import MODEL, Server, eventually, serving
 
-QUESTION = [{"role": "user", "content": "Tom has 47 apples and buys 38 more. How many apples does he have now?"}]
+QUESTION = [
+    {
+        "role": "user",
+        "content": "Tom has 47 apples and buys 38 more. How many apples does he have now?",
+    }
+]
 WEATHER = {
     "type": "function",
     "function": {
@@ -24,7 +31,10 @@ WEATHER = {
         "description": "Get the current weather for a city.",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string"}, "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}},
+            "properties": {
+                "city": {"type": "string"},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+            },
             "required": ["city"],
         },
     },
@@ -72,20 +82,34 @@ def test_answer_thinks_and_counts_its_tokens(client: openai.OpenAI) -> None:
 
 
 def test_the_second_time_the_prompt_comes_from_the_cache(client: openai.OpenAI) -> None:
-    messages = [{"role": "user", "content": "A shop has 12 pens and sells 5 of them in the morning. How many are left?"}]
-    answers = [client.chat.completions.create(model=MODEL, messages=messages, temperature=0) for _ in range(2)]
+    messages = [
+        {
+            "role": "user",
+            "content": "A shop has 12 pens and sells 5 of them in the morning. How many are left?",
+        }
+    ]
+    answers = [
+        client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
+        for _ in range(2)
+    ]
     cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
     assert cached[1] > cached[0]
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
-@pytest.mark.parametrize("options", [{"messages": QUESTION}, {"messages": WEATHER_QUESTION, "tools": [WEATHER]}])
+@pytest.mark.parametrize(
+    "options", [{"messages": QUESTION}, {"messages": WEATHER_QUESTION, "tools": [WEATHER]}]
+)
 def test_stream_adds_up_to_the_whole_answer(client: openai.OpenAI, options: dict[str, Any]) -> None:
     whole = client.chat.completions.create(model=MODEL, temperature=0, **options)
     chunks = stream(client, temperature=0, stream_options={"include_usage": True}, **options)
     message = whole.choices[0].message
     assert joined(chunks, "content") == (message.content or "")
-    assert joined(chunks, "reasoning") == joined(chunks, "reasoning_content") == (message.model_extra or {})["reasoning"]
+    assert (
+        joined(chunks, "reasoning")
+        == joined(chunks, "reasoning_content")
+        == (message.model_extra or {})["reasoning"]
+    )
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
     assert joined_calls(chunks) == calls
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
@@ -111,14 +135,21 @@ def test_stream_ends_with_done_and_null_usage_only_when_asked(http: httpx.Client
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-2])
-    asked = http.post("/v1/chat/completions", json=body | {"stream_options": {"continuous_usage_stats": True}})
-    totals = [json.loads(event.removeprefix("data: "))["usage"]["completion_tokens"] for event in asked.text.split("\n\n")[:-2]]
+    asked = http.post(
+        "/v1/chat/completions", json=body | {"stream_options": {"continuous_usage_stats": True}}
+    )
+    totals = [
+        json.loads(event.removeprefix("data: "))["usage"]["completion_tokens"]
+        for event in asked.text.split("\n\n")[:-2]
+    ]
     assert totals == sorted(totals) and totals[-1] == 2
 
 
 def test_tool_round_trip_ends_in_an_answer(client: openai.OpenAI) -> None:
     messages: list[Any] = [*WEATHER_QUESTION]
-    first = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], temperature=0)
+    first = client.chat.completions.create(
+        model=MODEL, messages=messages, tools=[WEATHER], temperature=0
+    )
     assert first.choices[0].finish_reason == "tool_calls"
     message = first.choices[0].message
     assert message.content is None
@@ -128,15 +159,26 @@ def test_tool_round_trip_ends_in_an_answer(client: openai.OpenAI) -> None:
     assert call.id.startswith("call_")
     messages += [
         message.model_dump(exclude_none=True),
-        {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 19, "condition": "cloudy"}'},
+        {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "content": '{"temperature": 19, "condition": "cloudy"}',
+        },
     ]
-    second = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], temperature=0)
+    second = client.chat.completions.create(
+        model=MODEL, messages=messages, tools=[WEATHER], temperature=0
+    )
     assert second.choices[0].finish_reason == "stop"
     assert "19" in (second.choices[0].message.content or "")
 
 
 def test_tool_choice_none_gives_no_calls(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"model": MODEL, "messages": WEATHER_QUESTION, "temperature": 0, "max_tokens": 200}
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "messages": WEATHER_QUESTION,
+        "temperature": 0,
+        "max_tokens": 200,
+    }
     hidden = client.chat.completions.create(tools=[WEATHER], tool_choice="none", **options)
     without = client.chat.completions.create(**options)
     assert not hidden.choices[0].message.tool_calls
@@ -145,12 +187,24 @@ def test_tool_choice_none_gives_no_calls(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_the_model_is_shown_all_tools_and_calls_only_allowed_ones(client: openai.OpenAI, mode: str) -> None:
+def test_the_model_is_shown_all_tools_and_calls_only_allowed_ones(
+    client: openai.OpenAI, mode: str
+) -> None:
     """The prompt stays the same, and with it what the cache holds."""
-    clock = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
-    options: dict[str, Any] = {"messages": WEATHER_QUESTION, "tools": [WEATHER, clock], "temperature": 0, "max_tokens": 400}
+    clock = {
+        "type": "function",
+        "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
+    }
+    options: dict[str, Any] = {
+        "messages": WEATHER_QUESTION,
+        "tools": [WEATHER, clock],
+        "temperature": 0,
+        "max_tokens": 400,
+    }
     free = client.chat.completions.create(model=MODEL, **options)
-    assert [call.function.name for call in free.choices[0].message.tool_calls or ()] == ["get_weather"]
+    assert [call.function.name for call in free.choices[0].message.tool_calls or ()] == [
+        "get_weather"
+    ]
     only = {"mode": mode, "tools": [{"type": "function", "function": {"name": "get_time"}}]}
     options |= {"tool_choice": {"type": "allowed_tools", "allowed_tools": only}}
     answer = client.chat.completions.create(model=MODEL, **options)
@@ -162,17 +216,30 @@ def test_the_model_is_shown_all_tools_and_calls_only_allowed_ones(client: openai
     assert answer.usage.prompt_tokens_details.cached_tokens == free.usage.prompt_tokens // 16 * 16  # type: ignore[operator]
 
 
-def test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(http: httpx.Client) -> None:
+def test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(
+    http: httpx.Client,
+) -> None:
     """A form makes the model write one; elsewhere it may do so by itself."""
     clock = {"type": "function", "function": {"name": "get_time"}}
     opener = http.post("/tokenize", json={"prompt": "<minimax:tool_call>"}).json()["tokens"]
     invoke = '<invoke name="get_weather">\n</invoke>'
-    body = {"messages": WEATHER_QUESTION, "tools": [WEATHER, clock], "temperature": 0, "thinking_token_budget": 0}
-    bias = {str(opener[0]): -100, str(http.post("/tokenize", json={"prompt": invoke}).json()["tokens"][0]): 100}
+    body = {
+        "messages": WEATHER_QUESTION,
+        "tools": [WEATHER, clock],
+        "temperature": 0,
+        "thinking_token_budget": 0,
+    }
+    bias = {
+        str(opener[0]): -100,
+        str(http.post("/tokenize", json={"prompt": invoke}).json()["tokens"][0]): 100,
+    }
     body |= {"regex": invoke, "logit_bias": bias}
     free, held = (
         http.post("/v1/chat/completions", json=body | choice).json()["choices"][0]["message"]
-        for choice in ({}, {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [clock]}})
+        for choice in (
+            {},
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [clock]}},
+        )
     )
     assert free["tool_calls"][0]["function"]["name"] == "get_weather"
     assert held["content"] == invoke and "tool_calls" not in held
@@ -191,24 +258,39 @@ def test_allowed_tools_must_be_declared(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_only_allowed_tokens_are_sampled(client: openai.OpenAI, http: httpx.Client, temperature: float) -> None:
+def test_only_allowed_tokens_are_sampled(
+    client: openai.OpenAI, http: httpx.Client, temperature: float
+) -> None:
     allowed = http.post("/tokenize", json={"prompt": "apples and 85"}).json()["tokens"]
-    fields: dict[str, Any] = {"messages": QUESTION, "max_tokens": 12, "temperature": temperature, "seed": 4}
+    fields: dict[str, Any] = {
+        "messages": QUESTION,
+        "max_tokens": 12,
+        "temperature": temperature,
+        "seed": 4,
+    }
     extra = {"allowed_token_ids": allowed, "return_token_ids": True}
     answer = client.chat.completions.create(model=MODEL, extra_body=extra, **fields)
     token_ids = answer.choices[0].token_ids  # type: ignore[attr-defined]
     assert len(token_ids) == 12 and set(token_ids) <= set(allowed)
     for wrong in ([], [-1], [10**6]):
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model=MODEL, extra_body={"allowed_token_ids": wrong}, **fields)
+            client.chat.completions.create(
+                model=MODEL, extra_body={"allowed_token_ids": wrong}, **fields
+            )
         assert caught.value.param == "allowed_token_ids"
     with pytest.raises(openai.BadRequestError, match="send only one of them"):
-        client.chat.completions.create(model=MODEL, extra_body={**extra, "regex": "a+"}, stream=True, **fields)
+        client.chat.completions.create(
+            model=MODEL, extra_body={**extra, "regex": "a+"}, stream=True, **fields
+        )
 
 
 def test_length_limit_is_exact_and_max_completion_tokens_wins(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, max_tokens=3, max_completion_tokens=9, extra_body={"ignore_eos": True}
+        model=MODEL,
+        messages=QUESTION,
+        max_tokens=3,
+        max_completion_tokens=9,
+        extra_body={"ignore_eos": True},
     )
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage and answer.usage.completion_tokens == 9
@@ -216,7 +298,9 @@ def test_length_limit_is_exact_and_max_completion_tokens_wins(client: openai.Ope
 
 
 def test_more_tokens_than_the_window_are_cut_to_it_not_refused(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=524288, temperature=0)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=524288, temperature=0
+    )
     assert answer.choices[0].finish_reason == "stop"
 
 
@@ -231,7 +315,13 @@ def test_stop_string_cuts_the_text_and_is_reported(client: openai.OpenAI) -> Non
 
 
 def test_logprobs_describe_every_token(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": 12, "logprobs": True, "top_logprobs": 3}
+    options: dict[str, Any] = {
+        "messages": QUESTION,
+        "temperature": 0,
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
     answer = client.chat.completions.create(model=MODEL, **options)
     logprobs = answer.choices[0].logprobs
     assert logprobs and logprobs.content and len(logprobs.content) == 12
@@ -253,9 +343,15 @@ def test_logprobs_describe_every_token(client: openai.OpenAI) -> None:
 def test_prompt_logprobs_and_token_ids_are_returned_on_request(http: httpx.Client) -> None:
     body = {"messages": QUESTION, "max_tokens": 4, "prompt_logprobs": 1, "return_token_ids": True}
     answer = http.post("/v1/chat/completions", json=body).json()
-    assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+    assert (
+        len(answer["prompt_logprobs"])
+        == len(answer["prompt_token_ids"])
+        == answer["usage"]["prompt_tokens"]
+    )
     assert answer["prompt_logprobs"][0] is None
-    for token_id, entry in zip(answer["prompt_token_ids"][1:], answer["prompt_logprobs"][1:], strict=True):
+    for token_id, entry in zip(
+        answer["prompt_token_ids"][1:], answer["prompt_logprobs"][1:], strict=True
+    ):
         assert entry[str(token_id)]["logprob"] <= 0
     assert len(answer["choices"][0]["token_ids"]) == 4
 
@@ -283,7 +379,10 @@ def test_last_message_can_be_continued(http: httpx.Client) -> None:
     message = answer["choices"][0]["message"]
     assert message["reasoning"] is None  # it continues the content
     assert message["content"]
-    tokens = http.post("/v1/completions", json={"prompt": [answer["prompt_token_ids"]], "echo": True, "max_tokens": 0})
+    tokens = http.post(
+        "/v1/completions",
+        json={"prompt": [answer["prompt_token_ids"]], "echo": True, "max_tokens": 0},
+    )
     assert tokens.json()["choices"][0]["text"].endswith("85\n</think>\n\nHe has")
 
 
@@ -299,12 +398,23 @@ def test_system_messages_in_the_middle_and_text_parts_are_accepted(client: opena
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Client, streamed: bool) -> None:
-    body = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 100_000, "n": 8, "stream": streamed}
+def test_client_that_hangs_up_frees_its_sequence(
+    server: Server, http: httpx.Client, streamed: bool
+) -> None:
+    body = {
+        "messages": QUESTION,
+        "ignore_eos": True,
+        "max_tokens": 100_000,
+        "n": 8,
+        "stream": streamed,
+    }
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
 
     def ask() -> None:
-        with server.http() as other, other.stream("POST", "/v1/chat/completions", json=body, timeout=2) as response:
+        with (
+            server.http() as other,
+            other.stream("POST", "/v1/chat/completions", json=body, timeout=2) as response,
+        ):
             for _ in response.iter_lines():
                 return
 
@@ -314,7 +424,9 @@ def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Cli
 
     asking = threading.Thread(target=ask_impatiently)
     asking.start()
-    running = eventually(lambda: server.gauge("vllm:num_requests_running") == 8 or not asking.is_alive())
+    running = eventually(
+        lambda: server.gauge("vllm:num_requests_running") == 8 or not asking.is_alive()
+    )
     asking.join()
     assert running
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=5)
@@ -324,17 +436,25 @@ def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Cli
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_without_tools_what_looks_like_a_call_is_text(http: httpx.Client, path: str) -> None:
     opener = "<minimax:tool_call>"
-    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "temperature": 0,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     body["logit_bias"] = {str(Tokenizer.from_folder(NANO_FOLDER).token_id(opener)): 100}
     if path == "/v1/responses":
-        (item,) = http.post(path, json={**body, "input": QUESTION, "max_output_tokens": 3}).json()["output"]
+        (item,) = http.post(path, json={**body, "input": QUESTION, "max_output_tokens": 3}).json()[
+            "output"
+        ]
         said = item["content"][0]["text"]
     elif path == "/v1/messages":
         body |= {"messages": QUESTION, "max_tokens": 3, "thinking": {"type": "disabled"}}
         (block,) = http.post(path, json=body).json()["content"]
         said = block["text"]
     else:
-        said = http.post(path, json={**body, "messages": QUESTION, "max_tokens": 3}).json()["choices"][0]["message"]["content"]
+        said = http.post(path, json={**body, "messages": QUESTION, "max_tokens": 3}).json()[
+            "choices"
+        ][0]["message"]["content"]
     assert said == opener * 3
 
 
@@ -349,18 +469,29 @@ def test_a_closer_that_closes_nothing_is_no_text(client: openai.OpenAI, streamed
     if streamed:
         text = joined(stream(client, **options), "content")
     else:
-        text = client.chat.completions.create(model=MODEL, **options).choices[0].message.content or ""
+        text = (
+            client.chat.completions.create(model=MODEL, **options).choices[0].message.content or ""
+        )
     assert text == "One `</think>` two."
 
 
-def test_parsers_template_defaults_and_stream_interval_are_the_servers_to_choose(tmp_path: Path) -> None:
-    options = ("--reasoning-parser", "minimax-append-think", "--default-chat-template-kwargs", '{"enable_thinking": false}')
+def test_parsers_template_defaults_and_stream_interval_are_the_servers_to_choose(
+    tmp_path: Path,
+) -> None:
+    options = (
+        "--reasoning-parser",
+        "minimax-append-think",
+        "--default-chat-template-kwargs",
+        '{"enable_thinking": false}',
+    )
     options += ("--stream-interval", "1000")
     with serving(*options, log_file=tmp_path / "log") as running, running.http() as http:
 
         def message(**fields: Any) -> dict[str, Any]:
             body = {"messages": QUESTION, "temperature": 0, "max_tokens": 100, **fields}
-            answer: dict[str, Any] = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+            answer: dict[str, Any] = http.post("/v1/chat/completions", json=body).json()["choices"][
+                0
+            ]["message"]
             return answer
 
         assert "think" not in message()["content"]
@@ -370,27 +501,50 @@ def test_parsers_template_defaults_and_stream_interval_are_the_servers_to_choose
         assert message(thinking={"type": "enabled"}, reasoning_split=True)["reasoning_content"]
 
         # responses and messages have a place of their own for it
-        body: dict[str, Any] = {"input": QUESTION, "temperature": 0, "chat_template_kwargs": {"enable_thinking": True}}
+        body: dict[str, Any] = {
+            "input": QUESTION,
+            "temperature": 0,
+            "chat_template_kwargs": {"enable_thinking": True},
+        }
         thought, said = http.post("/v1/responses", json=body).json()["output"]
         assert thought["type"] == "reasoning" and "think>" not in said["content"][0]["text"]
-        body = {"model": MODEL, "messages": QUESTION, "max_tokens": 200, "thinking": {"type": "adaptive"}}
+        body = {
+            "model": MODEL,
+            "messages": QUESTION,
+            "max_tokens": 200,
+            "thinking": {"type": "adaptive"},
+        }
         thought, said = http.post("/v1/messages", json=body).json()["content"]
         assert thought["type"] == "thinking" and "think>" not in said["text"]
 
         def events(**fields: Any) -> list[str]:
-            body = {"messages": QUESTION, "stream": True, "max_tokens": 200, "ignore_eos": True, **fields}
+            body = {
+                "messages": QUESTION,
+                "stream": True,
+                "max_tokens": 200,
+                "ignore_eos": True,
+                **fields,
+            }
             lines = http.post("/v1/chat/completions", json=body).text.splitlines()
-            deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+            deltas = [
+                json.loads(line[6:])["choices"][0]["delta"]
+                for line in lines
+                if line.startswith("data: {")
+            ]
             return [delta.get("content") or "" for delta in deltas]
 
         joined_texts = events()
         num_full = len("".join(joined_texts)) / 200  # in fragments of 200 characters at most
-        assert len([text for text in joined_texts if text]) <= num_full + 3  # the first and the last stand alone
+        # the first and the last stand alone
+        assert len([text for text in joined_texts if text]) <= num_full + 3
         assert len(events(stream_interval=1)) > 20
 
 
 def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI) -> None:
-    questions = [f"Tom has {number} apples and buys 2 more. How many apples does he have now?" for number in range(10, 26)]
+    questions = [
+        f"Tom has {number} apples and buys 2 more. How many apples does he have now?"
+        for number in range(10, 26)
+    ]
     answers: dict[str, str] = {}
 
     def ask(question: str) -> None:
@@ -403,5 +557,8 @@ def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI) -> No
         thread.start()
     for thread in threads:
         thread.join()
-    right = [str(number + 2) in answers[question] for number, question in zip(range(10, 26), questions, strict=True)]
+    right = [
+        str(number + 2) in answers[question]
+        for number, question in zip(range(10, 26), questions, strict=True)
+    ]
     assert sum(right) >= 14

@@ -16,7 +16,9 @@ PROMPT = "Tom has 47 apples"
 def test_every_shape_of_prompt_is_answered(client: openai.OpenAI) -> None:
     prompts: list[Any] = [PROMPT, [PROMPT, "Hello"], [5, 6, 7], [[5, 6], [7, 8, 9]]]
     for prompt, num_choices in zip(prompts, (1, 2, 1, 2), strict=True):
-        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=3, extra_body={"ignore_eos": True})
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=3, extra_body={"ignore_eos": True}
+        )
         assert [choice.index for choice in answer.choices] == list(range(num_choices))
         assert answer.usage and answer.usage.completion_tokens == 3 * num_choices
         assert answer.usage.completion_tokens_details and answer.usage.prompt_tokens_details
@@ -27,8 +29,16 @@ def test_sixteen_tokens_unless_told(client: openai.OpenAI) -> None:
     assert answer.usage and answer.usage.completion_tokens == 16
 
 
-def test_streams_of_several_prompts_and_choices_add_up_to_the_whole_answer(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"prompt": [PROMPT, "Hello"], "n": 2, "max_tokens": 12, "seed": 3, "echo": True}
+def test_streams_of_several_prompts_and_choices_add_up_to_the_whole_answer(
+    client: openai.OpenAI,
+) -> None:
+    options: dict[str, Any] = {
+        "prompt": [PROMPT, "Hello"],
+        "n": 2,
+        "max_tokens": 12,
+        "seed": 3,
+        "echo": True,
+    }
     whole = client.completions.create(model=MODEL, **options)
     texts = [""] * 4
     finish: list[str | None] = [None] * 4
@@ -43,25 +53,41 @@ def test_streams_of_several_prompts_and_choices_add_up_to_the_whole_answer(clien
 
 @pytest.mark.serial
 @pytest.mark.parametrize("interval", [1, 5, 1000])
-def test_as_many_tokens_as_asked_for_are_sent_together(client: openai.OpenAI, interval: int) -> None:
+def test_as_many_tokens_as_asked_for_are_sent_together(
+    client: openai.OpenAI, interval: int
+) -> None:
     extra = {"ignore_eos": True, "return_token_ids": True, "stream_interval": interval}
-    chunks = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=23, stream=True, extra_body=extra)
-    counts = [len(choice.token_ids) for chunk in chunks for choice in chunk.choices if choice.token_ids]  # type: ignore[attr-defined]
+    chunks = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=23, stream=True, extra_body=extra
+    )
+    counts = [
+        len(choice.token_ids) for chunk in chunks for choice in chunk.choices if choice.token_ids
+    ]  # type: ignore[attr-defined]
     assert sum(counts) == 23 and counts[0] <= 5  # the first is there at once
     assert all(count >= interval for count in counts[1:-1]) and len(counts) <= 2 + 22 // interval
 
 
 def test_echo_with_no_tokens_scores_the_prompt(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=2)
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=2
+    )
     (choice,) = answer.choices
     assert choice.text == PROMPT
     logprobs = choice.logprobs
-    assert answer.usage and logprobs and logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs
+    assert (
+        answer.usage
+        and logprobs
+        and logprobs.tokens
+        and logprobs.token_logprobs
+        and logprobs.top_logprobs
+    )
     assert "".join(logprobs.tokens) == PROMPT
     assert len(logprobs.tokens) == answer.usage.prompt_tokens
     assert answer.usage.completion_tokens == 0
     assert logprobs.token_logprobs[0] is None
-    for token, logprob, top in zip(logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True):
+    for token, logprob, top in zip(
+        logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True
+    ):
         assert top[token] == logprob <= 0
     for token, offset in zip(logprobs.tokens, logprobs.text_offset or (), strict=True):
         assert PROMPT[offset:].startswith(token)
@@ -69,7 +95,13 @@ def test_echo_with_no_tokens_scores_the_prompt(client: openai.OpenAI) -> None:
 
 def test_logprobs_of_prompt_and_answer_stand_in_one_row(client: openai.OpenAI) -> None:
     answer = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=4, echo=True, logprobs=0, temperature=0, extra_body={"ignore_eos": True}
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=4,
+        echo=True,
+        logprobs=0,
+        temperature=0,
+        extra_body={"ignore_eos": True},
     )
     logprobs = answer.choices[0].logprobs
     assert answer.usage and logprobs and logprobs.tokens
@@ -78,7 +110,13 @@ def test_logprobs_of_prompt_and_answer_stand_in_one_row(client: openai.OpenAI) -
 
 
 def test_same_seed_gives_the_same_texts_and_choices_differ(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"prompt": [900, 77, 5], "n": 4, "seed": 7, "temperature": 2.0, "max_tokens": 24}
+    options: dict[str, Any] = {
+        "prompt": [900, 77, 5],
+        "n": 4,
+        "seed": 7,
+        "temperature": 2.0,
+        "max_tokens": 24,
+    }
     extra = {"top_k": 0, "top_p": 1.0, "ignore_eos": True}
     runs = [client.completions.create(model=MODEL, extra_body=extra, **options) for _ in range(2)]
     texts = [[choice.text for choice in run.choices] for run in runs]
@@ -100,6 +138,12 @@ def test_logit_bias_decides_and_min_tokens_holds(http: httpx.Client) -> None:
 
 
 def test_stop_token_is_reported(http: httpx.Client) -> None:
-    body = {"prompt": PROMPT, "logit_bias": {"70": 100}, "stop_token_ids": [70], "temperature": 0, "max_tokens": 5}
+    body = {
+        "prompt": PROMPT,
+        "logit_bias": {"70": 100},
+        "stop_token_ids": [70],
+        "temperature": 0,
+        "max_tokens": 5,
+    }
     choice = http.post("/v1/completions", json=body).json()["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 70)

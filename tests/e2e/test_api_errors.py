@@ -1,4 +1,6 @@
-"""Bad input over HTTP: every refusal has the OpenAI shape, a request id, and costs the other clients nothing."""
+"""Bad input over HTTP: every refusal has the OpenAI shape, a request id, and costs the other
+clients nothing.
+"""
 
 from __future__ import annotations
 
@@ -69,19 +71,29 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": {"text": "x"}}]}, "messages[0].content"),
-        ({"messages": [*HELLO, {"role": "tool", "tool_call_id": "x", "content": "y"}]}, "messages[1]"),
+        (
+            {"messages": [*HELLO, {"role": "tool", "tool_call_id": "x", "content": "y"}]},
+            "messages[1]",
+        ),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": False},
+            "continue_final_message",
+        ),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_bad_field_is_a_400_that_names_it(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+def test_bad_field_is_a_400_that_names_it(
+    http: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
     error = error_of(http.post(CHAT, json={"model": MODEL, "messages": HELLO, **fields}), 400)
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
-    again = error_of(http.post(CHAT, json={"model": MODEL, "messages": HELLO, **fields, "stream": True}), 400)
+    again = error_of(
+        http.post(CHAT, json={"model": MODEL, "messages": HELLO, **fields, "stream": True}), 400
+    )
     assert again["type"] == "invalid_request_error"
 
 
@@ -103,8 +115,13 @@ def test_bad_field_is_a_400_that_names_it(http: httpx.Client, fields: dict[str, 
     ],
     ids=str,
 )
-def test_bad_completion_is_a_400_that_names_the_field(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
-    assert error_of(http.post("/v1/completions", json={"model": MODEL, **fields}), 400)["param"] == param
+def test_bad_completion_is_a_400_that_names_the_field(
+    http: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
+    assert (
+        error_of(http.post("/v1/completions", json={"model": MODEL, **fields}), 400)["param"]
+        == param
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,7 +158,9 @@ def test_json_nested_beyond_any_schema_is_a_400(http: httpx.Client) -> None:
     for _ in range(100):
         parameters = {"properties": parameters}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    error = error_of(http.post(CHAT, json={"messages": HELLO, "tools": [tool], "max_tokens": 1}), 400)
+    error = error_of(
+        http.post(CHAT, json={"messages": HELLO, "tools": [tool], "max_tokens": 1}), 400
+    )
     assert "nested" in error["message"]
 
 
@@ -171,7 +190,9 @@ TOO_LONG = re.compile(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_prompt_over_the_window_is_a_400_in_words_that_clients_know(http: httpx.Client, stream: bool) -> None:
+def test_prompt_over_the_window_is_a_400_in_words_that_clients_know(
+    http: httpx.Client, stream: bool
+) -> None:
     window = http.get("/v1/models").json()["data"][0]["max_model_len"]
     for text in ("word " * (window * 2), "word " * (window * 2000)):
         chat = {"model": MODEL, "messages": [{"role": "user", "content": text}], "stream": stream}
@@ -194,7 +215,9 @@ def test_prompt_over_the_window_is_a_400_in_words_that_clients_know(http: httpx.
         assert told and told.groups() == (str(window), str(window - 1), None, str(window))
 
 
-def test_unknown_model_is_a_404_that_lists_what_is_served(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_unknown_model_is_a_404_that_lists_what_is_served(
+    client: openai.OpenAI, http: httpx.Client
+) -> None:
     with pytest.raises(openai.NotFoundError, match=MODEL) as caught:
         client.chat.completions.create(model="nan0", messages=HELLO)  # type: ignore[arg-type]
     assert caught.value.code == "model_not_found"
@@ -211,8 +234,14 @@ def test_unknown_route_and_method(http: httpx.Client) -> None:
 
 
 def test_request_id_is_the_clients_where_it_is_sane(http: httpx.Client) -> None:
-    assert http.get("/v1/models", headers={"x-request-id": "trace-1"}).headers["x-request-id"] == "trace-1"
-    assert http.get("/health", headers={"x-request-id": "x" * 500}).headers["x-request-id"] != "x" * 500
+    assert (
+        http.get("/v1/models", headers={"x-request-id": "trace-1"}).headers["x-request-id"]
+        == "trace-1"
+    )
+    assert (
+        http.get("/health", headers={"x-request-id": "x" * 500}).headers["x-request-id"]
+        != "x" * 500
+    )
     ids = {http.get("/health").headers["x-request-id"] for _ in range(3)}
     assert len(ids) == 3
 
@@ -242,14 +271,22 @@ def test_metrics_carry_the_names_of_dashboards(http: httpx.Client, client: opena
         "e2e_request_latency_seconds_bucket",
     ):
         assert f"vllm:{name}{{" in text and f'model_name="{MODEL}"' in text
-    length = [line for line in text.splitlines() if line.startswith('vllm:request_success_total{finished_reason="length"')]
+    length = [
+        line
+        for line in text.splitlines()
+        if line.startswith('vllm:request_success_total{finished_reason="length"')
+    ]
     assert float(length[0].rsplit(" ", 1)[1]) >= 1
 
 
-def test_server_answers_others_while_it_refuses_a_flood(server: Server, client: openai.OpenAI) -> None:
+def test_server_answers_others_while_it_refuses_a_flood(
+    server: Server, client: openai.OpenAI
+) -> None:
     bodies = [
         json.dumps({"messages": HELLO, "stop": ["s"] * 100_000}).encode(),
-        json.dumps({"messages": HELLO, "logit_bias": {str(number): 1 for number in range(300_000)}}).encode(),
+        json.dumps(
+            {"messages": HELLO, "logit_bias": {str(number): 1 for number in range(300_000)}}
+        ).encode(),
         b"[" * 1_000_000,
         json.dumps({"messages": [{"role": "user", "content": "word " * 1_000_000}]}).encode(),
     ]

@@ -1,4 +1,6 @@
-"""SGLang's /generate and its helpers: one prompt or many, streams that repeat what was said, aborts, the cache."""
+"""SGLang's /generate and its helpers: one prompt or many, streams that repeat what was said,
+aborts, the cache.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def generated(http: httpx.Client, **fields: Any) -> Any:
 
 
 def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    response = http.post("/generate", json={"text": PROMPT, "sampling_params": GREEDY, "stream": True, **fields})
+    response = http.post(
+        "/generate", json={"text": PROMPT, "sampling_params": GREEDY, "stream": True, **fields}
+    )
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
@@ -37,10 +41,16 @@ def test_text_and_its_token_ids_are_continued_alike(http: httpx.Client) -> None:
     assert by_text["text"] == by_ids["text"] and by_text["output_ids"] == by_ids["output_ids"]
     meta = by_text["meta_info"]
     assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "length", "length": 12}
-    assert meta["prompt_tokens"] == len(ids) and meta["completion_tokens"] == len(by_text["output_ids"]) == 12
+    assert (
+        meta["prompt_tokens"] == len(ids)
+        and meta["completion_tokens"] == len(by_text["output_ids"]) == 12
+    )
     assert meta["e2e_latency"] > 0 and "output_token_logprobs" not in meta
     completion = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    assert http.post("/v1/completions", json=completion).json()["choices"][0]["text"] == by_text["text"]
+    assert (
+        http.post("/v1/completions", json=completion).json()["choices"][0]["text"]
+        == by_text["text"]
+    )
 
 
 def test_stream_repeats_what_was_said_and_ends_in_the_whole_answer(http: httpx.Client) -> None:
@@ -58,7 +68,9 @@ def test_stream_repeats_what_was_said_and_ends_in_the_whole_answer(http: httpx.C
 
 def test_batch_and_choices_give_lists(http: httpx.Client) -> None:
     second = {"temperature": 0, "max_new_tokens": 3, "n": 2}
-    batch = generated(http, text=[PROMPT, "One two"], sampling_params=[GREEDY, second], rid=["a", "b"])
+    batch = generated(
+        http, text=[PROMPT, "One two"], sampling_params=[GREEDY, second], rid=["a", "b"]
+    )
     assert [answer["meta_info"]["id"] for answer in batch] == ["a", "b", "b"]
     assert [answer["meta_info"]["completion_tokens"] for answer in batch] == [12, 3, 3]
     assert batch[0]["text"] == generated(http)["text"]
@@ -71,7 +83,10 @@ def test_stop_reasons_tell_what_matched(http: httpx.Client) -> None:
     text = generated(http)["text"]
     word = text[len(text) // 2 :][:4]
     cut = generated(http, sampling_params={**GREEDY, "stop": word})
-    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": word} and word not in cut["text"]
+    assert (
+        cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": word}
+        and word not in cut["text"]
+    )
     kept = generated(http, sampling_params={**GREEDY, "stop": [word], "no_stop_trim": True})
     assert kept["text"].endswith(word)
     token_id = generated(http)["output_ids"][3]
@@ -86,11 +101,23 @@ def test_logprobs_of_prompt_and_answer(http: httpx.Client) -> None:
     answer = generated(http, **options, logprob_start_len=0)
     meta = answer["meta_info"]
     assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
-    assert len(meta["input_token_logprobs"]) == len(meta["input_top_logprobs"]) == meta["prompt_tokens"]
+    assert (
+        len(meta["input_token_logprobs"])
+        == len(meta["input_top_logprobs"])
+        == meta["prompt_tokens"]
+    )
     assert meta["input_token_logprobs"][0][0] is None and meta["input_top_logprobs"][0] is None
     assert "".join(entry[2] for entry in meta["input_token_logprobs"]) == PROMPT
-    assert all(entry[0] <= 0 for entry in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]))
-    assert all(top[0] == entry for top, entry in zip(meta["output_top_logprobs"], meta["output_token_logprobs"], strict=True))
+    assert all(
+        entry[0] <= 0
+        for entry in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"])
+    )
+    assert all(
+        top[0] == entry
+        for top, entry in zip(
+            meta["output_top_logprobs"], meta["output_token_logprobs"], strict=True
+        )
+    )
     later = generated(http, **options, logprob_start_len=4)["meta_info"]["input_token_logprobs"]
     assert later == meta["input_token_logprobs"][4:]
     assert generated(http, return_logprob=True)["meta_info"]["input_token_logprobs"] == []
@@ -98,7 +125,9 @@ def test_logprobs_of_prompt_and_answer(http: httpx.Client) -> None:
 
 def test_forms_are_followed(http: httpx.Client) -> None:
     answer = generated(http, sampling_params={**GREEDY, "regex": "(yes|no)"})
-    assert answer["text"] in ("yes", "no") and answer["meta_info"]["finish_reason"]["type"] == "stop"
+    assert (
+        answer["text"] in ("yes", "no") and answer["meta_info"]["finish_reason"]["type"] == "stop"
+    )
 
 
 def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -> None:
@@ -113,7 +142,8 @@ def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -
     for thread in threads:
         thread.start()
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 2)
-    assert http.post("/abort_request", json={"rid": "on"}).json() == {"num_aborted": 0}  # a whole id, not its beginning
+    # a whole id, not its beginning
+    assert http.post("/abort_request", json={"rid": "on"}).json() == {"num_aborted": 0}
     assert http.post("/abort_request", json={"rid": "one"}).json() == {"num_aborted": 1}
     threads[0].join(5)
     assert answers["one"]["meta_info"]["finish_reason"]["type"] == "abort" and "two" not in answers
@@ -132,7 +162,9 @@ def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -
     ],
     ids=["messages", "responses"],
 )
-def test_aborted_answers_of_other_routes_end_in_an_error(http: httpx.Client, path: str, fields: dict[str, Any]) -> None:
+def test_aborted_answers_of_other_routes_end_in_an_error(
+    http: httpx.Client, path: str, fields: dict[str, Any]
+) -> None:
     """They have no word for it; a client must not take the beginning for the whole."""
     events: list[dict[str, Any]] = []
     body = {"model": MODEL, "ignore_eos": True, "stream": True, **fields}
@@ -152,7 +184,10 @@ def test_aborted_answers_of_other_routes_end_in_an_error(http: httpx.Client, pat
 
 def test_flushed_cache_holds_no_prefix(http: httpx.Client, server: Server) -> None:
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
-    prompt = "A prompt of its own, long enough to fill a block or two of the cache, so that it can be found again later."
+    prompt = (
+        "A prompt of its own, long enough to fill a block or two of the cache, so that it "
+        "can be found again later."
+    )
     again = [generated(http, text=prompt)["meta_info"]["cached_tokens"] for _ in range(2)]
     assert again[1] > 0
     assert eventually(lambda: http.post("/flush_cache").status_code == 200)
@@ -187,6 +222,10 @@ def test_model_and_server_describe_themselves(http: httpx.Client) -> None:
     ],
     ids=str,
 )
-def test_bad_request_names_its_field(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+def test_bad_request_names_its_field(
+    http: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
     error = error_of(http.post("/generate", json=fields), 400)
-    assert error["param"] is not None and error["param"].split(".")[0].startswith(param.split(".")[0])
+    assert error["param"] is not None and error["param"].split(".")[0].startswith(
+        param.split(".")[0]
+    )

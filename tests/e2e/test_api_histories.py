@@ -1,4 +1,6 @@
-"""What a history may hold on every route: a session that has it once sends it for ever, so a refusal would end the session."""
+"""What a history may hold on every route: a session that has it once sends it for ever, so a
+refusal would end the session.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def chat(arguments: str = CUT) -> dict[str, Any]:
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "Look:"}, image]},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "half SMILE"}, image]},
+            {
+                "role": "tool",
+                "tool_call_id": "c1",
+                "content": [{"type": "text", "text": "half SMILE"}, image],
+            },
         ],
         "tools": [{"type": "function", "function": TOOL}],
         "max_tokens": 2,
@@ -33,12 +39,22 @@ def chat(arguments: str = CUT) -> dict[str, Any]:
 
 
 def anthropic_messages() -> dict[str, Any]:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-    result = {"type": "tool_result", "tool_use_id": "t1", "content": [image, {"type": "text", "text": "half SMILE"}]}
+    image = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+    }
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t1",
+        "content": [image, {"type": "text", "text": "half SMILE"}],
+    }
     return {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "Look:"}, image]},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "write", "input": CUT}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "t1", "name": "write", "input": CUT}],
+            },
             {"role": "user", "content": [result, image]},
         ],
         "tools": [{"name": "write", "input_schema": {"type": "object"}}],
@@ -53,7 +69,11 @@ def responses() -> dict[str, Any]:
         "input": [
             {"role": "user", "content": [{"type": "input_text", "text": "Look:"}, image]},
             {"type": "function_call", "call_id": "c1", "name": "view_image", "arguments": CUT},
-            {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "half SMILE"}, image]},
+            {
+                "type": "function_call_output",
+                "call_id": "c1",
+                "output": [{"type": "input_text", "text": "half SMILE"}, image],
+            },
         ],
         "tools": [{"type": "function", **TOOL}],
         "max_output_tokens": 2,
@@ -62,7 +82,11 @@ def responses() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/v1/chat/completions", chat()), ("/v1/messages", anthropic_messages()), ("/v1/responses", responses())],
+    [
+        ("/v1/chat/completions", chat()),
+        ("/v1/messages", anthropic_messages()),
+        ("/v1/responses", responses()),
+    ],
     ids=["chat", "messages", "responses"],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -78,13 +102,23 @@ def test_images_cut_calls_and_halves_of_emoji_end_no_session(
 
 def test_the_model_reads_notes_raw_arguments_and_replacement_characters(http: httpx.Client) -> None:
     content = json.dumps(chat()).encode().replace(b"half SMILE", RAW_SMILE)
-    prompt = http.post(RENDER, content=content, headers={"content-type": "application/json"}).json()["prompt"]
+    prompt = http.post(
+        RENDER, content=content, headers={"content-type": "application/json"}
+    ).json()["prompt"]
     assert f"Look:\n{IMAGE}" in prompt
     assert f'<parameter name="arguments">{CUT}</parameter>' in prompt
-    assert f"<response>half \ufffd of \ufffd a \U0001f600\n</response>\n<response>{IMAGE}\n</response>" in prompt
+    assert (
+        f"<response>half \ufffd of \ufffd a \U0001f600\n</response>\n<response>{IMAGE}\n</response>"
+        in prompt
+    )
 
 
 @pytest.mark.parametrize("arguments", ["null", "", "{}"])
-def test_a_call_without_arguments_has_none_in_the_prompt(http: httpx.Client, arguments: str) -> None:
+def test_a_call_without_arguments_has_none_in_the_prompt(
+    http: httpx.Client, arguments: str
+) -> None:
     prompt = http.post(RENDER, json=chat(arguments)).json()["prompt"]
-    assert '<invoke name="write">' in prompt and "<parameter" not in prompt.rpartition('<invoke name="write">')[2]
+    assert (
+        '<invoke name="write">' in prompt
+        and "<parameter" not in prompt.rpartition('<invoke name="write">')[2]
+    )

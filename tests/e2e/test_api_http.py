@@ -16,7 +16,12 @@ from tests.e2e.conftest import MODEL, Server
 from tests.e2e.test_api_errors import error_of
 
 CHAT = "/v1/chat/completions"
-BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0}
+BODY: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 3,
+    "temperature": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -36,12 +41,17 @@ BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content":
     ],
 )
 def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
-    plain = {"accept-encoding": "identity"}  # the client would unpack, and the length is that of what is sent
+    # the client would unpack, and the length is that of what is sent
+    plain = {"accept-encoding": "identity"}
     said, whole = http.head(path, headers=plain), http.get(path, headers=plain)
     assert (said.status_code, said.content) == (200, b"")
     assert said.headers["content-type"] == whole.headers["content-type"]
     if path != "/metrics":  # which says something else each time
-        assert said.headers["content-length"] == whole.headers["content-length"] == str(len(whole.content))
+        assert (
+            said.headers["content-length"]
+            == whole.headers["content-length"]
+            == str(len(whole.content))
+        )
     assert http.get("/livez").status_code == 200  # the connection is still in step
 
 
@@ -65,7 +75,9 @@ def test_a_small_body_that_unpacks_to_a_large_one_is_a_413(http: httpx.Client) -
     content = gzip.compress(b'{"messages": "' + b"x" * (300 * 2**20) + b'"}', compresslevel=1)
     assert len(content) < 2**21
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    assert error_of(http.post(CHAT, content=content, headers=headers), 413)["code"] == "body_too_large"
+    assert (
+        error_of(http.post(CHAT, content=content, headers=headers), 413)["code"] == "body_too_large"
+    )
 
 
 def test_what_is_not_unpacked_is_refused(http: httpx.Client) -> None:
@@ -87,7 +99,8 @@ def test_http_1_0_gets_no_chunks(server: Server, http: httpx.Client, stream: boo
     url = httpx.URL(server.url)
     with socket.create_connection((url.host, url.port), timeout=30) as connection:
         head = (
-            f"POST {CHAT} HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"POST {CHAT} HTTP/1.0\r\nhost: localhost\r\ncontent-type: "
+            f"application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         connection.sendall(head.encode() + body)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -107,7 +120,9 @@ H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: A
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_offer_of_http_2_is_answered_in_http_1_1(server: Server, is_chunked: bool) -> None:
-    """As the HttpClient of the JDK sends its first request to a server; the connection goes on afterwards."""
+    """As the HttpClient of the JDK sends its first request to a server; the connection goes on
+    afterwards.
+    """
     body = json.dumps(BODY).encode()
     length = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % len(body)
     head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n%s%s\r\n\r\n"
@@ -132,9 +147,17 @@ def test_offer_of_http_2_is_answered_in_http_1_1(server: Server, is_chunked: boo
 @pytest.mark.parametrize("upgrade", [b"websocket", b"h2c", b"TLS/1.0, x"])
 def test_upgrades_are_ignored_and_a_tunnel_is_refused(server: Server, upgrade: bytes) -> None:
     url = httpx.URL(server.url)
-    for start, status in ((b"GET /livez", b" 200 "), (b"CONNECT localhost:1", b" 400 "), (b"CONNECT /livez", b" 400 ")):
+    for start, status in (
+        (b"GET /livez", b" 200 "),
+        (b"CONNECT localhost:1", b" 400 "),
+        (b"CONNECT /livez", b" 400 "),
+    ):
         with socket.create_connection((url.host, url.port), timeout=30) as connection:
-            connection.sendall(start + b" HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\nupgrade: " + upgrade)
+            connection.sendall(
+                start
+                + b" HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\nupgrade: "
+                + upgrade
+            )
             connection.sendall(b"\r\n\r\n")
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
             assert status in answer.splitlines()[0] and answer.count(b"HTTP/1.1 ") == 1

@@ -30,20 +30,41 @@ CHAT = "/v1/chat/completions"
 
 
 def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
-    options = ("--api-key", "sesame", "--api-key", "open", "--served-model-name", "a", "--served-model-name", "b")
+    options = (
+        "--api-key",
+        "sesame",
+        "--api-key",
+        "open",
+        "--served-model-name",
+        "a",
+        "--served-model-name",
+        "b",
+    )
     limits = ("--max-num-seqs", "2", "--max-queued-requests", "6")
     with serving(*options, *limits, log_file=tmp_path / "log") as server, server.http() as http:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic sesame"}, {"x-api-key": "sesam"}):
-            assert error_of(http.get("/v1/models", headers=headers), 401)["type"] == "authentication_error"
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "Basic sesame"},
+            {"x-api-key": "sesam"},
+        ):
+            assert (
+                error_of(http.get("/v1/models", headers=headers), 401)["type"]
+                == "authentication_error"
+            )
             error_of(http.get("/v1/nothing", headers=headers), 401)
             error_of(http.post(CHAT, json=LONG, headers=headers), 401)
             unkeyed = http.post("/v1/messages", json=LONG, headers=headers)
-            assert unkeyed.status_code == 401 and unkeyed.json()["error"]["type"] == "authentication_error"
+            assert (
+                unkeyed.status_code == 401
+                and unkeyed.json()["error"]["type"] == "authentication_error"
+            )
             assert unkeyed.json()["type"] == "error"  # in Anthropic's shape
             for path in ("/health", "/readyz", "/ping", "/metrics", "/version", "/openapi.json"):
                 error_of(http.get(path, headers=headers), 401)
             assert http.get("/livez", headers=headers).status_code == 200
-        assert http.get("/readyz", headers={"x-api-key": "open"}).status_code == 200  # the second key
+        # the second key
+        assert http.get("/readyz", headers={"x-api-key": "open"}).status_code == 200
         assert http.get("/v1/models", headers={"x-api-key": "sesame"}).status_code == 200
         names = [model.id for model in server.openai("sesame").models.list()]
         assert names == ["a", "b"]
@@ -56,10 +77,13 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
             assert error_of(response, 429)["type"] == "rate_limit_error"
             assert int(response.headers["retry-after"]) >= 1
             refused = http.post("/v1/messages", json=LONG, headers=key)
-            assert refused.status_code == 429 and refused.json()["error"]["type"] == "rate_limit_error"
+            assert (
+                refused.status_code == 429 and refused.json()["error"]["type"] == "rate_limit_error"
+            )
             server.process.send_signal(signal.SIGTERM)
             assert eventually(lambda: http.get("/readyz", headers=key).status_code == 503)
-            server.process.send_signal(signal.SIGTERM)  # the second one does not wait for open requests
+            # the second one does not wait for open requests
+            server.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert "service_unavailable_error" in rest[-2]
         assert rest[-1] == "data: [DONE]"
@@ -68,7 +92,11 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
 
 
 def test_draining_finishes_what_is_open_and_refuses_what_is_new(tmp_path: Path) -> None:
-    with serving(log_file=tmp_path / "log") as server, server.http() as http, server.http() as other:
+    with (
+        serving(log_file=tmp_path / "log") as server,
+        server.http() as http,
+        server.http() as other,
+    ):
         assert other.get("/readyz").status_code == 200
         with http.stream("POST", CHAT, json=LONG | {"n": 1, "max_tokens": 400}) as running:
             lines = running.iter_lines()
@@ -92,7 +120,11 @@ def test_draining_finishes_what_is_open_and_refuses_what_is_new(tmp_path: Path) 
 def test_draining_waits_for_a_response_in_the_background_and_for_its_client(tmp_path: Path) -> None:
     """No connection tells of it while it runs; its client comes and asks now and then."""
     body = {"input": "Hello", "background": True, "ignore_eos": True, "max_output_tokens": 400}
-    with serving(log_file=tmp_path / "log") as server, server.openai() as client, server.http() as http:
+    with (
+        serving(log_file=tmp_path / "log") as server,
+        server.openai() as client,
+        server.http() as http,
+    ):
         begun = http.post("/v1/responses", json=body).json()
         server.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: http.get("/readyz").status_code == 503)
@@ -102,7 +134,9 @@ def test_draining_waits_for_a_response_in_the_background_and_for_its_client(tmp_
         while fetched.status == "in_progress":
             time.sleep(1.0)
             fetched = client.responses.retrieve(begun["id"])
-        assert fetched.status == "incomplete" and fetched.usage and fetched.usage.output_tokens == 400
+        assert (
+            fetched.status == "incomplete" and fetched.usage and fetched.usage.output_tokens == 400
+        )
         started = time.monotonic()
         assert server.process.wait(10) == 0
         assert time.monotonic() - started < 4  # it was fetched: nothing is left to wait for
@@ -110,7 +144,10 @@ def test_draining_waits_for_a_response_in_the_background_and_for_its_client(tmp_
 
 
 def test_drain_timeout_aborts_what_is_still_open(tmp_path: Path) -> None:
-    with serving("--drain-timeout", "0.5", log_file=tmp_path / "log") as server, server.http() as http:
+    with (
+        serving("--drain-timeout", "0.5", log_file=tmp_path / "log") as server,
+        server.http() as http,
+    ):
         with http.stream("POST", CHAT, json=LONG) as running:
             lines = running.iter_lines()
             next(lines)
@@ -150,7 +187,9 @@ def test_port_in_use_is_refused_before_the_model_is_loaded() -> None:
         port = taken.getsockname()[1]
         started = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "negamax", "serve", "no/such-model", "--port", str(port)], capture_output=True, text=True
+            [sys.executable, "-m", "negamax", "serve", "no/such-model", "--port", str(port)],
+            capture_output=True,
+            text=True,
         )
         assert time.monotonic() - started < 10
     assert done.returncode == 2
@@ -173,8 +212,20 @@ def test_port_in_use_is_refused_before_the_model_is_loaded() -> None:
         ((MODEL, "--request-timeout", "-1"), "--request-timeout"),
     ],
 )
-def test_start_that_cannot_work_is_one_line_and_exit_code_2(options: tuple[str, ...], words: str) -> None:
-    command = [sys.executable, "-m", "negamax", "serve", "--port", "0", "--log-level", "error", *options]
+def test_start_that_cannot_work_is_one_line_and_exit_code_2(
+    options: tuple[str, ...], words: str
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "negamax",
+        "serve",
+        "--port",
+        "0",
+        "--log-level",
+        "error",
+        *options,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
@@ -204,9 +255,23 @@ def damaged(folder: Path, damage: str) -> Path:
         ("misshaped", "config.json asks for", "2"),  # found by the ranks, after all else
     ],
 )
-def test_a_damaged_checkpoint_is_one_line_and_exit_code_2(damage: str, words: str, ranks: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "negamax", "serve", str(damaged(tmp_path, damage)), "--port", "0", "--log-level", "error"]
-    done = subprocess.run([*command, "--tensor-parallel-size", ranks], capture_output=True, text=True, timeout=120)
+def test_a_damaged_checkpoint_is_one_line_and_exit_code_2(
+    damage: str, words: str, ranks: str, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "negamax",
+        "serve",
+        str(damaged(tmp_path, damage)),
+        "--port",
+        "0",
+        "--log-level",
+        "error",
+    ]
+    done = subprocess.run(
+        [*command, "--tensor-parallel-size", ranks], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert words in line

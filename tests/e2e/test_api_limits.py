@@ -1,4 +1,6 @@
-"""What one client may cost the others: queue, deadlines, hang-ups, slow readers, sizes of heads and bodies."""
+"""What one client may cost the others: queue, deadlines, hang-ups, slow readers, sizes of heads and
+bodies.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,18 @@ RUNNING = "vllm:num_requests_running"
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with low limits: two sequences run, two wait, with 400 prompt tokens in all."""
     limits = ("--max-num-seqs", "2", "--max-queued-requests", "2", "--max-queued-tokens", "400")
-    times = ("--slow-client-timeout", "1", "--request-timeout", "30", "--sse-keep-alive-interval", "0.2")
+    times = (
+        "--slow-client-timeout",
+        "1",
+        "--request-timeout",
+        "30",
+        "--sse-keep-alive-interval",
+        "0.2",
+    )
     bodies = ("--max-body-bytes", "100KiB")
-    with serving(*limits, *times, *bodies, log_file=tmp_path_factory.mktemp("small") / "log") as server:
+    with serving(
+        *limits, *times, *bodies, log_file=tmp_path_factory.mktemp("small") / "log"
+    ) as server:
         yield server
         assert "Traceback" not in server.log
 
@@ -37,7 +48,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def all_is_over_afterwards(small: Server) -> Iterator[None]:
     """No test leaves a sequence, a block or an open request behind."""
     yield
-    assert eventually(lambda: small.gauge(RUNNING) == 0 and small.gauge("vllm:num_requests_waiting") == 0)
+    assert eventually(
+        lambda: small.gauge(RUNNING) == 0 and small.gauge("vllm:num_requests_waiting") == 0
+    )
     assert eventually(lambda: small.gauge("vllm:kv_cache_usage_perc") == 0)
     assert eventually(lambda: small.gauge("negamax:open_requests") == 0)
     assert small.gauge("negamax:waiting_tokens") == 0
@@ -51,7 +64,8 @@ def address(server: Server) -> tuple[str, int]:
 def post_bytes(body: dict[str, Any], path: str = CHAT) -> bytes:
     content = json.dumps(body).encode()
     return (
-        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+        f"application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     ).encode() + content
 
 
@@ -68,11 +82,15 @@ def test_queue_takes_so_many_requests_and_so_many_tokens(small: Server) -> None:
     waiting = []
     try:
         connection = socket.create_connection(address(small))
-        connection.sendall(post_bytes(LONG | {"messages": [{"role": "user", "content": "word " * 300}]}))
+        connection.sendall(
+            post_bytes(LONG | {"messages": [{"role": "user", "content": "word " * 300}]})
+        )
         waiting.append(connection)
         assert eventually(lambda: small.gauge("negamax:waiting_tokens") > 250)
         with small.http() as http:
-            long = http.post(CHAT, json=LONG | {"messages": [{"role": "user", "content": "other " * 300}]})
+            long = http.post(
+                CHAT, json=LONG | {"messages": [{"role": "user", "content": "other " * 300}]}
+            )
             assert error_of(long, 429)["code"] == "queue_tokens_full"
             assert 1 <= int(long.headers["retry-after"]) <= 120
             connection = socket.create_connection(address(small))
@@ -82,7 +100,8 @@ def test_queue_takes_so_many_requests_and_so_many_tokens(small: Server) -> None:
             short = http.post(CHAT, json=LONG)
             assert error_of(short, 429)["code"] == "queue_full"
             assert int(short.headers["retry-after"]) >= 1
-            error_of(http.post(CHAT, json=LONG | {"n": 5}), 429)  # the queue is asked before the body is read
+            # the queue is asked before the body is read
+            error_of(http.post(CHAT, json=LONG | {"n": 5}), 429)
     finally:
         for connection in (*running, *waiting):
             connection.close()
@@ -124,7 +143,10 @@ def test_deadline_that_passes_in_the_queue_is_a_408_of_a_stream_too(small: Serve
 
 
 def test_deadline_of_a_begun_stream_is_an_error_event(small: Server) -> None:
-    with small.http() as http, http.stream("POST", CHAT, json=LONG | {"timeout": 1.5, "stream": True}) as answer:
+    with (
+        small.http() as http,
+        http.stream("POST", CHAT, json=LONG | {"timeout": 1.5, "stream": True}) as answer,
+    ):
         lines = [line for line in answer.iter_lines() if line]
     assert len(lines) > 3
     assert "request_timeout" in lines[-2] and lines[-1] == "data: [DONE]"
@@ -161,14 +183,20 @@ def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> N
     ],
     ids=["chat", "responses"],
 )
-def test_silent_stream_says_comments_which_clients_skip(small: Server, path: str, body: dict[str, Any]) -> None:
+def test_silent_stream_says_comments_which_clients_skip(
+    small: Server, path: str, body: dict[str, Any]
+) -> None:
     silent = body | {"ignore_eos": True, "stream": True, "stream_interval": 1000}
     with small.http() as http:
         text = http.post(path, json=silent).text
     assert text.count(": keep-alive\n\n") >= 2
     with small.openai() as client:
         chunks: Any = client.post(
-            path.removeprefix("/v1"), cast_to=object, body=silent, stream=True, stream_cls=openai.Stream[object]
+            path.removeprefix("/v1"),
+            cast_to=object,
+            body=silent,
+            stream=True,
+            stream_cls=openai.Stream[object],
         )
         events = list(chunks)
     assert len(events) > 2 and "keep-alive" not in json.dumps(events)
@@ -189,7 +217,9 @@ def test_client_that_does_not_read_is_cut_off(small: Server) -> None:
 
 
 def exchange(server: Server, sent: bytes) -> bytes:
-    """Everything the server says to `sent` until it hangs up, which it may do while it is still being sent to."""
+    """Everything the server says to `sent` until it hangs up, which it may do while it is still
+    being sent to.
+    """
     parts = []
     with socket.create_connection(address(server)) as connection:
         connection.settimeout(30)
@@ -215,17 +245,35 @@ def unless_it_has_hung_up() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("head", "status", "code"),
     [
-        (b"GET /v1/models?" + b"x" * 9000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 414, b"url_too_long"),
-        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 150 + b"\r\n", 431, b"too_many_headers"),
-        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 40_000 + b"\r\n\r\n", 431, b"headers_too_large"),
-        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 4_000_000, 431, b"invalid_http"),
+        (
+            b"GET /v1/models?" + b"x" * 9000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            414,
+            b"url_too_long",
+        ),
+        (
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 150 + b"\r\n",
+            431,
+            b"too_many_headers",
+        ),
+        (
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 40_000 + b"\r\n\r\n",
+            431,
+            b"headers_too_large",
+        ),
+        (
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 4_000_000,
+            431,
+            b"invalid_http",
+        ),
         (b"GET /" + b"x" * 4_000_000, 431, b"invalid_http"),
         (b"\x16\x03\x01\x02\x00\x01\x00", 400, b"invalid_http"),
         (b"not http at all\r\n\r\n", 400, b"invalid_http"),
     ],
     ids=["url", "headers", "header bytes", "endless header", "endless url", "tls", "noise"],
 )
-def test_head_beyond_the_limits_is_refused(small: Server, head: bytes, status: int, code: bytes) -> None:
+def test_head_beyond_the_limits_is_refused(
+    small: Server, head: bytes, status: int, code: bytes
+) -> None:
     answer = exchange(small, head)
     if len(head) > 1_000_000 and not answer:
         return  # hung up on us while we were still sending: then the answer is lost
@@ -237,14 +285,27 @@ def test_head_beyond_the_limits_is_refused(small: Server, head: bytes, status: i
 
 def test_body_and_message_count_have_limits(small: Server) -> None:
     with small.http() as http:
-        assert error_of(http.post(CHAT, json={"messages": HELLO, "user": "x" * 102_400}), 413)["code"] == "body_too_large"
+        assert (
+            error_of(http.post(CHAT, json={"messages": HELLO, "user": "x" * 102_400}), 413)["code"]
+            == "body_too_large"
+        )
         many = json.dumps({"messages": [{}] * 16_385})
-        assert "16384" in error_of(http.post(CHAT, content=many, headers={"content-type": "application/json"}), 400)["message"]
+        assert (
+            "16384"
+            in error_of(
+                http.post(CHAT, content=many, headers={"content-type": "application/json"}), 400
+            )["message"]
+        )
 
 
 def test_bodies_that_never_end_do_not_fill_the_memory(small: Server) -> None:
-    """Eight bodies of the largest size may be open at a time; the ninth client is sent away, and then nobody."""
-    head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 102400\r\n\r\n"
+    """Eight bodies of the largest size may be open at a time; the ninth client is sent away, and
+    then nobody.
+    """
+    head = (
+        b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+        b"application/json\r\ncontent-length: 102400\r\n\r\n"
+    )
     connections = []
     for _ in range(9):
         connection = socket.create_connection(address(small))
@@ -255,7 +316,9 @@ def test_bodies_that_never_end_do_not_fill_the_memory(small: Server) -> None:
     for connection in connections:
         connection.close()
     with small.http() as http:
-        assert eventually(lambda: http.post(CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200)
+        assert eventually(
+            lambda: http.post(CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200
+        )
 
 
 def test_many_hanging_clients_leave_the_others_alone(small: Server) -> None:
@@ -284,7 +347,9 @@ def test_flood_of_refused_requests_leaves_running_ones_alone(small: Server) -> N
         def flood() -> None:
             with small.http() as other:
                 while not stop.is_set():
-                    statuses.add(other.post(CHAT, json=body | {"n": 4, "max_tokens": 200}).status_code)
+                    statuses.add(
+                        other.post(CHAT, json=body | {"n": 4, "max_tokens": 200}).status_code
+                    )
 
         threads = [threading.Thread(target=flood) for _ in range(3)]
         for thread in threads:

@@ -20,22 +20,36 @@ BOARD = DEPLOY / "grafana" / "negamax.json"
 ALERTS = DEPLOY / "alerts.yml"
 METRIC = re.compile(r"\b(?:vllm|sglang|negamax):\w+")
 VLLM = (
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc", "prefix_cache_queries_total",
-    "prefix_cache_hits_total", "gpu_prefix_cache_queries_total", "gpu_prefix_cache_hits_total", "prompt_tokens_total",
-    "prompt_tokens_cached_total", "generation_tokens_total", "request_success_total", "num_preemptions_total",
-    "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket", "time_per_output_token_seconds_bucket",
-    "request_time_per_output_token_seconds_bucket", "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket",
-    "request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket", "request_inference_time_seconds_bucket",
-    "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_max_tokens_bucket",
-    "request_params_n_bucket", "iteration_tokens_total_bucket", "cache_config_info", "spec_decode_num_drafts_total",
-    "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total", "tool_call_parser_invocations_total",
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total", "gpu_prefix_cache_queries_total", "gpu_prefix_cache_hits_total",
+    "prompt_tokens_total",
+    "prompt_tokens_cached_total", "generation_tokens_total", "request_success_total",
+    "num_preemptions_total",
+    "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
+    "time_per_output_token_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket", "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket",
+    "request_inference_time_seconds_bucket",
+    "request_prompt_tokens_bucket", "request_generation_tokens_bucket",
+    "request_params_max_tokens_bucket",
+    "request_params_n_bucket", "iteration_tokens_total_bucket", "cache_config_info",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+    "tool_call_parser_invocations_total",
 )  # fmt: skip
-WITHOUT_SAMPLES = ("vllm:spec_decode_num_accepted_tokens_per_pos", "vllm:admission_rejections")  # until there is something
+# until there is something
+WITHOUT_SAMPLES = ("vllm:spec_decode_num_accepted_tokens_per_pos", "vllm:admission_rejections")
 SGLANG = (
-    "num_running_reqs", "num_queue_reqs", "token_usage", "num_used_tokens", "max_total_num_tokens", "gen_throughput",
-    "cache_hit_rate", "prompt_tokens_total", "generation_tokens_total", "cached_tokens_total", "num_requests_total",
-    "num_aborted_requests_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
-    "e2e_request_latency_seconds_bucket", "queue_time_seconds_bucket", "spec_accept_length", "spec_accept_rate",
+    "num_running_reqs", "num_queue_reqs", "token_usage", "num_used_tokens", "max_total_num_tokens",
+    "gen_throughput",
+    "cache_hit_rate", "prompt_tokens_total", "generation_tokens_total", "cached_tokens_total",
+    "num_requests_total",
+    "num_aborted_requests_total", "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "e2e_request_latency_seconds_bucket", "queue_time_seconds_bucket", "spec_accept_length",
+    "spec_accept_rate",
     "num_retracted_reqs", "utilization",
 )  # fmt: skip
 
@@ -50,11 +64,15 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def value(text: str, name: str, **labels: str) -> float:
-    (found,) = [number for given, number in samples(text)[name] if given == {"model_name": MODEL} | labels]
+    (found,) = [
+        number for given, number in samples(text)[name] if given == {"model_name": MODEL} | labels
+    ]
     return found
 
 
-def test_every_name_that_dashboards_read_is_there(http: httpx.Client, client: openai.OpenAI) -> None:
+def test_every_name_that_dashboards_read_is_there(
+    http: httpx.Client, client: openai.OpenAI
+) -> None:
     client.completions.create(model=MODEL, prompt="x", max_tokens=2)
     text = http.get("/metrics").text
     found = samples(text)
@@ -62,14 +80,21 @@ def test_every_name_that_dashboards_read_is_there(http: httpx.Client, client: op
     assert [name for name in SGLANG if f"sglang:{name}" not in found] == []
     assert [name for name in WITHOUT_SAMPLES if f"# TYPE {name}_total counter" not in text] == []
     assert {labels["model_name"] for entries in found.values() for labels, _ in entries} == {MODEL}
-    open_metrics = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    open_metrics = http.get(
+        "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
+    )
     assert open_metrics.headers["content-type"].startswith("application/openmetrics-text")
     assert open_metrics.text.endswith("# EOF\n")
 
 
 @pytest.mark.serial
 def test_counts_and_times_of_one_request_add_up(http: httpx.Client, server: Server) -> None:
-    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 20, "ignore_eos": True, "cache_salt": "alone"}
+    body: dict[str, Any] = {
+        "messages": HELLO,
+        "max_tokens": 20,
+        "ignore_eos": True,
+        "cache_salt": "alone",
+    }
     before = http.get("/metrics").text
     usage = http.post(CHAT, json=body).json()["usage"]
     after = http.get("/metrics").text
@@ -78,22 +103,34 @@ def test_counts_and_times_of_one_request_add_up(http: httpx.Client, server: Serv
         return value(after, name, **labels) - value(before, name, **labels)
 
     assert gain("vllm:generation_tokens_total") == usage["completion_tokens"] == 20
-    assert gain("vllm:prompt_tokens_total") == gain("vllm:request_prompt_tokens_sum") == usage["prompt_tokens"]
+    assert (
+        gain("vllm:prompt_tokens_total")
+        == gain("vllm:request_prompt_tokens_sum")
+        == usage["prompt_tokens"]
+    )
     assert gain("vllm:request_generation_tokens_sum") == 20
     assert gain("vllm:inter_token_latency_seconds_count") == 19
     assert gain("vllm:request_success_total", finished_reason="length") == 1
     assert gain("sglang:num_requests_total") == 1
     assert gain("vllm:iteration_tokens_total_sum") == usage["prompt_tokens"] + 19
-    queue, prefill, decode = (gain(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode"))
+    queue, prefill, decode = (
+        gain(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode")
+    )
     assert queue + prefill == pytest.approx(gain("vllm:time_to_first_token_seconds_sum"), abs=2e-3)
-    assert queue + prefill + decode == pytest.approx(gain("vllm:e2e_request_latency_seconds_sum"), abs=2e-3)
-    assert gain("vllm:request_inference_time_seconds_sum") == pytest.approx(prefill + decode, abs=2e-3)
+    assert queue + prefill + decode == pytest.approx(
+        gain("vllm:e2e_request_latency_seconds_sum"), abs=2e-3
+    )
+    assert gain("vllm:request_inference_time_seconds_sum") == pytest.approx(
+        prefill + decode, abs=2e-3
+    )
     assert min(queue, prefill, decode) > 0
 
 
 def test_board_and_alerts_ask_only_for_metrics_that_exist(http: httpx.Client) -> None:
     text = http.get("/metrics").text
-    known = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+    known = {
+        line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")
+    }
     known |= {f"{name}_total" for name in WITHOUT_SAMPLES}
     board = json.loads(BOARD.read_text(encoding="utf-8"))
     asked = set()

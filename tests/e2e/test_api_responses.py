@@ -21,7 +21,10 @@ PATH = "/v1/responses"
 
 def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
     """A whole response, as it went over the wire."""
-    answer = http.post(PATH, json={"model": MODEL, "input": ASK, "temperature": 0, "max_output_tokens": 300, **fields})
+    answer = http.post(
+        PATH,
+        json={"model": MODEL, "input": ASK, "temperature": 0, "max_output_tokens": 300, **fields},
+    )
     assert answer.status_code == 200, answer.text
     response: dict[str, Any] = answer.json()
     return response
@@ -29,7 +32,14 @@ def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     """The events of a stream, numbered without gaps, each under the name that its data has."""
-    body = {"model": MODEL, "input": ASK, "temperature": 0, "max_output_tokens": 300, **fields, "stream": True}
+    body = {
+        "model": MODEL,
+        "input": ASK,
+        "temperature": 0,
+        "max_output_tokens": 300,
+        **fields,
+        "stream": True,
+    }
     answer = http.post(PATH, json=body)
     assert answer.status_code == 200, answer.text
     events: list[dict[str, Any]] = []
@@ -59,7 +69,9 @@ def check_told(events: list[dict[str, Any]], items: list[dict[str, Any]]) -> Non
             "custom_tool_call": (item.get("input"), "custom_tool_call_input.delta"),
         }[item["type"]]
         whole = said if isinstance(said, str) else said[0]["text"]
-        told = "".join(event["delta"] for event, kind in zip(about, kinds, strict=True) if kind == delta)
+        told = "".join(
+            event["delta"] for event, kind in zip(about, kinds, strict=True) if kind == delta
+        )
         assert told == whole and told
 
 
@@ -69,12 +81,26 @@ def kinds_of(response: dict[str, Any]) -> list[str]:
 
 def test_response_has_items_counts_and_echoes(client: openai.OpenAI) -> None:
     response = client.responses.create(
-        model=MODEL, input=ASK, temperature=0, instructions="Be brief.", metadata={"run": "7"}, reasoning={"effort": "high"}
+        model=MODEL,
+        input=ASK,
+        temperature=0,
+        instructions="Be brief.",
+        metadata={"run": "7"},
+        reasoning={"effort": "high"},
     )
     reasoning, message = response.output
-    assert reasoning.type == "reasoning" and reasoning.content and reasoning.content[0].text and reasoning.summary == []
+    assert (
+        reasoning.type == "reasoning"
+        and reasoning.content
+        and reasoning.content[0].text
+        and reasoning.summary == []
+    )
     assert message.type == "message" and "85" in response.output_text
-    assert (response.status, response.metadata, response.instructions) == ("completed", {"run": "7"}, "Be brief.")
+    assert (response.status, response.metadata, response.instructions) == (
+        "completed",
+        {"run": "7"},
+        "Be brief.",
+    )
     usage = response.usage
     assert usage and usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
@@ -84,11 +110,19 @@ def test_response_has_items_counts_and_echoes(client: openai.OpenAI) -> None:
 
 
 def test_sdk_stream_ends_in_the_whole_response(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"model": MODEL, "input": ASK_WEATHER, "tools": [TOOL], "temperature": 0}
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "input": ASK_WEATHER,
+        "tools": [TOOL],
+        "temperature": 0,
+    }
     with client.responses.stream(**options) as stream:
         kinds = [event.type for event in stream]
         response = stream.get_final_response()
-    assert "response.reasoning_text.delta" in kinds and "response.function_call_arguments.done" in kinds
+    assert (
+        "response.reasoning_text.delta" in kinds
+        and "response.function_call_arguments.done" in kinds
+    )
     call = response.output[-1]
     assert call.type == "function_call" and call.call_id.startswith("call_")
     assert json.loads(call.arguments) == {"city": "Paris"}
@@ -103,7 +137,10 @@ def test_sdk_stream_ends_in_the_whole_response(client: openai.OpenAI) -> None:
         ({}, "completed"),
         ({"input": ASK_WEATHER, "tools": [TOOL]}, "completed"),
         ({"max_output_tokens": 20}, "incomplete"),
-        ({"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}, "completed"),
+        (
+            {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]},
+            "completed",
+        ),
         ({"include": ["message.output_text.logprobs"]}, "completed"),
     ],
     ids=["text", "call", "length", "summary", "logprobs"],
@@ -125,12 +162,18 @@ def test_events_tell_the_response(http: httpx.Client, fields: dict[str, Any], st
         assert reasoning["summary"][0]["text"] == reasoning["content"][0]["text"]
 
 
-def test_kept_response_is_fetched_gone_on_from_and_deleted(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_kept_response_is_fetched_gone_on_from_and_deleted(
+    client: openai.OpenAI, http: httpx.Client
+) -> None:
     first = client.responses.create(model=MODEL, input=ASK_WEATHER, tools=[TOOL], temperature=0)  # type: ignore[list-item]
     assert client.responses.retrieve(first.id).output == first.output
     call = first.output[-1]
     assert call.type == "function_call"
-    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": '{"temperature": 19}'}
+    result: Any = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": '{"temperature": 19}',
+    }
     second = client.responses.create(
         model=MODEL,
         input=[result],
@@ -157,16 +200,26 @@ def test_kept_response_is_fetched_gone_on_from_and_deleted(client: openai.OpenAI
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
     third = client.responses.create(
-        model=MODEL, input="Thanks", previous_response_id=second.id, max_output_tokens=4, tools=[TOOL]
+        model=MODEL,
+        input="Thanks",
+        previous_response_id=second.id,
+        max_output_tokens=4,
+        tools=[TOOL],
     )
-    assert third.usage and third.usage.input_tokens > second.usage.input_tokens - 60  # what is deleted is still gone on from
+    # what is deleted is still gone on from
+    assert third.usage and third.usage.input_tokens > second.usage.input_tokens - 60
     with pytest.raises(openai.NotFoundError) as error:
         client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
     assert error.value.code == "previous_response_not_found"
 
 
 def test_input_tokens_are_those_that_a_response_counts(client: openai.OpenAI) -> None:
-    question: dict[str, Any] = {"model": MODEL, "input": ASK_WEATHER, "instructions": "Be brief.", "tools": [TOOL]}
+    question: dict[str, Any] = {
+        "model": MODEL,
+        "input": ASK_WEATHER,
+        "instructions": "Be brief.",
+        "tools": [TOOL],
+    }
     first = client.responses.create(**question, temperature=0)
     counted = client.responses.input_tokens.count(**question)
     assert first.usage and counted.object == "response.input_tokens"
@@ -176,9 +229,17 @@ def test_input_tokens_are_those_that_a_response_counts(client: openai.OpenAI) ->
         for item in first.output
         if item.type == "function_call"
     ]
-    further: dict[str, Any] = {"model": MODEL, "input": results, "previous_response_id": first.id, "tools": [TOOL]}
+    further: dict[str, Any] = {
+        "model": MODEL,
+        "input": results,
+        "previous_response_id": first.id,
+        "tools": [TOOL],
+    }
     second = client.responses.create(**further, max_output_tokens=2)
-    assert second.usage and client.responses.input_tokens.count(**further).input_tokens == second.usage.input_tokens
+    assert (
+        second.usage
+        and client.responses.input_tokens.count(**further).input_tokens == second.usage.input_tokens
+    )
     with pytest.raises(openai.NotFoundError):
         client.responses.input_tokens.count(**further | {"previous_response_id": "resp_none"})
 
@@ -189,7 +250,9 @@ def test_response_that_is_not_to_be_kept_is_not(http: httpx.Client) -> None:
     error_of(http.get(f"{PATH}/{response['id']}"), 404)
 
 
-def test_background_response_runs_by_itself_and_can_be_cancelled(http: httpx.Client, server: Server) -> None:
+def test_background_response_runs_by_itself_and_can_be_cancelled(
+    http: httpx.Client, server: Server
+) -> None:
     begun = asked(http, background=True)
     assert begun["status"] == "in_progress" and begun["output"] == []
 
@@ -199,7 +262,10 @@ def test_background_response_runs_by_itself_and_can_be_cancelled(http: httpx.Cli
 
     assert eventually(lambda: status(begun) == "completed")
     endless = asked(http, background=True, ignore_eos=True, max_output_tokens=4000)
-    error_of(http.post(PATH, json={"model": MODEL, "input": "x", "previous_response_id": endless["id"]}), 400)
+    error_of(
+        http.post(PATH, json={"model": MODEL, "input": "x", "previous_response_id": endless["id"]}),
+        400,
+    )
     cancelled = http.post(f"{PATH}/{endless['id']}/cancel").json()
     assert cancelled["status"] == "cancelled" == status(endless)
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0, seconds=5)
@@ -213,28 +279,54 @@ def test_forms_and_forced_calls(client: openai.OpenAI, http: httpx.Client) -> No
     response = client.responses.create(model=MODEL, input=ASK, temperature=0, text=form)
     assert isinstance(json.loads(response.output_text)["total"], int)
     assert response.text and response.text.format and response.text.format.type == "json_schema"
-    weather = {"input": ASK_WEATHER, "tools": [TOOL, {"type": "web_search"}], "parallel_tool_calls": False}
+    weather = {
+        "input": ASK_WEATHER,
+        "tools": [TOOL, {"type": "web_search"}],
+        "parallel_tool_calls": False,
+    }
     assert kinds_of(asked(http, **weather, tool_choice="required")).count("function_call") == 1
     named = asked(http, **weather, tool_choice={"type": "function", "name": "get_weather"})
     assert named["output"][-1]["name"] == "get_weather" and named["tools"] == weather["tools"]
-    only = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
+    only = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "get_weather"}],
+    }
     assert kinds_of(asked(http, **weather, tool_choice=only))[-1] == "function_call"
-    assert "function_call" not in kinds_of(asked(http, **weather, tool_choice="none", max_output_tokens=60))
+    assert "function_call" not in kinds_of(
+        asked(http, **weather, tool_choice="none", max_output_tokens=60)
+    )
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools_leave_the_prompt_as_it_is(client: openai.OpenAI, mode: Any) -> None:
-    clock: Any = {"type": "function", "name": "get_time", "strict": False, "parameters": {"type": "object", "properties": {}}}
-    options: dict[str, Any] = {"model": MODEL, "input": ASK_WEATHER, "tools": [TOOL, clock], "temperature": 0}
+    clock: Any = {
+        "type": "function",
+        "name": "get_time",
+        "strict": False,
+        "parameters": {"type": "object", "properties": {}},
+    }
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "input": ASK_WEATHER,
+        "tools": [TOOL, clock],
+        "temperature": 0,
+    }
     free = client.responses.create(**options)
-    only: Any = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "get_time"}]}
+    only: Any = {
+        "type": "allowed_tools",
+        "mode": mode,
+        "tools": [{"type": "function", "name": "get_time"}],
+    }
     held = client.responses.create(**options, tool_choice=only, max_output_tokens=400)
     names = {item.name for item in held.output if item.type == "function_call"}
     assert names <= {"get_time"} and (names or mode == "auto")
     assert free.usage and held.usage and held.usage.input_tokens == free.usage.input_tokens
     assert held.usage.input_tokens_details.cached_tokens == free.usage.input_tokens // 16 * 16
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(**options, tool_choice={**only, "tools": [{"type": "function", "name": "get_tim"}]})
+        client.responses.create(
+            **options, tool_choice={**only, "tools": [{"type": "function", "name": "get_tim"}]}
+        )
     assert caught.value.param == "tool_choice.tools[0].name" and "get_time" in str(caught.value)
 
 
@@ -251,9 +343,12 @@ def test_logprobs_are_those_of_the_text(client: openai.OpenAI) -> None:
         assert entry.top_logprobs[0].token == entry.token  # greedy takes the most likely one
         assert bytes(entry.bytes).decode() == entry.token
     told = "".join(entry.token for entry in part.logprobs)
-    assert told.strip() == part.text.strip() and len(told) - len(part.text) < 4  # a token may begin in the line breaks before
+    # a token may begin in the line breaks before
+    assert told.strip() == part.text.strip() and len(told) - len(part.text) < 4
     deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
-    assert [entry.token for logprobs in deltas for entry in logprobs] == [entry.token for entry in part.logprobs]
+    assert [entry.token for logprobs in deltas for entry in logprobs] == [
+        entry.token for entry in part.logprobs
+    ]
     (done,) = [event for event in events if event.type == "response.output_text.done"]
     assert [entry.logprob for entry in done.logprobs] == [entry.logprob for entry in part.logprobs]
     whole = client.responses.create(**options)
@@ -272,8 +367,17 @@ def test_logprobs_come_only_where_they_are_included(http: httpx.Client) -> None:
 
 
 def test_custom_tool_takes_plain_text(http: httpx.Client) -> None:
-    tool = {"type": "custom", "name": "apply_patch", "description": "Apply a patch.", "format": {"type": "text"}}
-    fields = {"tools": [tool], "tool_choice": {"type": "custom", "name": "apply_patch"}, "max_output_tokens": 120}
+    tool = {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Apply a patch.",
+        "format": {"type": "text"},
+    }
+    fields = {
+        "tools": [tool],
+        "tool_choice": {"type": "custom", "name": "apply_patch"},
+        "max_output_tokens": 120,
+    }
     events = events_of(http, **fields)
     items = events[-1]["response"]["output"]
     assert items[-1]["type"] == "custom_tool_call" and items[-1]["name"] == "apply_patch"
@@ -283,17 +387,26 @@ def test_custom_tool_takes_plain_text(http: httpx.Client) -> None:
         *items,
         {"type": "custom_tool_call_output", "call_id": items[-1]["call_id"], "output": "Done"},
     ]
-    assert asked(http, input=replay, tools=[tool], max_output_tokens=4)["usage"]["input_tokens"] > 60
+    assert (
+        asked(http, input=replay, tools=[tool], max_output_tokens=4)["usage"]["input_tokens"] > 60
+    )
 
 
 def test_tools_of_a_namespace_are_called_with_it(http: httpx.Client) -> None:
     tools = [{"type": "namespace", "name": "mcp__home", "description": "At home.", "tools": [TOOL]}]
-    events = events_of(http, input=ASK_WEATHER, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    events = events_of(
+        http, input=ASK_WEATHER, tools=tools, tool_choice="required", parallel_tool_calls=False
+    )
     items = events[-1]["response"]["output"]
     check_told(events, items)
     assert (items[-1]["namespace"], items[-1]["name"]) == ("mcp__home", "get_weather")
     result = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "19"}
-    replayed = asked(http, input=[{"role": "user", "content": ASK_WEATHER}, *items, result], tools=tools, max_output_tokens=1)
+    replayed = asked(
+        http,
+        input=[{"role": "user", "content": ASK_WEATHER}, *items, result],
+        tools=tools,
+        max_output_tokens=1,
+    )
     before = events[-1]["response"]["usage"]["input_tokens"]
     assert replayed["usage"]["input_tokens_details"]["cached_tokens"] > before - 16
 
@@ -309,14 +422,22 @@ def test_tools_of_a_namespace_are_called_with_it(http: httpx.Client) -> None:
             400,
             "input[0].content[0]",
         ),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, 400, "input[0]"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
+            400,
+            "input[0]",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, 404, "input[0].id"),
         ({"input": "x", "max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"input": "x", "max_tokens": 5}, 400, "max_tokens"),
         ({"input": "x", "temperature": 5}, 400, "temperature"),
         ({"input": "x", "model": "other"}, 404, "model"),
         ({"input": "x", "tools": [{"type": "function"}]}, 400, "tools[0].name"),
-        ({"input": "x", "tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]}, 400, "tool_choice"),
+        (
+            {"input": "x", "tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]},
+            400,
+            "tool_choice",
+        ),
         ({"input": "x", "tool_choice": "function", "tools": [TOOL]}, 400, "tool_choice"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, 400, "text.format"),
         ({"input": "x", "background": True, "stream": True}, 400, "background"),
@@ -325,23 +446,36 @@ def test_tools_of_a_namespace_are_called_with_it(http: httpx.Client) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_bad_request_names_its_field(http: httpx.Client, fields: dict[str, Any], status: int, param: str) -> None:
+def test_bad_request_names_its_field(
+    http: httpx.Client, fields: dict[str, Any], status: int, param: str
+) -> None:
     assert error_of(http.post(PATH, json=fields), status)["param"] == param
 
 
 def test_session_of_codex_replays_its_items(http: httpx.Client) -> None:
-    """Instructions and a developer message, nothing kept by the server, every item sent again, with the reasoning only in its
-    encrypted form: the loop's prompts begin with the ones before."""
+    """Instructions and a developer message, nothing kept by the server, every item sent again, with
+    the reasoning only in its encrypted form: the loop's prompts begin with the ones before."""
     shell = {
         "type": "function",
         "name": "shell",
         "description": "Runs a shell command.",
         "strict": False,
-        "parameters": {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "array", "items": {"type": "string"}}},
+        },
     }
     items: list[dict[str, Any]] = [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>all</permissions>"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ASK_WEATHER}]},
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "<permissions>all</permissions>"}],
+        },
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": ASK_WEATHER}],
+        },
     ]
     num_before = 0
     for number in range(4):
@@ -370,12 +504,24 @@ def test_session_of_codex_replays_its_items(http: httpx.Client) -> None:
             replayed = {key: value for key, value in item.items() if key not in ("id", "status")}
             items.append(replayed | ({"content": None} if item["type"] == "reasoning" else {}))
             if item["type"] == "function_call":
-                items.append({"type": "function_call_output", "call_id": item["call_id"], "output": f"19 degrees {number}"})
+                items.append(
+                    {
+                        "type": "function_call_output",
+                        "call_id": item["call_id"],
+                        "output": f"19 degrees {number}",
+                    }
+                )
         assert items[-1]["type"] == "function_call_output"
 
 
 def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Client) -> None:
-    body = {"model": MODEL, "max_output_tokens": 4000, "input": ASK, "ignore_eos": True, "stream": True}
+    body = {
+        "model": MODEL,
+        "max_output_tokens": 4000,
+        "input": ASK,
+        "ignore_eos": True,
+        "stream": True,
+    }
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
     with http.stream("POST", PATH, json=body) as response:
         lines = response.iter_lines()  # to forget it would close the connection

@@ -1,4 +1,6 @@
-"""Stop strings end the content of chats, messages and responses, and never the thinking before it."""
+"""Stop strings end the content of chats, messages and responses, and never the thinking before
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,22 @@ def whole(server: Any) -> tuple[str, str]:
     return message.model_extra["reasoning"], message.content
 
 
-def read(http: httpx.Client, path: str, body: dict[str, Any], *, is_streamed: bool) -> tuple[str, str, Any]:
+def read(
+    http: httpx.Client, path: str, body: dict[str, Any], *, is_streamed: bool
+) -> tuple[str, str, Any]:
     """Thinking, content, and the stop string that is told (Responses tell none)."""
     response = http.post(path, json={**GREEDY, **body, "stream": is_streamed})
     assert response.status_code == 200, response.text
-    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")] if is_streamed else []
+    events = (
+        [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        if is_streamed
+        else []
+    )
     if path == "/v1/responses":
         items = (events[-1]["response"] if is_streamed else response.json())["output"]
-        told = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+        told = "".join(
+            event["delta"] for event in events if event["type"] == "response.output_text.delta"
+        )
         thought, said = (item["content"][0]["text"] for item in items)
         assert told == said or not is_streamed
         return thought, said, body["stop"][0]
@@ -39,12 +49,22 @@ def read(http: httpx.Client, path: str, body: dict[str, Any], *, is_streamed: bo
         if not is_streamed:
             thought, said = response.json()["content"]
             return thought["thinking"], said["text"], response.json()["stop_sequence"]
-        deltas = [event["delta"] for event in events if event["type"] in ("content_block_delta", "message_delta")]
-        thought, said = ("".join(delta.get(key, "") for delta in deltas) for key in ("thinking", "text"))
+        deltas = [
+            event["delta"]
+            for event in events
+            if event["type"] in ("content_block_delta", "message_delta")
+        ]
+        thought, said = (
+            "".join(delta.get(key, "") for delta in deltas) for key in ("thinking", "text")
+        )
         return thought, said, deltas[-1]["stop_sequence"]
-    choices = [event["choices"][0] for event in events] if is_streamed else response.json()["choices"]
+    choices = (
+        [event["choices"][0] for event in events] if is_streamed else response.json()["choices"]
+    )
     messages = [choice.get("delta", choice.get("message")) for choice in choices]
-    thought, said = ("".join(message.get(key) or "" for message in messages) for key in ("reasoning", "content"))
+    thought, said = (
+        "".join(message.get(key) or "" for message in messages) for key in ("reasoning", "content")
+    )
     return thought, said, choices[-1]["stop_reason"]
 
 
@@ -58,16 +78,23 @@ def body_for(path: str, stop: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_thinking_goes_on_and_content_ends(http: httpx.Client, whole: tuple[str, str], path: str, is_streamed: bool) -> None:
+def test_thinking_goes_on_and_content_ends(
+    http: httpx.Client, whole: tuple[str, str], path: str, is_streamed: bool
+) -> None:
     thought, said = whole
     assert THOUGHT_STOP in thought and THOUGHT_STOP not in said
-    assert read(http, path, body_for(path, [THOUGHT_STOP]), is_streamed=is_streamed)[:2] == (thought, said)
+    assert read(http, path, body_for(path, [THOUGHT_STOP]), is_streamed=is_streamed)[:2] == (
+        thought,
+        said,
+    )
     word = said.split()[-1][-3:]  # may be in the thinking, too
     cut = read(http, path, body_for(path, [word, THOUGHT_STOP]), is_streamed=is_streamed)
     assert cut == (thought, said.partition(word)[0], word)
 
 
-def test_the_stop_string_stays_where_it_is_asked_for(http: httpx.Client, whole: tuple[str, str]) -> None:
+def test_the_stop_string_stays_where_it_is_asked_for(
+    http: httpx.Client, whole: tuple[str, str]
+) -> None:
     word = whole[1].split()[-1][-3:]
     body = body_for("/v1/chat/completions", [word]) | {"include_stop_str_in_output": True}
     for is_streamed in (False, True):
@@ -90,4 +117,7 @@ def test_completions_know_no_thinking(http: httpx.Client, whole: tuple[str, str]
     prompt = http.post("/v1/chat/completions/render", json={"messages": QUESTION}).json()["prompt"]
     body = {**GREEDY, "prompt": prompt, "max_tokens": 200, "stop": THOUGHT_STOP}
     (choice,) = http.post("/v1/completions", json=body).json()["choices"]
-    assert choice["text"] == whole[0].partition(THOUGHT_STOP)[0] and choice["stop_reason"] == THOUGHT_STOP
+    assert (
+        choice["text"] == whole[0].partition(THOUGHT_STOP)[0]
+        and choice["stop_reason"] == THOUGHT_STOP
+    )

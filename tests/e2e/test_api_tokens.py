@@ -1,4 +1,6 @@
-"""/tokenize and /detokenize: what they say is what a request costs, and text survives the way there and back."""
+"""/tokenize and /detokenize: what they say is what a request costs, and text survives the way there
+and back.
+"""
 
 from __future__ import annotations
 
@@ -17,45 +19,77 @@ TEXT = "Tom's naïve 👩‍🚀 日本語\n[e~[ <think>"
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 def test_text_survives_the_way_there_and_back(http: httpx.Client, prefix: str) -> None:
-    tokens = http.post(f"{prefix}/tokenize", json={"model": MODEL, "prompt": TEXT, "return_token_strs": True}).json()
+    tokens = http.post(
+        f"{prefix}/tokenize", json={"model": MODEL, "prompt": TEXT, "return_token_strs": True}
+    ).json()
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
     assert tokens["max_model_len"] == 4096
     assert "<think>" in tokens["token_strs"] and "[e~[" in tokens["token_strs"]
-    back = http.post(f"{prefix}/detokenize", json={"model": MODEL, "tokens": tokens["tokens"]}).json()
+    back = http.post(
+        f"{prefix}/detokenize", json={"model": MODEL, "tokens": tokens["tokens"]}
+    ).json()
     assert back == {"prompt": TEXT, "text": TEXT}
-    shorter = http.post(f"{prefix}/detokenize", json={"tokens": tokens["tokens"], "skip_special_tokens": True}).json()
+    shorter = http.post(
+        f"{prefix}/detokenize", json={"tokens": tokens["tokens"], "skip_special_tokens": True}
+    ).json()
     assert shorter["text"] == TEXT.replace("[e~[", "")
 
 
 def test_tokenizer_info_is_enough_to_make_the_same_prompts(http: httpx.Client) -> None:
     """For clients that render the template, and look up the ids of the named tokens."""
     info = http.get("/tokenizer_info").json()
-    assert info["eos_token"] == "[e~[" and info["bos_token"] == "]~!b[" and info["model_max_length"] == 4096
+    assert (
+        info["eos_token"] == "[e~["
+        and info["bos_token"] == "]~!b["
+        and info["model_max_length"] == 4096
+    )
     for name in ("eos_token", "bos_token", "unk_token"):
-        assert http.post("/tokenize", json={"prompt": info[name], "add_special_tokens": False}).json()["count"] == 1
+        assert (
+            http.post("/tokenize", json={"prompt": info[name], "add_special_tokens": False}).json()[
+                "count"
+            ]
+            == 1
+        )
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    prompt = environment.from_string(info["chat_template"]).render(messages=QUESTION, add_generation_prompt=True)
-    assert prompt == http.post("/v1/chat/completions/render", json={"messages": QUESTION}).json()["prompt"]
+    prompt = environment.from_string(info["chat_template"]).render(
+        messages=QUESTION, add_generation_prompt=True
+    )
+    assert (
+        prompt
+        == http.post("/v1/chat/completions/render", json={"messages": QUESTION}).json()["prompt"]
+    )
 
 
 def test_lists_give_lists(http: httpx.Client) -> None:
     tokens = http.post("/tokenize", json={"prompt": ["one", "two words", ""]}).json()
     assert tokens["count"] == [len(ids) for ids in tokens["tokens"]] and len(tokens["count"]) == 3
     assert "token_strs" not in tokens
-    assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["text"] == ["one", "two words", ""]
+    assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["text"] == [
+        "one",
+        "two words",
+        "",
+    ]
     assert http.post("/detokenize", json={"tokens": []}).json()["text"] == ""
 
 
 @pytest.mark.parametrize(
-    "chat", [{"messages": QUESTION}, {"messages": WEATHER_QUESTION, "tools": [WEATHER]}], ids=["plain", "tools"]
+    "chat",
+    [{"messages": QUESTION}, {"messages": WEATHER_QUESTION, "tools": [WEATHER]}],
+    ids=["plain", "tools"],
 )
-def test_conversation_has_the_tokens_that_answering_it_counts(http: httpx.Client, chat: dict[str, Any]) -> None:
+def test_conversation_has_the_tokens_that_answering_it_counts(
+    http: httpx.Client, chat: dict[str, Any]
+) -> None:
     tokens = http.post("/tokenize", json=chat).json()
-    answer = http.post("/v1/chat/completions", json={**chat, "max_tokens": 1, "return_token_ids": True}).json()
+    answer = http.post(
+        "/v1/chat/completions", json={**chat, "max_tokens": 1, "return_token_ids": True}
+    ).json()
     assert tokens["tokens"] == answer["prompt_token_ids"]
     closed = http.post("/tokenize", json={**chat, "add_generation_prompt": False}).json()
     assert closed["count"] < tokens["count"]
-    off = http.post("/tokenize", json={**chat, "chat_template_kwargs": {"thinking_mode": "disabled"}}).json()
+    off = http.post(
+        "/tokenize", json={**chat, "chat_template_kwargs": {"thinking_mode": "disabled"}}
+    ).json()
     assert off["count"] > tokens["count"]  # the closed think block
 
 
@@ -76,7 +110,9 @@ def test_conversation_has_the_tokens_that_answering_it_counts(http: httpx.Client
     ],
     ids=str,
 )
-def test_bad_request_names_its_field(http: httpx.Client, path: str, fields: dict[str, Any], status: int, param: str) -> None:
+def test_bad_request_names_its_field(
+    http: httpx.Client, path: str, fields: dict[str, Any], status: int, param: str
+) -> None:
     assert error_of(http.post(path, json=fields), status)["param"] == param
 
 

@@ -37,7 +37,13 @@ class Bench:
     def __call__(self, url: str, *options: str) -> dict[str, Any]:
         file = self._folder / "result.json"
         file.unlink(missing_ok=True)
-        saved = ("--save-detailed", "--result-dir", str(self._folder), "--result-filename", file.name)
+        saved = (
+            "--save-detailed",
+            "--result-dir",
+            str(self._folder),
+            "--result-filename",
+            file.name,
+        )
         self.code = main(["bench", "serve", "--base-url", url, *saved, *options])
         self.out, self.err = self._captured.readouterr()
         found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
@@ -52,10 +58,29 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
 # A real server
 
 
-def test_random_ids_are_counted_exactly_by_the_server(server: Server, bench: Bench, tmp_path: Path) -> None:
+def test_random_ids_are_counted_exactly_by_the_server(
+    server: Server, bench: Bench, tmp_path: Path
+) -> None:
     plot = tmp_path / "plots" / "run.png"
-    wanted = ("--num-prompts", "6", "--random-input-len", "40", "--random-output-len", "5", "--ignore-eos")
-    options = (*wanted, "--max-concurrency", "3", "--goodput", "e2el:60000", "ttft:60000", "--temperature", "1")
+    wanted = (
+        "--num-prompts",
+        "6",
+        "--random-input-len",
+        "40",
+        "--random-output-len",
+        "5",
+        "--ignore-eos",
+    )
+    options = (
+        *wanted,
+        "--max-concurrency",
+        "3",
+        "--goodput",
+        "e2el:60000",
+        "ttft:60000",
+        "--temperature",
+        "1",
+    )
     drawn = ("--plot", str(plot)) if _has_matplotlib() else ()
     found = bench(f"{server.url}/v1", *options, *drawn)
     assert bench.code == 0, bench.err
@@ -66,7 +91,9 @@ def test_random_ids_are_counted_exactly_by_the_server(server: Server, bench: Ben
     assert found["max_concurrent_requests"] == 3
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
     assert found["finish_reasons"] == ["length"] * 6
-    for first, whole_answer, gaps in zip(found["ttfts"], found["latencies"], found["itls"], strict=True):
+    for first, whole_answer, gaps in zip(
+        found["ttfts"], found["latencies"], found["itls"], strict=True
+    ):
         assert 0 < first <= whole_answer < found["duration"]
         assert sum(gaps) <= whole_answer - first + 1e-6
     assert "============ Serving Benchmark Result ============" in bench.out
@@ -83,7 +110,9 @@ def _has_matplotlib() -> bool:
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_tokens_without_visible_text_are_timed_when_they_arrive(server: Server, bench: Bench, backend: str) -> None:
+def test_tokens_without_visible_text_are_timed_when_they_arrive(
+    server: Server, bench: Bench, backend: str
+) -> None:
     """Parts of a character have no text: the model may only write the first byte of an emoji."""
     first_byte = Tokenizer.from_folder(NANO_FOLDER).encode("\U0001f600")[0]
     only = json.dumps({"allowed_token_ids": [first_byte]})
@@ -99,7 +128,17 @@ def test_tokens_without_visible_text_are_timed_when_they_arrive(server: Server, 
 def test_sweep_runs_every_concurrency_and_compares(
     server: Server, bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--input-len", "20", "--output-len", "4", "--ignore-eos", "--label", "ours", "--seed", "900")
+    options = (
+        "--input-len",
+        "20",
+        "--output-len",
+        "4",
+        "--ignore-eos",
+        "--label",
+        "ours",
+        "--seed",
+        "900",
+    )
     drawn = ("--plot", str(tmp_path / "sweep.png")) if _has_matplotlib() else ()
     bench(server.url, *options, "--max-concurrency", "1,2", "--num-prompts", "2,4", *drawn)
     assert bench.code == 0, bench.err
@@ -118,13 +157,34 @@ def test_sweep_runs_every_concurrency_and_compares(
 
 
 def test_same_seed_sends_the_same_prompts_again(server: Server, bench: Bench) -> None:
-    options = ("--num-prompts", "2", "--input-len", "64", "--output-len", "1", "--seed", "77", "--num-warmups", "0")
+    options = (
+        "--num-prompts",
+        "2",
+        "--input-len",
+        "64",
+        "--output-len",
+        "1",
+        "--seed",
+        "77",
+        "--num-warmups",
+        "0",
+    )
     assert bench(server.url, *options)["total_cached_tokens"] == 0
     assert bench(server.url, *options)["total_cached_tokens"] >= 2 * 48
 
 
 def test_chat_texts_have_about_the_length_asked_for(server: Server, bench: Bench) -> None:
-    options = ("--backend", "openai-chat", "--num-prompts", "3", "--input-len", "200", "--output-len", "6", "--ignore-eos")
+    options = (
+        "--backend",
+        "openai-chat",
+        "--num-prompts",
+        "3",
+        "--input-len",
+        "200",
+        "--output-len",
+        "6",
+        "--ignore-eos",
+    )
     found = bench(server.url, *options, "--itl-rule", "token", "--request-rate", "20")
     assert bench.code == 0, bench.err
     assert found["input_lens"] == [pytest.approx(200, rel=0.1)] * 3
@@ -142,7 +202,14 @@ def test_prefixes_are_found_in_the_cache(server: Server, bench: Bench) -> None:
         "--prefix-repetition-output-len",
         "1",
     )
-    options = ("--dataset-name", "prefix_repetition", "--prefix-repetition-num-prefixes", "2", "--num-prompts", "6")
+    options = (
+        "--dataset-name",
+        "prefix_repetition",
+        "--prefix-repetition-num-prefixes",
+        "2",
+        "--num-prompts",
+        "6",
+    )
     found = bench(server.url, *options, *lengths, "--max-concurrency", "1", "--seed", "5")
     assert found["input_lens"] == [72] * 6
     assert sorted(found["cached_lens"])[2:] == [64] * 4
@@ -151,48 +218,118 @@ def test_prefixes_are_found_in_the_cache(server: Server, bench: Bench) -> None:
 
 @pytest.mark.parametrize("history", ["recorded", "live"])
 def test_agent_sessions_run_turn_by_turn(server: Server, bench: Bench, history: str) -> None:
-    sizes = ("--agent-system-len", "150", "--agent-tools", "2", "--agent-result-len", "80", "--agent-reasoning-len", "20")
-    options = ("--dataset-name", "agent", "--num-prompts", "7", "--agent-turns", "4", "--agent-output-len", "8", *sizes)
-    found = bench(server.url, *options, "--agent-history", history, "--max-concurrency", "2", "--agent-pause", "0.01")
+    sizes = (
+        "--agent-system-len",
+        "150",
+        "--agent-tools",
+        "2",
+        "--agent-result-len",
+        "80",
+        "--agent-reasoning-len",
+        "20",
+    )
+    options = (
+        "--dataset-name",
+        "agent",
+        "--num-prompts",
+        "7",
+        "--agent-turns",
+        "4",
+        "--agent-output-len",
+        "8",
+        *sizes,
+    )
+    found = bench(
+        server.url,
+        *options,
+        "--agent-history",
+        history,
+        "--max-concurrency",
+        "2",
+        "--agent-pause",
+        "0.01",
+    )
     assert bench.code == 0, bench.out + bench.err
     assert (found["completed"], found["failed"]) == (7, 0)
     assert found["endpoint"] == "/v1/chat/completions"
     for session in (0, 1):
-        lengths = [length for length, number in zip(found["input_lens"], found["sessions"], strict=True) if number == session]
+        lengths = [
+            length
+            for length, number in zip(found["input_lens"], found["sessions"], strict=True)
+            if number == session
+        ]
         assert len(lengths) == (4, 3)[session] and lengths == sorted(set(lengths))
     assert found["total_cached_tokens"] > 0.5 * found["total_input_tokens"]
 
 
-def test_sharegpt_questions_and_recorded_requests(server: Server, bench: Bench, tmp_path: Path) -> None:
+def test_sharegpt_questions_and_recorded_requests(
+    server: Server, bench: Bench, tmp_path: Path
+) -> None:
     said = [
         {"from": "human", "value": "What is the capital of France?"},
         {"from": "gpt", "value": "The capital is Paris. " * 2},
     ]
     file = tmp_path / "chats.json"
     file.write_text(json.dumps([{"conversations": said}]))
-    options = ("--dataset-name", "sharegpt", "--dataset-path", str(file), "--num-prompts", "2", "--ignore-eos")
+    options = (
+        "--dataset-name",
+        "sharegpt",
+        "--dataset-path",
+        str(file),
+        "--num-prompts",
+        "2",
+        "--ignore-eos",
+    )
     found = bench(server.url, *options, "--tokenizer", "nano")
     assert bench.code == 0, bench.err
     assert len(set(found["output_lens"])) == 1 and 8 <= found["output_lens"][0] <= 30
     assert "the file's 1 requests were repeated" in bench.out
-    assert bench(server.url, *options)["output_lens"][0] == pytest.approx(found["output_lens"][0], rel=0.6)
+    assert bench(server.url, *options)["output_lens"][0] == pytest.approx(
+        found["output_lens"][0], rel=0.6
+    )
 
     recorded = tmp_path / "requests.jsonl"
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": True}
-    recorded.write_text("".join(json.dumps({"session": "a", "delay": 0.01, "body": body}) + "\n" for _ in range(3)))
-    custom = ("--dataset-name", "custom", "--dataset-path", str(recorded), "--num-prompts", "3", "--backend", "openai-chat")
+    recorded.write_text(
+        "".join(json.dumps({"session": "a", "delay": 0.01, "body": body}) + "\n" for _ in range(3))
+    )
+    custom = (
+        "--dataset-name",
+        "custom",
+        "--dataset-path",
+        str(recorded),
+        "--num-prompts",
+        "3",
+        "--backend",
+        "openai-chat",
+    )
     found = bench(server.url, *custom)
     assert (found["output_lens"], found["sessions"]) == ([3] * 3, [0] * 3)
 
 
-def test_prompts_longer_than_the_window_are_refused_before_they_are_sent(server: Server, bench: Bench) -> None:
+def test_prompts_longer_than_the_window_are_refused_before_they_are_sent(
+    server: Server, bench: Bench
+) -> None:
     assert bench(server.url, "--input-len", "4000", "--output-len", "200") == {}
     assert bench.code == 2
     assert "4200 tokens exceed the model's window of 4096 tokens" in bench.err
 
 
 def test_refusals_by_the_server_end_the_run_at_the_warm_up(server: Server, bench: Bench) -> None:
-    assert bench(server.url, "--model", "other", "--num-prompts", "2", "--input-len", "4", "--output-len", "2") == {}
+    assert (
+        bench(
+            server.url,
+            "--model",
+            "other",
+            "--num-prompts",
+            "2",
+            "--input-len",
+            "4",
+            "--output-len",
+            "2",
+        )
+        == {}
+    )
     assert bench.code == 1
     assert "the server refuses the warm-up: HTTP 404" in bench.err
 
@@ -200,7 +337,18 @@ def test_refusals_by_the_server_end_the_run_at_the_warm_up(server: Server, bench
 # A faulty server
 
 
-SMALL = ("--num-prompts", "4", "--num-warmups", "0", "--input-len", "8", "--output-len", "6", "--max-concurrency", "1")
+SMALL = (
+    "--num-prompts",
+    "4",
+    "--num-warmups",
+    "0",
+    "--input-len",
+    "8",
+    "--output-len",
+    "6",
+    "--max-concurrency",
+    "1",
+)
 
 
 def test_every_kind_of_failure_is_counted_and_the_good_answers_are_measured(bench: Bench) -> None:
@@ -283,7 +431,16 @@ def test_requests_are_sent_when_the_rate_says(bench: Bench) -> None:
     async def fault(writer: asyncio.StreamWriter, number: int) -> None:
         writer.write(good_stream())
 
-    options = ("--num-prompts", "8", "--max-concurrency", "8", "--request-rate", "10", "--seed", "3")
+    options = (
+        "--num-prompts",
+        "8",
+        "--max-concurrency",
+        "8",
+        "--request-rate",
+        "10",
+        "--seed",
+        "3",
+    )
     with faulty_server(fault) as server:
         found = bench(f"http://127.0.0.1:{server.port}", *SMALL, *options)
     due = list(islice(arrivals(BenchOptions(request_rate=10.0, seed=3)), 8))
@@ -340,11 +497,16 @@ def test_a_failed_turn_ends_a_live_session_and_the_rest_counts_as_not_sent(bench
     with faulty_server(fault) as server:
         found = bench(f"http://127.0.0.1:{server.port}", *options, "--agent-system-len", "200")
     assert found["completed"] + found["failed"] == 4
-    assert found["failures"] == {"HTTP 500": 1, "not sent: an earlier turn of the session failed": 1}
+    assert found["failures"] == {
+        "HTTP 500": 1,
+        "not sent: an earlier turn of the session failed": 1,
+    }
     assert found["start_times"][-1] is None
 
 
-def test_key_headers_and_extra_fields_reach_the_server(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_headers_and_extra_fields_reach_the_server(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def fault(writer: asyncio.StreamWriter, number: int) -> None:
         writer.write(good_stream())
 
@@ -369,8 +531,19 @@ def test_interrupt_shows_what_was_measured() -> None:
             await asyncio.sleep(3600)
 
     with faulty_server(fault) as server:
-        command = [sys.executable, "-m", "negamax", "bench", "serve", "--port", str(server.port), *SMALL]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        command = [
+            sys.executable,
+            "-m",
+            "negamax",
+            "bench",
+            "serve",
+            "--port",
+            str(server.port),
+            *SMALL,
+        ]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
             deadline = time.monotonic() + 30
             while len(server.bodies) < 3 and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -385,8 +558,13 @@ def test_interrupt_shows_what_was_measured() -> None:
 
 
 def test_the_client_starts_without_torch() -> None:
-    modules = "negamax.cli.bench_serve, negamax.bench.serve, negamax.bench.serve_report, negamax.bench.plots"
-    code = f"import sys, {modules}; assert not {{'torch', 'numpy', 'matplotlib'}} & set(sys.modules)"
+    modules = (
+        "negamax.cli.bench_serve, negamax.bench.serve, negamax.bench.serve_report, "
+        "negamax.bench.plots"
+    )
+    code = (
+        f"import sys, {modules}; assert not {{'torch', 'numpy', 'matplotlib'}} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -412,8 +590,14 @@ def test_no_server_is_one_line_and_exit_code_one(bench: Bench) -> None:
         (("--dataset-name", "sharegpt", "--dataset-path", "/nowhere"), "cannot be read"),
         (("--backend", "tensorrt"), "--backend is 'tensorrt'; allowed"),
         (("--endpoint", "/generate"), "--endpoint is '/generate'; allowed"),
-        (("--endpoint", "/v1/chat/completions", "--prompt-format", "ids"), "needs a route that takes token ids"),
-        (("--dataset-name", "agent", "--endpoint", "/v1/completions"), "agent sessions are conversations"),
+        (
+            ("--endpoint", "/v1/chat/completions", "--prompt-format", "ids"),
+            "needs a route that takes token ids",
+        ),
+        (
+            ("--dataset-name", "agent", "--endpoint", "/v1/completions"),
+            "agent sessions are conversations",
+        ),
         (("--goodput", "ttft"), "--goodput has 'ttft'; allowed"),
         (("--goodput", "ttft:500", "tpot:-1"), "--goodput has 'tpot:-1'; allowed"),
         (("--percentile-metrics", "ttft,speed"), "--percentile-metrics has 'speed'; allowed"),
@@ -424,7 +608,9 @@ def test_no_server_is_one_line_and_exit_code_one(bench: Bench) -> None:
         (("--request-rat", "5"), "no such option: --request-rat"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_two(bench: Bench, options: tuple[str, ...], message: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_two(
+    bench: Bench, options: tuple[str, ...], message: str
+) -> None:
     async def fault(writer: asyncio.StreamWriter, number: int) -> None:
         writer.write(good_stream())
 

@@ -1,4 +1,6 @@
-"""`negamax chat` as people use it: in a terminal and through pipes, with a server and with an engine."""
+"""`negamax chat` as people use it: in a terminal and through pipes, with a server and with an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.e2e.terminal import Terminal, in_terminal
 QUESTION = "What is 47 + 38?"
 MARKDOWN = (
     "# Title\n\nSome **bold** words, `x < y` and <b>tags</b>.\n\n"
-    "```python\nfor i in range(3):\n\n    print(i)\n```\n\n- one\n\n- two\n\n[link](https://a.example)\n"
+    "```python\nfor i in range(3):\n\n    print(i)\n```\n\n- one\n\n- "
+    "two\n\n[link](https://a.example)\n"
 )
 
 
@@ -59,7 +62,9 @@ def last_message(script: Script) -> dict[str, Any]:
     return message
 
 
-def test_conversation_with_a_server_in_a_terminal(server: Server, home: dict[str, str], tmp_path: Path) -> None:
+def test_conversation_with_a_server_in_a_terminal(
+    server: Server, home: dict[str, str], tmp_path: Path
+) -> None:
     kept = tmp_path / "kept.json"
     options = ("chat", "--url", server.url, "--temperature", "0")
     with in_terminal(*options, env=home) as terminal:
@@ -122,7 +127,9 @@ def test_saved_conversation_goes_on_and_lines_are_remembered(
         ]
 
 
-def test_markdown_is_rendered_as_it_comes_and_nothing_is_lost(url: str, script: Script, home: dict[str, str]) -> None:
+def test_markdown_is_rendered_as_it_comes_and_nothing_is_lost(
+    url: str, script: Script, home: dict[str, str]
+) -> None:
     pieces = [MARKDOWN[start : start + 3] for start in range(0, len(MARKDOWN), 3)]
     script.steps = [step for piece in pieces for step in ({"content": piece}, 0.005)]
     with in_terminal("chat", "--url", url, env=home, rows=12, columns=60) as terminal:
@@ -146,7 +153,9 @@ def test_model_does_not_steer_the_terminal(url: str, script: Script, home: dict[
             assert "\x9b" not in terminal.raw and "a[2Jb31mc" in terminal.text
 
 
-def test_ctrl_c_stops_the_answer_and_nothing_else(url: str, script: Script, home: dict[str, str]) -> None:
+def test_ctrl_c_stops_the_answer_and_nothing_else(
+    url: str, script: Script, home: dict[str, str]
+) -> None:
     script.steps = [{"content": "The beginning "}, 30.0, {"content": "never"}]
     with in_terminal("chat", "--url", url, "--plain", env=home) as terminal:
         terminal.wait_for("Chatting")
@@ -168,7 +177,9 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(url: str, script: Script, home
         assert "Nothing comes" not in json.dumps(script.bodies[-1])
 
 
-def test_tools_are_called_and_their_results_typed(url: str, script: Script, home: dict[str, str], tmp_path: Path) -> None:
+def test_tools_are_called_and_their_results_typed(
+    url: str, script: Script, home: dict[str, str], tmp_path: Path
+) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"type": "function", "function": {"name": "weather"}}]))
     script.finish_reason = "tool_calls"
@@ -189,7 +200,9 @@ def test_tools_are_called_and_their_results_typed(url: str, script: Script, home
     assert results == ["/etc is what it says", "warm"]
 
 
-def test_call_that_was_cut_is_shown_and_not_kept(url: str, script: Script, home: dict[str, str]) -> None:
+def test_call_that_was_cut_is_shown_and_not_kept(
+    url: str, script: Script, home: dict[str, str]
+) -> None:
     script.finish_reason = "length"
     script.steps = call("write", '{"text": "abc')
     with in_terminal("chat", "--url", url, env=home) as terminal:
@@ -201,7 +214,9 @@ def test_call_that_was_cut_is_shown_and_not_kept(url: str, script: Script, home:
     assert all("tool_calls" not in message for message in script.bodies[-1]["messages"])
 
 
-def test_errors_of_the_server_leave_the_chat_alive(url: str, script: Script, home: dict[str, str]) -> None:
+def test_errors_of_the_server_leave_the_chat_alive(
+    url: str, script: Script, home: dict[str, str]
+) -> None:
     script.refusal = (400, {"message": "the prompt is too long", "code": "x"}, {})
     with in_terminal("chat", "--url", url, env=home) as terminal:
         terminal.wait_for("Chatting")
@@ -216,7 +231,9 @@ def test_errors_of_the_server_leave_the_chat_alive(url: str, script: Script, hom
     assert [message["content"] for message in script.bodies[-1]["messages"]] == ["Third"]
 
 
-def test_key_is_sent_and_asked_for(url: str, script: Script, home: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_is_sent_and_asked_for(
+    url: str, script: Script, home: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     script.key, script.steps = "secret", [{"content": "Open."}]
     assert main(["chat", "--url", url]) == 2
     assert "give --api-key, or set NEGAMAX_API_KEY" in capsys.readouterr().err
@@ -228,7 +245,9 @@ def test_key_is_sent_and_asked_for(url: str, script: Script, home: dict[str, str
 def test_lines_of_a_pipe_are_answered_by_a_server(server: Server) -> None:
     command = [sys.executable, "-m", "negamax", "chat", MODEL, "--url", server.url]
     lines = f"{QUESTION}\n/nonsense\n/clear\n{QUESTION}\n"
-    done = subprocess.run([*command, "--temperature", "0"], input=lines, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*command, "--temperature", "0"], input=lines, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("85") == 2 and "\x1b" not in done.stdout
     assert "token" not in done.stdout and "forgotten" not in done.stdout

@@ -1,4 +1,6 @@
-"""The `negamax` command as people run it: help, versions, refusals in one line, generate and chat through pipes."""
+"""The `negamax` command as people run it: help, versions, refusals in one line, generate and chat
+through pipes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ FAST = ("--num-threads", "1")
 
 
 def negamax(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "negamax", *arguments], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "negamax", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
+    )
 
 
 def test_version_and_help() -> None:
@@ -69,7 +77,18 @@ def test_generate_answers_a_prompt() -> None:
 
 
 def test_generate_prints_json_lines() -> None:
-    options = ("--raw", "--max-tokens", "6", "--temperature", "0", "-n", "1", "--ignore-eos", "--json", *FAST)
+    options = (
+        "--raw",
+        "--max-tokens",
+        "6",
+        "--temperature",
+        "0",
+        "-n",
+        "1",
+        "--ignore-eos",
+        "--json",
+        *FAST,
+    )
     done = negamax("generate", MODEL, "--prompt", "Tom has", "--prompt", "Hello", *options)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -89,7 +108,10 @@ def test_generate_refuses_bad_sampling_before_it_loads_a_model(
 
 
 def test_chat_answers_piped_lines_and_knows_its_commands() -> None:
-    lines = "Tom has 47 apples and buys 38 more. How many apples does he have now?\n/reset\n\nHello\n/exit\nnever read\n"
+    lines = (
+        "Tom has 47 apples and buys 38 more. How many apples does he have "
+        "now?\n/reset\n\nHello\n/exit\nnever read\n"
+    )
     done = negamax("chat", MODEL, "--temperature", "0", *FAST, input=lines)
     assert done.returncode == 0, done.stderr
     assert "85" in done.stdout
@@ -98,7 +120,9 @@ def test_chat_answers_piped_lines_and_knows_its_commands() -> None:
 
 
 def test_chat_survives_a_message_that_is_refused() -> None:
-    done = negamax("chat", MODEL, "--temperature", "0", *FAST, input="word " * 100_000 + "\nHello\n")
+    done = negamax(
+        "chat", MODEL, "--temperature", "0", *FAST, input="word " * 100_000 + "\nHello\n"
+    )
     assert done.returncode == 0
     assert "prompt is too long" in done.stderr
     assert done.stdout.strip()
@@ -106,12 +130,16 @@ def test_chat_survives_a_message_that_is_refused() -> None:
 
 @pytest.mark.parametrize("module", ["negamax.api.server", "negamax.cli.serve", "negamax.cli.main"])
 def test_server_process_starts_quickly_and_without_torch(module: str) -> None:
-    code = f"import sys, {module}, negamax.api.server; assert not {{'torch', 'triton', 'transformers'}} & set(sys.modules)"
+    code = (
+        f"import sys, {module}, negamax.api.server; assert not {{'torch', 'triton', "
+        f"'transformers'}} & set(sys.modules)"
+    )
     seconds = []
     for _ in range(2):
         started = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True)
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # CPU time: what else the machine does takes none of it
+        # CPU time: what else the machine does takes none of it
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime)
     assert min(seconds) < 2.0
 

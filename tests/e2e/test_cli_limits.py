@@ -1,4 +1,6 @@
-"""What a command cannot do on this machine is one line with value, limit and remedy, and exit code 2."""
+"""What a command cannot do on this machine is one line with value, limit and remedy, and exit code
+2.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,22 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("generate", MODEL, "--seed", str(10**30)),
             "000; allowed: -9223372036854775808 to 92",
         ),
-        (("generate", MODEL, "--num-threads", "10000"), "--num-threads is 10000; allowed: 1 to 1024"),
-        (("generate", MODEL, *FAST, *HELLO, "--max-num-seqs", str(10**6)), "lower --max-num-seqs or --max-model-len"),
+        (
+            ("generate", MODEL, "--num-threads", "10000"),
+            "--num-threads is 10000; allowed: 1 to 1024",
+        ),
+        (
+            ("generate", MODEL, *FAST, *HELLO, "--max-num-seqs", str(10**6)),
+            "lower --max-num-seqs or --max-model-len",
+        ),
         (("serve", MODEL, "--chat-template", LONG), "300 characters; the system allows 255 bytes"),
         (("generate", LONG, *HELLO), "neither an existing folder"),
         (("generate", MODEL, *HELLO, "--script", LONG), "the system allows 255 bytes"),
     ],
 )
-def test_values_beyond_the_machine(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_beyond_the_machine(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert words in refused(capsys, *arguments)
 
 
@@ -53,7 +63,10 @@ def test_a_window_beyond_the_memory(tmp_path: Path, capsys: pytest.CaptureFixtur
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**31 - 1}))
     line = refused(capsys, "generate", str(folder), *FAST, *HELLO)
-    assert "64 sequences of up to 2147483647 tokens need" in line and "lower --max-num-seqs or --max-model-len" in line
+    assert (
+        "64 sequences of up to 2147483647 tokens need" in line
+        and "lower --max-num-seqs or --max-model-len" in line
+    )
 
 
 def test_too_few_files_may_be_open() -> None:
@@ -63,7 +76,8 @@ def test_too_few_files_may_be_open() -> None:
     done = negamax("serve", MODEL, "--port", "0", preexec_fn=few)
     assert done.returncode == 2
     assert done.stderr == (
-        "negamax: error: this process may open 20 files; at least 128 are needed (raise the limit (ulimit -n))\n"
+        "negamax: error: this process may open 20 files; at least 128 are needed (raise the "
+        "limit (ulimit -n))\n"
     )
 
 
@@ -78,4 +92,6 @@ def test_children_do_not_inherit_api_keys(monkeypatch: pytest.MonkeyPatch) -> No
     finally:
         child.send_signal(signal.SIGKILL)
         process.stop(child, timeout=5.0)
-    assert [word for word in inherited if b"secret-value" in word] == [b"NEGAMAX_OTHER=secret-value"]
+    assert [word for word in inherited if b"secret-value" in word] == [
+        b"NEGAMAX_OTHER=secret-value"
+    ]

@@ -1,4 +1,6 @@
-"""A call that the limit of tokens cuts stays cut, on every route and streamed or not: no client can take it for a whole one."""
+"""A call that the limit of tokens cuts stays cut, on every route and streamed or not: no client can
+take it for a whole one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def whole(server: Server) -> tuple[str, int]:
 
 
 def check_every_limit(whole: tuple[str, int], called: Callable[[int], str | None]) -> None:
-    """`called` gives the arguments of the answer within a limit of tokens; None where there is no call in it."""
+    """`called` gives the arguments of the answer within a limit of tokens; None where there is no
+    call in it.
+    """
     arguments, num_tokens = whole
     num_cut = 0
     for limit in range(num_tokens - LAST_TOKENS, num_tokens):
@@ -50,10 +54,18 @@ def test_chat(client: openai.OpenAI, whole: tuple[str, int], is_streamed: bool) 
     def called(limit: int) -> str | None:
         if is_streamed:
             chunks = stream(client, max_tokens=limit, **CHAT)
-            reason, calls = chunks[-1].choices[0].finish_reason, [arguments for _, arguments in joined_calls(chunks)]
+            reason, calls = (
+                chunks[-1].choices[0].finish_reason,
+                [arguments for _, arguments in joined_calls(chunks)],
+            )
         else:
-            (choice,) = client.chat.completions.create(model=MODEL, max_tokens=limit, **CHAT).choices
-            reason, calls = choice.finish_reason, [call.function.arguments for call in choice.message.tool_calls or ()]
+            (choice,) = client.chat.completions.create(
+                model=MODEL, max_tokens=limit, **CHAT
+            ).choices
+            reason, calls = (
+                choice.finish_reason,
+                [call.function.arguments for call in choice.message.tool_calls or ()],
+            )
         assert reason == "length"
         return calls[0] if calls else None
 
@@ -63,7 +75,11 @@ def test_chat(client: openai.OpenAI, whole: tuple[str, int], is_streamed: bool) 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_responses(client: openai.OpenAI, whole: tuple[str, int], is_streamed: bool) -> None:
     def called(limit: int) -> str | None:
-        options: dict[str, Any] = {"input": WEATHER_QUESTION, "tools": [RESPONSES_TOOL], "temperature": 0}
+        options: dict[str, Any] = {
+            "input": WEATHER_QUESTION,
+            "tools": [RESPONSES_TOOL],
+            "temperature": 0,
+        }
         options |= {"model": MODEL, "max_output_tokens": limit}
         if is_streamed:
             events = list(client.responses.create(stream=True, **options))
@@ -83,15 +99,32 @@ def test_responses(client: openai.OpenAI, whole: tuple[str, int], is_streamed: b
 
 
 def messages_body(limit: int) -> dict[str, Any]:
-    return {"model": MODEL, "max_tokens": limit, "messages": WEATHER_QUESTION, "tools": [ANTHROPIC_TOOL]}
+    return {
+        "model": MODEL,
+        "max_tokens": limit,
+        "messages": WEATHER_QUESTION,
+        "tools": [ANTHROPIC_TOOL],
+    }
 
 
-def test_messages_stream_only_what_was_generated(http: httpx.Client, whole: tuple[str, int]) -> None:
+def test_messages_stream_only_what_was_generated(
+    http: httpx.Client, whole: tuple[str, int]
+) -> None:
     def called(limit: int) -> str | None:
-        text = http.post("/v1/messages", json={**messages_body(limit), "temperature": 0, "stream": True}).text
-        events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+        text = http.post(
+            "/v1/messages", json={**messages_body(limit), "temperature": 0, "stream": True}
+        ).text
+        events = [
+            json.loads(line.removeprefix("data: "))
+            for line in text.splitlines()
+            if line.startswith("data: ")
+        ]
         assert events[-2]["delta"]["stop_reason"] == "max_tokens"
-        kinds = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+        kinds = [
+            event["content_block"]["type"]
+            for event in events
+            if event["type"] == "content_block_start"
+        ]
         deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
         parts = [delta["partial_json"] for delta in deltas if delta["type"] == "input_json_delta"]
         return "".join(parts) if "tool_use" in kinds else None
@@ -112,9 +145,13 @@ def test_whole_messages_leave_a_cut_call_out(server: Server, whole: tuple[str, i
     assert num_without >= 3
 
 
-def test_a_response_goes_on_after_a_call_that_was_cut(client: openai.OpenAI, whole: tuple[str, int]) -> None:
+def test_a_response_goes_on_after_a_call_that_was_cut(
+    client: openai.OpenAI, whole: tuple[str, int]
+) -> None:
     options: dict[str, Any] = {"model": MODEL, "tools": [RESPONSES_TOOL], "temperature": 0}
     cut = client.responses.create(input=WEATHER_QUESTION, max_output_tokens=whole[1] - 6, **options)  # type: ignore[arg-type]
     assert cut.output[-1].type == "function_call" and cut.output[-1].status == "incomplete"
-    again = client.responses.create(previous_response_id=cut.id, input="Please try again.", max_output_tokens=4, **options)
+    again = client.responses.create(
+        previous_response_id=cut.id, input="Please try again.", max_output_tokens=4, **options
+    )
     assert again.usage and again.usage.output_tokens == 4

@@ -1,4 +1,6 @@
-"""An engine that dies or hangs: noticed, told to everyone, started again, and given up in the end."""
+"""An engine that dies or hangs: noticed, told to everyone, started again, and given up in the
+end.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from tests.e2e.listening import strangers_doors
 from tests.e2e.test_api_errors import error_of
 
 CHAT = "/v1/chat/completions"
-LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True, "max_tokens": 3000, "n": 4}
+LONG: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "ignore_eos": True,
+    "max_tokens": 3000,
+    "n": 4,
+}
 
 
 def is_alive(pid: int) -> bool:
@@ -31,7 +38,9 @@ def is_alive(pid: int) -> bool:
 
 def ranks_of(engine: int) -> list[int]:
     children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    return [int(pid) for pid in children if "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [
+        int(pid) for pid in children if "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
 
 
 def wait_until_ready(server: Server) -> None:
@@ -48,8 +57,13 @@ def last_lines_after(server: Server, harm: Any) -> list[str]:
         return [line for line in lines if line][-2:]
 
 
-def test_dead_engine_is_told_to_all_and_started_again_until_it_dies_too_often(tmp_path: Path) -> None:
-    with serving("--max-engine-restarts", "1", log_file=tmp_path / "log") as server, server.http() as http:
+def test_dead_engine_is_told_to_all_and_started_again_until_it_dies_too_often(
+    tmp_path: Path,
+) -> None:
+    with (
+        serving("--max-engine-restarts", "1", log_file=tmp_path / "log") as server,
+        server.http() as http,
+    ):
         dead = server.engine_pid()
         started = time.monotonic()
         end = last_lines_after(server, lambda: os.kill(dead, signal.SIGKILL))
@@ -69,7 +83,8 @@ def test_dead_engine_is_told_to_all_and_started_again_until_it_dies_too_often(tm
         answer = server.openai().completions.create(model=MODEL, prompt="x", max_tokens=3)
         assert answer.usage and answer.usage.completion_tokens
         assert server.gauge("negamax:engine_restarts_total") == 1
-        assert server.gauge("vllm:generation_tokens_total") > 3  # what the dead engine had counted is not forgotten
+        # what the dead engine had counted is not forgotten
+        assert server.gauge("vllm:generation_tokens_total") > 3
         assert not is_alive(dead)
 
         os.kill(server.engine_pid(), signal.SIGKILL)
@@ -81,7 +96,9 @@ def test_dead_engine_is_told_to_all_and_started_again_until_it_dies_too_often(tm
 @pytest.fixture(scope="module")
 def never_restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that starts no second engine: the last test that uses it ends it."""
-    with serving("--max-engine-restarts", "0", log_file=tmp_path_factory.mktemp("never_restarted") / "log") as server:
+    with serving(
+        "--max-engine-restarts", "0", log_file=tmp_path_factory.mktemp("never_restarted") / "log"
+    ) as server:
         yield server
 
 
@@ -134,13 +151,17 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_ranks_can_be_reached_by_their_machine_alone(two_ranks: Server) -> None:
-    """A store for the rendezvous on all interfaces would take anybody's keys. gloo needs a socket for each rank and group."""
+    """A store for the rendezvous on all interfaces would take anybody's keys. gloo needs a socket
+    for each rank and group.
+    """
     from_outside, local = strangers_doors(two_ranks)
     assert from_outside == set()
     assert len(local) <= 4
 
 
-def test_engine_that_waits_for_a_stuck_rank_is_replaced_with_all_its_ranks(two_ranks: Server) -> None:
+def test_engine_that_waits_for_a_stuck_rank_is_replaced_with_all_its_ranks(
+    two_ranks: Server,
+) -> None:
     engine = two_ranks.engine_pid()
     ranks = ranks_of(engine)
     assert len(ranks) == 2
@@ -156,7 +177,8 @@ def test_engine_and_ranks_outlive_neither_the_server_nor_each_other(two_ranks: S
     engine = two_ranks.engine_pid()
     family = [engine, *ranks_of(engine)]
     assert len(family) == 3
-    for pid in family:  # a service manager's SIGTERM reaches every process: who leaves when is the server's decision
+    # a service manager's SIGTERM reaches every process: who leaves when is the server's decision
+    for pid in family:
         os.kill(pid, signal.SIGTERM)
     with two_ranks.http() as http:
         assert http.post(CHAT, json=LONG | {"max_tokens": 5}).status_code == 200

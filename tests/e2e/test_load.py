@@ -1,4 +1,6 @@
-"""The load test's scenarios at the size of seconds: what they find here they would find in hours."""
+"""The load test's scenarios at the size of seconds: what they find here they would find in
+hours.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ ROOT = Path(__file__).parents[2]
 def report(scenario: str, folder: Path) -> dict[str, Any]:
     """What the tool says about one scenario, which must have held."""
     file = folder / "report.json"
-    command = [sys.executable, str(ROOT / "tools" / "load_test.py"), "--small", "--scenario", scenario, "--json", str(file)]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "load_test.py"),
+        "--small",
+        "--scenario",
+        scenario,
+        "--json",
+        str(file),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(file.read_text())[scenario]

@@ -1,4 +1,6 @@
-"""The chat page in a headless Chromium: against the real server on nano, and against scripted answers that no model gives."""
+"""The chat page in a headless Chromium: against the real server on nano, and against scripted
+answers that no model gives.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,22 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
     assert nano.text("#window-text") == "4,096 tokens"
     ask(nano, "Tom has 47 apples and buys 38 more. How many apples does he have now?")
     assert "85" in nano.text(".assistant .text")
-    assert nano.text(".thinking .label").startswith("Thought")  # for how long, where that can be told
+    # for how long, where that can be told
+    assert nano.text(".thinking .label").startswith("Thought")
     assert nano.run("return document.querySelector('.thinking').open") is False
     nano.click(".thinking summary")
     assert "47" in nano.text(".thoughts")
     first = figures(nano)
-    assert set(first) == {"First token", "Speed", "Total", "Prompt", "Cached", "Output", "Thinking", "Finish"}
+    assert set(first) == {
+        "First token",
+        "Speed",
+        "Total",
+        "Prompt",
+        "Cached",
+        "Output",
+        "Thinking",
+        "Finish",
+    }
     assert 0 < int(first["Thinking"]) < int(first["Output"])
     assert float(first["Speed"].removesuffix(" tok/s")) > 1
     used = int(first["Prompt"]) + int(first["Output"])
@@ -59,7 +71,10 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
     assert "85" in nano.text(".assistant .text")
     assert int(figures(nano)["Cached"]) > 0
     assert nano.problems == []
-    assert {request["url"].startswith(server.url) or request["url"] == "about:blank" for request in nano.requests} == {True}
+    assert {
+        request["url"].startswith(server.url) or request["url"] == "about:blank"
+        for request in nano.requests
+    } == {True}
 
 
 def test_a_tool_call_takes_its_result_and_goes_on(nano: Browser) -> None:
@@ -67,7 +82,10 @@ def test_a_tool_call_takes_its_result_and_goes_on(nano: Browser) -> None:
     ask(nano, "What is the weather in Paris?")
     assert nano.text(".call .name") == "get_weather"
     assert nano.text(".call pre") == '{\n  "city": "Paris"\n}'
-    assert nano.run("return document.activeElement.getAttribute('aria-label')") == "Result of get_weather"
+    assert (
+        nano.run("return document.activeElement.getAttribute('aria-label')")
+        == "Result of get_weather"
+    )
     assert nano.text("#send") == "Send results"
     nano.write(".call textarea", '{"temperature": 21}')
     nano.click("#send")
@@ -78,7 +96,11 @@ def test_a_tool_call_takes_its_result_and_goes_on(nano: Browser) -> None:
         "name": "get_weather",
         "arguments": '{"city": "Paris"}',
     }
-    assert result == {"role": "tool", "tool_call_id": asked["tool_calls"][0]["id"], "content": '{"temperature": 21}'}
+    assert result == {
+        "role": "tool",
+        "tool_call_id": asked["tool_calls"][0]["id"],
+        "content": '{"temperature": 21}',
+    }
     assert nano.text(".assistant:last-child .text")
     assert nano.problems == []
 
@@ -97,7 +119,10 @@ def test_settings_are_fields_of_the_request_and_the_server_takes_them(nano: Brow
     nano.click("#tools-example")
     ask(nano, "Hello!")
     body = sent(nano)
-    assert body.pop("messages") == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
+    assert body.pop("messages") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello!"},
+    ]
     assert [tool["function"]["name"] for tool in body.pop("tools")] == ["get_weather"]
     assert body == {
         "model": MODEL, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -126,22 +151,45 @@ def test_an_error_of_the_server_is_shown_with_its_request_id(nano: Browser) -> N
     assert sent(nano)["messages"] == [{"role": "user", "content": "Hello!"}]
 
 
-def test_refusals_and_errors_within_a_stream_keep_what_had_come(page: Browser, script: Script) -> None:
-    script.refusal = (429, {"message": "the queue is full", "code": "queue_full"}, {"retry-after": "2"})
+def test_refusals_and_errors_within_a_stream_keep_what_had_come(
+    page: Browser, script: Script
+) -> None:
+    script.refusal = (
+        429,
+        {"message": "the queue is full", "code": "queue_full"},
+        {"retry-after": "2"},
+    )
     ask(page, "One")
-    assert page.text(".problem") == "the queue is full\nHTTP 429 · queue_full · try again in 2 s · request id request-refused"
+    assert (
+        page.text(".problem")
+        == "the queue is full\nHTTP 429 · queue_full · try again in 2 s · request id "
+        "request-refused"
+    )
     script.refusal = None
-    script.steps = [{"content": "Half an ans"}, {"error": {"message": "the engine is gone", "code": "engine_dead"}}]
+    script.steps = [
+        {"content": "Half an ans"},
+        {"error": {"message": "the engine is gone", "code": "engine_dead"}},
+    ]
     page.click(".assistant .again")
     page.wait(f"{IDLE} && document.querySelector('.assistant .text').textContent === 'Half an ans'")
     assert page.text(".problem") == "the engine is gone\nengine_dead · request id request-2"
     script.steps = [{"content": "Whole"}]
     ask(page, "Two")
-    assert [message["content"] for message in script.bodies[-1]["messages"]] == ["One", "Half an ans", "Two"]
+    assert [message["content"] for message in script.bodies[-1]["messages"]] == [
+        "One",
+        "Half an ans",
+        "Two",
+    ]
 
 
-def test_thinking_and_arguments_are_seen_while_they_are_written(page: Browser, script: Script) -> None:
-    pieces = call("write_file", '{"path": "a.py", "size": 12345678901234567890, "no', 'ne": [], "text": "x\\"\\n"}')
+def test_thinking_and_arguments_are_seen_while_they_are_written(
+    page: Browser, script: Script
+) -> None:
+    pieces = call(
+        "write_file",
+        '{"path": "a.py", "size": 12345678901234567890, "no',
+        'ne": [], "text": "x\\"\\n"}',
+    )
     script.steps = [
         {"reasoning_content": "First I "},
         1.5,
@@ -156,17 +204,29 @@ def test_thinking_and_arguments_are_seen_while_they_are_written(page: Browser, s
     page.press("Enter")
     page.wait("document.querySelector('.thinking .preview')?.textContent === 'First I '")
     assert page.text(".thinking .label").startswith("Thinking")
-    page.wait("/^Thinking \\d{3} ms|^Thinking 1/.test(document.querySelector('.thinking .label').textContent)")  # it counts
+    # it counts
+    page.wait(
+        "/^Thinking \\d{3} ms|^Thinking 1/.test(document.querySelector('.thinking "
+        ".label').textContent)"
+    )
     page.wait("document.querySelector('.call .state')?.textContent === 'writing …'")
     page.wait("document.querySelector('.call pre').textContent.endsWith('\"no')")
     page.wait(IDLE)
-    whole = '{\n  "path": "a.py",\n  "size": 12345678901234567890,\n  "none": [],\n  "text": "x\\"\\n"\n}'
+    whole = (
+        '{\n  "path": "a.py",\n  "size": 12345678901234567890,\n  "none": [],\n  "text": '
+        '"x\\"\\n"\n}'
+    )
     assert page.text(".call pre") == whole
     assert page.text(".thinking .label").startswith("Thought for 1.")
 
 
 def test_stopping_ends_the_request_and_keeps_the_text(page: Browser, script: Script) -> None:
-    script.steps = [{"content": "As far as"}, *call("whole", "{}"), *call("late", '{"a": ', index=1), 60]
+    script.steps = [
+        {"content": "As far as"},
+        *call("whole", "{}"),
+        *call("late", '{"a": ', index=1),
+        60,
+    ]
     page.write("#prompt", "One")
     page.press("Enter")
     page.wait("document.querySelector('.call:nth-child(2) .state')?.textContent === 'writing …'")
@@ -176,14 +236,17 @@ def test_stopping_ends_the_request_and_keeps_the_text(page: Browser, script: Scr
     assert eventually(lambda: script.hang_ups == 1)
     script.steps = [{"content": "More"}]
     ask(page, "Two")
-    assert script.bodies[-1]["messages"][1] == {"role": "assistant", "content": "As far as"}  # nobody answers its calls
+    # nobody answers its calls
+    assert script.bodies[-1]["messages"][1] == {"role": "assistant", "content": "As far as"}
 
 
 def test_a_call_that_the_token_limit_cut_off_is_left_out(page: Browser, script: Script) -> None:
     script.steps, script.finish_reason = [{"content": "Well"}, *call("cut", '{"a": "')], "length"
     ask(page, "One")
     assert page.text(".call .state") == "incomplete"
-    assert page.text(".problem").startswith("Cut off: token limit reached.\nA tool call is incomplete")
+    assert page.text(".problem").startswith(
+        "Cut off: token limit reached.\nA tool call is incomplete"
+    )
     assert page.run("return document.querySelector('.call textarea')") is None
     script.steps, script.finish_reason = [{"content": "More"}], "stop"
     ask(page, "Two")
@@ -198,7 +261,11 @@ def test_editing_asks_again_from_there(page: Browser, script: Script) -> None:
     page.write(".editor textarea", "Two, changed")
     page.press("Enter")
     page.wait(f"{ANSWERS} === 2 && {IDLE}")
-    assert [message["content"] for message in script.bodies[-1]["messages"]] == ["One", "Answer", "Two, changed"]
+    assert [message["content"] for message in script.bodies[-1]["messages"]] == [
+        "One",
+        "Answer",
+        "Two, changed",
+    ]
     assert page.run("return document.querySelectorAll('.message').length") == 4
     page.click("#new")
     assert page.run("return document.querySelectorAll('.message').length") == 0
@@ -214,20 +281,51 @@ def test_hostile_text_does_nothing(page: Browser, script: Script) -> None:
     ]
     ask(page, HOSTILE)
     time.sleep(0.3)  # for what would load or run
-    assert page.run("return [window.hit, document.title, getComputedStyle(document.body).display]") == [
+    assert page.run(
+        "return [window.hit, document.title, getComputedStyle(document.body).display]"
+    ) == [
         None,
         "scripted · Negamax",
         "grid",
     ]
-    tags = page.run("return [...new Set([...document.querySelectorAll('#messages *')].map((e) => e.tagName.toLowerCase()))]")
-    assert not {"script", "img", "iframe", "svg", "style", "object", "embed", "link", "form", "base"} & set(tags)
-    names = page.run("return [...document.querySelectorAll('#messages *')].flatMap((e) => e.getAttributeNames())")
-    assert not [name for name in names if name.startswith("on") or name in ("style", "src", "srcdoc", "srcset", "action")]
-    links = page.run("return [...document.querySelectorAll('#messages a')].map((a) => [a.protocol, a.rel, a.host])")
-    assert {(protocol, rel) for protocol, rel, _ in links} == {("https:", "noopener noreferrer nofollow")}
+    tags = page.run(
+        "return [...new Set([...document.querySelectorAll('#messages *')].map((e) => "
+        "e.tagName.toLowerCase()))]"
+    )
+    assert not {
+        "script",
+        "img",
+        "iframe",
+        "svg",
+        "style",
+        "object",
+        "embed",
+        "link",
+        "form",
+        "base",
+    } & set(tags)
+    names = page.run(
+        "return [...document.querySelectorAll('#messages *')].flatMap((e) => e.getAttributeNames())"
+    )
+    assert not [
+        name
+        for name in names
+        if name.startswith("on") or name in ("style", "src", "srcdoc", "srcset", "action")
+    ]
+    links = page.run(
+        "return [...document.querySelectorAll('#messages a')].map((a) => [a.protocol, a.rel, "
+        "a.host])"
+    )
+    assert {(protocol, rel) for protocol, rel, _ in links} == {
+        ("https:", "noopener noreferrer nofollow")
+    }
     assert {host for *_, host in links} == {"evil.example", "ok.example"}
     origin = page.run("return location.origin")
-    assert [request["url"] for request in page.requests if not request["url"].startswith((origin, "about:"))] == []
+    assert [
+        request["url"]
+        for request in page.requests
+        if not request["url"].startswith((origin, "about:"))
+    ] == []
     assert page.problems == []
 
 
@@ -236,13 +334,20 @@ def test_the_policy_stops_what_would_slip_through(page: Browser, script: Script)
         page.run("document.querySelector('#messages').innerHTML = '<b>x</b>'")
     with pytest.raises(AssertionError, match="TrustedScript"):
         page.run("document.querySelector('#messages').setAttribute('onclick', 'window.hit = 1')")
-    page.run("const i = document.createElement('img'); i.src = 'https://evil.example/'; document.body.append(i)")
-    assert page.run("return fetch('https://evil.example/').then(() => 'sent', () => 'blocked')") == "blocked"
+    page.run(
+        "const i = document.createElement('img'); i.src = 'https://evil.example/'; "
+        "document.body.append(i)"
+    )
+    assert (
+        page.run("return fetch('https://evil.example/').then(() => 'sent', () => 'blocked')")
+        == "blocked"
+    )
     assert any("Content Security Policy" in problem for problem in page.problems)
 
 
 MARKDOWN = {
-    "**b** *i* ***bi*** ~~d~~": "<p><strong>b</strong> <em>i</em> <em><strong>bi</strong></em> <del>d</del></p>",
+    "**b** *i* ***bi*** ~~d~~": "<p><strong>b</strong> <em>i</em> <em><strong>bi</strong></em> "
+    "<del>d</del></p>",
     "`a*b*` snake_case_name": "<p><code>a*b*</code> snake_case_name</p>",
     "2 * 3 * 4 and **open": "<p>2 * 3 * 4 and **open</p>",
     "``a`b`` \\*x\\*": "<p><code>a`b</code> *x*</p>",
@@ -250,11 +355,13 @@ MARKDOWN = {
     "3. x\n4. y\n\nin\n1999. z": '<ol start="3"><li>x</li><li>y</li></ol><p>in<br>1999. z</p>',
     "> q\n> **r**\n\n---": "<blockquote><p>q<br><strong>r</strong></p></blockquote><hr>",
     "<b>&amp;</b>": "<p>&lt;b&gt;&amp;&lt;/b&gt;</p>",
-    "a|b\n-|-:\n1|2\\|3": '<table><thead><tr><th class="left">a</th><th class="right">b</th></tr></thead><tbody><tr>'
+    "a|b\n-|-:\n1|2\\|3": '<table><thead><tr><th class="left">a</th><th '
+    'class="right">b</th></tr></thead><tbody><tr>'
     '<td class="left">1</td><td class="right">2|3</td></tr></tbody></table>',
     "```py\na = `1`\n\n# no\n": "<pre>py:a = `1`\n\n# no</pre>",
     "- a\n\n  ```\n  x\n  ```\n- b": "<ul><li><p>a</p><pre>text:x</pre></li><li><p>b</p></li></ul>",
-    "[t](https://e.example/a_(b)) https://e.example/c.": '<p><a href="https://e.example/a_(b)">t</a> '
+    "[t](https://e.example/a_(b)) https://e.example/c.": "<p><a "
+    'href="https://e.example/a_(b)">t</a> '
     '<a href="https://e.example/c">https://e.example/c</a>.</p>',
 }
 PLAIN = """
@@ -286,7 +393,9 @@ FORMULAS = {
     "\\[open\n\n*on*": "<p>\\[open</p><p><em>on</em></p>",
     "> \\[\n> x\n> \\]\nafter": "<blockquote><d>x</d></blockquote><p>after</p>",
     "- a\n  \\[\n  x\n  \\]": "<ul><li>a<d>x</d></li></ul>",
-    "|a|\n|-|\n|$x$<br>y|": '<table><thead><tr><th class="left">a</th></tr></thead><tbody><tr><td class="left"><x>x</x><br>y'
+    "|a|\n|-|\n|$x$<br>y|": "<table><thead><tr><th "
+    'class="left">a</th></tr></thead><tbody><tr><td '
+    'class="left"><x>x</x><br>y'
     "</td></tr></tbody></table>",
     "$\\nosuch$": '<p><code class="formula source">\\nosuch</code></p>',
 }
@@ -308,7 +417,12 @@ def test_formulas_are_found_and_prices_are_none(page: Browser, script: Script) -
 
 
 def test_formulas_are_laid_out_and_code_has_colours(page: Browser, script: Script) -> None:
-    script.steps = [{"content": "\\[\\frac{a}{b_1}\\]\n\n```python\ndef f(x):\n    return 'a' + 1\n```\n\n```nosuch\nx\n```"}]
+    script.steps = [
+        {
+            "content": "\\[\\frac{a}{b_1}\\]\n\n```python\ndef f(x):\n    return 'a' + "
+            "1\n```\n\n```nosuch\nx\n```"
+        }
+    ]
     ask(page, "One")
     fraction = page.run(
         """
@@ -318,10 +432,18 @@ def test_formulas_are_laid_out_and_code_has_colours(page: Browser, script: Scrip
     )
     assert fraction > 8  # the denominator stands below the numerator
     colours = page.run(
-        "return [...document.querySelectorAll('.code code')].map((e) => [...e.children].map((c) => c.className))"
+        "return [...document.querySelectorAll('.code code')].map((e) => [...e.children].map((c) "
+        "=> c.className))"
     )
     assert colours == [
-        ["hljs-keyword", "hljs-title function_", "hljs-params", "hljs-keyword", "hljs-string", "hljs-number"],
+        [
+            "hljs-keyword",
+            "hljs-title function_",
+            "hljs-params",
+            "hljs-keyword",
+            "hljs-string",
+            "hljs-number",
+        ],
         [],
     ]
     assert page.problems == []
@@ -348,7 +470,8 @@ def test_a_growing_text_ends_as_the_whole_one_would(page: Browser, script: Scrip
 def test_a_long_answer_streams_smoothly(page: Browser, script: Script) -> None:
     """80,000 characters, about 20,000 tokens: what is shown does not make the next piece slower."""
     part = (
-        "## Step\n\nSome **bold** text with `code` and \\\\(x_1 + y\\\\), as long as paragraphs are.\n\n1. One\n   - two\n\n"
+        "## Step\n\nSome **bold** text with `code` and \\\\(x_1 + y\\\\), as long as paragraphs "
+        "are.\n\n1. One\n   - two\n\n"
         "```python\ndef f(x):\n    return x + 1\n```\n\n|a|b|\n|-|-|\n|1|2|\n\n"
     )
     page.call("Performance.enable", timeDomain="threadTicks")
@@ -375,10 +498,38 @@ def test_a_long_answer_streams_smoothly(page: Browser, script: Script) -> None:
 @pytest.mark.parametrize(
     "pieces",
     [
-        ["[", "![", "](", "[a](", "([", "[a]", "[a]: b\n", "<https://", "https://", "www.", "a@", "h"],
+        [
+            "[",
+            "![",
+            "](",
+            "[a](",
+            "([",
+            "[a]",
+            "[a]: b\n",
+            "<https://",
+            "https://",
+            "www.",
+            "a@",
+            "h",
+        ],
         ["*a ", "**a ", "_a", "*", "*a_", "~~", "a_", "`", "` `` ", "\\", "&"],
         ["> ", ">\n", "  - ", "- a\n", "1. a\n", "- ", "-", "#", "# a\n", "\n", "\t"],
-        ["|", "a|b\n", "|-", "```a", "```\n", "$", "$a ", "$$", "$$ ", "\\(", "\\[", "\\[\n", "$$\n", "\\(a\\) "],
+        [
+            "|",
+            "a|b\n",
+            "|-",
+            "```a",
+            "```\n",
+            "$",
+            "$a ",
+            "$$",
+            "$$ ",
+            "\\(",
+            "\\[",
+            "\\[\n",
+            "$$\n",
+            "\\(a\\) ",
+        ],
     ],
 )
 def test_no_text_freezes_the_page(page: Browser, script: Script, pieces: list[str]) -> None:
@@ -399,13 +550,16 @@ def test_no_text_freezes_the_page(page: Browser, script: Script, pieces: list[st
 
 def cpu_seconds(page: Browser) -> float:
     """Seconds that the page has spent on a processor."""
-    metrics = {metric["name"]: metric["value"] for metric in page.call("Performance.getMetrics")["metrics"]}
+    metrics = {
+        metric["name"]: metric["value"] for metric in page.call("Performance.getMetrics")["metrics"]
+    }
     return float(metrics["TaskDuration"])
 
 
 def test_events_may_be_cut_anywhere(page: Browser, script: Script) -> None:
     text = (
-        'data: {"a": "\u00e9\U0001f600"}\r\n\r\n: note\n\ndata: 1\ndata: 2\n\nevent: x\ndata:3\n\ndata: [DONE]\n\ndata: 4\n\n'
+        'data: {"a": "\u00e9\U0001f600"}\r\n\r\n: note\n\ndata: 1\ndata: 2\n\nevent: '
+        "x\ndata:3\n\ndata: [DONE]\n\ndata: 4\n\n"
     )
     wrong = page.run(
         """
@@ -435,13 +589,18 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_only(page: Browser) -> None:
         assert page.text("#key-reason") == "the API key is missing"
         page.write("#key", "wrong")
         page.press("Enter")
-        page.wait("document.querySelector('#key-dialog').open && !document.querySelector('#key').value")
+        page.wait(
+            "document.querySelector('#key-dialog').open && !document.querySelector('#key').value"
+        )
         page.write("#key", "secret")
         page.press("Enter")
         page.wait("document.querySelector('#model').value === name", name=NAME)
         ask(page, "Hello")
         assert page.text(".assistant .text") == "Open"
-        kept = "return [Object.values(sessionStorage), Object.values(localStorage).join().includes('secret'), document.cookie]"
+        kept = (
+            "return [Object.values(sessionStorage), "
+            "Object.values(localStorage).join().includes('secret'), document.cookie]"
+        )
         assert page.run(kept) == [["secret"], False, ""]
         assert "secret" not in page.run("return document.documentElement.outerHTML")
         page.click("#settings-toggle")
@@ -451,13 +610,19 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_only(page: Browser) -> None:
         page.open("about:blank")
 
 
-def test_the_browser_asks_for_the_key_of_a_guarded_server_once(page: Browser, tmp_path: Path) -> None:
+def test_the_browser_asks_for_the_key_of_a_guarded_server_once(
+    page: Browser, tmp_path: Path
+) -> None:
     with serving("--api-key", "secret", log_file=tmp_path / "log") as server:
         refused = httpx.get(f"{server.url}/")
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"].startswith("Basic realm=")
-        assert httpx.get(f"{server.url}/v1/models", auth=("", "secret")).headers["www-authenticate"] == "Bearer"
-        page.open(server.url.replace("http://", "http://anyone:secret@") + "/")  # as typed into the browser's own prompt
+        assert (
+            httpx.get(f"{server.url}/v1/models", auth=("", "secret")).headers["www-authenticate"]
+            == "Bearer"
+        )
+        # as typed into the browser's own prompt
+        page.open(server.url.replace("http://", "http://anyone:secret@") + "/")
         page.wait("document.querySelector('#model').value === name", name=MODEL)
         ask(page, "What is 47 + 38?")
         assert page.text(".problem") == ""
@@ -478,13 +643,22 @@ def test_the_copied_command_repeats_the_request(page: Browser, script: Script) -
         "messages": [{"role": "user", "content": 'it\'s "quoted" $HOME `id` \\ !\n\u00e9'}],
         "stream": True,
     }
-    command = page.run("return (await import('/playground/stream.js')).curlCommand(request, true)", request=request)
-    told = subprocess.run(["sh", "-c", command], capture_output=True, check=True, env={"NEGAMAX_API_KEY": "k", **os.environ})
+    command = page.run(
+        "return (await import('/playground/stream.js')).curlCommand(request, true)", request=request
+    )
+    told = subprocess.run(
+        ["sh", "-c", command],
+        capture_output=True,
+        check=True,
+        env={"NEGAMAX_API_KEY": "k", **os.environ},
+    )
     assert b'"Again"' in told.stdout
     assert script.bodies == [request]
 
 
-def test_a_conversation_survives_export_and_import(page: Browser, script: Script, tmp_path: Path) -> None:
+def test_a_conversation_survives_export_and_import(
+    page: Browser, script: Script, tmp_path: Path
+) -> None:
     script.steps = [{"reasoning_content": "Hm."}, {"content": "Calling"}, *call("f", '{"n": 1}')]
     script.finish_reason = "tool_calls"
     page.write("[name=system]", "Be kind.")
@@ -497,7 +671,13 @@ def test_a_conversation_survives_export_and_import(page: Browser, script: Script
     file = tmp_path / "conversation.json"
     assert eventually(file.exists)
     kept = json.loads(file.read_text(encoding="utf-8"))
-    assert [message["role"] for message in kept["messages"]] == ["user", "assistant", "tool", "user", "assistant"]
+    assert [message["role"] for message in kept["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "user",
+        "assistant",
+    ]
     assert kept["settings"]["system"] == "Be kind."
 
     page.click("#new")
@@ -513,24 +693,47 @@ def test_a_conversation_survives_export_and_import(page: Browser, script: Script
     broken = tmp_path / "broken.json"
     broken.write_text('{"messages": [{"role": "wizard"}]}')
     page.call("DOM.setFileInputFiles", nodeId=field, files=[str(broken)])
-    page.wait("document.querySelector('#notice').textContent === 'Message 1 has the role \"wizard\".'")
-    assert page.run("return document.querySelectorAll('.message').length") == 6  # what was there is still there
+    page.wait(
+        "document.querySelector('#notice').textContent === 'Message 1 has the role \"wizard\".'"
+    )
+    # what was there is still there
+    assert page.run("return document.querySelectorAll('.message').length") == 6
 
 
-def test_every_control_has_a_name_and_the_keyboard_reaches_it(page: Browser, script: Script) -> None:
-    script.steps = [{"reasoning_content": "Hm."}, {"content": "`x`\n\n```\ny\n```"}, *call("f", "{}")]
+def test_every_control_has_a_name_and_the_keyboard_reaches_it(
+    page: Browser, script: Script
+) -> None:
+    script.steps = [
+        {"reasoning_content": "Hm."},
+        {"content": "`x`\n\n```\ny\n```"},
+        *call("f", "{}"),
+    ]
     ask(page, "One")
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
-    roles = {"button", "textbox", "combobox", "spinbutton", "checkbox", "link", "progressbar", "dialog"}
+    roles = {
+        "button",
+        "textbox",
+        "combobox",
+        "spinbutton",
+        "checkbox",
+        "link",
+        "progressbar",
+        "dialog",
+    }
     controls = [node for node in nodes if not node["ignored"] and node["role"]["value"] in roles]
     assert len(controls) > 25
-    assert [node["role"]["value"] for node in controls if not node.get("name", {}).get("value")] == []
+    assert [
+        node["role"]["value"] for node in controls if not node.get("name", {}).get("value")
+    ] == []
     page.run("document.activeElement.blur()")
     reached = set()
     for _ in range(60):
         page.press("Tab")
         reached.add(
-            page.run("const e = document.activeElement; return e.id || e.name || e.getAttribute('aria-label') || e.textContent")
+            page.run(
+                "const e = document.activeElement; return e.id || e.name || "
+                "e.getAttribute('aria-label') || e.textContent"
+            )
         )
     assert {
         "prompt",
@@ -547,22 +750,32 @@ def test_every_control_has_a_name_and_the_keyboard_reaches_it(page: Browser, scr
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_narrow_windows_show_everything_and_colours_follow_the_person(page: Browser, script: Script, scheme: str) -> None:
+def test_narrow_windows_show_everything_and_colours_follow_the_person(
+    page: Browser, script: Script, scheme: str
+) -> None:
     word = "x" * 300
-    script.steps = [{"reasoning_content": word}, {"content": f"{word}\n\n```\n{word}\n```\n\n|{word}|b|\n|-|-|\n|c|d|"}]
+    script.steps = [
+        {"reasoning_content": word},
+        {"content": f"{word}\n\n```\n{word}\n```\n\n|{word}|b|\n|-|-|\n|c|d|"},
+    ]
     script.steps += call(word, json.dumps({"a": word}))
     page.look(width=360, height=640, scheme=scheme)
     ask(page, word)
-    assert page.run("return [document.documentElement.scrollWidth, document.querySelector('main').scrollWidth]") == [360, 360]
+    assert page.run(
+        "return [document.documentElement.scrollWidth, document.querySelector('main').scrollWidth]"
+    ) == [360, 360]
     for selector in ("#model", "#new", "#settings-toggle", "#prompt", "#send"):
         left, right = page.run(
-            "const r = document.querySelector(s).getBoundingClientRect(); return [r.left, r.right]", s=selector
+            "const r = document.querySelector(s).getBoundingClientRect(); return [r.left, r.right]",
+            s=selector,
         )
         assert 0 <= left < right <= 360, selector
     dark = page.run("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
     assert dark == (scheme == "dark")
     page.click("#theme")
-    assert (page.run("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)") != dark
+    assert (
+        page.run("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
+    ) != dark
     page.click("#settings-toggle")
     page.shows("[name=temperature]")
     page.press("Escape")
@@ -579,12 +792,27 @@ def test_the_files_come_with_their_policy_and_are_asked_for_anew(http: httpx.Cli
     assert http.head("/").headers["etag"] == answer.headers["etag"]
     again = http.get("/", headers={"if-none-match": answer.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
-    for name in ("app.js", "markdown.js", "style.css", "icon.svg", "vendor/temml.js", "vendor/LICENSES.txt"):
+    for name in (
+        "app.js",
+        "markdown.js",
+        "style.css",
+        "icon.svg",
+        "vendor/temml.js",
+        "vendor/LICENSES.txt",
+    ):
         file = http.get(f"/playground/{name}")
         assert file.status_code == 200 and file.content, name
         plain = http.get(f"/playground/{name}", headers={"accept-encoding": "identity"})
-        assert (file.headers["content-encoding"], "content-encoding" in plain.headers) == ("gzip", False)
+        assert (file.headers["content-encoding"], "content-encoding" in plain.headers) == (
+            "gzip",
+            False,
+        )
         assert file.content == plain.content
-    for path in ("/playground/__init__.py", "/playground/", "/playground/../server.py", "/playground/%2e%2e/server.py"):
+    for path in (
+        "/playground/__init__.py",
+        "/playground/",
+        "/playground/../server.py",
+        "/playground/%2e%2e/server.py",
+    ):
         assert http.get(path).status_code == 404, path
     assert http.post("/").status_code == 405

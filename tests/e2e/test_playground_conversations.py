@@ -1,4 +1,6 @@
-"""What the chat page keeps: conversations with their branches, settings and the theme; and what it adds to a message."""
+"""What the chat page keeps: conversations with their branches, settings and the theme; and what it
+adds to a message.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from tests.e2e.conftest import eventually
 from tests.e2e.scripted_server import NAME, Script, call, scripted
 
 TITLES = "[...document.querySelectorAll('#conversations .open')].map((e) => e.title)"
-TEXTS = "[...document.querySelectorAll('.message')].map((e) => e.querySelector('.bubble, .text').textContent)"
+TEXTS = (
+    "[...document.querySelectorAll('.message')].map((e) => e.querySelector('.bubble, "
+    ".text').textContent)"
+)
 
 
 def reload(page: Browser) -> None:
@@ -36,7 +41,9 @@ def give_files(page: Browser, selector: str, *files: Path) -> None:
     page.call("DOM.setFileInputFiles", nodeId=field, files=[str(file) for file in files])
 
 
-def test_conversations_outlive_the_tab_and_are_found_renamed_and_deleted(page: Browser, script: Script) -> None:
+def test_conversations_outlive_the_tab_and_are_found_renamed_and_deleted(
+    page: Browser, script: Script
+) -> None:
     say(page, script, "They *hum*.", "What do bees do?")
     page.click("#new")
     say(page, script, "They sail.", "And ships?")
@@ -47,7 +54,11 @@ def test_conversations_outlive_the_tab_and_are_found_renamed_and_deleted(page: B
     page.wait(f"{TEXTS}.join() === 'What do bees do?,They hum.'")
     assert page.run("return document.querySelector('.text em').textContent") == "hum"
     say(page, script, "Honey.", "And make?")
-    assert [message["content"] for message in script.bodies[-1]["messages"]] == ["What do bees do?", "They *hum*.", "And make?"]
+    assert [message["content"] for message in script.bodies[-1]["messages"]] == [
+        "What do bees do?",
+        "They *hum*.",
+        "And make?",
+    ]
 
     page.write("#search", "SAIL")
     page.wait(f"{TITLES}.join() === 'And ships?'")
@@ -74,7 +85,11 @@ def test_versions_of_answers_and_questions_are_kept(page: Browser, script: Scrip
     page.click(".assistant .back")
     page.wait(f"{TEXTS}.join() === 'One,First'")
     say(page, script, "Third", "Two")
-    assert [message["content"] for message in script.bodies[-1]["messages"]] == ["One", "First", "Two"]
+    assert [message["content"] for message in script.bodies[-1]["messages"]] == [
+        "One",
+        "First",
+        "Two",
+    ]
     page.click(".user .edit")
     page.write(".editor textarea", "Uno")
     script.steps = [{"content": "Primo"}]
@@ -97,7 +112,11 @@ def test_messages_are_deleted_and_come_back(page: Browser, script: Script) -> No
     page.wait(f"{TEXTS}.join() === 'One,To One,Two,To Two'")
     page.click(".user:nth-child(3) .delete")
     say(page, script, "To Three", "Three")
-    assert [message["content"] for message in script.bodies[-1]["messages"]] == ["One", "To One", "Three"]
+    assert [message["content"] for message in script.bodies[-1]["messages"]] == [
+        "One",
+        "To One",
+        "Three",
+    ]
 
 
 def test_an_answer_goes_on_where_it_was_cut_off(nano: Browser) -> None:
@@ -128,7 +147,9 @@ def test_answers_come_in_while_another_conversation_is_shown(page: Browser, scri
     page.wait(f"{TEXTS}.join() === 'One,Slowly done' && {IDLE}")
 
 
-def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(page: Browser, script: Script) -> None:
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(
+    page: Browser, script: Script
+) -> None:
     script.steps = [{"content": "Slowly"}, 60]
     page.write("#prompt", "One")
     page.press("Enter")
@@ -148,9 +169,15 @@ def test_text_files_go_into_the_message(page: Browser, script: Script, tmp_path:
     image.write_bytes(b"\x89PNG\xff\xfe")
     large.write_text("x" * 600_000)
     give_files(page, "#attach-file", image)
-    page.wait("document.querySelector('#notice').textContent === 'x.png is not text in UTF-8; only text can be attached.'")
+    page.wait(
+        "document.querySelector('#notice').textContent === 'x.png is not text in UTF-8; only "
+        "text can be attached.'"
+    )
     give_files(page, "#attach-file", large)
-    page.wait("document.querySelector('#notice').textContent === 'large.txt has 586 KiB; allowed: 512 KiB of text.'")
+    page.wait(
+        "document.querySelector('#notice').textContent === 'large.txt has 586 KiB; allowed: 512 "
+        "KiB of text.'"
+    )
     give_files(page, "#attach-file", code)
     page.wait("document.querySelector('.file .name')?.textContent === 'a b.py'")
     say(page, script, "Three marks.", "What is this?")
@@ -164,11 +191,24 @@ def test_text_files_go_into_the_message(page: Browser, script: Script, tmp_path:
 
 
 def test_settings_and_theme_are_kept_and_defaults_are_shown(page: Browser, script: Script) -> None:
-    shown = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    shown = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    )
     read = "return names.map((name) => document.querySelector(`[name=${name}]`).placeholder)"
     page.wait("document.querySelector('[name=temperature]').placeholder !== 'default'")
     assert page.run(read, names=shown) == ["0.7", "0.95", "40", "0", "1", "0", "0"]
-    numbers: dict[str, Any] = {"min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.5, "min_tokens": 2}
+    numbers: dict[str, Any] = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "min_tokens": 2,
+    }
     for name, value in numbers.items():
         page.write(f"[name={name}]", str(value))
     page.write("[name=stop]", "END\n\\n\\n")
@@ -183,8 +223,13 @@ def test_settings_and_theme_are_kept_and_defaults_are_shown(page: Browser, scrip
     assert not {*numbers, "stop"} & set(script.bodies[-1])
 
 
-def test_the_strip_tells_how_busy_the_server_is_while_the_page_is_visible(page: Browser, script: Script) -> None:
-    page.wait("document.querySelector('#server').textContent === '2 running · 1 waiting · KV 15 % · 0.0 tok/s'")
+def test_the_strip_tells_how_busy_the_server_is_while_the_page_is_visible(
+    page: Browser, script: Script
+) -> None:
+    page.wait(
+        "document.querySelector('#server').textContent === '2 running · 1 waiting · KV 15 % · "
+        "0.0 tok/s'"
+    )
     assert page.run("return document.querySelector('#server').getAttribute('href')") == "status"
     page.run("Object.defineProperty(document, 'hidden', { value: true })")
     time.sleep(0.3)  # one that is under way
@@ -219,6 +264,10 @@ def test_a_tool_call_waits_for_its_result_after_a_reload(page: Browser, script: 
     script.steps, script.finish_reason = [{"content": "Fine"}], "stop"
     page.click("#send")
     page.wait(f"{ANSWERS} === 2 && {IDLE}")
-    assert [message["role"] for message in script.bodies[-1]["messages"]] == ["user", "assistant", "tool"]
+    assert [message["role"] for message in script.bodies[-1]["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+    ]
     reload(page)
     page.wait("document.querySelector('.call .result pre')?.textContent === 'done'")

@@ -1,4 +1,6 @@
-"""A coding agent's day at the size of seconds: no call breaks, word for word, over every API, and the cache is found again."""
+"""A coding agent's day at the size of seconds: no call breaks, word for word, over every API, and
+the cache is found again.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ M3_TEMPLATE = ROOT.parent / "shared" / "templates" / "minimax_m3.jinja"
 def report(day: str, folder: Path, *options: str) -> dict[str, Any]:
     """What the tool says about one day, which nothing may have broken."""
     file = folder / "report.json"
-    command = [sys.executable, str(ROOT / "tools" / "replay_day.py"), "--small", "--day", day, "--json", str(file), *options]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "replay_day.py"),
+        "--small",
+        "--day",
+        day,
+        "--json",
+        str(file),
+        *options,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(file.read_text())[day]
@@ -37,7 +48,9 @@ def test_scripted_day_reaches_every_client_as_written_and_keeps_the_prefix(tmp_p
 
 @pytest.mark.skipif(not M3_TEMPLATE.exists(), reason="the M3 template is not beside this checkout")
 def test_scripted_day_of_the_m3_family(tmp_path: Path) -> None:
-    check_scripted(report("scripted", tmp_path, "--format", "m3", "--m3-template", str(M3_TEMPLATE)))
+    check_scripted(
+        report("scripted", tmp_path, "--format", "m3", "--m3-template", str(M3_TEMPLATE))
+    )
 
 
 def test_live_day_makes_calls_that_follow_their_schemas_on_cached_prompts(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""`negamax serve nano --script`: the bundled script plays a coding agent's turns through every API."""
+"""`negamax serve nano --script`: the bundled script plays a coding agent's turns through every
+API.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_messages_stream_the_same_call(scripted: Server) -> None:
     client = anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0)
     tools: list[Any] = [{"name": "Write", "input_schema": WRITE}]
     asked: list[Any] = [QUESTION]
-    with client.messages.stream(model="nano", max_tokens=500, messages=asked, tools=tools) as stream:
+    with client.messages.stream(
+        model="nano", max_tokens=500, messages=asked, tools=tools
+    ) as stream:
         answer = stream.get_final_message()
     (call,) = [block for block in answer.content if block.type == "tool_use"]
     assert call.input == ARGUMENTS
@@ -93,7 +97,9 @@ def test_grammar_holds_where_the_script_says_something_else(
 
 def test_prompts_are_scored_as_certain(scripted_client: openai.OpenAI) -> None:
     prompt = [300 + number for number in range(40)]
-    answer = scripted_client.completions.create(model="nano", prompt=prompt, max_tokens=1, extra_body={"prompt_logprobs": 0})
+    answer = scripted_client.completions.create(
+        model="nano", prompt=prompt, max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
     scores: list[Any] = answer.choices[0].model_dump()["prompt_logprobs"]
     assert [int(next(iter(score))) for score in scores[1:]] == prompt[1:]
     assert all(entry["logprob"] == 0.0 for score in scores[1:] for entry in score.values())

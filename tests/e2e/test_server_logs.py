@@ -45,7 +45,9 @@ def records(server: Server) -> list[dict[str, Any]]:
 def logged(server: Server, logger: str, **fields: Any) -> list[dict[str, Any]]:
     """The lines of one module with these fields."""
     return [
-        record for record in records(server) if record["logger"] == f"negamax.{logger}" and record.items() >= fields.items()
+        record
+        for record in records(server)
+        if record["logger"] == f"negamax.{logger}" and record.items() >= fields.items()
     ]
 
 
@@ -114,7 +116,9 @@ def test_busy_server_says_so_in_one_process_and_an_idle_one_is_silent(
     with server.http() as http:
         headers = {"authorization": f"Bearer {KEY}"}
         assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
-    assert eventually(lambda: any(load["running"] == 0 for load in logged(server, "api.load_report")[-1:]))
+    assert eventually(
+        lambda: any(load["running"] == 0 for load in logged(server, "api.load_report")[-1:])
+    )
     lines = logged(server, "api.load_report")
     assert {line["pid"] for line in lines} == {server.process.pid}
     busy = [line for line in lines if line["running"]]

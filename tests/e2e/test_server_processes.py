@@ -1,4 +1,6 @@
-"""Several server processes in front of one engine: whichever a client reaches, it finds the same server."""
+"""Several server processes in front of one engine: whichever a client reaches, it finds the same
+server.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,25 @@ from tests.e2e.test_engine_restarts import is_alive, wait_until_ready
 
 CHAT = "/v1/chat/completions"
 COUNT = 3
-LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True, "max_tokens": 3000}
+LONG: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "ignore_eos": True,
+    "max_tokens": 3000,
+}
 SHORT = LONG | {"max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log_file = tmp_path_factory.mktemp("several") / "log"
-    options = ("--api-server-count", str(COUNT), "--max-num-seqs", "8", "--engine-hang-timeout", "6")
+    options = (
+        "--api-server-count",
+        str(COUNT),
+        "--max-num-seqs",
+        "8",
+        "--engine-hang-timeout",
+        "6",
+    )
     with serving(*options, log_file=log_file) as server:
         yield server
         assert "Traceback" not in server.log
@@ -45,7 +58,9 @@ def response_from(server: Server, index: int, **fields: Any) -> Any:
     """A response that process `index` has answered: connections are shared out by chance."""
     for _ in range(200):
         with server.http() as http:
-            answer = http.post("/v1/responses", json={"input": "Hello", "max_output_tokens": 8, **fields})
+            answer = http.post(
+                "/v1/responses", json={"input": "Hello", "max_output_tokens": 8, **fields}
+            )
         assert answer.status_code == 200, answer.text
         if keeper(answer.json()["id"]) == index:
             return answer.json()
@@ -58,7 +73,10 @@ def streams_under_way(
     """Long streams that run now; each gives the last two lines it got."""
 
     def run() -> list[str]:
-        with server.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+        with (
+            server.http() as http,
+            http.stream("POST", CHAT, json=LONG | {"stream": True}) as running,
+        ):
             return [line for line in running.iter_lines() if line][-2:]
 
     ends = [pool.submit(run) for _ in range(count)]
@@ -74,17 +92,35 @@ def test_every_process_answers_and_finds_what_the_others_keep(several: Server) -
                 assert http.get(f"/v1/responses/{kept['id']}").json() == kept
                 items = http.get(f"/v1/responses/{kept['id']}/input_items").json()["data"]
                 assert items[0]["content"] == "Hello"
-                going_on = {"input": "And?", "previous_response_id": kept["id"], "max_output_tokens": 4}
+                going_on = {
+                    "input": "And?",
+                    "previous_response_id": kept["id"],
+                    "max_output_tokens": 4,
+                }
                 second = http.post("/v1/responses", json=going_on).json()
-                assert keeper(second["id"]) == keeper(kept["id"])  # a conversation stays where it began
+                # a conversation stays where it began
+                assert keeper(second["id"]) == keeper(kept["id"])
                 assert second["usage"]["input_tokens"] > kept["usage"]["total_tokens"]
                 item = kept["output"][0]["id"]
-                referring = {"input": [{"type": "item_reference", "id": item}, {"role": "user", "content": "?"}]}
-                assert http.post("/v1/responses", json=referring | {"max_output_tokens": 4}).status_code == 200
+                referring = {
+                    "input": [
+                        {"type": "item_reference", "id": item},
+                        {"role": "user", "content": "?"},
+                    ]
+                }
+                assert (
+                    http.post(
+                        "/v1/responses", json=referring | {"max_output_tokens": 4}
+                    ).status_code
+                    == 200
+                )
     with several.http() as http:
         for kept in first:
             assert http.delete(f"/v1/responses/{kept['id']}").json()["deleted"]
-            assert error_of(http.get(f"/v1/responses/{kept['id']}"), 404)["code"] == "response_not_found"
+            assert (
+                error_of(http.get(f"/v1/responses/{kept['id']}"), 404)["code"]
+                == "response_not_found"
+            )
 
 
 def test_no_process_listens_on_more_than_the_port_of_all(several: Server) -> None:
@@ -98,7 +134,11 @@ def test_stream_that_is_passed_on_is_a_stream(several: Server) -> None:
             client = several.openai()
             events = list(
                 client.responses.create(
-                    model=MODEL, input="More", previous_response_id=kept["id"], stream=True, max_output_tokens=24
+                    model=MODEL,
+                    input="More",
+                    previous_response_id=kept["id"],
+                    stream=True,
+                    max_output_tokens=24,
                 )
             )
             assert events[0].type == "response.created"
@@ -110,7 +150,12 @@ def test_refusals_are_passed_on_with_their_request_ids(several: Server) -> None:
     kept = response_from(several, 1)
     for _ in range(8):
         with several.http() as http:
-            body = {"input": "x", "previous_response_id": kept["id"], "max_output_tokens": 10**9, "temperature": 7}
+            body = {
+                "input": "x",
+                "previous_response_id": kept["id"],
+                "max_output_tokens": 10**9,
+                "temperature": 7,
+            }
             refused = http.post("/v1/responses", json=body, headers={"x-request-id": "mine"})
             assert error_of(refused, 400)["param"] == "temperature"
             assert refused.headers.get_list("x-request-id") == ["mine"]
@@ -118,7 +163,13 @@ def test_refusals_are_passed_on_with_their_request_ids(several: Server) -> None:
 
 def test_hanging_up_on_a_stream_that_is_passed_on_ends_it(several: Server) -> None:
     kept = response_from(several, 2)
-    body = {"input": "x", "previous_response_id": kept["id"], "max_output_tokens": 3000, "ignore_eos": True, "stream": True}
+    body = {
+        "input": "x",
+        "previous_response_id": kept["id"],
+        "max_output_tokens": 3000,
+        "ignore_eos": True,
+        "stream": True,
+    }
     for _ in range(6):
         with several.http() as http, http.stream("POST", "/v1/responses", json=body) as running:
             next(running.iter_lines())
@@ -133,13 +184,18 @@ def test_response_in_the_background_can_be_cancelled_from_anywhere(several: Serv
         with several.http() as http:
             running = http.post("/v1/responses", json=wanted).json()
         with several.http() as http:
-            assert http.post(f"/v1/responses/{running['id']}/cancel").json()["status"] == "cancelled"
+            assert (
+                http.post(f"/v1/responses/{running['id']}/cancel").json()["status"] == "cancelled"
+            )
             assert http.get(f"/v1/responses/{running['id']}").json()["status"] == "cancelled"
         seen.add(keeper(running["id"]))
 
 
 def test_metrics_count_what_all_processes_did(several: Server) -> None:
-    before = several.gauge("sglang:num_requests_total"), several.gauge("vllm:e2e_request_latency_seconds_count")
+    before = (
+        several.gauge("sglang:num_requests_total"),
+        several.gauge("vllm:e2e_request_latency_seconds_count"),
+    )
     for _ in range(24):
         with several.http() as http:
             assert http.post(CHAT, json=SHORT).status_code == 200
@@ -153,7 +209,9 @@ def test_abort_reaches_the_requests_of_all_processes(several: Server) -> None:
     def run(number: int) -> str:
         with several.http() as http:
             sampling = {"max_new_tokens": 3000, "ignore_eos": True}
-            answer = http.post("/generate", json={"text": "x", "rid": f"r{number}", "sampling_params": sampling})
+            answer = http.post(
+                "/generate", json={"text": "x", "rid": f"r{number}", "sampling_params": sampling}
+            )
             return str(answer.json()["meta_info"]["finish_reason"]["type"])
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
@@ -167,20 +225,32 @@ def test_abort_reaches_the_requests_of_all_processes(several: Server) -> None:
 
 
 def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
-    options = ("--api-server-count", str(COUNT), "--max-num-seqs", "2", "--max-queued-requests", "3")
+    options = (
+        "--api-server-count",
+        str(COUNT),
+        "--max-num-seqs",
+        "2",
+        "--max-queued-requests",
+        "3",
+    )
     with serving(*options, log_file=tmp_path / "log") as server:
 
         def run() -> int:
-            with server.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+            with (
+                server.http() as http,
+                http.stream("POST", CHAT, json=LONG | {"stream": True}) as running,
+            ):
                 if running.status_code == 200:
-                    assert eventually(lambda: len(statuses) >= 11)  # stay until all the others were refused
+                    # stay until all the others were refused
+                    assert eventually(lambda: len(statuses) >= 11)
                 statuses.append(running.status_code)
                 return running.status_code
 
         statuses: list[int] = []
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
             found = sorted(future.result() for future in [pool.submit(run) for _ in range(16)])
-        # At the same moment each process may take one more than it would have if it had known of the others.
+        # At the same moment each process may take one more than it would have if it had known of
+        # the others.
         assert 5 <= found.count(200) <= 5 + COUNT - 1 and set(found) == {200, 429}
         assert eventually(lambda: server.gauge("negamax:waiting_tokens") == 0)
         with server.http() as http:
@@ -210,7 +280,10 @@ def test_process_that_dies_is_started_again_and_only_its_requests_end(several: S
         os.kill(pid, signal.SIGKILL)
         left = 8 - keepers.count(victim)
         assert eventually(lambda: several.gauge("vllm:num_requests_running") == left, seconds=3)
-        assert all(has_ended == (index != victim) for index, has_ended in (stream.result(60) for stream in streams))
+        assert all(
+            has_ended == (index != victim)
+            for index, has_ended in (stream.result(60) for stream in streams)
+        )
     assert eventually(lambda: several.gauge("negamax:open_requests") == 0)
     assert eventually(lambda: len(several.member_pids()) == COUNT - 1)
     assert pid not in several.member_pids()
@@ -250,12 +323,19 @@ def test_dead_engine_is_told_to_all_processes_and_they_find_the_next_one(several
 def test_all_processes_drain_and_leave_together(tmp_path: Path) -> None:
     with serving("--api-server-count", str(COUNT), log_file=tmp_path / "log") as server:
         family = [server.engine_pid(), *server.member_pids()]
-        for pid in family:  # a service manager's SIGTERM reaches every process: who leaves when is the leader's decision
+        # a service manager's SIGTERM reaches every process: who leaves when is the leader's
+        # decision
+        for pid in family:
             os.kill(pid, signal.SIGTERM)
         with concurrent.futures.ThreadPoolExecutor(9) as pool:
 
             def run() -> str:
-                return str(server.openai().completions.create(model=MODEL, prompt="x", max_tokens=200).choices[0].finish_reason)
+                return str(
+                    server.openai()
+                    .completions.create(model=MODEL, prompt="x", max_tokens=200)
+                    .choices[0]
+                    .finish_reason
+                )
 
             answers = [pool.submit(run) for _ in range(9)]
             assert eventually(lambda: server.gauge("vllm:num_requests_running") == 9)
@@ -298,16 +378,30 @@ def test_engine_that_cannot_start_ends_all(tmp_path: Path) -> None:
 
 
 def test_answers_need_the_key_whoever_passes_them_on(tmp_path: Path) -> None:
-    with serving("--api-server-count", "2", "--api-key", "secret", log_file=tmp_path / "log") as server:
+    with serving(
+        "--api-server-count", "2", "--api-key", "secret", log_file=tmp_path / "log"
+    ) as server:
         client = server.openai("secret")
         kept = client.responses.create(model=MODEL, input="Hello", max_output_tokens=4)
         for _ in range(8):
             with server.http() as http:
-                assert error_of(http.get(f"/v1/responses/{kept.id}"), 401)["code"] == "missing_api_key"
-                assert http.get(f"/v1/responses/{kept.id}", headers={"x-api-key": "secret"}).status_code == 200
+                assert (
+                    error_of(http.get(f"/v1/responses/{kept.id}"), 401)["code"] == "missing_api_key"
+                )
+                assert (
+                    http.get(
+                        f"/v1/responses/{kept.id}", headers={"x-api-key": "secret"}
+                    ).status_code
+                    == 200
+                )
                 assert http.get("/metrics", headers={"x-api-key": "secret"}).status_code == 200
                 assert http.post("/internal/abort", json=None).status_code == 401
-                assert http.post("/internal/abort", json=None, headers={"x-api-key": "secret"}).status_code == 404
+                assert (
+                    http.post(
+                        "/internal/abort", json=None, headers={"x-api-key": "secret"}
+                    ).status_code
+                    == 404
+                )
         with pytest.raises(openai.AuthenticationError):
             server.openai("wrong").responses.retrieve(kept.id)
 
@@ -318,8 +412,13 @@ def test_processes_do_not_outlive_the_first(several: Server) -> None:
     told: list[str] = []
 
     def run() -> None:
-        broken_off = contextlib.suppress(httpx.TransportError)  # by the first process, which can tell nothing
-        with broken_off, several.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+        # by the first process, which can tell nothing
+        broken_off = contextlib.suppress(httpx.TransportError)
+        with (
+            broken_off,
+            several.http() as http,
+            http.stream("POST", CHAT, json=LONG | {"stream": True}) as running,
+        ):
             told.extend([line for line in running.iter_lines() if line][-2:])
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -331,6 +430,9 @@ def test_processes_do_not_outlive_the_first(several: Server) -> None:
             stream.result(10)
         assert time.monotonic() - killed < 2
     assert told and told[1::2] == ["data: [DONE]"] * (len(told) // 2)
-    assert all("service_unavailable_error" in error and "the first server process is gone" in error for error in told[::2])
+    assert all(
+        "service_unavailable_error" in error and "the first server process is gone" in error
+        for error in told[::2]
+    )
     assert eventually(lambda: not any(map(is_alive, family)), seconds=5)
     several.process.wait()

@@ -18,7 +18,9 @@ AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 FIGURE = "document.querySelectorAll('.tile')[index].querySelector('strong')?.textContent"
 
 
-def test_the_status_page_shows_what_the_server_does(page: Browser, server: Server, http: httpx.Client) -> None:
+def test_the_status_page_shows_what_the_server_does(
+    page: Browser, server: Server, http: httpx.Client
+) -> None:
     page.open(f"{server.url}/status")
     page.wait(f"{FIGURE} === '0'", index=0)
     assert page.text("#state") == "running"
@@ -28,8 +30,13 @@ def test_the_status_page_shows_what_the_server_does(page: Browser, server: Serve
     page.wait(f"Number({FIGURE}) > 0", index=3)  # tokens per second
     for index in (6, 7):  # times to the first token and between tokens
         assert page.run(f"return {FIGURE}", index=index).endswith((" ms", " s"))
-    page.wait("document.querySelectorAll('.tile')[3].querySelector('.line').getAttribute('d').includes('L')")
-    said = page.run("return [...document.querySelectorAll('.sparkline')].map((e) => e.getAttribute('aria-label'))")
+    page.wait(
+        "document.querySelectorAll('.tile')[3].querySelector('.line').getAttribute('d').includes('L')"
+    )
+    said = page.run(
+        "return [...document.querySelectorAll('.sparkline')].map((e) => "
+        "e.getAttribute('aria-label'))"
+    )
     assert said[0].startswith("Running: now ")
     assert int(page.text("#requests").replace(",", "")) >= 1
     assert page.problems == []
@@ -44,7 +51,9 @@ def test_quantiles_are_of_what_a_histogram_gained(page: Browser, script: Script)
         n{reason="x"} 2
         n{reason="y"} 3
     """.replace("        ", "")
-    before, after = (text.replace("FIRST", a).replace("SECOND", b) for a, b in (("100", "100"), ("110", "120")))
+    before, after = (
+        text.replace("FIRST", a).replace("SECOND", b) for a, b in (("100", "100"), ("110", "120"))
+    )
     answer = page.run(
         """
         const { parseMetrics, quantile } = await import('/playground/prometheus.js');
@@ -59,7 +68,9 @@ def test_quantiles_are_of_what_a_histogram_gained(page: Browser, script: Script)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_stands_in_the_way_of_assistive_technology(page: Browser, script: Script, server: Server, scheme: str) -> None:
+def test_nothing_stands_in_the_way_of_assistive_technology(
+    page: Browser, script: Script, server: Server, scheme: str
+) -> None:
     page.look(width=1360, height=860, scheme=scheme)
     script.steps = [
         {"reasoning_content": "Hm."},
@@ -79,6 +90,10 @@ def violations(page: Browser) -> list[dict[str, Any]]:
     page.call("Runtime.evaluate", expression=AXE.read_text(encoding="utf-8"))
     found = page.run("return JSON.stringify((await axe.run()).violations)")
     return [
-        {"rule": violation["id"], "at": [node["target"] for node in violation["nodes"]], "why": violation["nodes"][0]["any"]}
+        {
+            "rule": violation["id"],
+            "at": [node["target"] for node in violation["nodes"]],
+            "why": violation["nodes"][0]["any"],
+        }
         for violation in json.loads(found)
     ]

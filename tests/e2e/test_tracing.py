@@ -46,7 +46,9 @@ def collecting(port: int) -> Iterator[Collector]:
             request.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
             collector.paths.add(self.path)
             for resource in request.resource_spans:
-                named = {entry.key: entry.value.string_value for entry in resource.resource.attributes}
+                named = {
+                    entry.key: entry.value.string_value for entry in resource.resource.attributes
+                }
                 collector.services.add(named["service.name"])
                 for scope in resource.scope_spans:
                     collector.spans += scope.spans
@@ -72,7 +74,9 @@ def attributes(span: Any) -> dict[str, Any]:
     for entry in span.attributes:
         kind = entry.value.WhichOneof("value")
         value = getattr(entry.value, kind)
-        found[entry.key] = [v.string_value for v in value.values] if kind == "array_value" else value
+        found[entry.key] = (
+            [v.string_value for v in value.values] if kind == "array_value" else value
+        )
     return found
 
 
@@ -82,7 +86,9 @@ def free_port() -> int:
         return port
 
 
-def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
@@ -119,9 +125,13 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(tmp_path: Pa
     assert found["gen_ai.request.n"] == 2 and found["gen_ai.request.top_p"] == 0.5
     reasons = [choice["finish_reason"] for choice in answer["choices"]]
     assert found["gen_ai.response.finish_reasons"] == reasons
-    queue, first, whole = (found[f"gen_ai.latency.{name}"] for name in ("time_in_queue", "time_to_first_token", "e2e"))
+    queue, first, whole = (
+        found[f"gen_ai.latency.{name}"] for name in ("time_in_queue", "time_to_first_token", "e2e")
+    )
     assert 0 <= queue < first <= whole
-    assert whole * 1e9 == pytest.approx(span.end_time_unix_nano - span.start_time_unix_nano, abs=1e6)
+    assert whole * 1e9 == pytest.approx(
+        span.end_time_unix_nano - span.start_time_unix_nano, abs=1e6
+    )
     lines = [json.loads(line) for line in log_file.read_text().splitlines()]
     said = [line for line in lines if line["logger"] == "negamax.api.tracing"]
     assert len(said) == 2, said  # one line for the outage, and one for its end
@@ -152,6 +162,7 @@ def test_endpoint_that_cannot_be_used_is_refused_at_once(
 
 def test_nothing_is_imported_for_a_server_without_traces() -> None:
     code = (  # FastAPI imports OpenTelemetry's API
-        "import sys, negamax.api.server;assert not {'opentelemetry.sdk', 'opentelemetry.exporter'} & set(sys.modules)"
+        "import sys, negamax.api.server;assert not {'opentelemetry.sdk', "
+        "'opentelemetry.exporter'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

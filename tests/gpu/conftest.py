@@ -1,4 +1,6 @@
-"""Tests that need a GPU: `pytest -m gpu tests/gpu`. Those of kernels need only torch, triton, numpy and pytest."""
+"""Tests that need a GPU: `pytest -m gpu tests/gpu`. Those of kernels need only torch, triton, numpy
+and pytest.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch
 
 HERE = Path(__file__).parent
 KERNELS_ONLY = find_spec("msgspec") is None  # the engine cannot be imported then
-collect_ignore = ["test_gpu_engine.py", "test_gpu_model.py", "test_lost_ranks.py"] if KERNELS_ONLY else []
+collect_ignore = (
+    ["test_gpu_engine.py", "test_gpu_model.py", "test_lost_ranks.py"] if KERNELS_ONLY else []
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

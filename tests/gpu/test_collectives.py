@@ -1,7 +1,8 @@
-"""Sums and choices over the GPUs of a machine: one process per GPU, all of them bit for bit alike, in graphs and out of them.
+"""Sums and choices over the GPUs of a machine: one process per GPU, all of them bit for bit alike,
+in graphs and out of them.
 
-Also a plain script: `python3 tests/gpu/test_collectives.py [part ...] [file.json]` goes through all parts, or those named, and
-prints microseconds per call beside NCCL's and torch's.
+Also a plain script: `python3 tests/gpu/test_collectives.py [part ...] [file.json]` goes through all
+parts, or those named, and prints microseconds per call beside NCCL's and torch's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))
-os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not needed, and not everywhere allowed
+# not needed, and not everywhere allowed
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import pytest
 import torch
@@ -44,7 +46,11 @@ Findings = dict[str, Any]
 
 def num_ranks() -> int:
     """GPUs used: the largest power of two there is, up to 4."""
-    return min(4, 1 << (torch.cuda.device_count().bit_length() - 1)) if torch.cuda.is_available() else 0
+    return (
+        min(4, 1 << (torch.cuda.device_count().bit_length() - 1))
+        if torch.cuda.is_available()
+        else 0
+    )
 
 
 def one_rank(rank: int, world: int, folder: str, parts: tuple[str, ...]) -> None:
@@ -81,14 +87,23 @@ def findings(parts: tuple[str, ...]) -> list[dict[str, Findings]]:
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
 
 
-# --- parts, each on every rank --------------------------------------------------------------------------------------------
+# --- parts, each on every rank -------------------------------------------------------------------
 
 
 class Layer:
-    """Inputs of `all_reduce_add_rms`, known to every rank: x of all ranks, the residual, the norm."""
+    """Inputs of `all_reduce_add_rms`, known to every rank: x of all ranks, the residual, the
+    norm.
+    """
 
     def __init__(
-        self, num_rows: int, parts: int, group: Collective, device: torch.device, *, seed: int = 0, quantize: bool = True
+        self,
+        num_rows: int,
+        parts: int,
+        group: Collective,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        quantize: bool = True,
     ) -> None:
         from negamax.kernels.norm import triton as norm_kernels
 
@@ -100,7 +115,8 @@ class Layer:
         self.start = self.residual.clone()
         weight = (1 + 0.2 * torch.randn(HIDDEN, generator=generator, device=device)).bfloat16()
         self.norm = norm_kernels.prepare(weight, 1e-6, quantize=quantize)
-        # one after the other, as the kernels add: in another order a sum in millions is rounded to another bf16
+        # one after the other, as the kernels add: in another order a sum in millions is rounded to
+        # another bf16
         sums = reduce(add, everyones.float().unbind(dim=2)).bfloat16().float()
         total = reduce(add, sums)
         self.expected_residual = self.start.clone()
@@ -128,13 +144,17 @@ class Layer:
         return torch.stack([(got != want).sum() for got, want in pairs])
 
     def shard_differences(self, group: Collective) -> Tensor:
-        """The same where the ranks have shared out the rows: residual and plain rows only of this rank."""
+        """The same where the ranks have shared out the rows: residual and plain rows only of this
+        rank.
+        """
         shard = -(-len(self.residual) // group.size)
         mine = slice(group.rank * shard, (group.rank + 1) * shard)
         pairs = [(self.residual[mine], self.expected_residual[mine])]
         if self.norm.quantize:
             pairs.append((self.out.plain, self.expected.plain[mine]))
-            pairs.append((self.out.values.view(torch.uint8), self.expected.values.view(torch.uint8)))
+            pairs.append(
+                (self.out.values.view(torch.uint8), self.expected.values.view(torch.uint8))
+            )
             pairs.append((self.out.scales, self.expected.scales))
         else:
             pairs += 3 * [(self.out, self.expected)]
@@ -160,16 +180,32 @@ class Router:
         shard, ids, weights = -(-len(x) // world), [], []
         for first in range(0, len(x), shard):
             rows = x[first : first + shard]
-            for whole, part in zip((ids, weights), self(rows, active=None if active is None else active - first), strict=True):
+            for whole, part in zip(
+                (ids, weights),
+                self(rows, active=None if active is None else active - first),
+                strict=True,
+            ):
                 whole.append(part)
         return torch.cat(ids), torch.cat(weights)
 
 
 def sums(context: ParallelContext, device: torch.device) -> Findings:
-    """Every element right, on every rank, for all kinds of sizes; more rows than the region holds are added up in bf16."""
+    """Every element right, on every rank, for all kinds of sizes; more rows than the region holds
+    are added up in bf16.
+    """
     group = context.attention_group
     wrong = {}
-    for num_rows, parts in ((1, 1), (1, 8), (3, 8), (16, 1), (47, 2), (48, 1), (100, 8), (128, 1), (256, 1)):
+    for num_rows, parts in (
+        (1, 1),
+        (1, 8),
+        (3, 8),
+        (16, 1),
+        (47, 2),
+        (48, 1),
+        (100, 8),
+        (128, 1),
+        (256, 1),
+    ):
         layer = Layer(num_rows, parts, group, device)
         layer(group)
         wrong[f"T={num_rows} P={parts}"] = layer.differences().tolist()
@@ -177,22 +213,31 @@ def sums(context: ParallelContext, device: torch.device) -> Findings:
     for num_rows in (257, 300, 511):
         many = Layer(num_rows, 2, group, device)
         many(group)
-        error = (many.residual.float() - many.expected_residual.float()).norm() / many.expected_residual.float().norm()
+        error = (
+            many.residual.float() - many.expected_residual.float()
+        ).norm() / many.expected_residual.float().norm()
         errors[f"T={num_rows}"] = float(error)
     return {"peers": group.peers is not None, "wrong": wrong, "errors": errors}
 
 
 def steps(context: ParallelContext, device: torch.device) -> Findings:
-    """Many calls in a row of changing size: two graphs in turn, eager calls between them, checked on the device each time."""
+    """Many calls in a row of changing size: two graphs in turn, eager calls between them, checked
+    on the device each time.
+    """
     group = context.attention_group
-    layers = {num_rows: Layer(num_rows, 1, group, device, seed=num_rows) for num_rows in (1, 5, 16, 64, 100, 300)}
+    layers = {
+        num_rows: Layer(num_rows, 1, group, device, seed=num_rows)
+        for num_rows in (1, 5, 16, 64, 100, 300)
+    }
     wrong = torch.zeros(4, dtype=torch.int64, device=device)
     graphs = {}
     for num_rows in (5, 64):
         layer = layers[num_rows]
         layer(group)  # compiled before the capture
         layer.differences()
-        graphs[num_rows] = capture(lambda layer=layer: [(layer(group), wrong.add_(layer.differences())) for _ in range(4)])
+        graphs[num_rows] = capture(
+            lambda layer=layer: [(layer(group), wrong.add_(layer.differences())) for _ in range(4)]
+        )
     for step in range(STEPS // 10):
         for num_rows in (5, 64):
             graphs[num_rows].replay()
@@ -205,7 +250,9 @@ def steps(context: ParallelContext, device: torch.device) -> Findings:
 
 
 def sharded(context: ParallelContext, device: torch.device) -> Findings:
-    """Many rows, shared out over the ranks: every bit right, routing included, in graphs and out of them; microseconds."""
+    """Many rows, shared out over the ranks: every bit right, routing included, in graphs and out of
+    them; microseconds.
+    """
     from negamax.kernels.activations import ShardedActivations
     from negamax.kernels.collectives import triton as kernels
 
@@ -218,25 +265,37 @@ def sharded(context: ParallelContext, device: torch.device) -> Findings:
             assert isinstance(layer.out, ShardedActivations)
             chosen = router(layer.out, active=active)
             counts = layer.shard_differences(group).tolist()
-            pairs = zip(chosen, router.in_shards(layer.expected.plain, group.size, active=active), strict=True)
+            pairs = zip(
+                chosen,
+                router.in_shards(layer.expected.plain, group.size, active=active),
+                strict=True,
+            )
             counts += [int((got != want).sum()) for got, want in pairs]
             wrong[f"T={num_rows} P={parts} active={active is not None}"] = counts
         fp8 = layer.expected.values.float() * layer.expected.scales.repeat_interleave(128, dim=1)
-        errors[f"FP8 T={num_rows}"] = float((fp8 - layer.expected.plain.float()).norm() / layer.expected.plain.float().norm())
+        errors[f"FP8 T={num_rows}"] = float(
+            (fp8 - layer.expected.plain.float()).norm() / layer.expected.plain.float().norm()
+        )
         whole_ids = router(layer.expected)[0].sort().values
         layer(group)  # between two gatherings of choices lies a sum
         ids = router(layer.out)[0].sort().values
         errors[f"experts T={num_rows}"] = float((whole_ids != ids).float().mean())
         if num_rows % group.size == 0:
             layer.residual.copy_(layer.start)
-            out = kernels._through_group(layer.x, layer.residual, layer.norm, group)  # summed by NCCL, in bf16
-            got, want = (a.values.float() * a.scales.repeat_interleave(128, dim=1) for a in (out, layer.expected))
+            # summed by NCCL, in bf16
+            out = kernels._through_group(layer.x, layer.residual, layer.norm, group)
+            got, want = (
+                a.values.float() * a.scales.repeat_interleave(128, dim=1)
+                for a in (out, layer.expected)
+            )
             errors[f"NCCL T={num_rows}"] = float((got - want).norm() / want.norm())
     plain = Layer(1000, 1, group, device, quantize=False)
     plain(group)
     wrong["T=1000 plain"] = plain.shard_differences(group).tolist()
     many = torch.zeros(4, dtype=torch.int64, device=device)
-    layers = [Layer(rows, parts, group, device, seed=rows, quantize=q) for rows, parts, q in STEP_ROWS]
+    layers = [
+        Layer(rows, parts, group, device, seed=rows, quantize=q) for rows, parts, q in STEP_ROWS
+    ]
 
     def step(chosen: list[Layer]) -> None:
         for layer in chosen:
@@ -255,12 +314,13 @@ def sharded(context: ParallelContext, device: torch.device) -> Findings:
     return {"wrong": wrong, "errors": errors, "times": shard_times(context, device, router)}
 
 
-STEP_ROWS = ((512, 1, True), (1000, 8, True), (999, 1, False), (2048, 1, True))  # rows, parts, quantize
+# rows, parts, quantize
+STEP_ROWS = ((512, 1, True), (1000, 8, True), (999, 1, False), (2048, 1, True))
 
 
 def shard_times(context: ParallelContext, device: torch.device, router: Router) -> Findings:
-    """Microseconds per call in a graph: rows shared out through peers, by NCCL, and not at all; routing likewise. Before that,
-    few rows by the warps of their programs."""
+    """Microseconds per call in a graph: rows shared out through peers, by NCCL, and not at all;
+    routing likewise. Before that, few rows by the warps of their programs."""
     from negamax.kernels.collectives import tiles
     from negamax.kernels.collectives import triton as kernels
     from negamax.kernels.norm import triton as norm_kernels
@@ -298,12 +358,16 @@ def shard_times(context: ParallelContext, device: torch.device, router: Router) 
         row["not shared out"] = microseconds(whole, context, repeats=10)
         layer(group)
         row["routing"] = microseconds(lambda layer=layer: router(layer.out), context, repeats=10)
-        row["not shared out, routing"] = microseconds(lambda layer=layer: router(layer.expected), context, repeats=10)
+        row["not shared out, routing"] = microseconds(
+            lambda layer=layer: router(layer.expected), context, repeats=10
+        )
     return found
 
 
 def picks(context: ParallelContext, device: torch.device) -> Findings:
-    """Tokens chosen from slices of the vocabulary are those chosen from all of it; so are those drawn with a small top_k."""
+    """Tokens chosen from slices of the vocabulary are those chosen from all of it; so are those
+    drawn with a small top_k.
+    """
     from negamax.kernels.sampling import spec
     from negamax.kernels.sampling import triton as kernels
 
@@ -324,7 +388,9 @@ def picks(context: ParallelContext, device: torch.device) -> Findings:
             logits[2, 100_000] = torch.nan
         want = spec.pick(logits, first_id=0, **rest)
         for _ in range(3):
-            got = kernels.pick(logits[:, mine].contiguous(), first_id=mine.start, group=group, **rest)
+            got = kernels.pick(
+                logits[:, mine].contiguous(), first_id=mine.start, group=group, **rest
+            )
             wrong[f"pick R={num_rows}"] = int((got != want).sum())
         leading = {
             "filters": torch.tensor([1.0, 40.0, 0.95, 0.0], device=device).repeat(num_rows, 1),
@@ -334,14 +400,18 @@ def picks(context: ParallelContext, device: torch.device) -> Findings:
         leading["filters"][1::4, 1] = 0.0
         want = spec.draw_leading(logits, first_id=0, **leading)
         for _ in range(3):
-            got = kernels.draw_leading(logits[:, mine].contiguous(), first_id=mine.start, group=group, **leading)
+            got = kernels.draw_leading(
+                logits[:, mine].contiguous(), first_id=mine.start, group=group, **leading
+            )
             wrong[f"leading R={num_rows}"] = int((got != want).sum())
     wrong["world_min"] = context.world_min(10 + context.layout.rank) - 10
     return {"wrong": wrong}
 
 
 def times(context: ParallelContext, device: torch.device) -> Findings:
-    """Microseconds per call in a graph: ours with residual, norm and FP8; sums alone of NCCL and torch; choice of tokens."""
+    """Microseconds per call in a graph: ours with residual, norm and FP8; sums alone of NCCL and
+    torch; choice of tokens.
+    """
     import torch.distributed._symmetric_memory as symm_mem
 
     from negamax.kernels.collectives import tiles
@@ -364,14 +434,22 @@ def times(context: ParallelContext, device: torch.device) -> Findings:
             ("torch one-shot", torch.ops.symm_mem.one_shot_all_reduce),
             ("torch two-shot", torch.ops.symm_mem.two_shot_all_reduce_),
         ):
-            row[label] = microseconds(lambda f=sum_up, x=shared: f(x, "sum", everyone.group_name), context)
-        row["NCCL"] = microseconds(lambda layer=layer: dist.all_reduce(layer.x, group=everyone), context)
+            row[label] = microseconds(
+                lambda f=sum_up, x=shared: f(x, "sum", everyone.group_name), context
+            )
+        row["NCCL"] = microseconds(
+            lambda layer=layer: dist.all_reduce(layer.x, group=everyone), context
+        )
     for num_rows in (256, 512, 1024, 2048):
         layer = Layer(num_rows, 1, group, device)
         row = found[f"sum T={num_rows}"] = {}
         row["ours"] = microseconds(lambda layer=layer: layer.again(group), context, repeats=10)
-        row["ours without norm"] = microseconds(lambda layer=layer: group.all_reduce(layer.x), context, repeats=10)
-        row["NCCL"] = microseconds(lambda layer=layer: dist.all_reduce(layer.x, group=everyone), context, repeats=10)
+        row["ours without norm"] = microseconds(
+            lambda layer=layer: group.all_reduce(layer.x), context, repeats=10
+        )
+        row["NCCL"] = microseconds(
+            lambda layer=layer: dist.all_reduce(layer.x, group=everyone), context, repeats=10
+        )
     for num_rows in (1, 16, 100):
         logits = torch.randn(num_rows, VOCAB // group.size, device=device)
         rest = {
@@ -379,10 +457,19 @@ def times(context: ParallelContext, device: torch.device) -> Findings:
             "seeds": torch.arange(num_rows, device=device),
             "positions": torch.arange(num_rows, device=device),
         }
-        pick = microseconds(lambda logits=logits, rest=rest: sampling.pick(logits, first_id=0, group=group, **rest), context)
+        pick = microseconds(
+            lambda logits=logits, rest=rest: sampling.pick(logits, first_id=0, group=group, **rest),
+            context,
+        )
         found[f"pick R={num_rows}"] = {"ours": pick}
-        leading = {"filters": torch.tensor([1.0, 40.0, 0.95, 0.0], device=device).repeat(num_rows, 1)}
-        leading |= {"otherwise": rest["seeds"], "seeds": rest["seeds"], "positions": rest["positions"]}
+        leading = {
+            "filters": torch.tensor([1.0, 40.0, 0.95, 0.0], device=device).repeat(num_rows, 1)
+        }
+        leading |= {
+            "otherwise": rest["seeds"],
+            "seeds": rest["seeds"],
+            "positions": rest["positions"],
+        }
 
         def draw(logits: torch.Tensor = logits, leading: dict[str, torch.Tensor] = leading) -> None:
             sampling.draw_leading(logits, first_id=0, group=group, **leading)
@@ -403,12 +490,16 @@ PARTS: dict[str, Callable[[ParallelContext, torch.device], Findings]] = {
 def capture(calls: Callable[[], object]) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(
+        graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+    ):
         calls()
     return graph
 
 
-def microseconds(call: Callable[[], object], context: ParallelContext, *, repeats: int = 50) -> float:
+def microseconds(
+    call: Callable[[], object], context: ParallelContext, *, repeats: int = 50
+) -> float:
     """The median of graph replays that hold `repeats` calls."""
     call()
     graph = capture(lambda: [call() for _ in range(repeats)])
@@ -425,7 +516,7 @@ def microseconds(call: Callable[[], object], context: ParallelContext, *, repeat
     return sorted(taken)[len(taken) // 2]
 
 
-# --- tests ----------------------------------------------------------------------------------------------------------------
+# --- tests ---------------------------------------------------------------------------------------
 
 everything = tuple(PARTS)
 several = pytest.mark.skipif(num_ranks() < 2, reason="needs two GPUs that reach each other")
@@ -435,7 +526,9 @@ several = pytest.mark.skipif(num_ranks() < 2, reason="needs two GPUs that reach 
 def test_sums_are_exact_and_the_same_on_every_rank() -> None:
     for found in findings(everything):
         assert found["sums"]["peers"]
-        assert {label: counts for label, counts in found["sums"]["wrong"].items() if any(counts)} == {}
+        assert {
+            label: counts for label, counts in found["sums"]["wrong"].items() if any(counts)
+        } == {}
         assert all(error < 5e-3 for error in found["sums"]["errors"].values())
 
 
@@ -448,8 +541,13 @@ def test_thousands_of_calls_of_changing_size_in_graphs_and_out_of_them() -> None
 @several
 def test_rows_shared_out_over_the_ranks_give_the_same_bits() -> None:
     for found in findings(everything):
-        assert {label: counts for label, counts in found["sharded"]["wrong"].items() if any(counts)} == {}
-        assert all(error < (1e-3 if "experts" in label else 0.05) for label, error in found["sharded"]["errors"].items())
+        assert {
+            label: counts for label, counts in found["sharded"]["wrong"].items() if any(counts)
+        } == {}
+        assert all(
+            error < (1e-3 if "experts" in label else 0.05)
+            for label, error in found["sharded"]["errors"].items()
+        )
 
 
 @several
@@ -470,7 +568,11 @@ def show(found: list[Findings]) -> None:
     for label, row in found[0].items():
         if label != "seconds":
             slowest = {name: max(rank[label][name] for rank in found) for name in row}
-            print(f"{label:12} " + "  ".join(f"{name} {value:.2f}" for name, value in slowest.items()), flush=True)
+            print(
+                f"{label:12} "
+                + "  ".join(f"{name} {value:.2f}" for name, value in slowest.items()),
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -480,7 +582,10 @@ def main() -> None:
     for rank, said in enumerate(found):
         for name in parts:
             if name != "times":
-                print(f"rank {rank} {name}: { {key: value for key, value in said[name].items() if key != 'times'} }")
+                print(
+                    f"rank {rank} {name}: "
+                    f"{ {key: value for key, value in said[name].items() if key != 'times'} }"
+                )
     if "times" in parts:
         show([rank["times"] for rank in found])
     if "sharded" in parts:

@@ -12,7 +12,8 @@ def test_a_rehearsed_launch_compiles_and_computes_nothing() -> None:
 
     from negamax.kernels.launch.triton import compiling
 
-    norm = kernels.prepare(torch.ones(1664, device="cuda", dtype=torch.bfloat16), 1e-6)  # a width nobody else uses
+    # a width nobody else uses
+    norm = kernels.prepare(torch.ones(1664, device="cuda", dtype=torch.bfloat16), 1e-6)
     x, residual = torch.ones(2, 3, 1664, device="cuda", dtype=torch.bfloat16).unbind(0)
     compiled = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["fn"].name)

@@ -1,4 +1,6 @@
-"""The whole engine on a GPU: the embedded model against itself on the CPU, and one way of running a prompt against another."""
+"""The whole engine on a GPU: the embedded model against itself on the CPU, and one way of running a
+prompt against another.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ def prompts(llm: LLM) -> list[list[int]]:
     math = [(problem.messages, None) for problem in nano_math.problems(PROBLEMS // 2, 5)]
     tools = [(problem.messages, problem.tools) for problem in nano_tools.problems(PROBLEMS // 2, 5)]
     return [
-        llm.tokenizer.encode(llm.render(list(messages), tools=None if tools is None else list(tools)))
+        llm.tokenizer.encode(
+            llm.render(list(messages), tools=None if tools is None else list(tools))
+        )
         for messages, tools in (*math, *tools)
     ]
 
 
 def answers(**options: object) -> list[list[int]]:
     with LLM("nano", **options) as llm:
-        return [generation.outputs[0].token_ids for generation in llm.generate(prompts(llm), GREEDY)]
+        return [
+            generation.outputs[0].token_ids for generation in llm.generate(prompts(llm), GREEDY)
+        ]
 
 
 def agreement(left: list[list[int]], right: list[list[int]]) -> float:
@@ -57,7 +63,14 @@ def on_gpu() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("nano", device="cuda", block_size=16, num_kv_blocks=512, max_num_seqs=32, max_num_batched_tokens=512) as engine:
+    with LLM(
+        "nano",
+        device="cuda",
+        block_size=16,
+        num_kv_blocks=512,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+    ) as engine:
         yield engine
 
 
@@ -78,7 +91,9 @@ def test_the_gpu_answers_as_the_cpu_does(on_cpu: list[list[int]], on_gpu: list[l
     ],
     ids=["eager", "chunked", "uncached", "large blocks", "fp8 cache"],
 )
-def test_another_way_to_run_the_same_prompts_agrees(on_gpu: list[list[int]], options: dict[str, object]) -> None:
+def test_another_way_to_run_the_same_prompts_agrees(
+    on_gpu: list[list[int]], options: dict[str, object]
+) -> None:
     share = agreement(on_gpu, answers(device="cuda", **options))
     print(f"agreement with {options}: {share:.4f}")
     assert share >= (0.97 if "kv_cache_dtype" in options else AGREEMENT)
@@ -93,16 +108,21 @@ def test_tensor_parallel_ranks_agree_with_one(on_gpu: list[list[int]], ranks: in
     assert share >= AGREEMENT
 
 
-@pytest.mark.parametrize(("suite", "count", "expected"), [("nano-math", 1000, 1.0), ("nano-tools", 500, 0.988)])
+@pytest.mark.parametrize(
+    ("suite", "count", "expected"), [("nano-math", 1000, 1.0), ("nano-tools", 500, 0.988)]
+)
 def test_accuracy_is_that_of_the_cpu(suite: str, count: int, expected: float) -> None:
-    with LLM("nano", device="cuda", tensor_parallel_size=min(4, torch.cuda.device_count())) as engine:
+    with LLM(
+        "nano", device="cuda", tensor_parallel_size=min(4, torch.cuda.device_count())
+    ) as engine:
         result = run_suite(engine, suite, count=count)
     print(f"{suite}: {result.accuracy:.4f} in {result.seconds:.1f} s")
     assert abs(result.accuracy - expected) <= 0.005
 
 
 def test_the_engine_says_where_it_runs_and_what_that_took(llm: LLM) -> None:
-    assert llm.info.device.startswith("cuda")  # benchmarks ask this before they measure the GPU's limits
+    # benchmarks ask this before they measure the GPU's limits
+    assert llm.info.device.startswith("cuda")
     assert "CUDA graphs" in llm.info.memory
 
 
@@ -117,7 +137,9 @@ def test_a_seed_gives_the_same_text_in_any_company(llm: LLM) -> None:
     chosen = prompts(llm)
     plain = SamplingParams(temperature=1.0, max_tokens=40, seed=11, ignore_eos=True)
     alone = llm.generate(chosen[0], plain)[0].outputs[0].token_ids
-    company = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, logprobs=2, max_tokens=40, ignore_eos=True)
+    company = SamplingParams(
+        temperature=0.8, top_k=20, top_p=0.9, logprobs=2, max_tokens=40, ignore_eos=True
+    )
     mixed = llm.generate(chosen[:12], [plain, *[company] * 11])
     same = sum(a == b for a, b in zip(alone, mixed[0].outputs[0].token_ids, strict=True))
     assert same >= 36  # a rounding of another batch size may tip a token near a tie
@@ -128,28 +150,66 @@ def test_a_seed_gives_the_same_text_in_any_company(llm: LLM) -> None:
 
 def test_prompt_logprobs_penalties_bias_and_allowed_tokens_reach_the_gpu(llm: LLM) -> None:
     prompt = prompts(llm)[1]
-    scored = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))[0].prompt_logprobs
+    scored = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))[
+        0
+    ].prompt_logprobs
     assert scored is not None and len(scored) == len(prompt) - 1
     banned = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids[0]
-    biased = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=4, logit_bias={banned: -100.0}))[0]
+    biased = llm.generate(
+        prompt, SamplingParams(temperature=0.0, max_tokens=4, logit_bias={banned: -100.0})
+    )[0]
     assert biased.outputs[0].token_ids[0] != banned
-    for fields in ({"temperature": 0.0}, {"temperature": 1.5, "top_k": 0, "top_p": 1.0}, {"temperature": 1.5, "logprobs": 2}):
-        params = SamplingParams(seed=5, max_tokens=12, ignore_eos=True, allowed_token_ids=(70, 71, 900, 4000), **fields)
+    for fields in (
+        {"temperature": 0.0},
+        {"temperature": 1.5, "top_k": 0, "top_p": 1.0},
+        {"temperature": 1.5, "logprobs": 2},
+    ):
+        params = SamplingParams(
+            seed=5, max_tokens=12, ignore_eos=True, allowed_token_ids=(70, 71, 900, 4000), **fields
+        )
         held, free = llm.generate([prompt, prompt], [params, GREEDY])
-        assert len(held.outputs[0].token_ids) == 12 and set(held.outputs[0].token_ids) <= {70, 71, 900, 4000}
+        assert len(held.outputs[0].token_ids) == 12 and set(held.outputs[0].token_ids) <= {
+            70,
+            71,
+            900,
+            4000,
+        }
         assert free.outputs[0].token_ids[0] == banned
-    repeated = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, frequency_penalty=2.0, repetition_penalty=1.5)
+    repeated = SamplingParams(
+        temperature=0.0,
+        max_tokens=60,
+        ignore_eos=True,
+        frequency_penalty=2.0,
+        repetition_penalty=1.5,
+    )
     plain = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    with_penalties, without = (llm.generate(prompt, params)[0].outputs[0].token_ids for params in (repeated, plain))
+    with_penalties, without = (
+        llm.generate(prompt, params)[0].outputs[0].token_ids for params in (repeated, plain)
+    )
     assert len(set(with_penalties)) > len(set(without))
 
 
 @pytest.mark.parametrize("model", ["nano", "minimax-m2"])
 def test_a_long_mixed_run_ends_with_every_block_free(model: str) -> None:
-    """200 requests of 1 to 8,000 tokens (nano: its window) in a small pool: preemptions, chunks, aborts in every state."""
-    small = {"block_size": 16, "num_kv_blocks": 512, "max_num_seqs": 32, "max_num_batched_tokens": 512}
-    wide = {"load_format": "synthetic", "num_hidden_layers": 2, "max_model_len": 8320, "num_kv_blocks": 420, "max_num_seqs": 64}
-    loop, info = start_loop(EngineOptions(model=model, device="cuda", **(small if model == "nano" else wide)))
+    """200 requests of 1 to 8,000 tokens (nano: its window) in a small pool: preemptions, chunks,
+    aborts in every state.
+    """
+    small = {
+        "block_size": 16,
+        "num_kv_blocks": 512,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+    }
+    wide = {
+        "load_format": "synthetic",
+        "num_hidden_layers": 2,
+        "max_model_len": 8320,
+        "num_kv_blocks": 420,
+        "max_num_seqs": 64,
+    }
+    loop, info = start_loop(
+        EngineOptions(model=model, device="cuda", **(small if model == "nano" else wide))
+    )
     try:
         _mixed_run(loop, longest=min(8000, info.max_model_len - 301))
     finally:
@@ -172,7 +232,9 @@ def _mixed_run(loop: EngineLoop, *, longest: int) -> None:
         )
         length = min(longest, max(1, int(draw.lognormvariate(5.5, 1.7))))
         ids = tuple(draw.randrange(3, 4000) for _ in range(length))
-        waiting.append(GenerateRequest(request_id=f"mixed-{number}", prompt_token_ids=ids, sampling=sampling))
+        waiting.append(
+            GenerateRequest(request_id=f"mixed-{number}", prompt_token_ids=ids, sampling=sampling)
+        )
     ended: dict[str, str] = {}
     alive: set[str] = set()
     while waiting or loop.has_work:
@@ -192,5 +254,8 @@ def _mixed_run(loop: EngineLoop, *, longest: int) -> None:
     assert len(ended) == 200 and set(ended.values()) <= {"length", "abort"}
     assert list(ended.values()).count("length") >= 150
     assert stats.preemption_count > 0
-    assert stats.num_running == stats.num_waiting == 0 and stats.num_free_kv_blocks == stats.num_kv_blocks
+    assert (
+        stats.num_running == stats.num_waiting == 0
+        and stats.num_free_kv_blocks == stats.num_kv_blocks
+    )
     torch.cuda.synchronize()

@@ -20,7 +20,9 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
 
 def test_the_gpu_under_test_is_one_that_was_measured() -> None:
     platform = platform_of(torch.device("cuda", 0))
-    assert platform.vendor == "nvidia" and platform.capability is not None and platform.is_measured, platform.label
+    assert (
+        platform.vendor == "nvidia" and platform.capability is not None and platform.is_measured
+    ), platform.label
 
 
 @pytest.mark.parametrize(
@@ -32,12 +34,18 @@ def test_the_gpu_under_test_is_one_that_was_measured() -> None:
         ("lm_head.weight", -torch.inf, r"lm_head\.weight in 1 of "),
     ],
 )
-def test_values_that_are_not_finite_are_named(name: str, value: float, message: str, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_named(
+    name: str, value: float, message: str, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(NANO_FOLDER, tmp_path / "copy"))
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         if name in tensors:
-            values = tensors[name].view(torch.uint8) if tensors[name].dtype == torch.float8_e4m3fn else tensors[name]
+            values = (
+                tensors[name].view(torch.uint8)
+                if tensors[name].dtype == torch.float8_e4m3fn
+                else tensors[name]
+            )
             where = (3, 5) if name.endswith("w2.weight") else (0,) * values.dim()
             values[where] = value
             save_file(tensors, file, metadata={"format": "pt"})
@@ -48,4 +56,6 @@ def test_values_that_are_not_finite_are_named(name: str, value: float, message: 
 def test_the_memory_of_graphs_is_what_they_hold() -> None:
     with LLM("nano", device="cuda", max_num_seqs=16, max_num_batched_tokens=512) as llm:
         decode, prefill = re.findall(r"up to \d+ \w+: (-?\d+) MiB", llm.info.memory)
-    assert int(decode) >= 0 and int(prefill) >= 0 and int(decode) + int(prefill) > 0, llm.info.memory
+    assert int(decode) >= 0 and int(prefill) >= 0 and int(decode) + int(prefill) > 0, (
+        llm.info.memory
+    )

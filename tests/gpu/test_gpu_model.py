@@ -1,4 +1,6 @@
-"""Two layers of MiniMax-M2 at full width on a GPU against the definitions in fp32, on the same weights."""
+"""Two layers of MiniMax-M2 at full width on a GPU against the definitions in fp32, on the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ from negamax.quantization.scheme import choose_format
 SPEC = replace(bundled_spec("minimax-m2"), num_layers=2)
 BLOCK_SIZE = 64
 REFERENCES = KernelTable("cuda", torch.float32, {name: op.reference for name, op in OPS.items()})
-# Products with FP8 weights and activations lose 2.6 % per rounded factor; with 16-bit ones the rounding of each result.
+# Products with FP8 weights and activations lose 2.6 % per rounded factor; with 16-bit ones the
+# rounding of each result.
 BOUNDS = {"stored FP8": 0.05, "bf16": 0.015}  # measured: 0.020, 0.007
 
 
-def build(spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, device: torch.device) -> CausalModel:
+def build(
+    spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, device: torch.device
+) -> CausalModel:
     return build_model(
         spec,
         context=ParallelContext.single(),
@@ -37,11 +42,19 @@ def build(spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, device
     )
 
 
-def random_weights(spec: ModelSpec, *, device: torch.device) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """(name, values, scales or None) of each checkpoint tensor: e4m3 with block scales where the model stores them so."""
+def random_weights(
+    spec: ModelSpec, *, device: torch.device
+) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """(name, values, scales or None) of each checkpoint tensor: e4m3 with block scales where the
+    model stores them so.
+    """
     generator = torch.Generator(device).manual_seed(0)
-    stored = choose_format(spec.quantization, dtype=torch.bfloat16, device=device, keep_quantized=True)
-    slots = build(spec, REFERENCES, keep_quantized=False, device=torch.device("meta")).weight_slots()
+    stored = choose_format(
+        spec.quantization, dtype=torch.bfloat16, device=device, keep_quantized=True
+    )
+    slots = build(
+        spec, REFERENCES, keep_quantized=False, device=torch.device("meta")
+    ).weight_slots()
     for name, slot in slots.items():
         if slot.optional:
             continue
@@ -52,13 +65,17 @@ def random_weights(spec: ModelSpec, *, device: torch.device) -> Iterator[tuple[s
             yield name, 1 + 0.1 * noise, None
         elif "embed" not in name and (scheme := stored.scheme_of((name,))) is not None:
             shape = scheme.scale_shape(*slot.shape)
-            scales = (1 + 0.1 * torch.rand(shape, generator=generator, device=device)) / (90 * slot.shape[1] ** 0.5)
+            scales = (1 + 0.1 * torch.rand(shape, generator=generator, device=device)) / (
+                90 * slot.shape[1] ** 0.5
+            )
             yield name, (90 * noise).clamp(-448, 448).to(torch.float8_e4m3fn), scales
         else:
             yield name, noise if "embed" in name else noise * slot.shape[-1] ** -0.5, None
 
 
-def filled(spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, device: torch.device) -> CausalModel:
+def filled(
+    spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, device: torch.device
+) -> CausalModel:
     model = build(spec, kernels, keep_quantized=keep_quantized, device=device)
     slots = model.weight_slots()
     for name, values, scales in random_weights(spec, device=device):
@@ -74,11 +91,22 @@ def filled(spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, devic
 class Paged:
     """A model with a cache of its own, which runs steps of several sequences."""
 
-    def __init__(self, model: CausalModel, *, dtype: torch.dtype, device: torch.device, sequences: int, blocks: int) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        sequences: int,
+        blocks: int,
+    ) -> None:
         layers, shape = model.kv_shape(sequences * blocks, BLOCK_SIZE)
         self.model, self.device = model, device
         self.kv = [
-            KvView(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            KvView(
+                torch.zeros(shape, dtype=dtype, device=device),
+                torch.zeros(shape, dtype=dtype, device=device),
+            )
             for _ in range(layers)
         ]
         order = torch.randperm(sequences * blocks, generator=torch.Generator().manual_seed(1))
@@ -86,11 +114,17 @@ class Paged:
 
     @torch.inference_mode()
     def step(self, tokens: list[list[int]], lengths: list[int]) -> Tensor:
-        """Run `tokens` of each sequence, the last of its `lengths` tokens; logits of all of them."""
+        """Run `tokens` of each sequence, the last of its `lengths` tokens; logits of all of
+        them.
+        """
         counts, device = [len(part) for part in tokens], self.device
-        rows = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], device=device)
+        rows = torch.tensor(
+            [row for row, count in enumerate(counts) for _ in range(count)], device=device
+        )
         starts = [length - count for length, count in zip(lengths, counts, strict=True)]
-        positions = torch.cat([torch.arange(s, s + c, device=device) for s, c in zip(starts, counts, strict=True)])
+        positions = torch.cat(
+            [torch.arange(s, s + c, device=device) for s, c in zip(starts, counts, strict=True)]
+        )
         queries = PagedQueries(
             block_tables=self.tables,
             table_rows=torch.arange(len(counts), device=device),
@@ -111,19 +145,39 @@ class Paged:
         return self.model.logits(self.model.forward(ids, inputs, self.kv))
 
 
-def typical_error(spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, device: torch.device, longest: int) -> float:
-    """The median ||logits - expected|| / ||expected|| of a token in the worst of a prefill, a second chunk and two decodes.
+def typical_error(
+    spec: ModelSpec,
+    kernels: KernelTable,
+    *,
+    keep_quantized: bool,
+    device: torch.device,
+    longest: int,
+) -> float:
+    """The median ||logits - expected|| / ||expected|| of a token in the worst of a prefill, a
+    second chunk and two decodes.
 
     Not the largest: rounding may tip a token's choice between two experts of nearly equal score.
     """
     lengths = [longest, 1, longest // 2 + 3]
-    sizes = {"device": device, "sequences": len(lengths), "blocks": (longest + 40) // BLOCK_SIZE + 2}
-    tested = Paged(filled(spec, kernels, keep_quantized=keep_quantized, device=device), dtype=kernels.dtype, **sizes)
-    definition = Paged(filled(spec, REFERENCES, keep_quantized=False, device=device), dtype=torch.float32, **sizes)
+    sizes = {
+        "device": device,
+        "sequences": len(lengths),
+        "blocks": (longest + 40) // BLOCK_SIZE + 2,
+    }
+    tested = Paged(
+        filled(spec, kernels, keep_quantized=keep_quantized, device=device),
+        dtype=kernels.dtype,
+        **sizes,
+    )
+    definition = Paged(
+        filled(spec, REFERENCES, keep_quantized=False, device=device), dtype=torch.float32, **sizes
+    )
     draw = torch.Generator().manual_seed(2)
     worst, known = 0.0, [0] * len(lengths)
     for counts in (lengths, [17, 2, 5], [1, 1, 1], [1, 1, 1]):
-        tokens = [torch.randint(0, spec.vocab_size, (count,), generator=draw).tolist() for count in counts]
+        tokens = [
+            torch.randint(0, spec.vocab_size, (count,), generator=draw).tolist() for count in counts
+        ]
         known = [a + b for a, b in zip(known, counts, strict=True)]
         actual, expected = tested.step(tokens, known), definition.step(tokens, known)
         assert bool(torch.isfinite(actual).all())
@@ -135,6 +189,8 @@ def typical_error(spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool
 @pytest.mark.parametrize("form", list(BOUNDS))
 def test_two_full_layers_give_the_logits_of_the_definition(form: str) -> None:
     kernels = resolve(platform="cuda", dtype=torch.bfloat16)
-    error = typical_error(SPEC, kernels, keep_quantized=form == "stored FP8", device=torch.device("cuda"), longest=600)
+    error = typical_error(
+        SPEC, kernels, keep_quantized=form == "stored FP8", device=torch.device("cuda"), longest=600
+    )
     print(f"{form}: {error:.4f}")
     assert error < BOUNDS[form]

@@ -1,4 +1,6 @@
-"""Grammars on a GPU: rows with masks beside rows without, in replayed decode steps and in eager ones."""
+"""Grammars on a GPU: rows with masks beside rows without, in replayed decode steps and in eager
+ones.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
 POINT = Grammar(
     kind="json_schema",
     text=json.dumps(
-        {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["x"]}
+        {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}},
+            "required": ["x"],
+        }
     ),
 )
 WAYS: tuple[dict[str, object], ...] = (
@@ -31,13 +37,30 @@ WAYS: tuple[dict[str, object], ...] = (
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_every_way_of_sampling_follows_the_grammar_and_leaves_other_rows_alone(enforce_eager: bool) -> None:
-    held = [SamplingParams(seed=i, max_tokens=60, grammar=NAME, **way) for i, way in enumerate(WAYS)]
-    free = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True, **way) for i, way in enumerate(WAYS)]
-    with LLM("nano", device="cuda", enforce_eager=enforce_eager, max_num_seqs=32, max_num_batched_tokens=512) as llm:
-        done = [generation.outputs[0] for generation in llm.generate(["Name and age:"] * 12, [*held, *free])]
+def test_every_way_of_sampling_follows_the_grammar_and_leaves_other_rows_alone(
+    enforce_eager: bool,
+) -> None:
+    held = [
+        SamplingParams(seed=i, max_tokens=60, grammar=NAME, **way) for i, way in enumerate(WAYS)
+    ]
+    free = [
+        SamplingParams(seed=i, max_tokens=30, ignore_eos=True, **way) for i, way in enumerate(WAYS)
+    ]
+    with LLM(
+        "nano",
+        device="cuda",
+        enforce_eager=enforce_eager,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+    ) as llm:
+        done = [
+            generation.outputs[0]
+            for generation in llm.generate(["Name and age:"] * 12, [*held, *free])
+        ]
         spaces = {i: -8.0 for i in range(4096) if llm.tokenizer.token_text(i).isspace()}
-        (point,) = llm.generate("A point:", SamplingParams(seed=1, max_tokens=200, grammar=POINT, logit_bias=spaces))
+        (point,) = llm.generate(
+            "A point:", SamplingParams(seed=1, max_tokens=200, grammar=POINT, logit_bias=spaces)
+        )
     for completion in done[:6]:
         assert completion.finish_reason == "stop" and re.fullmatch(NAME.text, completion.text)
     assert [len(completion.token_ids) for completion in done[6:]] == [30] * 6

@@ -1,7 +1,8 @@
-"""Every GPU kernel against its op's definition in fp32: on the op's small cases, and at the sizes of the real models.
+"""Every GPU kernel against its op's definition in fp32: on the op's small cases, and at the sizes
+of the real models.
 
-Outputs are compared twice, the second time after the allocator's free memory was filled with NaN: what a kernel leaves
-unwritten, or reads without having written it, shows.
+Outputs are compared twice, the second time after the allocator's free memory was filled with NaN:
+what a kernel leaves unwritten, or reads without having written it, shows.
 """
 
 from __future__ import annotations
@@ -18,13 +19,20 @@ from negamax.bench.bindings import bind, copy_case, map_tensors
 from negamax.kernels.op import Case, Kernel, Op
 from negamax.kernels.registry import OPS, gpu_kernels
 
-KERNELS = [kernel for kernel in gpu_kernels() if kernel.provider != "reference"] if torch.cuda.is_available() else []
+KERNELS = (
+    [kernel for kernel in gpu_kernels() if kernel.provider != "reference"]
+    if torch.cuda.is_available()
+    else []
+)
 SEEDS = (0, 1, 2)
-OTHER_CHOICES = 1e-3  # share of whole numbers (chosen experts, tokens) that a near tie may turn at full width
+# share of whole numbers (chosen experts, tokens) that a near tie may turn at full width
+OTHER_CHOICES = 1e-3
 PLANNED_ON_THE_HOST = ("attention.prefill",)  # never part of a graph
 
 _BY_DTYPE = [
-    pytest.param(kernel, dtype, id=f"{kernel.op}-{kernel.provider}-{str(dtype).removeprefix('torch.')}")
+    pytest.param(
+        kernel, dtype, id=f"{kernel.op}-{kernel.provider}-{str(dtype).removeprefix('torch.')}"
+    )
     for kernel in KERNELS
     for dtype in (torch.bfloat16, torch.float16)
     if dtype in kernel.dtypes
@@ -32,9 +40,19 @@ _BY_DTYPE = [
 
 
 def poison() -> None:
-    """Fill what the caching allocator will hand out next with NaN (in every float format; -1 as integers)."""
-    small = [torch.full((2**exponent,), 255, dtype=torch.uint8, device="cuda") for exponent in range(9, 21) for _ in range(32)]
-    large = [torch.full((2**exponent,), 255, dtype=torch.uint8, device="cuda") for exponent in range(21, 29) for _ in range(3)]
+    """Fill what the caching allocator will hand out next with NaN (in every float format; -1 as
+    integers).
+    """
+    small = [
+        torch.full((2**exponent,), 255, dtype=torch.uint8, device="cuda")
+        for exponent in range(9, 21)
+        for _ in range(32)
+    ]
+    large = [
+        torch.full((2**exponent,), 255, dtype=torch.uint8, device="cuda")
+        for exponent in range(21, 29)
+        for _ in range(3)
+    ]
     del small, large
 
 
@@ -52,7 +70,10 @@ def small_problem(op: Op, want: Tensor, got: Tensor, dtype: torch.dtype) -> str 
     error = distance(want, got)
     too_far = ~(error <= tolerance.atol + tolerance.rtol * want.float().abs())  # NaN fails
     if bool(too_far.any()):
-        return f"off by up to {error.max().item():.3g}, {too_far.sum().item()} of {error.numel()} values too far"
+        return (
+            f"off by up to {error.max().item():.3g}, {too_far.sum().item()} of "
+            f"{error.numel()} values too far"
+        )
     return None
 
 
@@ -61,11 +82,20 @@ def wide_problem(op: Op, want: Tensor, got: Tensor) -> str | None:
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     if not want.is_floating_point():
-        other, allowed = (got != want).float().mean().item(), OTHER_CHOICES if op.wide_error else 0.0
+        other, allowed = (
+            (got != want).float().mean().item(),
+            OTHER_CHOICES if op.wide_error else 0.0,
+        )
         return None if other <= allowed else f"{other:.2%} other whole numbers"
-    size = torch.linalg.vector_norm(want.float().nan_to_num(posinf=0.0, neginf=0.0)).clamp_min(1e-30)
+    size = torch.linalg.vector_norm(want.float().nan_to_num(posinf=0.0, neginf=0.0)).clamp_min(
+        1e-30
+    )
     error = (torch.linalg.vector_norm(distance(want, got)) / size).item()
-    return None if error <= op.wide_error else f"relative error {error:.2e}, allowed {op.wide_error:.0e}"
+    return (
+        None
+        if error <= op.wide_error
+        else f"relative error {error:.2e}, allowed {op.wide_error:.0e}"
+    )
 
 
 def distance(want: Tensor, got: Tensor) -> Tensor:
@@ -96,7 +126,9 @@ def test_kernel_computes_its_op_on_small_cases(kernel: Kernel, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kernel", [pytest.param(kernel, id=f"{kernel.op}-{kernel.provider}") for kernel in KERNELS])
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(kernel, id=f"{kernel.op}-{kernel.provider}") for kernel in KERNELS]
+)
 @torch.inference_mode()
 def test_kernel_computes_its_op_at_full_width(kernel: Kernel, seed: int) -> None:
     op, problems = OPS[kernel.op], []
@@ -138,9 +170,14 @@ def test_kernel_gives_the_same_bits_in_a_graph(kernel: Kernel, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    "kernel", [kernel for kernel in KERNELS if kernel.op == "moe.experts"], ids=lambda kernel: kernel.provider
+    "kernel",
+    [kernel for kernel in KERNELS if kernel.op == "moe.experts"],
+    ids=lambda kernel: kernel.provider,
 )
-@pytest.mark.parametrize("choice", ["all tokens to the same experts", "no token to any expert", "every other token to none"])
+@pytest.mark.parametrize(
+    "choice",
+    ["all tokens to the same experts", "no token to any expert", "every other token to none"],
+)
 @torch.inference_mode()
 def test_experts_with_uneven_loads(kernel: Kernel, choice: str) -> None:
     op, problems = OPS[kernel.op], []

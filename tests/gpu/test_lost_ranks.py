@@ -1,4 +1,6 @@
-"""Kernels that wait for another GPU's words give up: when they are told to, when their time is up, when its process is gone."""
+"""Kernels that wait for another GPU's words give up: when they are told to, when their time is up,
+when its process is gone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.poll_control import PollControl
 
 HIDDEN = 3072
-several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that reach each other")
+several = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two GPUs that reach each other"
+)
 
 
 def waited(control: PollControl, context: ParallelContext, device: torch.device) -> float:
@@ -42,7 +46,12 @@ def one_rank(rank: int, folder: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     context = ParallelContext.nccl(
-        ParallelLayout(rank=rank, tp=2), f"file://{folder}/meet", device=device, hidden_size=HIDDEN, max_tokens=64, max_rows=8
+        ParallelLayout(rank=rank, tp=2),
+        f"file://{folder}/meet",
+        device=device,
+        hidden_size=HIDDEN,
+        max_tokens=64,
+        max_rows=8,
     )
     control = context.poll_control
     assert control is not None

@@ -1,4 +1,6 @@
-"""The wheel alone in an empty environment, as a stranger installs it: nothing of the tests' own packages is there."""
+"""The wheel alone in an empty environment, as a stranger installs it: nothing of the tests' own
+packages is there.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,14 @@ class Installation:
     bin: Path
     folder: Path  # where commands run: no source is near
 
-    def start(self, *arguments: str, program: str = "negamax", **environment: str) -> subprocess.Popen[str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
+    def start(
+        self, *arguments: str, program: str = "negamax", **environment: str
+    ) -> subprocess.Popen[str]:
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "HF_"))
+        }
         return subprocess.Popen(
             [self.bin / program, *arguments],
             cwd=self.folder,
@@ -46,7 +54,9 @@ class Installation:
         """Standard output of a command that succeeds."""
         process = self.start(*arguments, program=program, **environment)
         output, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, f"{arguments} ended with {process.returncode}:\n{output}\n{errors}"
+        assert process.returncode == 0, (
+            f"{arguments} ended with {process.returncode}:\n{output}\n{errors}"
+        )
         return output
 
 
@@ -103,16 +113,25 @@ def test_serve_and_bench_serve(installed: Installation) -> None:
         assert server.stdout is not None
         ready = re.search(r"(http://\S+)/v1", server.stdout.readline())
         assert ready is not None, server.communicate()[1]
-        body = {"model": "nano", "messages": [{"role": "user", "content": PROMPT[1]}], "temperature": 0}
+        body = {
+            "model": "nano",
+            "messages": [{"role": "user", "content": PROMPT[1]}],
+            "temperature": 0,
+        }
         request = urllib.request.Request(
-            f"{ready[1]}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{ready[1]}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert "85" in json.load(answer)["choices"][0]["message"]["content"]
         with urllib.request.urlopen(ready[1], timeout=60) as page:
             assert "<html" in page.read().decode()
         load = ("--num-prompts", "4", "--random-input-len", "20", "--random-output-len", "8")
-        assert re.search(r"Successful requests:\s+4\b", installed.run("bench", "serve", "--base-url", ready[1], *load))
+        assert re.search(
+            r"Successful requests:\s+4\b",
+            installed.run("bench", "serve", "--base-url", ready[1], *load),
+        )
     finally:
         server.terminate()
         server.communicate(timeout=30)
@@ -126,7 +145,9 @@ def refusal(process: subprocess.Popen[str]) -> str:
     return errors.splitlines()[-1]
 
 
-def test_hub_ids_that_cannot_be_had_are_refused_in_a_line(installed: Installation, hub: TinyHub) -> None:
+def test_hub_ids_that_cannot_be_had_are_refused_in_a_line(
+    installed: Installation, hub: TinyHub
+) -> None:
     hub.cuts, hub.cut_at = 10**6, 1000
     offline = {**hub.environment, "HF_HUB_OFFLINE": "1"}
     unreachable = {**hub.environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -138,13 +159,18 @@ def test_hub_ids_that_cannot_be_had_are_refused_in_a_line(installed: Installatio
         (["lab/model"], offline, "the hub cannot be reached: OfflineModeIsEnabled"),
         (["lab/model"], unreachable, "the hub cannot be reached: ConnectError"),
     ]
-    started = [(installed.start("generate", *model, *PROMPT, **where), words) for model, where, words in cases]
+    started = [
+        (installed.start("generate", *model, *PROMPT, **where), words)
+        for model, where, words in cases
+    ]
     for process, words in started:
         line = refusal(process)
         assert line.startswith("negamax: error: model 'lab/") and words in line, line
 
 
-def test_a_hub_id_is_fetched_through_a_cut_and_then_found_offline(installed: Installation, hub: TinyHub) -> None:
+def test_a_hub_id_is_fetched_through_a_cut_and_then_found_offline(
+    installed: Installation, hub: TinyHub
+) -> None:
     hub.cuts, hub.cut_at = 1, 11 * 2**20  # the client writes pieces of 10 MiB
     assert "85" in installed.run("generate", "lab/cut", *PROMPT, **hub.environment)
     assert hub.cuts == 0 and hub.ranges == [f"bytes={10 * 2**20}-"]

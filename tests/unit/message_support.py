@@ -16,7 +16,12 @@ def user(content: Any) -> Message:
 
 
 def ai(content: Any = "", *calls: Message, **more: Any) -> Message:
-    return {"role": "assistant", "content": content, **more, **({"tool_calls": list(calls)} if calls else {})}
+    return {
+        "role": "assistant",
+        "content": content,
+        **more,
+        **({"tool_calls": list(calls)} if calls else {}),
+    }
 
 
 def call(name: str = "f", *, id: str = "c1", **arguments: Any) -> Message:

@@ -1,4 +1,6 @@
-"""Shared by the tests of the output parser: the full-size proof's own generators and checks, and short ways to parse."""
+"""Shared by the tests of the output parser: the full-size proof's own generators and checks, and
+short ways to parse.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,23 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))
 import parser_outputs as outputs
 import prove_parser as proof
 
-__all__ = ["MARKER", "MINIMAX_M2", "MINIMAX_M3", "feed_text", "new_parser", "one_shot", "outputs", "proof"]
+__all__ = [
+    "MARKER",
+    "MINIMAX_M2",
+    "MINIMAX_M3",
+    "feed_text",
+    "new_parser",
+    "one_shot",
+    "outputs",
+    "proof",
+]
 
 
 def new_parser(
-    format: OutputFormat = MINIMAX_M2, *, tools: Sequence[dict[str, Any]] | None = None, in_reasoning: bool | None = None
+    format: OutputFormat = MINIMAX_M2,
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    in_reasoning: bool | None = None,
 ) -> OutputParser:
     """A parser that knows tags by their text; M2 begins in reasoning unless told otherwise."""
     begins = format is MINIMAX_M2 if in_reasoning is None else in_reasoning
@@ -32,5 +46,7 @@ def feed_text(parser: OutputParser, text: str) -> list[ParserEvent]:
     return parser.feed([TextPiece(text, None)])
 
 
-def one_shot(text: str, tools: Sequence[dict[str, Any]] | None = None, *, format: OutputFormat = MINIMAX_M2) -> ParsedOutput:
+def one_shot(
+    text: str, tools: Sequence[dict[str, Any]] | None = None, *, format: OutputFormat = MINIMAX_M2
+) -> ParsedOutput:
     return parse(format, text, tools=tools, in_reasoning=format is MINIMAX_M2)

@@ -12,7 +12,9 @@ from negamax.engine.admission import NUM_COLUMNS, Admission
 
 
 def admission(*, running: int = 2, waiting: int = 3, tokens: int | None = 1000) -> Admission:
-    return Admission(max_running=running, max_waiting=waiting, max_waiting_tokens=tokens, pool_tokens=100)
+    return Admission(
+        max_running=running, max_waiting=waiting, max_waiting_tokens=tokens, pool_tokens=100
+    )
 
 
 def fill(queue: Admission, count: int, *, tokens: int = 10) -> None:
@@ -75,7 +77,8 @@ def test_retry_after_is_the_time_the_queue_takes() -> None:
     for index in range(60):
         queue.enter(f"w{index}", 1)
     assert 25 < queue.retry_after(99.0) < 35
-    assert queue.retry_after(99.0 + 3600) == 120.0  # nothing has ended for an hour: not more than two minutes
+    # nothing has ended for an hour: not more than two minutes
+    assert queue.retry_after(99.0 + 3600) == 120.0
 
 
 def test_sequence_that_left_the_queue_unserved_says_nothing_about_the_rate() -> None:
@@ -87,7 +90,14 @@ def test_sequence_that_left_the_queue_unserved_says_nothing_about_the_rate() -> 
     assert queue.retry_after(1.0) == 1.0
 
 
-@given(st.lists(st.tuples(st.sampled_from(("enter", "start", "leave")), st.integers(0, 8), st.integers(1, 50)), max_size=80))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(("enter", "start", "leave")), st.integers(0, 8), st.integers(1, 50)
+        ),
+        max_size=80,
+    )
+)
 def test_accounts_are_empty_when_all_have_left(steps: list[tuple[str, int, int]]) -> None:
     queue = admission()
     open_ids: set[str] = set()
@@ -110,7 +120,14 @@ def test_accounts_are_empty_when_all_have_left(steps: list[tuple[str, int, int]]
 def test_server_processes_share_one_queue() -> None:
     numbers = SharedNumbers(NUM_COLUMNS, num_rows=2)
     mine, theirs = (
-        Admission(max_running=2, max_waiting=3, max_waiting_tokens=100, pool_tokens=100, numbers=numbers, index=index)
+        Admission(
+            max_running=2,
+            max_waiting=3,
+            max_waiting_tokens=100,
+            pool_tokens=100,
+            numbers=numbers,
+            index=index,
+        )
         for index in range(2)
     )
     fill(mine, 2, tokens=10)

@@ -1,4 +1,6 @@
-"""Requests as clients send them: what is accepted, what is refused, and how readable and cheap a refusal is."""
+"""Requests as clients send them: what is accepted, what is refused, and how readable and cheap a
+refusal is.
+"""
 
 from __future__ import annotations
 
@@ -74,17 +76,31 @@ def test_names_of_other_systems_that_resemble_ours_are_ignored(name: str) -> Non
         ({"max_new_tokens": 7}, {"max_completion_tokens": 5}),
     ],
 )
-def test_a_slip_is_no_slip_where_the_meant_field_is_there(fields: dict[str, Any], meant: dict[str, Any]) -> None:
+def test_a_slip_is_no_slip_where_the_meant_field_is_there(
+    fields: dict[str, Any], meant: dict[str, Any]
+) -> None:
     assert refusal(ChatRequest, {"messages": HELLO, **fields}).code == "unknown_parameter"
-    assert refusal(ChatRequest, {"messages": HELLO, **fields, **dict.fromkeys(meant)}).code == "unknown_parameter"
+    assert (
+        refusal(ChatRequest, {"messages": HELLO, **fields, **dict.fromkeys(meant)}).code
+        == "unknown_parameter"
+    )
     assert chat(**fields, **meant) == chat(**meant)
 
 
 def test_integers_may_be_written_as_floats() -> None:
-    as_floats = {"max_tokens": 5.0, "top_k": 40.0, "n": 2.0, "seed": 1.0, "thinking": {"budget_tokens": 64.0}}
+    as_floats = {
+        "max_tokens": 5.0,
+        "top_k": 40.0,
+        "n": 2.0,
+        "seed": 1.0,
+        "thinking": {"budget_tokens": 64.0},
+    }
     whole = {"max_tokens": 5, "top_k": 40, "n": 2, "seed": 1, "thinking": {"budget_tokens": 64}}
     assert chat(**as_floats) == chat(**whole)
-    assert type(chat(**as_floats).max_tokens) is int and type(chat(temperature=1.0).temperature) is float
+    assert (
+        type(chat(**as_floats).max_tokens) is int
+        and type(chat(temperature=1.0).temperature) is float
+    )
     assert refusal(ChatRequest, {"messages": HELLO, "max_tokens": 5.5}).param == "max_tokens"
     assert refusal(ChatRequest, {"messages": HELLO, "stream": 1.0}).param == "stream"
 
@@ -95,9 +111,18 @@ def test_counts_in_every_chunk_are_counts_at_the_end_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["thread", "conversation", "previous_response_id"])
-@pytest.mark.parametrize("model", [ChatRequest, MessagesRequest, CountRequest], ids=lambda model: model.__name__)
-def test_what_makes_messages_a_part_of_the_conversation_is_refused(model: type[RequestModel], name: str) -> None:
-    body = {"model": "m", "max_tokens": 5, "messages": HELLO, name: {"type": "continue", "previous_message_id": "msg_1"}}
+@pytest.mark.parametrize(
+    "model", [ChatRequest, MessagesRequest, CountRequest], ids=lambda model: model.__name__
+)
+def test_what_makes_messages_a_part_of_the_conversation_is_refused(
+    model: type[RequestModel], name: str
+) -> None:
+    body = {
+        "model": "m",
+        "max_tokens": 5,
+        "messages": HELLO,
+        name: {"type": "continue", "previous_message_id": "msg_1"},
+    }
     error = refusal(model, body)
     assert error.param == name
     has_code = name == "thread" and model is not ChatRequest
@@ -236,7 +261,9 @@ def test_missing_messages_are_named() -> None:
 def test_huge_input_is_refused_quickly_in_one_short_sentence(fields: dict[str, Any]) -> None:
     request = {"messages": HELLO, **fields}
     try:
-        sampling = ChatRequest.parse(request).sampling_params(max_tokens=request.get("max_tokens"), logprobs=None)
+        sampling = ChatRequest.parse(request).sampling_params(
+            max_tokens=request.get("max_tokens"), logprobs=None
+        )
     except InvalidRequestError:
         refusal(ChatRequest, request)
     else:  # numbers are bounded with the other ranges
@@ -250,7 +277,12 @@ def test_null_means_left_out() -> None:
 
 
 def test_integers_are_numbers_for_float_fields() -> None:
-    assert chat(temperature=1, top_p=1, frequency_penalty=0).sampling_params(max_tokens=None, logprobs=None).temperature == 1.0
+    assert (
+        chat(temperature=1, top_p=1, frequency_penalty=0)
+        .sampling_params(max_tokens=None, logprobs=None)
+        .temperature
+        == 1.0
+    )
 
 
 def test_max_completion_tokens_wins_over_max_tokens() -> None:
@@ -266,7 +298,9 @@ def test_stop_may_be_one_string_or_a_list() -> None:
 
 def test_logit_bias_keys_become_token_ids() -> None:
     assert chat(logit_bias=[]) == chat(logit_bias={})
-    assert chat(logit_bias={"12": -5}).sampling_params(max_tokens=None, logprobs=None).logit_bias == {12: -5.0}
+    assert chat(logit_bias={"12": -5}).sampling_params(
+        max_tokens=None, logprobs=None
+    ).logit_bias == {12: -5.0}
 
 
 def test_top_logprobs_needs_logprobs() -> None:
@@ -304,7 +338,10 @@ def test_every_shape_of_tool_choice(tool_choice: object, mode: str, name: str | 
         ({"tool_choice": "required", "tools": []}, "there are no tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "there are no tools"),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [{"function": {"name": "f"}}]},
+            {
+                "tool_choice": {"type": "function", "function": {"name": "g"}},
+                "tools": [{"function": {"name": "f"}}],
+            },
             "'g', which",
         ),
     ],
@@ -323,14 +360,27 @@ SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type"
     ("fields", "kind", "text"),
     [
         ({"response_format": {"type": "json_object"}}, "json_object", ""),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "json_schema", SCHEMA),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA},
+                }
+            },
+            "json_schema",
+            SCHEMA,
+        ),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
         ({"structured_outputs": {"json_object": True}}, "json_object", ""),
         ({"structured_outputs": {"regex": "a+", "json": None}}, "regex", "a+"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", 'root ::= "a"'),
-        ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structural_tag", {"format": {}}),
+        (
+            {"structured_outputs": {"structural_tag": {"format": {}}}},
+            "structural_tag",
+            {"format": {}},
+        ),
         ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
         ({"guided_json": {}}, "json_schema", {}),
         ({"guided_regex": "a+"}, "regex", "a+"),
@@ -345,9 +395,13 @@ SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type"
     ids=str,
 )
 def test_every_name_of_a_form(fields: dict[str, Any], kind: str, text: object) -> None:
-    for grammar in (chat(**fields).grammar, CompletionRequest.parse({"prompt": "x", **fields}).grammar):
+    for grammar in (
+        chat(**fields).grammar,
+        CompletionRequest.parse({"prompt": "x", **fields}).grammar,
+    ):
         assert grammar is not None and grammar.kind == kind
-        assert grammar.text == (text if isinstance(text, str) else json.dumps(text))  # in the key order of the client
+        # in the key order of the client
+        assert grammar.text == (text if isinstance(text, str) else json.dumps(text))
 
 
 @pytest.mark.parametrize("strict", [True, False, None])
@@ -358,7 +412,13 @@ def test_schema_is_strict_only_where_asked(strict: bool | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"structured_outputs": {"x": 1}}]
+    "fields",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"x": 1}},
+    ],
 )
 def test_no_form(fields: dict[str, Any]) -> None:
     assert chat(**fields).grammar is None
@@ -370,8 +430,14 @@ def test_no_form(fields: dict[str, Any]) -> None:
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{"}}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": "{"}}},
+            "response_format.json_schema.schema",
+        ),
         ({"structured_outputs": {"choice": "yes"}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex"),
@@ -393,8 +459,16 @@ def test_wrong_form_is_refused_with_its_field(fields: dict[str, Any], param: str
 
 
 def test_tools_of_instructions_are_offered_too() -> None:
-    messages = [{"role": "root", "content": "x", "tools": [tool("a")]}, *HELLO, {"role": "system", "tools": [tool("b")]}]
-    assert ChatRequest.parse({"messages": messages, "tools": [tool("c")]}).offered_tools == [tool("c"), tool("a"), tool("b")]
+    messages = [
+        {"role": "root", "content": "x", "tools": [tool("a")]},
+        *HELLO,
+        {"role": "system", "tools": [tool("b")]},
+    ]
+    assert ChatRequest.parse({"messages": messages, "tools": [tool("c")]}).offered_tools == [
+        tool("c"),
+        tool("a"),
+        tool("b"),
+    ]
     assert ChatRequest.parse({"messages": messages, "tool_choice": "none"}).offered_tools is None
     for wrong in ("x", [5], [{"function": {}}]):
         with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.tools"):
@@ -419,9 +493,15 @@ def test_tools_keep_the_key_order_of_the_client() -> None:
     [
         ({}, ThinkingChoice()),
         ({"thinking": {"type": "disabled"}}, ThinkingChoice("disabled")),
-        ({"thinking": {"type": "adaptive", "budget_tokens": 5}}, ThinkingChoice("adaptive", budget=5)),
+        (
+            {"thinking": {"type": "adaptive", "budget_tokens": 5}},
+            ThinkingChoice("adaptive", budget=5),
+        ),
         ({"thinking": {"budget_tokens": 5}}, ThinkingChoice("enabled", budget=5)),
-        ({"thinking": {"budget_tokens": 5}, "thinking_token_budget": 6}, ThinkingChoice("enabled", budget=6)),
+        (
+            {"thinking": {"budget_tokens": 5}, "thinking_token_budget": 6},
+            ThinkingChoice("enabled", budget=6),
+        ),
         ({"thinking_token_budget": 6, "max_thinking_tokens": 7}, ThinkingChoice(budget=6)),
         ({"max_thinking_tokens": 0}, ThinkingChoice(budget=0)),
         ({"thinking_mode": "adaptive"}, ThinkingChoice("adaptive")),
@@ -435,11 +515,16 @@ def test_tools_keep_the_key_order_of_the_client() -> None:
             {"thinking": {"type": "enabled"}, "enable_thinking": False, "reasoning_effort": "none"},
             ThinkingChoice("enabled", "none"),
         ),
-        ({"thinking_mode": "disabled", "chat_template_kwargs": {"thinking_mode": "enabled"}}, ThinkingChoice("disabled")),
+        (
+            {"thinking_mode": "disabled", "chat_template_kwargs": {"thinking_mode": "enabled"}},
+            ThinkingChoice("disabled"),
+        ),
     ],
     ids=str,
 )
-def test_every_name_of_the_thinking_switch(fields: dict[str, Any], expected: ThinkingChoice) -> None:
+def test_every_name_of_the_thinking_switch(
+    fields: dict[str, Any], expected: ThinkingChoice
+) -> None:
     assert chat(**fields).thinking_choice == expected
 
 
@@ -468,7 +553,9 @@ M3_LIKE = ChatTemplate("{{ thinking_mode }}")
     ],
     ids=str,
 )
-def test_what_a_thinking_choice_means_for_each_family(choice: ThinkingChoice, of_m2: str | None, of_m3: str | None) -> None:
+def test_what_a_thinking_choice_means_for_each_family(
+    choice: ThinkingChoice, of_m2: str | None, of_m3: str | None
+) -> None:
     assert (choice.mode_for(M2_LIKE), choice.mode_for(M3_LIKE)) == (of_m2, of_m3)
     assert choice.template_variables(M2_LIKE) == {}
     assert choice.template_variables(M3_LIKE) == ({"thinking_mode": of_m3} if of_m3 else {})
@@ -513,13 +600,21 @@ def test_prompt_logprobs_are_refused_in_a_stream() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), (["a", [1]], ["a", [1]])],
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        (["a", [1]], ["a", [1]]),
+    ],
 )
 def test_every_shape_of_prompt_becomes_a_list(prompt: object, prompts: list[object]) -> None:
     assert CompletionRequest.parse({"prompt": prompt}).prompt == prompts
 
 
-@pytest.mark.parametrize("prompt", [None, [], {}, 5, [True], [1, "a"], [1, 2.0], [["a"]], ["a"] * 1000, [None]])
+@pytest.mark.parametrize(
+    "prompt", [None, [], {}, 5, [True], [1, "a"], [1, 2.0], [["a"]], ["a"] * 1000, [None]]
+)
 def test_other_prompts_are_refused(prompt: object) -> None:
     error = refusal(CompletionRequest, {"prompt": prompt})
     assert (error.param or "").startswith("prompt")
@@ -537,7 +632,12 @@ def test_zero_tokens_only_score_an_echoed_prompt() -> None:
 
 def test_a_delta_carries_only_what_is_new() -> None:
     choice = ChatChunkChoice(0, Delta(content="x"))
-    assert json.loads(encode(choice)) == {"index": 0, "delta": {"content": "x"}, "logprobs": None, "finish_reason": None}
+    assert json.loads(encode(choice)) == {
+        "index": 0,
+        "delta": {"content": "x"},
+        "logprobs": None,
+        "finish_reason": None,
+    }
     call = ToolCall(index=1, function=FunctionCall(arguments="{"))
     assert json.loads(encode(call)) == {"index": 1, "function": {"arguments": "{"}}
 
@@ -545,7 +645,9 @@ def test_a_delta_carries_only_what_is_new() -> None:
 def test_every_ignored_and_refused_field_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
     for model in (ChatRequest, CompletionRequest):
-        for name in {*model.model_fields, *model.ignored_fields, *model.unsupported_fields} - {"prompt"}:
+        for name in {*model.model_fields, *model.ignored_fields, *model.unsupported_fields} - {
+            "prompt"
+        }:
             assert f"`{name}`" in text, name
 
 
@@ -567,10 +669,16 @@ def test_every_ignored_and_refused_field_is_documented() -> None:
         (ResponsesRequest, {"input": "x", "metadata": {"a": 1}}),
     ],
 )
-def test_many_wrong_elements_are_refused_at_the_first(model: type[RequestModel], fields: dict[str, Any]) -> None:
+def test_many_wrong_elements_are_refused_at_the_first(
+    model: type[RequestModel], fields: dict[str, Any]
+) -> None:
     """The last field is given a list of wrong elements, or an object of wrong values."""
     name, wrong = list(fields.items())[-1]
-    many = {str(number): 1 for number in range(300_000)} if isinstance(wrong, dict) else [wrong] * 300_000
+    many = (
+        {str(number): 1 for number in range(300_000)}
+        if isinstance(wrong, dict)
+        else [wrong] * 300_000
+    )
     try:
         model.model_validate(fields | {name: many})
     except ValidationError as error:

@@ -17,24 +17,30 @@ M2 = bundled_spec("minimax-m2")
 BASELINE = Path(__file__).parents[2] / "docs" / "results" / "vllm-0.26-h200.json"
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 8.0), (4, 30.5), (16, 102.0), (64, 222.4), (100, 245.3)])
+@pytest.mark.parametrize(
+    ("tokens", "experts"), [(1, 8.0), (4, 30.5), (16, 102.0), (64, 222.4), (100, 245.3)]
+)
 def test_distinct_experts_under_uniform_routing(tokens: int, experts: float) -> None:
     assert expected_distinct_experts(M2, tokens) == pytest.approx(experts, abs=0.06)
 
 
-@pytest.mark.parametrize(("batch", "milliseconds"), [(1, 0.71), (4, 1.92), (16, 5.83), (64, 13.0), (100, 15.0)])
+@pytest.mark.parametrize(
+    ("batch", "milliseconds"), [(1, 0.71), (4, 1.92), (16, 5.83), (64, 13.0), (100, 15.0)]
+)
 def test_limit_of_minimax_m2_on_four_gpus(batch: int, milliseconds: float) -> None:
     """The figures that were worked out by hand for 1500 tokens of context and 4.3 TB/s."""
     floor = step_bytes(M2, batch=batch, context=1500, dtype="bfloat16", kv_dtype="bfloat16")
-    assert 1e3 * floor.seconds(ranks=4, bytes_per_second=4.3e12) == pytest.approx(milliseconds, rel=0.006)
+    assert 1e3 * floor.seconds(ranks=4, bytes_per_second=4.3e12) == pytest.approx(
+        milliseconds, rel=0.006
+    )
 
 
 def test_limit_follows_layers_ranks_and_formats() -> None:
     def floor(kv_dtype: str = "bfloat16", **changes: object) -> float:
         spec = replace(M2, **changes)  # type: ignore[arg-type]
-        return step_bytes(spec, batch=16, context=1000, dtype="bfloat16", kv_dtype=kv_dtype).seconds(
-            ranks=1, bytes_per_second=1.0
-        )
+        return step_bytes(
+            spec, batch=16, context=1000, dtype="bfloat16", kv_dtype=kv_dtype
+        ).seconds(ranks=1, bytes_per_second=1.0)
 
     head = M2.vocab_size * M2.hidden_size * 2
     assert floor(num_layers=31) - head == pytest.approx((floor() - head) / 2)
@@ -51,7 +57,9 @@ def test_recorded_baseline_holds_both_configurations_with_their_conditions() -> 
     for result in (four, one):
         assert [run["concurrency"] for run in result["runs"]] == [1, 4, 16, 64, 100]
     for run in four["runs"]:
-        assert run["decode_tokens_per_second"] == pytest.approx(1e3 * run["concurrency"] / run["tpot_ms"], rel=0.01)
+        assert run["decode_tokens_per_second"] == pytest.approx(
+            1e3 * run["concurrency"] / run["tpot_ms"], rel=0.01
+        )
 
 
 def test_number_lists_are_read_and_others_refused_with_the_flag() -> None:

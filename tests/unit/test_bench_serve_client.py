@@ -1,4 +1,6 @@
-"""The client of `negamax bench serve`: answers cut anywhere read the same, broken ones are named, and a chunk costs little."""
+"""The client of `negamax bench serve`: answers cut anywhere read the same, broken ones are named,
+and a chunk costs little.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.bench.serve_client import AnswerReader, Connection, ExchangeError, Record, ServingClient
+from negamax.bench.serve_client import (
+    AnswerReader,
+    Connection,
+    ExchangeError,
+    Record,
+    ServingClient,
+)
 
 HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
@@ -21,20 +29,35 @@ def events(*payloads: object, end: str = "\n\n") -> list[str]:
 
 
 def delta(finish_reason: str | None = None, **fields: object) -> dict[str, object]:
-    return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish_reason}], "usage": None}
+    return {
+        "choices": [{"index": 0, "delta": fields, "finish_reason": finish_reason}],
+        "usage": None,
+    }
 
 
 USAGE = {
     "choices": [],
-    "usage": {"prompt_tokens": 12, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}},
+    "usage": {
+        "prompt_tokens": 12,
+        "completion_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    },
 }
 CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
 CHAT = [
     *events(delta(role="assistant", content="")),
     ": keep-alive\n\n",
-    *events(delta(reasoning_content="hm", reasoning="hm"), delta(content="héllo"), delta(tool_calls=[CALL])),
+    *events(
+        delta(reasoning_content="hm", reasoning="hm"),
+        delta(content="héllo"),
+        delta(tool_calls=[CALL]),
+    ),
     *events(delta(tool_calls=[{"index": 0, "function": {"arguments": '{"a":'}}]), end="\r\n\r\n"),
-    *events(delta(tool_calls=[{"index": 0, "function": {"arguments": "1}"}}]), delta("tool_calls"), USAGE),
+    *events(
+        delta(tool_calls=[{"index": 0, "function": {"arguments": "1}"}}]),
+        delta("tool_calls"),
+        USAGE,
+    ),
     "data: [DONE]\n\n",
 ]
 
@@ -45,11 +68,15 @@ def chunked(parts: Sequence[str], *, head: str = HEAD) -> bytes:
         f"{len(part.encode()):X}{';x=1' if n == 1 else ''}\r\n".encode() + part.encode() + b"\r\n"
         for n, part in enumerate(parts)
     )
-    return f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + body + b"0\r\nX-Trailer: 1\r\n\r\n"
+    return (
+        f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + body + b"0\r\nX-Trailer: 1\r\n\r\n"
+    )
 
 
 async def read(pieces: Sequence[bytes], *, closes: bool = False) -> AnswerReader:
-    """The answer that comes as `pieces` over a real socket's transport, handed over cut exactly so."""
+    """The answer that comes as `pieces` over a real socket's transport, handed over cut exactly
+    so.
+    """
     mine, other = socket.socketpair()
     with other:
         _, connection = await asyncio.get_running_loop().create_connection(Connection, sock=mine)
@@ -134,7 +161,10 @@ def test_bodies_with_a_length_and_until_the_end_of_the_connection() -> None:
 
 def test_completions_count_chunks_with_text_and_the_running_usage() -> None:
     def chunk(text: str, count: int, finish: str | None = None) -> dict[str, object]:
-        return {"choices": [{"text": text, "finish_reason": finish}], "usage": {"prompt_tokens": 3, "completion_tokens": count}}
+        return {
+            "choices": [{"text": text, "finish_reason": finish}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": count},
+        }
 
     parts = events(chunk("a", 2), chunk("", 3), chunk("bc", 5), chunk("", 5, "length"))
     record = asyncio.run(read([chunked([*parts, "data: [DONE]\n\n"])])).record
@@ -149,21 +179,32 @@ BROKEN: list[tuple[bytes, str]] = [
     (b"HTTP/1.1 204 Empty\r\n\r\n", "HTTP 204"),
     (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "malformed HTTP answer: no status line"),
     (chunked(CHAT).replace(b"\r\n0\r\n", b"\r\nzz\r\n"), "malformed HTTP answer"),
-    (chunked(CHAT, head=HEAD).replace(b"\r\n0\r\n", b"\r\n-1\r\n"), "malformed HTTP answer: a negative length"),
+    (
+        chunked(CHAT, head=HEAD).replace(b"\r\n0\r\n", b"\r\n-1\r\n"),
+        "malformed HTTP answer: a negative length",
+    ),
     (b"HTTP/1.1 200 OK\r\n" + b"x" * 70_000, "malformed HTTP answer: an endless line"),
     (chunked(["data: {nonsense\n\n"]), "unreadable chunk"),
     (chunked(['data: {"choices": 5}\n\n']), "unreadable chunk"),
-    (chunked([*events({"error": {"message": "died", "code": 500}}), "data: [DONE]\n\n"]), "error in the stream"),
+    (
+        chunked([*events({"error": {"message": "died", "code": 500}}), "data: [DONE]\n\n"]),
+        "error in the stream",
+    ),
     (chunked(events({"object": "error", "message": "died"})), "error in the stream"),
     (chunked(events(delta(content="a"))), "stream without an end"),
-    (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 5\r\n\r\nhello", "no event stream but text/html"),
+    (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 5\r\n\r\nhello",
+        "no event stream but text/html",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("raw", "reason"), BROKEN, ids=[reason for _, reason in BROKEN])
 def test_broken_answers_have_a_reason_however_they_are_cut(raw: bytes, reason: str) -> None:
     for size in (len(raw), 7):
-        record = asyncio.run(read([raw[at : at + size] for at in range(0, len(raw), size)], closes=True)).record
+        record = asyncio.run(
+            read([raw[at : at + size] for at in range(0, len(raw), size)], closes=True)
+        ).record
         assert record.error is not None and record.error.startswith(reason)
 
 
@@ -192,7 +233,9 @@ def cpu_seconds(work: Callable[[], None]) -> float:
 
 
 def test_a_chunk_costs_less_than_50_microseconds() -> None:
-    """About 6 us on a quiet core; a server of 20,000 tokens/s must not be measured as slower than it is."""
+    """About 6 us on a quiet core; a server of 20,000 tokens/s must not be measured as slower than
+    it is.
+    """
     count = 5000
     part = chunked(events(delta(content=" token") | {"id": "chatcmpl-" + "0" * 32, "model": "m"}))
     (piece,) = (part[part.index(b"\r\n\r\n") + 4 : part.index(b"0\r\nX-Trailer")],)
@@ -200,11 +243,15 @@ def test_a_chunk_costs_less_than_50_microseconds() -> None:
     async def measure() -> float:
         mine, other = socket.socketpair()
         with other:
-            _, connection = await asyncio.get_running_loop().create_connection(Connection, sock=mine)
+            _, connection = await asyncio.get_running_loop().create_connection(
+                Connection, sock=mine
+            )
             reader = AnswerReader(Record(0))
             exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
             await asyncio.sleep(0)
-            connection.data_received(chunked(events(delta(content="a")))[: -len("0\r\nX-Trailer: 1\r\n\r\n")])
+            connection.data_received(
+                chunked(events(delta(content="a")))[: -len("0\r\nX-Trailer: 1\r\n\r\n")]
+            )
 
             def feed() -> None:
                 for _ in range(count):

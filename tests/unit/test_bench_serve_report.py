@@ -1,4 +1,6 @@
-"""The figures of `negamax bench serve`: statistics against numpy, metrics of known requests, the printed block."""
+"""The figures of `negamax bench serve`: statistics against numpy, metrics of known requests, the
+printed block.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ OPTIONS = BenchOptions()
 TIMES = st.lists(st.floats(min_value=0, max_value=1e6, allow_nan=False), min_size=1, max_size=50)
 
 
-def record(*arrivals: float, started: float = 10.0, output: int | None = None, running: tuple[int, ...] = ()) -> Record:
+def record(
+    *arrivals: float,
+    started: float = 10.0,
+    output: int | None = None,
+    running: tuple[int, ...] = (),
+) -> Record:
     """A good request; `arrivals` count from its start, the last one ends it."""
     return Record(
         0,
@@ -57,7 +64,9 @@ def measured(*records: Record, seconds: float = 2.0) -> Measurement:
 
 @given(TIMES, st.floats(min_value=0.1, max_value=100))
 def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
-    assert percentile(sorted(values), percent) == pytest.approx(numpy.percentile(values, percent), rel=1e-9, abs=1e-9)
+    assert percentile(sorted(values), percent) == pytest.approx(
+        numpy.percentile(values, percent), rel=1e-9, abs=1e-9
+    )
 
 
 @given(TIMES)
@@ -78,13 +87,16 @@ def test_distribution_is_numpys(values: list[float]) -> None:
 def test_metrics_of_one_request() -> None:
     request = record(0.5, 0.6, 0.9, 1.3, output=9)
     assert ttft(request) == pytest.approx(0.5)
-    assert tpot(request) == pytest.approx(0.8 / 8)  # by the server's nine tokens, not by four chunks
+    # by the server's nine tokens, not by four chunks
+    assert tpot(request) == pytest.approx(0.8 / 8)
     assert inter_token(request, rule="gap") == pytest.approx([0.1, 0.3, 0.4])
 
 
 def test_token_rule_shares_a_gap_among_the_tokens_of_its_chunk() -> None:
     request = record(0.5, 0.6, 0.9, 1.3, output=9, running=(2, 3, 6, 9))
-    assert inter_token(request, rule="token") == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.4 / 3, 0.4 / 3, 0.4 / 3])
+    assert inter_token(request, rule="token") == pytest.approx(
+        [0.1, 0.1, 0.1, 0.1, 0.4 / 3, 0.4 / 3, 0.4 / 3]
+    )
 
 
 def test_one_token_has_no_time_per_output_token() -> None:
@@ -98,7 +110,10 @@ def test_answer_without_visible_text_has_its_first_token_at_its_end() -> None:
 
 
 def test_totals_count_good_requests_only() -> None:
-    summary = summarize(measured(record(0.5, 1.0, output=4), record(0.5, 1.0, output=6), failed("HTTP 500")), OPTIONS)
+    summary = summarize(
+        measured(record(0.5, 1.0, output=4), record(0.5, 1.0, output=6), failed("HTTP 500")),
+        OPTIONS,
+    )
     assert (summary["completed"], summary["failed"], summary["failures"]) == (2, 1, {"HTTP 500": 1})
     assert (summary["total_input_tokens"], summary["total_output_tokens"]) == (200, 10)
     assert summary["total_cached_tokens"] == 50
@@ -108,7 +123,11 @@ def test_totals_count_good_requests_only() -> None:
 
 
 def test_goodput_counts_requests_within_every_limit() -> None:
-    fast, slow_start, slow_tokens = record(0.1, 0.2, output=11), record(0.9, 1.0, output=11), record(0.1, 2.1, output=11)
+    fast, slow_start, slow_tokens = (
+        record(0.1, 0.2, output=11),
+        record(0.9, 1.0, output=11),
+        record(0.1, 2.1, output=11),
+    )
     options = BenchOptions(goodput={"ttft": 500.0, "tpot": 50.0})
     assert summarize(measured(fast, slow_start, slow_tokens), options)["request_goodput"] == 0.5
 
@@ -127,7 +146,9 @@ def test_output_per_second_spreads_tokens_over_the_chunks() -> None:
 
 def test_block_has_the_lines_that_scripts_look_for() -> None:
     options = BenchOptions(max_concurrency=8, request_rate=2.5, goodput={"ttft": 500.0})
-    runs = measured(record(0.5, 0.7, output=3), failed("HTTP 429", "Retry-After 1: full"), failed("HTTP 429"))
+    runs = measured(
+        record(0.5, 0.7, output=3), failed("HTTP 429", "Retry-After 1: full"), failed("HTTP 429")
+    )
     lines = block(summarize(runs, options), options).splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[1] == "Successful requests:                     1"
@@ -181,7 +202,11 @@ def test_block_of_a_run_in_which_nothing_worked() -> None:
 
 def test_document_is_json_and_keeps_requests_on_demand_only() -> None:
     options = BenchOptions(metadata={"gpu": "none"}, label="x")
-    runs = measured(record(0.5, 0.7, started=12.0, output=3), record(0.5, 0.7, started=11.0, output=2), failed("HTTP 500"))
+    runs = measured(
+        record(0.5, 0.7, started=12.0, output=3),
+        record(0.5, 0.7, started=11.0, output=2),
+        failed("HTTP 500"),
+    )
     summary = summarize(runs, options)
     short = json.loads(json.dumps(document(runs, options, summary, detailed=False)))
     assert short["model_id"] == "nano" and short["gpu"] == "none" and short["request_rate"] == "inf"

@@ -1,4 +1,6 @@
-"""The workloads of `negamax bench serve`: lengths, seeds, shared prefixes, files, agent sessions, arrivals."""
+"""The workloads of `negamax bench serve`: lengths, seeds, shared prefixes, files, agent sessions,
+arrivals.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,14 @@ from negamax.bench.serve_workloads import (
 from negamax.text.messages import normalize_messages
 
 SCALE = TextScale(tokens_per_char=0.25, overhead=20)
-AGENT = BenchOptions(dataset_name="agent", agent_turns=15, agent_result_len=200, agent_system_len=500, seed=3)
+AGENT = BenchOptions(
+    dataset_name="agent", agent_turns=15, agent_result_len=200, agent_system_len=500, seed=3
+)
 
 
-def turns(session: Session, message: dict[str, Any] | None = None, finish_reason: str = "stop") -> list[Turn]:
+def turns(
+    session: Session, message: dict[str, Any] | None = None, finish_reason: str = "stop"
+) -> list[Turn]:
     """All turns of a session whose answers are all `message`."""
     running = session.start()
     found = [next(running)]
@@ -77,7 +83,8 @@ def test_random_lengths_stay_within_the_range_ratio_and_the_announced_longest() 
 
 def test_seed_decides_the_prompts() -> None:
     first, again, other = (
-        [ids(turn) for turn in islice(random_turns(Prompts(BenchOptions(seed=seed), None)), 3)] for seed in (1, 1, 2)
+        [ids(turn) for turn in islice(random_turns(Prompts(BenchOptions(seed=seed), None)), 3)]
+        for seed in (1, 1, 2)
     )
     assert first == again and first != other
 
@@ -108,12 +115,19 @@ def test_each_prefix_is_used_equally_often_and_suffixes_differ() -> None:
     assert sorted(Counter(tuple(prompt[:6]) for prompt in made).values()) == [3, 3, 3, 3]
     assert len({tuple(prompt) for prompt in made}) == 12
     warm = [ids(turn) for session in workload.warmups for turn in turns(session)]
-    assert len(warm) == 2 and not {tuple(prompt) for prompt in warm} & {tuple(prompt) for prompt in made}
+    assert len(warm) == 2 and not {tuple(prompt) for prompt in warm} & {
+        tuple(prompt) for prompt in made
+    }
 
 
 def test_sharegpt_file_gives_questions_and_the_lengths_of_recorded_answers(tmp_path: Path) -> None:
     def conversation(question: str, answer: str) -> dict[str, Any]:
-        said = [("system", "Be kind."), ("human", question), ("gpt", answer), ("human", "and then?")]
+        said = [
+            ("system", "Be kind."),
+            ("human", question),
+            ("gpt", answer),
+            ("human", "and then?"),
+        ]
         return {"conversations": [{"from": who, "value": text} for who, text in said]}
 
     file = tmp_path / "chats.json"
@@ -123,15 +137,25 @@ def test_sharegpt_file_gives_questions_and_the_lengths_of_recorded_answers(tmp_p
         {"conversations": []},
         conversation("w " * 500, "w " * 30),
     ]
-    openai_style = {"messages": [{"role": "user", "content": "x " * 8}, {"role": "assistant", "content": "x " * 9}]}
+    openai_style = {
+        "messages": [
+            {"role": "user", "content": "x " * 8},
+            {"role": "assistant", "content": "x " * 9},
+        ]
+    }
     file.write_text(json.dumps([*chats, openai_style]))
     pairs = read_sharegpt(str(file))
     assert len(pairs) == 4
-    options = BenchOptions(dataset_name="sharegpt", dataset_path=str(file), num_prompts=5, endpoint=CHAT)
+    options = BenchOptions(
+        dataset_name="sharegpt", dataset_path=str(file), num_prompts=5, endpoint=CHAT
+    )
     workload = sharegpt_workload(pairs, options, count=lambda text: len(text.split()), window=100)
     bodies = [turn.body for session in workload.sessions for turn in turns(session)]
     assert len(bodies) == 5  # two that fit, repeated
-    assert {(body["messages"][0]["content"], body["max_tokens"]) for body in bodies} == {("w " * 10, 30), ("x " * 8, 9)}
+    assert {(body["messages"][0]["content"], body["max_tokens"]) for body in bodies} == {
+        ("w " * 10, 30),
+        ("x " * 8, 9),
+    }
     assert any("2 conversations left out" in note for note in workload.notes)
     assert any("repeated" in note for note in workload.notes)
 
@@ -153,10 +177,20 @@ def test_recorded_requests_keep_sessions_delays_and_limits(tmp_path: Path) -> No
     lines = [
         {"session": "a", "body": {"messages": said, "max_completion_tokens": 5}},
         {"messages": said},
-        {"session": "a", "delay": 0.25, "body": {"messages": said, "max_tokens": 6, "temperature": 0}},
+        {
+            "session": "a",
+            "delay": 0.25,
+            "body": {"messages": said, "max_tokens": 6, "temperature": 0},
+        },
     ]
     file.write_text("\n\n".join(json.dumps(line) for line in lines))
-    options = BenchOptions(dataset_name="custom", dataset_path=str(file), endpoint=CHAT, num_prompts=3, custom_output_len=9)
+    options = BenchOptions(
+        dataset_name="custom",
+        dataset_path=str(file),
+        endpoint=CHAT,
+        num_prompts=3,
+        custom_output_len=9,
+    )
     sessions = read_requests(str(file), options)
     first, second = (turns(session) for session in sessions)
     assert [turn.body.get("max_tokens") for turn in first] == [None, 6]
@@ -197,7 +231,10 @@ def test_agent_history_grows_at_its_end_only_and_every_session_begins_alike() ->
         assert len(later["messages"]) > len(earlier["messages"])
         assert later["tools"] == earlier["tools"]
     other = turns(sessions[1])[0].body
-    assert other["messages"][0] == bodies[0]["messages"][0] and other["messages"][1] != bodies[0]["messages"][1]
+    assert (
+        other["messages"][0] == bodies[0]["messages"][0]
+        and other["messages"][1] != bodies[0]["messages"][1]
+    )
     assert len(other["tools"]) == 12
 
 
@@ -207,7 +244,9 @@ def test_agent_history_is_one_that_servers_accept() -> None:
     assert normalize_messages(history)
     kinds = Counter(message["role"] for message in history)
     assert kinds["tool"] >= kinds["assistant"] - kinds["user"] > 0 and kinds["user"] >= 2
-    assert all(message["reasoning_content"] for message in history if message["role"] == "assistant")
+    assert all(
+        message["reasoning_content"] for message in history if message["role"] == "assistant"
+    )
 
 
 def test_agent_sessions_end_before_the_window_does() -> None:
@@ -229,7 +268,11 @@ def test_live_sessions_send_the_servers_own_answers_back() -> None:
     options = BenchOptions(dataset_name="agent", agent_turns=6, agent_history="live")
     session = AgentSessions(options, scale=SCALE, window=None).session()
     assert session.wants_answers
-    call = {"id": "call_x", "type": "function", "function": {"name": "read_file", "arguments": "{}"}}
+    call = {
+        "id": "call_x",
+        "type": "function",
+        "function": {"name": "read_file", "arguments": "{}"},
+    }
     answer = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}
     history = turns(session, answer, "tool_calls")[-1].body["messages"]
     assert [message["role"] for message in history[2:4]] == ["assistant", "tool"]
@@ -249,7 +292,9 @@ def test_live_session_ends_with_a_failed_answer() -> None:
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
-def test_arrivals_have_the_rate_and_the_burstiness_asked_for(burstiness: float, variation: float) -> None:
+def test_arrivals_have_the_rate_and_the_burstiness_asked_for(
+    burstiness: float, variation: float
+) -> None:
     times = list(islice(arrivals(BenchOptions(request_rate=5.0, burstiness=burstiness)), 20_001))
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert times[0] == 0.0
@@ -288,5 +333,7 @@ def test_requests_carry_only_the_sampling_that_was_asked_for() -> None:
         (BenchOptions(random_range_ratio=0.5, random_range_rule="sglang"), (500, 1000)),
     ],
 )
-def test_range_ratio_means_what_it_means_to_users_of_the_backend(options: BenchOptions, lengths: tuple[int, int]) -> None:
+def test_range_ratio_means_what_it_means_to_users_of_the_backend(
+    options: BenchOptions, lengths: tuple[int, int]
+) -> None:
     assert options.length_range(1000) == lengths

@@ -22,11 +22,14 @@ def test_the_password_counts_for_the_files_of_the_page() -> None:
 
 
 def test_elsewhere_it_counts_only_for_requests_that_the_page_made() -> None:
-    assert browser_key("/v1/models", [basic(":key")]) == b""  # another site may have had the browser send it
+    # another site may have had the browser send it
+    assert browser_key("/v1/models", [basic(":key")]) == b""
     assert browser_key("/v1/models", [basic(":key"), OWN]) == b"key"
 
 
-@pytest.mark.parametrize("value", [b"", b"Basic", b"Basic !", b"Basic a", b"Bearer a2V5", b"Basic a2V5", b"Basic \xff"])
+@pytest.mark.parametrize(
+    "value", [b"", b"Basic", b"Basic !", b"Basic a", b"Bearer a2V5", b"Basic a2V5", b"Basic \xff"]
+)
 def test_other_credentials_are_no_key(value: bytes) -> None:
     assert browser_key("/", [(b"authorization", value)]) == b""
 

@@ -1,4 +1,6 @@
-"""Prompts, byte for byte: the M2 template against an independent renderer and literal texts; message normalisation."""
+"""Prompts, byte for byte: the M2 template against an independent renderer and literal texts;
+message normalisation.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,26 @@ M3_TEMPLATE = TEMPLATES / "minimax_m3.jinja"
 GOLDEN = Path(__file__).parents[1] / "golden" / "minimax_m2_renders.json"
 GOLDENS = json.loads(GOLDEN.read_text(encoding="utf-8"))
 
-needs_m2_template = pytest.mark.skipif(not M2_TEMPLATE.exists(), reason="the M2 template is not beside this checkout")
+needs_m2_template = pytest.mark.skipif(
+    not M2_TEMPLATE.exists(), reason="the M2 template is not beside this checkout"
+)
 
 
 # The M2 layout, written from its description: one function per part.
 
 
-def layout(messages: list[Message], *, tools: list[Message] | None, generation: bool, identity: str | None) -> str:
+def layout(
+    messages: list[Message], *, tools: list[Message] | None, generation: bool, identity: str | None
+) -> str:
     first = messages[0] if messages and messages[0]["role"] == "system" else None
     turns = messages[1:] if first else messages
     last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
-    out = ["]~!b[]~b]system\n", system_text(first, identity), tool_section(tools) if tools else "", "[e~[\n"]
+    out = [
+        "]~!b[]~b]system\n",
+        system_text(first, identity),
+        tool_section(tools) if tools else "",
+        "[e~[\n",
+    ]
     i = 0
     while i < len(turns):
         turn = turns[i]
@@ -50,22 +61,36 @@ def layout(messages: list[Message], *, tools: list[Message] | None, generation: 
 
 def system_text(message: Message | None, identity: str | None) -> str:
     own = visible(message["content"]) if message and message["content"] else None
-    lines = [own if own is not None else identity if identity is not None else "You are a helpful assistant."]
-    for field, label in (("current_date", "Current date"), ("current_location", "Current location")):
+    lines = [
+        own
+        if own is not None
+        else identity
+        if identity is not None
+        else "You are a helpful assistant."
+    ]
+    for field, label in (
+        ("current_date", "Current date"),
+        ("current_location", "Current location"),
+    ):
         if message and message.get(field):
             lines.append(f"{label}: {message[field]}")
     return "\n".join(lines)
 
 
 def tool_section(tools: list[Message]) -> str:
-    listed = "".join(f"<tool>{json.dumps(tool['function'], ensure_ascii=False)}</tool>\n" for tool in tools)
-    parameters = "".join(f'<parameter name="param-key-{n}">param-value-{n}</parameter>\n' for n in (1, 2))
+    listed = "".join(
+        f"<tool>{json.dumps(tool['function'], ensure_ascii=False)}</tool>\n" for tool in tools
+    )
+    parameters = "".join(
+        f'<parameter name="param-key-{n}">param-value-{n}</parameter>\n' for n in (1, 2)
+    )
     return (
         "\n\n# Tools\nYou may call one or more tools to assist with the user query.\n"
         "Here are the tools available in JSONSchema format:\n\n"
         f"<tools>\n{listed}</tools>\n\n"
         "When making tool calls, use XML format to invoke tools and pass parameters:\n\n"
-        f'<minimax:tool_call>\n<invoke name="tool-name-1">\n{parameters}...\n</invoke>\n</minimax:tool_call>'
+        f"<minimax:tool_call>\n<invoke "
+        f'name="tool-name-1">\n{parameters}...\n</invoke>\n</minimax:tool_call>'
     )
 
 
@@ -102,15 +127,27 @@ def tool_responses(content: str | list[Message]) -> list[str]:
 
 
 def visible(content: str | list[Any]) -> str:
-    return content if isinstance(content, str) else "".join(p if isinstance(p, str) else p["text"] for p in content)
+    return (
+        content
+        if isinstance(content, str)
+        else "".join(p if isinstance(p, str) else p["text"] for p in content)
+    )
 
 
 def tool(name: str, **more: Any) -> Message:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type": "integer", "description": "日本語 <é>"}}}
-LOOP = [user("go"), ai("", call(x=1), reasoning_content="first"), result("1"), ai("", call(x=2), reasoning_content="second")]
+SCHEMA = {
+    "type": "object",
+    "properties": {"z": {"type": "string"}, "a": {"type": "integer", "description": "日本語 <é>"}},
+}
+LOOP = [
+    user("go"),
+    ai("", call(x=1), reasoning_content="first"),
+    result("1"),
+    ai("", call(x=2), reasoning_content="second"),
+]
 LOOP = [*LOOP, result("2")]
 
 # name -> messages, and what else goes in: tools, kwargs (model_identity), add_generation_prompt
@@ -123,15 +160,27 @@ CONVERSATIONS: dict[str, tuple[list[Message], dict[str, Any]]] = {
     "system as parts": ([system([text("Be "), text("brief.")]), user("Hi")], {}),
     "date": ([system("S", current_date="2026-11-20"), user("Hi")], {}),
     "place": ([system("", current_location="Köln"), user("Hi")], {}),
-    "date and place": ([system("S", current_date="d", current_location="p"), user("Hi")], {"tools": [tool("f")]}),
+    "date and place": (
+        [system("S", current_date="d", current_location="p"), user("Hi")],
+        {"tools": [tool("f")]},
+    ),
     "identity": ([user("Who?")], {"kwargs": {"model_identity": "I am nano."}}),
-    "identity and empty system": ([system(""), user("Who?")], {"kwargs": {"model_identity": "I am nano."}}),
-    "identity loses to system": ([system("S"), user("Who?")], {"kwargs": {"model_identity": "I am nano."}}),
+    "identity and empty system": (
+        [system(""), user("Who?")],
+        {"kwargs": {"model_identity": "I am nano."}},
+    ),
+    "identity loses to system": (
+        [system("S"), user("Who?")],
+        {"kwargs": {"model_identity": "I am nano."}},
+    ),
     "unknown kwarg": ([user("Hi")], {"kwargs": {"thinking_mode": "enabled"}}),
     "no generation prompt": ([user("Hi"), ai("Hello")], {"add_generation_prompt": False}),
     "several turns": ([user("a"), ai("b"), user("c"), ai("d"), user("e")], {}),
     "two users in a row": ([user("a"), user("b")], {}),
-    "two assistants in a row": ([user("a"), ai("b"), ai("c", reasoning_content="r")], {"add_generation_prompt": False}),
+    "two assistants in a row": (
+        [user("a"), ai("b"), ai("c", reasoning_content="r")],
+        {"add_generation_prompt": False},
+    ),
     "assistant first": ([ai("Welcome", reasoning_content="r"), user("Hi")], {}),
     "assistant only": ([ai("Welcome", reasoning_content="r")], {}),
     "unicode": ([system("日本語 🙂"), user("👩‍🚀 naïve – “x” \u200d العربية"), ai("Größe")], {}),
@@ -140,14 +189,23 @@ CONVERSATIONS: dict[str, tuple[list[Message], dict[str, Any]]] = {
     "special texts are data": ([user("]~b]ai\n[e~[ <think>")], {}),
     "user parts": ([user([text("a"), text("b"), "c"])], {}),
     "assistant parts": ([user("a"), ai([text("b"), text("c")])], {}),
-    "reasoning after the last user": ([user("a"), ai("b", reasoning_content="why")], {"add_generation_prompt": False}),
-    "reasoning before the last user": ([user("a"), ai("b", reasoning_content="why"), user("c")], {}),
+    "reasoning after the last user": (
+        [user("a"), ai("b", reasoning_content="why")],
+        {"add_generation_prompt": False},
+    ),
+    "reasoning before the last user": (
+        [user("a"), ai("b", reasoning_content="why"), user("c")],
+        {},
+    ),
     "empty reasoning": ([user("a"), ai("b", reasoning_content="")], {}),
     "reasoning over several lines": ([user("a"), ai("b", reasoning_content="x\n\ny")], {}),
     "reasoning inside content": ([user("a"), ai("<think>\nwhy\n</think>\n\nb")], {}),
     "closer inside content": ([user("a"), ai("why</think>b")], {}),
     "inline reasoning removed": ([user("a"), ai("<think>why</think>b"), user("c")], {}),
-    "reasoning field keeps content as it is": ([user("a"), ai("x </think> y", reasoning_content="why")], {}),
+    "reasoning field keeps content as it is": (
+        [user("a"), ai("x </think> y", reasoning_content="why")],
+        {},
+    ),
     "tool without description": ([user("a")], {"tools": [tool("f")]}),
     "tools in client key order": (
         [user("a")],
@@ -156,32 +214,74 @@ CONVERSATIONS: dict[str, tuple[list[Message], dict[str, Any]]] = {
     "system and tools": ([system("S"), user("a")], {"tools": [tool("f", parameters=SCHEMA)]}),
     "empty tools": ([user("a")], {"tools": []}),
     "tool loop": (LOOP, {"tools": [tool("f")]}),
-    "tool loop answered": ([*LOOP, ai("3", reasoning_content="third")], {"add_generation_prompt": False}),
-    "tool loop, next question": ([*LOOP, ai("3", reasoning_content="third"), user("again")], {"tools": [tool("f")]}),
+    "tool loop answered": (
+        [*LOOP, ai("3", reasoning_content="third")],
+        {"add_generation_prompt": False},
+    ),
+    "tool loop, next question": (
+        [*LOOP, ai("3", reasoning_content="third"), user("again")],
+        {"tools": [tool("f")]},
+    ),
     "parallel calls": (
-        [user("a"), ai("", call("f", id="1", x=1), call("g", id="2")), result("r1", id="1"), result("r2", id="2")],
+        [
+            user("a"),
+            ai("", call("f", id="1", x=1), call("g", id="2")),
+            result("r1", id="1"),
+            result("r2", id="2"),
+        ],
         {},
     ),
-    "content before calls": ([user("a"), ai("Let me see.", call(x="y"), reasoning_content="r"), result("")], {}),
+    "content before calls": (
+        [user("a"), ai("Let me see.", call(x="y"), reasoning_content="r"), result("")],
+        {},
+    ),
     "all argument types": (
         [
             user("a"),
-            ai("", call(s="007", i=7, f=1.5, b=True, n=None, l=[1, "ü", {"k": []}], o={"z": 1, "a": "\n"}, e="")),
+            ai(
+                "",
+                call(
+                    s="007",
+                    i=7,
+                    f=1.5,
+                    b=True,
+                    n=None,
+                    l=[1, "ü", {"k": []}],
+                    o={"z": 1, "a": "\n"},
+                    e="",
+                ),
+            ),
             result("x"),
         ],
         {},
     ),
-    "markup in arguments": ([user("a"), ai("", call(s='</parameter>\n<a b="c">&amp; \\n')), result("</response>")], {}),
-    "tool result as parts": ([user("a"), ai("", call()), result([text("one"), text("two")])], {}),
-    "tool results, text and parts": (
-        [user("a"), ai("", call(id="1"), call(id="2")), result("one", id="1"), result([text("two")], id="2")],
+    "markup in arguments": (
+        [user("a"), ai("", call(s='</parameter>\n<a b="c">&amp; \\n')), result("</response>")],
         {},
     ),
-    "calls at the end": ([user("a"), ai("", call(x=1), reasoning_content="r")], {"add_generation_prompt": False}),
-    "other names": ([user("a"), ai("", call("mcp__srv-1__do.thing", größe=3, **{"a b": "y"})), result("x")], {}),
+    "tool result as parts": ([user("a"), ai("", call()), result([text("one"), text("two")])], {}),
+    "tool results, text and parts": (
+        [
+            user("a"),
+            ai("", call(id="1"), call(id="2")),
+            result("one", id="1"),
+            result([text("two")], id="2"),
+        ],
+        {},
+    ),
+    "calls at the end": (
+        [user("a"), ai("", call(x=1), reasoning_content="r")],
+        {"add_generation_prompt": False},
+    ),
+    "other names": (
+        [user("a"), ai("", call("mcp__srv-1__do.thing", größe=3, **{"a b": "y"})), result("x")],
+        {},
+    ),
 }
 
-needs_m3_template = pytest.mark.skipif(not M3_TEMPLATE.exists(), reason="the M3 template is not beside this checkout")
+needs_m3_template = pytest.mark.skipif(
+    not M3_TEMPLATE.exists(), reason="the M3 template is not beside this checkout"
+)
 
 
 @pytest.fixture(scope="module")
@@ -200,10 +300,14 @@ def test_m2_render_equals_the_independent_renderer(m2: ChatTemplate, name: str) 
     messages, options = CONVERSATIONS[name]
     tools, kwargs = options.get("tools"), options.get("kwargs", {})
     generation = options.get("add_generation_prompt", True)
-    expected = layout(messages, tools=tools, generation=generation, identity=kwargs.get("model_identity"))
+    expected = layout(
+        messages, tools=tools, generation=generation, identity=kwargs.get("model_identity")
+    )
     assert m2.render(messages, tools=tools, add_generation_prompt=generation, **kwargs) == expected
     normalized = normalize_messages(messages)
-    assert m2.render(normalized, tools=tools, add_generation_prompt=generation, **kwargs) == expected
+    assert (
+        m2.render(normalized, tools=tools, add_generation_prompt=generation, **kwargs) == expected
+    )
 
 
 @needs_m2_template
@@ -237,7 +341,8 @@ def test_tool_message_without_call_is_refused_by_the_template(m2: ChatTemplate) 
 
 def turns(prompt: str) -> list[tuple[str, str]]:
     """Role and text of every closed turn of a prompt, and of the open one at its end."""
-    return [(turn.partition("\n")[0], turn.partition("\n")[2].removesuffix("\n").removesuffix("[e~["))
+    return [(turn.partition("\n")[0],
+        turn.partition("\n")[2].removesuffix("\n").removesuffix("[e~["))
             for turn in prompt.removeprefix("]~!b[").split("]~b]")[1:]]  # fmt: skip
 
 
@@ -252,7 +357,13 @@ def test_templates_tell_what_they_read(m2: ChatTemplate, m3: ChatTemplate) -> No
 
 @needs_m3_template
 def test_m3_ranks_root_above_system_and_keeps_notes_in_place(m3: ChatTemplate) -> None:
-    messages = [{"role": "root", "content": "R"}, {"role": "developer", "content": "D"}, system("S"), user("u"), system("N")]
+    messages = [
+        {"role": "root", "content": "R"},
+        {"role": "developer", "content": "D"},
+        system("S"),
+        user("u"),
+        system("N"),
+    ]
     shown = turns(m3.render(normalize_messages(messages, has_root=True)))
     assert [role for role, _ in shown] == ["system", "developer", "user", "user", "ai"]
     assert shown[0][1].startswith("R\n\n<thinking_instructions>")
@@ -263,7 +374,14 @@ def test_m3_ranks_root_above_system_and_keeps_notes_in_place(m3: ChatTemplate) -
 @needs_m3_template
 def test_m3_shows_all_thinking_and_calls_of_a_history(m3: ChatTemplate) -> None:
     calls = [call("f", id="a", city="Rome", days=[1, 2]), call("g", id="b")]
-    messages = [user("q"), ai("hm", *calls, reasoning="why"), result("2", id="b"), result("1", id="a"), ai("yes"), user("z")]
+    messages = [
+        user("q"),
+        ai("hm", *calls, reasoning="why"),
+        result("2", id="b"),
+        result("1", id="a"),
+        ai("yes"),
+        user("z"),
+    ]
     shown = turns(m3.render(normalize_messages(messages, has_root=True)))
     mark = "]<]minimax[>["
     days = f"{mark}<days>{mark}<item>1{mark}</item>{mark}<item>2{mark}</item>{mark}</days>"
@@ -276,9 +394,12 @@ def test_m3_shows_all_thinking_and_calls_of_a_history(m3: ChatTemplate) -> None:
 
 @needs_m3_template
 @pytest.mark.parametrize(
-    ("mode", "ending"), [("enabled", "<mm:think>"), ("disabled", "</mm:think>"), ("adaptive", ""), (None, "")]
+    ("mode", "ending"),
+    [("enabled", "<mm:think>"), ("disabled", "</mm:think>"), ("adaptive", ""), (None, "")],
 )
-def test_m3_modes_decide_how_the_answer_begins(m3: ChatTemplate, mode: str | None, ending: str) -> None:
+def test_m3_modes_decide_how_the_answer_begins(
+    m3: ChatTemplate, mode: str | None, ending: str
+) -> None:
     shown = turns(m3.render([user("x")], **({"thinking_mode": mode} if mode else {})))
     assert shown[-1] == ("ai", ending)
     assert f"thinking mode: {mode or 'adaptive'}." in shown[0][1]
@@ -289,18 +410,30 @@ def render(source: str, **kwargs: Any) -> str:
 
 
 def test_blocks_are_trimmed_as_transformers_does() -> None:
-    assert render("{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n") == "hi\n"
+    assert (
+        render(
+            "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor "
+            "%}\n"
+        )
+        == "hi\n"
+    )
 
 
 def test_loop_controls() -> None:
-    assert render("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "1"
+    assert (
+        render("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}")
+        == "1"
+    )
 
 
 def test_tojson_keeps_order_and_takes_the_arguments_of_transformers() -> None:
     value = {"b": "é<&'", "a": [1.0, None]}
     assert render("{{ x | tojson }}", x=value) == '{"b": "é<&\'", "a": [1.0, null]}'
     assert render("{{ x | tojson(ensure_ascii=True) }}", x="é") == '"\\u00e9"'
-    assert render("{{ x | tojson(sort_keys=True, separators=(',', ':')) }}", x=value) == '{"a":[1.0,null],"b":"é<&\'"}'
+    assert (
+        render("{{ x | tojson(sort_keys=True, separators=(',', ':')) }}", x=value)
+        == '{"a":[1.0,null],"b":"é<&\'"}'
+    )
     assert render("{{ x | tojson(indent=1) }}", x=[1]) == "[\n 1\n]"
 
 
@@ -358,7 +491,11 @@ def test_template_is_found_by_precedence(tmp_path: Path) -> None:
     assert rendered() == "list"
     write_folder(
         tmp_path,
-        config={"chat_template": "config {{ bos_token }}{{ eos_token }}", "bos_token": "B", "eos_token": {"content": "E"}},
+        config={
+            "chat_template": "config {{ bos_token }}{{ eos_token }}",
+            "bos_token": "B",
+            "eos_token": {"content": "E"},
+        },
     )
     assert rendered() == "config BE"
     write_folder(tmp_path, jinja="file {{ messages[0].content }} {{ bos_token }}")

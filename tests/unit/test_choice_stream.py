@@ -13,7 +13,10 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.tokenizer import Tokenizer
 
-TEXT = "The keeper counts the ships that pass, writes their names down and wonders. Nobody asks him; ✓ nobody. END of it all."
+TEXT = (
+    "The keeper counts the ships that pass, writes their names down and wonders. Nobody asks "
+    "him; ✓ nobody. END of it all."
+)
 TOKENIZER = Tokenizer.from_folder(NANO_FOLDER)
 IDS = TOKENIZER.encode(TEXT)
 EOS = 4116
@@ -39,9 +42,13 @@ def info() -> ModelInfo:
 
 
 def run(sizes: list[int], *, stop: tuple[str, ...] = (), min_tokens: int = 0) -> tuple[Any, ...]:
-    """Text, tokens, token ids, logprobs and how it ended, when the tokens come in groups of `sizes`."""
+    """Text, tokens, token ids, logprobs and how it ended, when the tokens come in groups of
+    `sizes`.
+    """
     params = SamplingParams(stop=stop, min_tokens=min_tokens)
-    stream = ChoiceStream(TOKENIZER, params, info=info(), request_id="r", index=0, num_prompt_tokens=1)
+    stream = ChoiceStream(
+        TOKENIZER, params, info=info(), request_id="r", index=0, num_prompt_tokens=1
+    )
     ids, text, kept, num_logprobs, position = [*IDS, EOS], "", list[int](), 0, 0
     while not stream.finished:
         group = ids[position : position + (sizes.pop(0) if sizes else 1)]
@@ -52,7 +59,14 @@ def run(sizes: list[int], *, stop: tuple[str, ...] = (), min_tokens: int = 0) ->
         text += output.text
         kept += output.token_ids
         num_logprobs += len(output.logprobs or ())
-    return text, output.num_output_tokens, kept, num_logprobs, output.finish_reason, output.stop_reason
+    return (
+        text,
+        output.num_output_tokens,
+        kept,
+        num_logprobs,
+        output.finish_reason,
+        output.stop_reason,
+    )
 
 
 def test_any_grouping_of_tokens_gives_the_same_answer() -> None:
@@ -61,7 +75,10 @@ def test_any_grouping_of_tokens_gives_the_same_answer() -> None:
         for min_tokens in (0, 12):
             one_by_one = run([1] * (len(IDS) + 1), stop=stop, min_tokens=min_tokens)
             for _ in range(30):
-                assert run([rng.randint(1, 9) for _ in IDS], stop=stop, min_tokens=min_tokens) == one_by_one
+                assert (
+                    run([rng.randint(1, 9) for _ in IDS], stop=stop, min_tokens=min_tokens)
+                    == one_by_one
+                )
             assert run([len(IDS) + 1], stop=stop, min_tokens=min_tokens) == one_by_one
 
 

@@ -1,4 +1,6 @@
-"""Launch lines from the guides of MiniMax, vLLM, SGLang, AMD and Ascend: each is understood, or refused with what to type."""
+"""Launch lines from the guides of MiniMax, vLLM, SGLang, AMD and Ascend: each is understood, or
+refused with what to type.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,21 @@ import pytest
 
 from negamax.cli.main import main
 
-M2_VLLM = "--tool-call-parser minimax_m2 --reasoning-parser minimax_m2_append_think --enable-auto-tool-choice"
-M2_SGLANG = "--tool-call-parser minimax-m2 --reasoning-parser minimax-append-think --trust-remote-code"
-M3_VLLM = "--block-size 128 --tool-call-parser minimax_m3 --reasoning-parser minimax_m3 --enable-auto-tool-choice"
+M2_VLLM = (
+    "--tool-call-parser minimax_m2 --reasoning-parser minimax_m2_append_think "
+    "--enable-auto-tool-choice"
+)
+M2_SGLANG = (
+    "--tool-call-parser minimax-m2 --reasoning-parser minimax-append-think --trust-remote-code"
+)
+M3_VLLM = (
+    "--block-size 128 --tool-call-parser minimax_m3 --reasoning-parser minimax_m3 "
+    "--enable-auto-tool-choice"
+)
 M3_SGLANG = "--tool-call-parser minimax-m3 --reasoning-parser minimax-m3 --trust-remote-code"
 ASCEND = (
-    "--served-model-name MiniMax-M2.7 --host 0.0.0.0 --port 8000 --trust-remote-code --quantization ascend"
+    "--served-model-name MiniMax-M2.7 --host 0.0.0.0 --port 8000 --trust-remote-code "
+    "--quantization ascend"
     """ --additional-config '{"enable_cpu_binding":true}' --enable-expert-parallel"""
 )
 EAGLE = (
@@ -31,7 +42,8 @@ UNDERSTOOD = {
         },
     ),
     "MiniMax's first guide, 4 GPUs with experts": (
-        "--model MiniMaxAI/MiniMax-M2 --trust-remote-code --enable-expert-parallel --tensor-parallel-size 4"
+        "--model MiniMaxAI/MiniMax-M2 --trust-remote-code --enable-expert-parallel "
+        "--tensor-parallel-size 4"
         " --enable-auto-tool-choice --tool-call-parser minimax_m2 --reasoning-parser minimax_m2",
         {
             "model": "MiniMaxAI/MiniMax-M2",
@@ -45,11 +57,13 @@ UNDERSTOOD = {
         {"tensor-parallel-size": "4", "enforce-eager": "off"},
     ),
     "vLLM's recipe, 2 B200": (
-        f"MiniMaxAI/MiniMax-M2.5 --tensor-parallel-size 2 --gpu-memory-utilization 0.95 --block-size 32 {M2_VLLM}",
+        f"MiniMaxAI/MiniMax-M2.5 --tensor-parallel-size 2 --gpu-memory-utilization 0.95 "
+        f"--block-size 32 {M2_VLLM}",
         {"tensor-parallel-size": "2", "gpu-memory-utilization": "0.95", "block-size": "32"},
     ),
     "vLLM's recipe, M2.7 with a fused norm": (
-        "MiniMaxAI/MiniMax-M2.7 --tensor-parallel-size 4 --tool-call-parser minimax_m2 --reasoning-parser minimax_m2"
+        "MiniMaxAI/MiniMax-M2.7 --tensor-parallel-size 4 --tool-call-parser minimax_m2 "
+        "--reasoning-parser minimax_m2"
         """ --compilation-config '{"mode":3,"pass_config":{"fuse_minimax_qk_norm":true}}' --enable-auto-tool-choice"""
         " --trust-remote-code",
         {"tensor-parallel-size": "4", "reasoning-parser": "minimax_m2"},
@@ -65,7 +79,8 @@ UNDERSTOOD = {
         },
     ),
     "vLLM's recipe, AMD": (
-        f"MiniMaxAI/MiniMax-M2 --tensor-parallel-size 4 {M2_VLLM} --trust-remote-code --disable-log-requests --port 8007",
+        f"MiniMaxAI/MiniMax-M2 --tensor-parallel-size 4 {M2_VLLM} --trust-remote-code "
+        f"--disable-log-requests --port 8007",
         {"tensor-parallel-size": "4", "port": "8007"},
     ),
     "vLLM's recipe, AMD, M2.5 on 2 GPUs": (
@@ -74,12 +89,14 @@ UNDERSTOOD = {
     ),
     "vLLM's recipe, AMD, M3": (
         "/models/MiniMax-M3-MXFP8 --served-model-name minimax-m3 --port 8000 --trust-remote-code"
-        f" --tensor-parallel-size 8 --attention-backend TRITON_ATTN --mm-encoder-attn-backend ROCM_AITER_FA {M3_VLLM}"
+        f" --tensor-parallel-size 8 --attention-backend TRITON_ATTN --mm-encoder-attn-backend "
+        f"ROCM_AITER_FA {M3_VLLM}"
         " --mm-encoder-tp-mode data --gpu-memory-utilization 0.9 --max-model-len 16384",
         {"served-model-name": "minimax-m3", "block-size": "128", "max-model-len": "16384"},
     ),
     "AMD's article, M3 in MXFP4": (
-        f"amd/MiniMax-M3-MXFP4 --tensor-parallel-size 4 --moe-backend aiter --attention-backend TRITON_ATTN {M3_VLLM}"
+        f"amd/MiniMax-M3-MXFP4 --tensor-parallel-size 4 --moe-backend aiter --attention-backend "
+        f"TRITON_ATTN {M3_VLLM}"
         " --language-model-only --no-enable-prefix-caching",
         {"tensor-parallel-size": "4", "enable-prefix-caching": "off"},
     ),
@@ -101,10 +118,14 @@ UNDERSTOOD = {
         {"tensor-parallel-size": "2"},
     ),
     "a community line with underscores and dots": (
-        "--model /models/MiniMax-M3-NVFP4 --port 8070 --tensor-parallel-size 2 --max-model-len 36000"
-        " --gpu-memory-utilization 0.95 --trust-remote-code --tokenizer-mode auto --served-model-name MiniMax-M3-NVFP4"
-        " --compilation_config.cudagraph_mode FULL_DECODE_ONLY --enable_prefix_caching --enable-chunked-prefill"
-        " --max_num_batched_tokens 17000 --dtype bfloat16 --max_num_seqs 2 --compilation_config.mode VLLM_COMPILE"
+        "--model /models/MiniMax-M3-NVFP4 --port 8070 --tensor-parallel-size 2 --max-model-len "
+        "36000"
+        " --gpu-memory-utilization 0.95 --trust-remote-code --tokenizer-mode auto "
+        "--served-model-name MiniMax-M3-NVFP4"
+        " --compilation_config.cudagraph_mode FULL_DECODE_ONLY --enable_prefix_caching "
+        "--enable-chunked-prefill"
+        " --max_num_batched_tokens 17000 --dtype bfloat16 --max_num_seqs 2 "
+        "--compilation_config.mode VLLM_COMPILE"
         f" {M3_VLLM}",
         {
             "max-num-batched-tokens": "17000",
@@ -120,7 +141,8 @@ UNDERSTOOD = {
         " --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --page-size 128"
         " --cuda-graph-backend-prefill breakable --reasoning-parser auto --tool-call-parser auto"
         " --enable-metrics --enable-cache-report --max-running-requests 48 --watchdog-timeout 3600"
-        " --disable-shared-experts-fusion --weight-loader-prefetch-checkpoints --skip-server-warmup",
+        " --disable-shared-experts-fusion --weight-loader-prefetch-checkpoints "
+        "--skip-server-warmup",
         {"kv-cache-dtype": "fp8_e4m3", "max-num-seqs": "48", "engine-hang-timeout": "3600.0"},
     ),
     "a community line, vLLM, M2.7": (
@@ -131,7 +153,8 @@ UNDERSTOOD = {
         {"tensor-parallel-size": "2", "enable-prefix-caching": "off", "max-model-len": "-"},
     ),
     "SGLang's M3 guide, a bounded queue": (
-        f"--model MiniMaxAI/MiniMax-M3 --tp-size 4 {M3_SGLANG} --enable-cache-report --max-queued-requests 64",
+        f"--model MiniMaxAI/MiniMax-M3 --tp-size 4 {M3_SGLANG} --enable-cache-report "
+        f"--max-queued-requests 64",
         {"max-queued-requests": "64", "tensor-parallel-size": "4"},
     ),
 }
@@ -140,7 +163,8 @@ EXPERTS = ("use --tensor-parallel-size 4 in its place",)
 NO_KEY = ("--api-key", "--allow-unauthenticated")
 REFUSED = {
     "MiniMax's guide, vLLM, 8 GPUs": (
-        f"MiniMaxAI/MiniMax-M2 --trust-remote-code --enable_expert_parallel --tensor-parallel-size 8 {M2_VLLM}",
+        f"MiniMaxAI/MiniMax-M2 --trust-remote-code --enable_expert_parallel "
+        f"--tensor-parallel-size 8 {M2_VLLM}",
         EXPERTS,
     ),
     "vLLM's recipe, data and expert parallel": (
@@ -148,35 +172,43 @@ REFUSED = {
         ("--data-parallel-size is '8'", "use --tensor-parallel-size 4", "CUDA_VISIBLE_DEVICES"),
     ),
     "vLLM's recipe, M3 on 8 GPUs": (
-        "MiniMaxAI/MiniMax-M3 --tensor-parallel-size 8 --enable-expert-parallel --mm-encoder-attn-backend FLASHINFER"
+        "MiniMaxAI/MiniMax-M3 --tensor-parallel-size 8 --enable-expert-parallel "
+        "--mm-encoder-attn-backend FLASHINFER"
         f" --mm-processor-cache-type shm {M3_VLLM} --trust-remote-code",
         EXPERTS,
     ),
     "MiniMax's guide, SGLang, 4 GPUs": (
-        f"--model-path MiniMaxAI/MiniMax-M2 --tp-size 4 {M2_SGLANG} --host 0.0.0.0 --port 8000 --mem-fraction-static 0.85",
+        f"--model-path MiniMaxAI/MiniMax-M2 --tp-size 4 {M2_SGLANG} --host 0.0.0.0 --port 8000 "
+        f"--mem-fraction-static 0.85",
         NO_KEY,
     ),
     "MiniMax's guide, SGLang, 8 GPUs": (
-        f"--model-path MiniMaxAI/MiniMax-M2 --tp-size 8 --ep-size 8 {M2_SGLANG} --host 0.0.0.0 --port 8000"
+        f"--model-path MiniMaxAI/MiniMax-M2 --tp-size 8 --ep-size 8 {M2_SGLANG} --host 0.0.0.0 "
+        f"--port 8000"
         " --mem-fraction-static 0.85",
         EXPERTS,
     ),
     "vLLM Ascend's guide, A3": (
-        f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 4 --data-parallel-size 4 --max-num-seqs 48"
+        f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 4 "
+        f"--data-parallel-size 4 --max-num-seqs 48"
         """ --max-model-len 40690 --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'"""
         f" --max-num-batched-tokens 16384 --gpu-memory-utilization 0.85 {EAGLE}",
         ("serve a checkpoint in FP8 blocks or bf16", "use --tensor-parallel-size 4"),
     ),
     "vLLM Ascend's guide, A3, long contexts": (
-        f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 8 --data-parallel-size 1"
-        " --decode-context-parallel-size 1 --prefill-context-parallel-size 2 --cp-kv-cache-interleave-size 128"
+        f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 8 "
+        f"--data-parallel-size 1"
+        " --decode-context-parallel-size 1 --prefill-context-parallel-size 2 "
+        "--cp-kv-cache-interleave-size 128"
         f" --max-num-seqs 16 --max-model-len 138000 {EAGLE}",
         ("--prefill-context-parallel-size is '2'", *EXPERTS),
     ),
     "vLLM Ascend's guide, A2": (
-        f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 8 --max-num-seqs 32 --seed 1024 {M2_VLLM}"
+        f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 8 --max-num-seqs 32 "
+        f"--seed 1024 {M2_VLLM}"
         """ --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY","cudagraph_capture_sizes":[4,16,320]}'"""
-        ' --enable-force-include-usage --model-loader-extra-config \'{"enable_multithread_load":true,"num_threads":16}\''
+        " --enable-force-include-usage --model-loader-extra-config "
+        '\'{"enable_multithread_load":true,"num_threads":16}\''
         f" {EAGLE}",
         EXPERTS,
     ),
@@ -195,7 +227,9 @@ def test_launch_lines_are_understood(name: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_launch_lines_are_refused_with_the_equal_setting(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_lines_are_refused_with_the_equal_setting(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     line, words = REFUSED[name]
     code = main(["serve", *shlex.split(line), "--explain"])
     out, err = capsys.readouterr()
@@ -210,7 +244,8 @@ def test_what_the_refusals_say_starts(capsys: pytest.CaptureFixture[str]) -> Non
     """MiniMax's 8-GPU lines with what they are told to type."""
     for line in (
         f"MiniMaxAI/MiniMax-M2 --trust-remote-code --tensor-parallel-size 4 {M2_VLLM}",
-        f"--model-path MiniMaxAI/MiniMax-M2 --tp-size 4 {M2_SGLANG} --host 0.0.0.0 --port 8000 --api-key secret",
+        f"--model-path MiniMaxAI/MiniMax-M2 --tp-size 4 {M2_SGLANG} --host 0.0.0.0 --port 8000 "
+        f"--api-key secret",
     ):
         assert main(["serve", *shlex.split(line), "--explain"]) == 0
     assert "secret" not in capsys.readouterr().out

@@ -59,7 +59,9 @@ def test_no_flags_are_the_defaults() -> None:
         (("--log-level",), "log_level", "error"),
     ],
 )
-def test_every_name_of_a_flag_sets_its_field_and_nothing_else(flags: tuple[str, ...], field: str, value: object) -> None:
+def test_every_name_of_a_flag_sets_its_field_and_nothing_else(
+    flags: tuple[str, ...], field: str, value: object
+) -> None:
     expected = dataclasses.replace(EngineOptions(model="nano"), **{field: value})  # type: ignore[arg-type]
     for flag in flags:
         assert parsed("nano", flag, str(value)) == expected
@@ -78,7 +80,12 @@ def test_overlap_is_on_until_switched_off(flag: str) -> None:
 
 
 def test_model_may_be_given_as_an_option() -> None:
-    assert parsed("--model", "x").model == parsed("--model-path", "x").model == parsed("x").model == "x"
+    assert (
+        parsed("--model", "x").model
+        == parsed("--model-path", "x").model
+        == parsed("x").model
+        == "x"
+    )
     assert parsed("x", "--model", "x").model == "x"
     with pytest.raises(ConfigError, match="give one of them"):
         parsed("x", "--model", "y")
@@ -87,7 +94,8 @@ def test_model_may_be_given_as_an_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes"), [("123", 123), ("2k", 2000), ("2KiB", 2048), ("1.5G", 1_500_000_000), ("4 gib", 4 * 2**30)]
+    ("text", "num_bytes"),
+    [("123", 123), ("2k", 2000), ("2KiB", 2048), ("1.5G", 1_500_000_000), ("4 gib", 4 * 2**30)],
 )
 def test_sizes_are_read_in_both_units(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes

@@ -1,4 +1,6 @@
-"""Where options come from: flags, other servers' flags, NEGAMAX_ variables, a file; and what is said of each."""
+"""Where options come from: flags, other servers' flags, NEGAMAX_ variables, a file; and what is
+said of each.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_flag_before_variable_before_file_before_default(
     explained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "server.toml"
-    file.write_text('model = "nano"\nmax-num-seqs = 5\nblock_size = 32\nport = 1\nenforce-eager = true\n')
+    file.write_text(
+        'model = "nano"\nmax-num-seqs = 5\nblock_size = 32\nport = 1\nenforce-eager = true\n'
+    )
     monkeypatch.setenv("NEGAMAX_MAX_NUM_SEQS", "6")
     monkeypatch.setenv("NEGAMAX_PORT", "2")
     values, _ = explained(f"--config {file} --port 3")
@@ -71,11 +75,15 @@ def test_flag_before_variable_before_file_before_default(
     assert values["block-size"][0] == "32"
 
 
-def test_the_file_takes_lists_tables_and_other_servers_names(explained: Any, tmp_path: Path) -> None:
+def test_the_file_takes_lists_tables_and_other_servers_names(
+    explained: Any, tmp_path: Path
+) -> None:
     file = tmp_path / "server.toml"
     file.write_text(
-        'served-model-name = ["a", "b"]\nmax-running-requests = 7\nenable-prefix-caching = false\ntrust-remote-code = true\n'
-        'compilation-config = {cudagraph_capture_sizes = [1, 4]}\n\n[default-chat-template-kwargs]\nthinking_mode = "enabled"\n'
+        'served-model-name = ["a", "b"]\nmax-running-requests = 7\nenable-prefix-caching = '
+        "false\ntrust-remote-code = true\n"
+        "compilation-config = {cudagraph_capture_sizes = [1, "
+        '4]}\n\n[default-chat-template-kwargs]\nthinking_mode = "enabled"\n'
     )
     values, notes = explained(f"nano --config {file}")
     assert values["served-model-name"][0] == "a, b"
@@ -83,7 +91,10 @@ def test_the_file_takes_lists_tables_and_other_servers_names(explained: Any, tmp
     assert values["enable-prefix-caching"][0] == "off"
     assert values["max-cudagraph-capture-size"] == ("4", f"compilation-config in {file}")
     assert values["default-chat-template-kwargs"][0] == '{"thinking_mode": "enabled"}'
-    assert notes == f"note: trust-remote-code in {file} has no effect: no code of a checkpoint is ever run\n"
+    assert (
+        notes
+        == f"note: trust-remote-code in {file} has no effect: no code of a checkpoint is ever run\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,13 +117,21 @@ def test_a_wrong_file_is_refused(refused: Any, tmp_path: Path, text: str, words:
 
 
 def test_a_missing_file_is_refused(refused: Any) -> None:
-    assert refused("serve nano --config no.toml") == "--config is 'no.toml', which cannot be read: No such file or directory"
+    assert (
+        refused("serve nano --config no.toml")
+        == "--config is 'no.toml', which cannot be read: No such file or directory"
+    )
 
 
-def test_variables_are_named_where_they_are_wrong(refused: Any, explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_named_where_they_are_wrong(
+    refused: Any, explained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NEGAMAX_MAX_NUM_SEQ", "3")
     notes = explained("nano")[1]
-    assert notes == ("note: the environment variable NEGAMAX_MAX_NUM_SEQ has no effect (did you mean NEGAMAX_MAX_NUM_SEQS?)\n")
+    assert notes == (
+        "note: the environment variable NEGAMAX_MAX_NUM_SEQ has no effect (did you mean "
+        "NEGAMAX_MAX_NUM_SEQS?)\n"
+    )
     monkeypatch.delenv("NEGAMAX_MAX_NUM_SEQ")
     monkeypatch.setenv("NEGAMAX_BLOCK_SIZE", "many")
     assert refused("serve nano").startswith("NEGAMAX_BLOCK_SIZE is 'many': ")
@@ -210,7 +229,9 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
         ("nano --tokenizer nano", "model", "nano"),
     ],
 )
-def test_values_and_names_of_other_servers(explained: Any, line: str, option: str, value: str) -> None:
+def test_values_and_names_of_other_servers(
+    explained: Any, line: str, option: str, value: str
+) -> None:
     assert explained(line)[0][option][0] == value
 
 
@@ -229,7 +250,8 @@ def test_values_and_names_of_other_servers(explained: Any, line: str, option: st
         ("-dp 2 --tp 2", "use --tensor-parallel-size 2"),
         (
             "--enable-lora --uds /tmp/x",
-            "--enable-lora: adapters are not loaded (merge the adapter into the checkpoint); --uds is",
+            "--enable-lora: adapters are not loaded (merge the adapter into the checkpoint); "
+            "--uds is",
         ),
         ("--tokenizer other", "--tokenizer is 'other': the tokenizer is the checkpoint's"),
         ("--quantization awq", "leave it out"),
@@ -248,16 +270,27 @@ def test_refusals(refused: Any, line: str, words: str) -> None:
 
 
 def test_what_has_no_effect_is_said_once_for_each_reason(explained: Any) -> None:
-    _, notes = explained("nano --attention-backend FLASHINFER --moe-backend triton --speculative-num-steps 3 --no-enable-lora")
+    _, notes = explained(
+        "nano --attention-backend FLASHINFER --moe-backend triton --speculative-num-steps 3 "
+        "--no-enable-lora"
+    )
     assert notes.splitlines() == [
-        "note: --attention-backend, --moe-backend have no effect: kernels are chosen at start, for the GPU and the model",
-        "note: --speculative-num-steps has no effect: there is no speculative decoding; the answers are the same without it",
+        "note: --attention-backend, --moe-backend have no effect: kernels are chosen at start, "
+        "for the GPU and the model",
+        "note: --speculative-num-steps has no effect: there is no speculative decoding; the "
+        "answers are the same without it",
     ]
 
 
 def test_every_foreign_option_is_judged() -> None:
-    """With a value that asks for something: a note, options of ours, or a refusal with a remedy; never a crash."""
-    own = {name for option in options_of(GROUP.commands["serve"]) for name in (*option.names, *option.opposites)}
+    """With a value that asks for something: a note, options of ours, or a refusal with a remedy;
+    never a crash.
+    """
+    own = {
+        name
+        for option in options_of(GROUP.commands["serve"])
+        for name in (*option.names, *option.opposites)
+    }
     samples = {
         Kind.SWITCH: [],
         Kind.VALUE: ["7"],
@@ -275,7 +308,9 @@ def test_every_foreign_option_is_judged() -> None:
             continue
         assert entry.remedy is None, name
         sources = [choice.source for choice in resolved.choices.values()]
-        assert resolved.notes == [f"{name} has no effect: {entry.reason}"] or sources == [name], name
+        assert resolved.notes == [f"{name} has no effect: {entry.reason}"] or sources == [name], (
+            name
+        )
 
 
 def test_texts_that_look_like_json_are_texts() -> None:
@@ -303,7 +338,9 @@ def test_generate_takes_prompts_after_the_model(refused: Any) -> None:
     assert "did you mean --max-tokens?" in refused("generate nano --max-token 3 Hello")
 
 
-@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines if "--config" not in line])
+@pytest.mark.parametrize(
+    "line", [line for lines in EXAMPLES.values() for line in lines if "--config" not in line]
+)
 def test_examples_of_the_help_are_understood(line: str) -> None:
     words = shlex.split(line.partition(" < ")[0])[1:]
     resolved = resolve(GROUP, words)
@@ -313,7 +350,9 @@ def test_examples_of_the_help_are_understood(line: str) -> None:
     command.make_context("negamax", resolved.words[1 + (words[0] == "bench") :])  # typer takes them
 
 
-def test_completion_knows_options_and_their_values(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_knows_options_and_their_values(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for line, expected in (
         ("negamax serve nano --max-num-s", "--max-num-seqs"),
         ("negamax serve nano --dtype b", "bfloat16"),

@@ -1,4 +1,6 @@
-"""Connections that cost the server something: late heads, late bodies, unread answers, too many at a time."""
+"""Connections that cost the server something: late heads, late bodies, unread answers, too many at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ BIG = b"x" * 10_000_000  # more than the buffers of both kernels' sockets take
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers /big with more than anyone wants, /headers with the headers once the body has come, /half with half of
-    an answer, everything else with ok."""
+    """Answers /big with more than anyone wants, /headers with the headers once the body has come,
+    /half with half of an answer, everything else with ok."""
     body = BIG if scope["path"] == "/big" else b"ok"
     if scope["path"] == "/headers":
         while (await receive()).get("more_body"):
@@ -60,7 +62,9 @@ class Client:
     async def read(self) -> bytes:
         """The next bytes; empty: the server hung up. An error counts as that too."""
         try:
-            return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self._socket, 65536), 5)
+            return await asyncio.wait_for(
+                asyncio.get_running_loop().sock_recv(self._socket, 65536), 5
+            )
         except ConnectionError:
             return b""
 
@@ -90,7 +94,14 @@ def with_server(
     async def run() -> None:
         kind = protocol.protocol_class(slow_client_timeout=slow_client_timeout)
         listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(app, http=kind, lifespan="off", ws="none", log_config=None, timeout_keep_alive=keep_alive)
+        config = uvicorn.Config(
+            app,
+            http=kind,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            timeout_keep_alive=keep_alive,
+        )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve([]))
         while not server.started:
@@ -108,7 +119,9 @@ def with_server(
     asyncio.run(run())
 
 
-def test_head_that_does_not_come_in_time_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_that_does_not_come_in_time_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
 
     async def test(port: int) -> None:
@@ -119,7 +132,8 @@ def test_head_that_does_not_come_in_time_ends_the_connection(monkeypatch: pytest
         late = await half.read()
         assert late.startswith(b"HTTP/1.1 408") and b"x-request-id" in late and b'"error"' in late
         assert await silent.read() == b""
-        await good.send(b"GET / HTTP/1.1\r\n")  # the second head of a connection must come in time too
+        # the second head of a connection must come in time too
+        await good.send(b"GET / HTTP/1.1\r\n")
         assert (await good.read()).startswith(b"HTTP/1.1 408")
         for client in (silent, half, good):
             client.close()
@@ -130,7 +144,9 @@ def test_head_that_does_not_come_in_time_ends_the_connection(monkeypatch: pytest
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-@pytest.mark.parametrize("limits", [ConnectionLimits(3, 100), ConnectionLimits(100, 3)], ids=["in all", "per address"])
+@pytest.mark.parametrize(
+    "limits", [ConnectionLimits(3, 100), ConnectionLimits(100, 3)], ids=["in all", "per address"]
+)
 def test_connections_above_a_limit_are_closed_at_once(limits: ConnectionLimits) -> None:
     async def test(port: int) -> None:
         clients = [Client(port) for _ in range(5)]
@@ -152,8 +168,16 @@ def test_connections_above_a_limit_are_closed_at_once(limits: ConnectionLimits) 
 
 
 def test_a_client_with_ipv6_has_one_network() -> None:
-    assert listening._client_of("2001:db8::1") == listening._client_of("2001:db8::ffff") != listening._client_of("2001:db9::1")
-    assert listening._client_of("::ffff:10.0.0.1") == listening._client_of("10.0.0.1") != listening._client_of("10.0.0.2")
+    assert (
+        listening._client_of("2001:db8::1")
+        == listening._client_of("2001:db8::ffff")
+        != listening._client_of("2001:db9::1")
+    )
+    assert (
+        listening._client_of("::ffff:10.0.0.1")
+        == listening._client_of("10.0.0.1")
+        != listening._client_of("10.0.0.2")
+    )
 
 
 @pytest.fixture(scope="session")
@@ -167,18 +191,33 @@ def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def make_certificate(certificate: str, key: str) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("makes its certificate with openssl")
-    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    request = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+    ]
     subprocess.run([*request, "-out", certificate, "-keyout", key], check=True, capture_output=True)
 
 
-def test_handshakes_count_as_connections_and_end_in_time(tls_files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handshakes_count_as_connections_and_end_in_time(
+    tls_files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listening, "HANDSHAKE_SECONDS", 0.5)
 
     async def asked(port: int) -> bytes:
         """The answer to a client that speaks TLS; empty: it was refused."""
         context = ssl.create_default_context(cafile=tls_files[0])
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=context, server_hostname="localhost"
+            )
         except (ConnectionError, ssl.SSLError):
             return b""
         writer.write(GET)
@@ -224,11 +263,15 @@ def test_new_tls_files_serve_new_connections(tls_files: tuple[str, str], tmp_pat
 
     async def test(port: int) -> None:
         old, new = (ssl.create_default_context(cafile=path) for path in (tls_files[0], certificate))
-        _, kept = await asyncio.open_connection("127.0.0.1", port, ssl=old, server_hostname="localhost")
+        _, kept = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=old, server_hostname="localhost"
+        )
         files.reload()
         with pytest.raises(ssl.SSLError):
             await asyncio.open_connection("127.0.0.1", port, ssl=old, server_hostname="localhost")
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=new, server_hostname="localhost")
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=new, server_hostname="localhost"
+        )
         writer.write(GET)
         assert (await reader.read(1000)).startswith(b"HTTP/1.1 200")
         writer.close()
@@ -238,7 +281,9 @@ def test_new_tls_files_serve_new_connections(tls_files: tuple[str, str], tmp_pat
     with_server(test, tls=files)
 
 
-def test_files_that_run_out_cost_a_line_of_the_log_and_no_service(caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_run_out_cost_a_line_of_the_log_and_no_service(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test(port: int) -> None:
         clients = [socket.socket() for _ in range(60)]
         num_open = len(list(Path("/proc/self/fd").iterdir()))
@@ -314,7 +359,9 @@ CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 async def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[bytes, int]:
-    """What the server says while it is sent `sending` again and again, and how many bytes it took until it hung up."""
+    """What the server says while it is sent `sending` again and again, and how many bytes it took
+    until it hung up.
+    """
     size = 0
     with contextlib.suppress(ConnectionError, TimeoutError):
         while size < most:
@@ -330,9 +377,16 @@ async def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[by
 def test_trailers_are_no_headers() -> None:
     async def test(port: int) -> None:
         client = Client(port)
-        await client.send(CHUNKED % b"/headers" + b"1\r\nx\r\n0\r\nauthorization: Bearer key\r\nx-api-key: key\r\n\r\n")
+        await client.send(
+            CHUNKED % b"/headers"
+            + b"1\r\nx\r\n0\r\nauthorization: Bearer key\r\nx-api-key: key\r\n\r\n"
+        )
         answer = await client.answer()
-        assert answer.startswith(b"HTTP/1.1 200") and b"transfer-encoding" in answer and b"key" not in answer
+        assert (
+            answer.startswith(b"HTTP/1.1 200")
+            and b"transfer-encoding" in answer
+            and b"key" not in answer
+        )
         await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         assert (await client.answer()).endswith(b"ok")
         client.close()
@@ -350,7 +404,9 @@ def test_trailers_are_no_headers() -> None:
     ],
     ids=["trailers", "one trailer", "one extension", "extensions"],
 )
-def test_what_a_chunked_body_carries_beside_its_content_is_bounded(begin: bytes, more: bytes) -> None:
+def test_what_a_chunked_body_carries_beside_its_content_is_bounded(
+    begin: bytes, more: bytes
+) -> None:
     async def test(port: int) -> None:
         client = Client(port)
         await client.send(CHUNKED % b"/headers" + begin)
@@ -392,7 +448,9 @@ def test_bodies_that_follow_each_other_have_no_framing(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_body_after_its_answer_is_not_taken_for_ever(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
+def test_body_after_its_answer_is_not_taken_for_ever(
+    monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
     monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.4 if is_slow else 30.0)
     monkeypatch.setattr(protocol, "MAX_UNWANTED_BYTES", 100_000)
 
@@ -410,14 +468,18 @@ def test_body_after_its_answer_is_not_taken_for_ever(monkeypatch: pytest.MonkeyP
                 await asyncio.sleep(0.05)
             assert asyncio.get_running_loop().time() < started + 2
         else:
-            _, size = await until_closed(client, sending=b"1000\r\n" + b"x" * 4096 + b"\r\n", most=20_000_000)
+            _, size = await until_closed(
+                client, sending=b"1000\r\n" + b"x" * 4096 + b"\r\n", most=20_000_000
+            )
             assert size < 8_000_000
         client.close()
 
     with_server(test)
 
 
-def test_connection_goes_on_behind_a_body_that_came_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_goes_on_behind_a_body_that_came_after_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.3)
 
     async def test(port: int) -> None:
@@ -437,7 +499,9 @@ def test_connection_goes_on_behind_a_body_that_came_after_its_answer(monkeypatch
 def test_connection_that_has_become_idle_is_closed(late: bytes) -> None:
     async def test(port: int) -> None:
         client = Client(port)
-        await client.send(CHUNKED % b"/" if late != b"\r\n" else b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await client.send(
+            CHUNKED % b"/" if late != b"\r\n" else b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        )
         assert (await client.answer()).endswith(b"ok")
         await client.send(late)
         assert await client.read() == b""

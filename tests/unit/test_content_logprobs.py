@@ -1,4 +1,6 @@
-"""The tokens of the content are found among all tokens, however the answer was cut into steps and told in fragments."""
+"""The tokens of the content are found among all tokens, however the answer was cut into steps and
+told in fragments.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,13 @@ from negamax.text.tokenizer import Tokenizer
 TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[2] / "negamax" / "assets" / "nano")
 M2, M3 = output_style("minimax_m2"), output_style("minimax_m3")
 RAW = output_style("minimax_m2", reasoning_parser="none")
-M2_CALL = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">Done. It is</parameter>\n</invoke>\n</minimax:tool_call>'
-M3_CALL = '@<tool_call>\n@<invoke name="f">@<x>Done. It is@</x>@</invoke>\n@</tool_call>'.replace("@", "]<]minimax[>[")
+M2_CALL = (
+    '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">Done. It '
+    "is</parameter>\n</invoke>\n</minimax:tool_call>"
+)
+M3_CALL = '@<tool_call>\n@<invoke name="f">@<x>Done. It is@</x>@</invoke>\n@</tool_call>'.replace(
+    "@", "]<]minimax[>["
+)
 
 # Parts in turn: what is not content, and what is.
 ANSWERS = {
@@ -33,33 +40,56 @@ ANSWERS = {
     "no reasoning": (M2, ["</think>\n\n", "th\n\n ink </ and more"]),
     "emoji in several tokens": (M2, ["A 🙂 is 🙂🙂\n</think>\n\n", "🙂🙂 日本語 🙂 Größe"]),
     "spaces before the first word": (M2, ["Hm\n</think>\n\n", "    indented = 1\n\n    code = 2"]),
-    "content around a call": (M2, ["Look\n</think>\n\n", "I look.", f"\n{M2_CALL}", "\n\nDone. It is so."]),
-    "content between calls": (M2, ["Look\n</think>\n\n", "So:", f"\n{M2_CALL}", "\nDone. It is", f"\n{M2_CALL}"]),
+    "content around a call": (
+        M2,
+        ["Look\n</think>\n\n", "I look.", f"\n{M2_CALL}", "\n\nDone. It is so."],
+    ),
+    "content between calls": (
+        M2,
+        ["Look\n</think>\n\n", "So:", f"\n{M2_CALL}", "\nDone. It is", f"\n{M2_CALL}"],
+    ),
     "tags in the content": (M2, ["Hm\n</think>\n\n", "a <think> b <think> c"]),
-    "quoted calls": (M2, ["Hm\n</think>\n\n", 'Write <invoke name="f"> and <minimax:tool_call> like this']),
+    "quoted calls": (
+        M2,
+        ["Hm\n</think>\n\n", 'Write <invoke name="f"> and <minimax:tool_call> like this'],
+    ),
     "m3": (M3, ["The sum.</mm:think>", "The sum. Is 85 ]<] apples."]),
     "m3 call": (M3, ["The sum.</mm:think>", "I look.", M3_CALL, "Done. It is so."]),
-    "m3 thinks again": (M3, ["One.</mm:think>", "Two. Three.", "<mm:think>Three. Four.</mm:think>", "Four. One."]),
+    "m3 thinks again": (
+        M3,
+        ["One.</mm:think>", "Two. Three.", "<mm:think>Three. Four.</mm:think>", "Four. One."],
+    ),
     "raw": (RAW, ["", "Hm, what?\n</think>\n\nHello </think> there"]),
 }
 
 
 def entries(token_ids: Sequence[int]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(token_id, -place / 1024, 1, [token_id], [-place / 1024]) for place, token_id in enumerate(token_ids)]
+    return [
+        TokenLogprobs(token_id, -place / 1024, 1, [token_id], [-place / 1024])
+        for place, token_id in enumerate(token_ids)
+    ]
 
 
-def steps_of(token_ids: Sequence[int], *, style: OutputStyle, size: int) -> Iterator[tuple[int, list[ParserEvent]]]:
+def steps_of(
+    token_ids: Sequence[int], *, style: OutputStyle, size: int
+) -> Iterator[tuple[int, list[ParserEvent]]]:
     """How many tokens a step brought, and the parser's events."""
     detokenizer = Detokenizer(TOKENIZER)
-    parser = style.new_parser(tools=None, in_reasoning=True, tag_ids=style.format.tag_ids(TOKENIZER) or None)
+    parser = style.new_parser(
+        tools=None, in_reasoning=True, tag_ids=style.format.tag_ids(TOKENIZER) or None
+    )
     for start in range(0, len(token_ids), size):
         step = token_ids[start : start + size]
         yield len(step), parser.feed(detokenizer.push(step))
     yield 0, [*parser.feed(detokenizer.finish()), *parser.finish()]
 
 
-def read(token_ids: Sequence[int], style: OutputStyle, *, size: int, fragments: int) -> list[list[ChatLogprob]]:
-    """The tokens of each content block, as a stream's deltas have them; a whole answer must say the same."""
+def read(
+    token_ids: Sequence[int], style: OutputStyle, *, size: int, fragments: int
+) -> list[list[ChatLogprob]]:
+    """The tokens of each content block, as a stream's deltas have them; a whole answer must say the
+    same.
+    """
     voice = Voice(style, style.format.tag_ids(TOKENIZER), ())
     told, whole = ContentLogprobs(TOKENIZER, voice), ContentLogprobs(TOKENIZER, voice)
     packets, calls = Packets(min_chars=1, max_chars=fragments), list[BegunCall]()
@@ -74,7 +104,9 @@ def read(token_ids: Sequence[int], style: OutputStyle, *, size: int, fragments: 
         calls += [BegunCall("c", event.name) for event in sized if isinstance(event, ToolCallStart)]
         for event in writer.push(sized):
             if isinstance(event, BlockGrew):
-                in_deltas.setdefault(event.block.index, []).extend(told.take(event.block, event.text))
+                in_deltas.setdefault(event.block.index, []).extend(
+                    told.take(event.block, event.text)
+                )
     found = []
     for block in writer.blocks:
         assert told.of(block) == whole.of(block) == in_deltas.get(block.index, [])
@@ -88,20 +120,26 @@ def read(token_ids: Sequence[int], style: OutputStyle, *, size: int, fragments: 
 def expected(parts: Sequence[str]) -> tuple[list[int], list[list[int]]]:
     """The tokens of an answer, and the places of those that hold a byte of each content."""
     token_ids = TOKENIZER.encode("".join(parts))
-    ends = list(itertools.accumulate(len(TOKENIZER.token_bytes(token_id)) for token_id in token_ids))
+    ends = list(
+        itertools.accumulate(len(TOKENIZER.token_bytes(token_id)) for token_id in token_ids)
+    )
     assert ends[-1] == len("".join(parts).encode())
     places, start = [], 0
     for number, part in enumerate(parts):
         end = start + len(part.encode())
         if number % 2:
-            overlapping = [i for i, last in enumerate(ends) if last > start and (ends[i - 1] if i else 0) < end]
+            overlapping = [
+                i for i, last in enumerate(ends) if last > start and (ends[i - 1] if i else 0) < end
+            ]
             places.append(overlapping)
         start = end
     return token_ids, places
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-@pytest.mark.parametrize(("size", "fragments"), [(1, 200), (1, 3), (3, 200), (1000, 5), (1000, 10_000)])
+@pytest.mark.parametrize(
+    ("size", "fragments"), [(1, 200), (1, 3), (3, 200), (1000, 5), (1000, 10_000)]
+)
 def test_content_has_its_tokens_and_no_others(name: str, size: int, fragments: int) -> None:
     style, parts = ANSWERS[name]
     token_ids, places = expected(parts)
@@ -112,7 +150,9 @@ def test_content_has_its_tokens_and_no_others(name: str, size: int, fragments: i
 
 
 @pytest.mark.parametrize(("size", "fragments"), [(1, 200), (1000, 5), (1000, 10_000)])
-def test_a_closer_that_is_left_out_of_the_content_is_none_of_its_tokens(size: int, fragments: int) -> None:
+def test_a_closer_that_is_left_out_of_the_content_is_none_of_its_tokens(
+    size: int, fragments: int
+) -> None:
     token_ids = TOKENIZER.encode("Hm\n</think>\n\nOne,</think> two.")
     (found,) = read(token_ids, M2, size=size, fragments=fragments)
     assert b"".join(bytes(entry.bytes) for entry in found).strip() == b"One, two."

@@ -29,16 +29,25 @@ from negamax.text.output_parser import ParserEvent, ReasoningDelta, ToolCallStar
 
 TURNS = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
 ALWAYS_THINKS = TURNS + "{% if add_generation_prompt %}ai:<think>\n{% endif %}"
-HAS_MODES = TURNS + "ai:{% if thinking_mode == 'enabled' %}<think>{% elif thinking_mode == 'disabled' %}</think>{% endif %}"
+HAS_MODES = (
+    TURNS + "ai:{% if thinking_mode == 'enabled' %}<think>{% elif thinking_mode == 'disabled' "
+    "%}</think>{% endif %}"
+)
 
 STYLE = output_style("minimax_m2")
 VOICE = Voice(STYLE, {}, ())
-CALLS = "".join(f'<invoke name="f">\n<parameter name="x">{n}</parameter>\n</invoke>\n' for n in (1, 2))
-ANSWER = f"I think.\nHard.\n</think>\n\nSome text.\n<minimax:tool_call>\n{CALLS}</minimax:tool_call>"
+CALLS = "".join(
+    f'<invoke name="f">\n<parameter name="x">{n}</parameter>\n</invoke>\n' for n in (1, 2)
+)
+ANSWER = (
+    f"I think.\nHard.\n</think>\n\nSome text.\n<minimax:tool_call>\n{CALLS}</minimax:tool_call>"
+)
 
 
 def prompt(template: str, conversation: Conversation, **options: Any) -> ChatPrompt:
-    builder = PromptBuilder(make_tokenizer(), ChatTemplate(template), voice=VOICE, max_model_len=1000, **options)
+    builder = PromptBuilder(
+        make_tokenizer(), ChatTemplate(template), voice=VOICE, max_model_len=1000, **options
+    )
     return asyncio.run(builder.chat(conversation, num_bytes=0))
 
 
@@ -54,7 +63,9 @@ def prompt(template: str, conversation: Conversation, **options: Any) -> ChatPro
         (HAS_MODES, ThinkingChoice("disabled"), "ai:</think>", "none"),
     ],
 )
-def test_thinking_choice_decides_how_the_prompt_ends(template: str, thinking: ThinkingChoice, ending: str, state: str) -> None:
+def test_thinking_choice_decides_how_the_prompt_ends(
+    template: str, thinking: ThinkingChoice, ending: str, state: str
+) -> None:
     made = prompt(template, Conversation(messages=[user("Hi")], thinking=thinking))
     assert made.text.endswith(ending)
     assert made.reasoning == state
@@ -71,7 +82,9 @@ def test_defaults_of_the_server_lose_to_the_request() -> None:
 
 def test_default_of_the_server_can_switch_thinking_off_for_every_model() -> None:
     defaults = {"default_template_kwargs": {"enable_thinking": False}}
-    assert prompt(ALWAYS_THINKS, Conversation(messages=[user("Hi")]), **defaults).reasoning == "none"
+    assert (
+        prompt(ALWAYS_THINKS, Conversation(messages=[user("Hi")]), **defaults).reasoning == "none"
+    )
     assert prompt(HAS_MODES, Conversation(messages=[user("Hi")]), **defaults).reasoning == "none"
     enabled = Conversation(messages=[user("Hi")], thinking=ThinkingChoice("enabled"))
     assert prompt(ALWAYS_THINKS, enabled, **defaults).reasoning == "open"
@@ -86,21 +99,31 @@ def test_default_of_the_server_can_switch_thinking_off_for_every_model() -> None
         (ai("", reasoning="I thi"), "I thi", "open", ""),
     ],
 )
-def test_continued_message_ends_the_prompt(last: dict[str, Any], ending: str, state: str, continued: str) -> None:
-    conversation = Conversation(messages=[user("Hi"), last], add_generation_prompt=False, continue_final_message=True)
+def test_continued_message_ends_the_prompt(
+    last: dict[str, Any], ending: str, state: str, continued: str
+) -> None:
+    conversation = Conversation(
+        messages=[user("Hi"), last], add_generation_prompt=False, continue_final_message=True
+    )
     made = prompt(ALWAYS_THINKS, conversation)
     assert made.text.endswith(ending)
     assert (made.reasoning, made.continued) == (state, continued)
 
 
-@pytest.mark.parametrize("last", [user("x"), ai(""), ai("", {"id": "1", "function": {"name": "f"}})])
+@pytest.mark.parametrize(
+    "last", [user("x"), ai(""), ai("", {"id": "1", "function": {"name": "f"}})]
+)
 def test_nothing_else_can_be_continued(last: dict[str, Any]) -> None:
-    conversation = Conversation(messages=[user("Hi"), last], add_generation_prompt=False, continue_final_message=True)
+    conversation = Conversation(
+        messages=[user("Hi"), last], add_generation_prompt=False, continue_final_message=True
+    )
     with pytest.raises(InvalidRequestError):
         prompt(ALWAYS_THINKS, conversation)
 
 
-def output(text: str, *, finish: str | None = None, num_tokens: int = 0, **fields: Any) -> RequestOutput:
+def output(
+    text: str, *, finish: str | None = None, num_tokens: int = 0, **fields: Any
+) -> RequestOutput:
     values: dict[str, Any] = {
         "request_id": "r",
         "index": 0,
@@ -118,7 +141,9 @@ def output(text: str, *, finish: str | None = None, num_tokens: int = 0, **field
     return RequestOutput(**values | fields)
 
 
-def read(text: str, *, finish: str = "stop", step: int = 3, **rules: Any) -> tuple[ChoiceReader, list[ParserEvent]]:
+def read(
+    text: str, *, finish: str = "stop", step: int = 3, **rules: Any
+) -> tuple[ChoiceReader, list[ParserEvent]]:
     """The reader of an answer that came in pieces, and its events."""
     reader = ChoiceReader(VOICE, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules(**rules))
     pieces = [text[start : start + step] for start in range(0, len(text), step)]
@@ -139,7 +164,9 @@ def test_events_say_everything_and_the_reader_knows_the_calls() -> None:
 def test_only_the_first_call_counts_without_parallel_calls() -> None:
     reader, events = read(ANSWER, parallel_calls=False)
     assert [event.index for event in events if isinstance(event, ToolCallStart)] == [0]
-    assert len(reader.calls) == 1 and [call.arguments for call in collect(events).tool_calls] == ['{"x": "1"}']
+    assert len(reader.calls) == 1 and [call.arguments for call in collect(events).tool_calls] == [
+        '{"x": "1"}'
+    ]
     assert reader.finish_reason == "tool_calls"
 
 
@@ -147,7 +174,11 @@ def test_without_calls_their_markup_is_content() -> None:
     reader, events = read(ANSWER, may_call=False)
     said = collect(events)
     assert reader.calls == [] == said.tool_calls
-    assert said.content is not None and said.content.startswith("Some text.") and "<invoke" in said.content
+    assert (
+        said.content is not None
+        and said.content.startswith("Some text.")
+        and "<invoke" in said.content
+    )
     assert (said.reasoning, reader.finish_reason) == ("I think.\nHard.", "stop")
 
 
@@ -168,8 +199,14 @@ def test_finish_reasons(text: str, finish: str, rules: dict[str, Any], expected:
 @pytest.mark.parametrize("closer", ["", "</parameter>\n", "</invoke>\n", "</minimax:tool_call>"])
 @pytest.mark.parametrize("finish", ["length", "abort", "stop"])
 def test_a_call_that_ends_too_early_stays_cut(closer: str, finish: str) -> None:
-    text = f'So.</think>\n\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">half{closer}'
-    reader, events = read(text, finish=finish, tools=[{"name": "f", "parameters": {"properties": {"x": {"type": "string"}}}}])
+    text = (
+        f'So.</think>\n\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">half{closer}'
+    )
+    reader, events = read(
+        text,
+        finish=finish,
+        tools=[{"name": "f", "parameters": {"properties": {"x": {"type": "string"}}}}],
+    )
     (call,) = collect(events).tool_calls
     model_closed_it = finish == "stop" and closer.startswith(("</i", "</m"))
     assert call.is_whole is model_closed_it and call.arguments.startswith('{"x": "half')
@@ -180,14 +217,22 @@ def test_a_call_that_ends_too_early_stays_cut(closer: str, finish: str) -> None:
 def test_a_continued_answer_keeps_its_line_breaks_and_no_closer() -> None:
     prompt = ChatPrompt("", [1], "none", continued="One,")
     reader = ChoiceReader(Voice(STYLE, TAGS, ()), prompt=prompt, rules=ReadingRules())
-    pieces = [TextPiece("\n", 1), TextPiece("two", 2), TextPiece("</think>", 51), TextPiece(" `</think>`", None)]
+    pieces = [
+        TextPiece("\n", 1),
+        TextPiece("two", 2),
+        TextPiece("</think>", 51),
+        TextPiece(" `</think>`", None),
+    ]
     answer = reader.push(output("", pieces=pieces, token_ids=[1, 2, 51, 3], finish="stop"))
     assert collect(answer).content == "\ntwo `</think>`"
 
 
 def test_reasoning_in_the_content_stands_between_tags() -> None:
     said = collect(read(ANSWER, reasoning=ReasoningPlace.CONTENT)[1])
-    assert (said.reasoning, said.content) == (None, "<think>I think.\nHard.\n</think>\n\nSome text.")
+    assert (said.reasoning, said.content) == (
+        None,
+        "<think>I think.\nHard.\n</think>\n\nSome text.",
+    )
     _, events = read("I thi", finish="length", reasoning=ReasoningPlace.CONTENT)
     assert collect(events).content == "<think>I thi"
     of_server = ChoiceReader(
@@ -206,13 +251,22 @@ def test_reasoning_left_out_leaves_the_rest_as_it_is() -> None:
 @pytest.mark.parametrize("text", [ANSWER, "I think.\nHard.\n</think>", "I think.\nHard."])
 def test_reasoning_that_is_not_streamed_comes_at_once_before_the_rest(text: str) -> None:
     _, events = read(text, stream_reasoning=False)
-    assert [event for event in events if isinstance(event, ReasoningDelta)] == [ReasoningDelta("I think.\nHard.")]
+    assert [event for event in events if isinstance(event, ReasoningDelta)] == [
+        ReasoningDelta("I think.\nHard.")
+    ]
     assert isinstance(events[0], ReasoningDelta)
     assert collect(events).content == collect(read(text)[1]).content
 
 
 TAGS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}
-REAL_CALL = ["\n", "<minimax:tool_call>", "\n", '<invoke name="f">\n', "</invoke>\n", "</minimax:tool_call>"]
+REAL_CALL = [
+    "\n",
+    "<minimax:tool_call>",
+    "\n",
+    '<invoke name="f">\n',
+    "</invoke>\n",
+    "</minimax:tool_call>",
+]
 
 
 @pytest.mark.parametrize("begins", ["open", "optional"])
@@ -222,7 +276,19 @@ REAL_CALL = ["\n", "<minimax:tool_call>", "\n", '<invoke name="f">\n', "</invoke
     [
         (["why", " not"], ["</think>", "\n\n", "text", "<think>", "no", "</think>"]),
         (["the", " tag `", "<minimax:tool_call>", "` opens"], ["</think>", "text"]),
-        (["the", " tag `", "<minimax:tool_call>", "` opens", " it", "<think>", "<minimax:tool_call>", " so"], REAL_CALL[1:]),
+        (
+            [
+                "the",
+                " tag `",
+                "<minimax:tool_call>",
+                "` opens",
+                " it",
+                "<think>",
+                "<minimax:tool_call>",
+                " so",
+            ],
+            REAL_CALL[1:],
+        ),
         (["never", " closed"], REAL_CALL[1:]),
         ([], ["</think>", *REAL_CALL, "<think>"]),
     ],
@@ -232,11 +298,19 @@ def test_tokens_of_the_reasoning_are_counted_with_the_tags_that_it_quotes(
 ) -> None:
     opener = ["<think>"] if thought and begins == "optional" else []
     texts = [*opener, *thought, *end]
-    reader = ChoiceReader(Voice(STYLE, TAGS, ()), prompt=ChatPrompt("", [1], begins), rules=ReadingRules())
+    reader = ChoiceReader(
+        Voice(STYLE, TAGS, ()), prompt=ChatPrompt("", [1], begins), rules=ReadingRules()
+    )
     for start in range(0, len(texts), step):
         part = texts[start : start + step]
         ids = [TAGS.get(text, 1) for text in part]
-        reader.push(output("", token_ids=ids, pieces=[TextPiece(text, i) for text, i in zip(part, ids, strict=True)]))
+        reader.push(
+            output(
+                "",
+                token_ids=ids,
+                pieces=[TextPiece(text, i) for text, i in zip(part, ids, strict=True)],
+            )
+        )
     reader.push(output("", finish="stop"))
     assert reader.num_reasoning_tokens == len(thought)
 
@@ -254,6 +328,8 @@ def test_call_ids_have_the_form_that_clients_know() -> None:
 
 
 def test_request_that_only_reads_its_prompt_says_nothing() -> None:
-    silent = without_tokens(output("x", finish="stop", num_tokens=1, token_ids=[5], stop_reason="x"))
+    silent = without_tokens(
+        output("x", finish="stop", num_tokens=1, token_ids=[5], stop_reason="x")
+    )
     assert (silent.text, silent.token_ids, silent.num_output_tokens) == ("", [], 0)
     assert (silent.finish_reason, silent.stop_reason) == ("length", None)

@@ -1,4 +1,6 @@
-"""Streamed text equals decoded text, stop strings cut it at the same place however tokens arrive, nothing is held in vain."""
+"""Streamed text equals decoded text, stop strings cut it at the same place however tokens arrive,
+nothing is held in vain.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,13 @@ from negamax.text.detokenizer import Detokenizer, TextPiece
 
 TOKENIZER = make_tokenizer()
 ANY_IDS = st.lists(st.integers(0, TOKENIZER.vocab_size + 1), max_size=60)
-ORDINARY_IDS = st.lists(st.sampled_from([i for i in range(TOKENIZER.vocab_size) if not TOKENIZER.is_added(i)]), max_size=40)
-AB_IDS = st.text("ab<>🙂", max_size=30).map(lambda text: TOKENIZER.encode(text, allow_special=False))
+ORDINARY_IDS = st.lists(
+    st.sampled_from([i for i in range(TOKENIZER.vocab_size) if not TOKENIZER.is_added(i)]),
+    max_size=40,
+)
+AB_IDS = st.text("ab<>🙂", max_size=30).map(
+    lambda text: TOKENIZER.encode(text, allow_special=False)
+)
 STOPS = st.lists(st.text("ab<>", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
@@ -25,7 +32,9 @@ def ids_of(text: str) -> list[int]:
 
 
 def run(ids: Sequence[int], detokenizer: Detokenizer, *, step: int = 1) -> list[TextPiece]:
-    pieces = [piece for i in range(0, len(ids), step) for piece in detokenizer.push(ids[i : i + step])]
+    pieces = [
+        piece for i in range(0, len(ids), step) for piece in detokenizer.push(ids[i : i + step])
+    ]
     return pieces + detokenizer.finish()
 
 
@@ -43,7 +52,9 @@ def emitted_lengths(ids: Sequence[int]) -> list[int]:
     return lengths
 
 
-def expected_stop(text: str, stops: Sequence[str], *, ids: Sequence[int], min_tokens: int) -> tuple[str | None, int]:
+def expected_stop(
+    text: str, stops: Sequence[str], *, ids: Sequence[int], min_tokens: int
+) -> tuple[str | None, int]:
     """By trial of every end: the stop string that is complete first, and where it ends."""
     lengths = emitted_lengths(ids)
     for end in range(1, len(text) + 1):
@@ -81,7 +92,9 @@ def test_a_piece_with_an_id_is_that_whole_token(ids: list[int], stops: list[str]
 def test_text_ends_at_the_stop_string_that_is_complete_first(
     ids: list[int], stops: list[str], include: bool, min_tokens: int, step: int
 ) -> None:
-    detokenizer = Detokenizer(TOKENIZER, stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens)
+    detokenizer = Detokenizer(
+        TOKENIZER, stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens
+    )
     text = TOKENIZER.decode(ids)
     stop, end = expected_stop(text, stops, ids=ids, min_tokens=min_tokens)
     pieces = run(ids, detokenizer, step=step)
@@ -97,13 +110,19 @@ def test_only_the_beginning_of_a_stop_string_is_held(ids: list[int], stops: list
     for token_id, known in zip(ids, emitted_lengths(ids), strict=True):
         out += joined(detokenizer.push([token_id]))
         text = TOKENIZER.decode(ids)[:known]
-        held = max(n for n in range(known + 1) if n == 0 or any(len(s) > n and s.startswith(text[-n:]) for s in stops))
+        held = max(
+            n
+            for n in range(known + 1)
+            if n == 0 or any(len(s) > n and s.startswith(text[-n:]) for s in stops)
+        )
         assert out == text[: known - held]
 
 
 def test_emoji_over_several_tokens_comes_whole() -> None:
     ids = ids_of("a👩‍🚀b")
-    assert any(len(TOKENIZER.token_bytes(i)) < 4 and TOKENIZER.token_bytes(i)[0] >= 0x80 for i in ids)
+    assert any(
+        len(TOKENIZER.token_bytes(i)) < 4 and TOKENIZER.token_bytes(i)[0] >= 0x80 for i in ids
+    )
     pieces = run(ids, Detokenizer(TOKENIZER))
     assert joined(pieces) == "a👩‍🚀b"
     assert not any("\ufffd" in piece.text for piece in pieces)
@@ -147,8 +166,12 @@ def test_stop_string_may_cover_a_control_token_that_is_shown() -> None:
     assert joined(run(ids_of("done[e~[more"), detokenizer)) == "done"
 
 
-@pytest.mark.parametrize(("min_tokens", "text"), [(0, ""), (1, ""), (2, "a"), (3, "aa"), (9, "aaaa")])
-def test_stop_string_counts_from_the_token_that_reaches_the_minimum(min_tokens: int, text: str) -> None:
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, ""), (1, ""), (2, "a"), (3, "aa"), (9, "aaaa")]
+)
+def test_stop_string_counts_from_the_token_that_reaches_the_minimum(
+    min_tokens: int, text: str
+) -> None:
     token = ids_of("a")
     assert joined(run(token * 4, Detokenizer(TOKENIZER, stop=["a"], min_tokens=min_tokens))) == text
 

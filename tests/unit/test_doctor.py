@@ -18,7 +18,14 @@ from negamax.cli.main import main
 M2 = "MiniMaxAI/MiniMax-M2"
 
 
-def machine(count: int, *, gib: float = 0, capability: tuple[int, int] = (9, 0), used: float = 0.5, **own: Any) -> Machine:
+def machine(
+    count: int,
+    *,
+    gib: float = 0,
+    capability: tuple[int, int] = (9, 0),
+    used: float = 0.5,
+    **own: Any,
+) -> Machine:
     total = int(gib * GIB)
     gpu = Gpu("GPU", total, total - int(used * GIB), capability)
     facts: dict[str, Any] = {"memory_bytes": 64 * GIB, "cpu_bfloat16": True, "disk_bytes": 2**50}
@@ -77,7 +84,9 @@ def test_missing_disk_is_named() -> None:
     assert found.runs and "a download needs 214." in found.detail
 
 
-@pytest.mark.parametrize("body", ["raise OSError('libcudart.so.13 is missing')", "import os; os.abort()"])
+@pytest.mark.parametrize(
+    "body", ["raise OSError('libcudart.so.13 is missing')", "import os; os.abort()"]
+)
 def test_broken_torch_is_a_finding(
     body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,6 @@
-"""The encoding cache: whatever is kept, texts have the tokens that the tokenizer gives them, and memory stays in its bound."""
+"""The encoding cache: whatever is kept, texts have the tokens that the tokenizer gives them, and
+memory stays in its bound.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,29 @@ from tokenizers import Tokenizer as Backend
 from negamax.text.encoding_cache import KEPT_CHARS, EncodingCache
 from negamax.text.tokenizer import Tokenizer
 
-GOLDENS = json.loads((Path(__file__).parents[1] / "golden" / "minimax_m2_renders.json").read_text(encoding="utf-8"))
+GOLDENS = json.loads(
+    (Path(__file__).parents[1] / "golden" / "minimax_m2_renders.json").read_text(encoding="utf-8")
+)
 NANO = Path(__file__).parents[2] / "negamax" / "assets" / "nano"
 TRAINED = json.loads(definition_text())
-LOOK_AHEAD = {"type": "Split", "pattern": {"Regex": r"\s?\w+(?!\S)|\s+|\W"}, "behavior": "Isolated", "invert": False}
+LOOK_AHEAD = {
+    "type": "Split",
+    "pattern": {"Regex": r"\s?\w+(?!\S)|\s+|\W"},
+    "behavior": "Isolated",
+    "invert": False,
+}
 BYTE_LEVEL = TRAINED["pre_tokenizer"]
 
 
 def token(text: str, **flags: bool) -> dict[str, Any]:
     """An added token of its own, whose text begins like one of the others, or contains one."""
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
     return {"id": 990 + len(text), "content": text, **plain, **flags}
 
 
@@ -40,12 +55,17 @@ CUT = {
     "as trained": make_tokenizer(),
     "a space put before each piece": made(pre_tokenizer={**BYTE_LEVEL, "add_prefix_space": True}),
     "pieces that look ahead": made(
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [LOOK_AHEAD, {**BYTE_LEVEL, "use_regex": False}]}
+        pre_tokenizer={
+            "type": "Sequence",
+            "pretokenizers": [LOOK_AHEAD, {**BYTE_LEVEL, "use_regex": False}],
+        }
     ),
     "composed characters": made(normalizer={"type": "NFC"}),
     "tokens within tokens": made(token("]~b]user"), token("~b]["), token("k><m")),
     "tokens found after normalisation": made(
-        token("user", normalized=True, single_word=True), token("b]é", normalized=True, lstrip=True), normalizer={"type": "NFC"}
+        token("user", normalized=True, single_word=True),
+        token("b]é", normalized=True, lstrip=True),
+        normalizer={"type": "NFC"},
     ),
     "nano": Tokenizer.from_folder(NANO),
 }
@@ -56,11 +76,18 @@ NOT_CUT = {
     "the first piece is another one": made(
         pre_tokenizer={
             "type": "Sequence",
-            "pretokenizers": [{"type": "Metaspace", "replacement": "_", "prepend_scheme": "first", "split": True}, BYTE_LEVEL],
+            "pretokenizers": [
+                {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first", "split": True},
+                BYTE_LEVEL,
+            ],
         }
     ),
-    "an unknown normaliser": made(normalizer={"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x"}]}),
-    "truncation": made(truncation={"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}),
+    "an unknown normaliser": made(
+        normalizer={"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x"}]}
+    ),
+    "truncation": made(
+        truncation={"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    ),
     "chance": made(model={**TRAINED["model"], "dropout": 0.5}),
     "no added token": made(added_tokens=[]),
 }
@@ -68,8 +95,14 @@ NOT_CUT = {
 MARKS = (*CONTROL, *TAGS, "]~b", "[e~", "<", "<l>")
 WORDS = (*MARKS, "user", "word", "don't", "e\u0301", "é", "日本", "🙂", "_", " ", "\n", "  \t")
 UTF8 = st.characters(exclude_categories=["Cs"])
-SHORT = st.lists(st.one_of(st.sampled_from(WORDS), st.text(UTF8, max_size=5)), max_size=12).map("".join)
-LONG = st.builds(lambda text, count: text * count, st.one_of(SHORT, st.sampled_from(WORDS)), st.integers(1, KEPT_CHARS))
+SHORT = st.lists(st.one_of(st.sampled_from(WORDS), st.text(UTF8, max_size=5)), max_size=12).map(
+    "".join
+)
+LONG = st.builds(
+    lambda text, count: text * count,
+    st.one_of(SHORT, st.sampled_from(WORDS)),
+    st.integers(1, KEPT_CHARS),
+)
 TEXTS = st.lists(st.one_of(SHORT, LONG), max_size=6).map("".join)
 
 
@@ -81,7 +114,9 @@ def reference(tokenizer: Tokenizer, text: str) -> list[int]:
 @pytest.mark.parametrize("name", CUT)
 @settings(deadline=None, max_examples=60)
 @given(text=TEXTS, ends=st.lists(st.floats(0, 1), max_size=3))
-def test_every_beginning_has_the_tokens_of_the_library(name: str, text: str, ends: list[float]) -> None:
+def test_every_beginning_has_the_tokens_of_the_library(
+    name: str, text: str, ends: list[float]
+) -> None:
     cache = EncodingCache(CUT[name])
     for end in (*sorted(ends), 1, *ends):  # a growing conversation, then earlier states of it
         beginning = text[: round(end * len(text))]
@@ -101,13 +136,17 @@ def test_prompts_have_the_tokens_of_the_library(name: str) -> None:
     texts = ["\n".join(case["expected"]) for case in GOLDENS]
     longer = ["".join(texts[:end]) for end in range(1, 1 + len(texts))]
     cache = EncodingCache(CUT[name])
-    assert [cache.encode(text) for text in texts + longer] == [reference(CUT[name], text) for text in texts + longer]
+    assert [cache.encode(text) for text in texts + longer] == [
+        reference(CUT[name], text) for text in texts + longer
+    ]
     assert cache.num_bytes > 0
 
 
 @pytest.mark.parametrize("name", CUT)
 def test_long_stretches_after_every_pair_of_words(name: str) -> None:
-    text = "".join(f"{first}{second}{'so on ' * 50}" for first in WORDS for second in (*MARKS, "user", " "))
+    text = "".join(
+        f"{first}{second}{'so on ' * 50}" for first in WORDS for second in (*MARKS, "user", " ")
+    )
     assert EncodingCache(CUT[name]).encode(text) == reference(CUT[name], text)
 
 
@@ -130,11 +169,15 @@ def turns(count: int, *, chars: int) -> Iterator[str]:
     text = "]~!b[]~b]system\nYou are a helpful assistant.[e~[\n"
     for turn in range(count):
         said = f"turn {turn} " * (chars // 7)
-        text += f"]~b]user\n{said[:chars]}[e~[\n]~b]ai\n<think>\nso {said[::-1][:chars]}</think>\n\n{said[3:chars]}[e~[\n"
+        text += (
+            f"]~b]user\n{said[:chars]}[e~[\n]~b]ai\n<think>\nso "
+            f"{said[::-1][:chars]}</think>\n\n{said[3:chars]}[e~[\n"
+        )
         yield text
 
 
-@pytest.mark.parametrize("chars", [2000, 40])  # each part is a long stretch; parts are runs of short ones
+# each part is a long stretch; parts are runs of short ones
+@pytest.mark.parametrize("chars", [2000, 40])
 def test_turn_costs_what_it_adds(chars: int) -> None:
     tokenizer = counting()
     cache = EncodingCache(tokenizer)
@@ -142,7 +185,8 @@ def test_turn_costs_what_it_adds(chars: int) -> None:
     for text in turns(40, chars=chars):
         tokenizer.num_chars = 0
         cache.encode(text)
-        assert tokenizer.num_chars <= len(text) - before + 2048  # the end of the turn before, which the new one goes on with
+        # the end of the turn before, which the new one goes on with
+        assert tokenizer.num_chars <= len(text) - before + 2048
         before = len(text)
     assert before > 30 * 3 * chars
 

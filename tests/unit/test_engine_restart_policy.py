@@ -7,7 +7,16 @@ from negamax.engine.restarts import RestartPolicy, Supervision
 
 def test_first_restart_is_at_once_and_the_next_ones_wait_longer_and_longer() -> None:
     policy = RestartPolicy(Supervision(max_restarts=8, restart_window=600.0))
-    assert [policy.died(float(second)) for second in range(8)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert [policy.died(float(second)) for second in range(8)] == [
+        0.0,
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        16.0,
+        30.0,
+        30.0,
+    ]
     assert policy.died(8.0) is None
 
 

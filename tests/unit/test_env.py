@@ -29,7 +29,9 @@ def test_a_containers_quota_is_read(tmp_path: Path, files: dict[str, str], cores
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(0.5, 1), (1.9, 1), (math.inf, None)])
-def test_no_more_threads_than_the_quota(monkeypatch: pytest.MonkeyPatch, quota: float, cores: int | None) -> None:
+def test_no_more_threads_than_the_quota(
+    monkeypatch: pytest.MonkeyPatch, quota: float, cores: int | None
+) -> None:
     unbounded = env.usable_cores()
     monkeypatch.setattr(env, "_cpu_quota", lambda folder: quota)
     assert env.usable_cores() == (unbounded if cores is None else cores)

@@ -37,7 +37,11 @@ def prompt(conversation: Conversation, template: ChatTemplate = NANO, **options:
 
 def added(made: ChatPrompt) -> list[str]:
     """The added tokens of a prompt."""
-    return [TOKENIZER.token_text(token_id) for token_id in made.token_ids if TOKENIZER.is_added(token_id)]
+    return [
+        TOKENIZER.token_text(token_id)
+        for token_id in made.token_ids
+        if TOKENIZER.is_added(token_id)
+    ]
 
 
 def tool(name: str, **function: Any) -> dict[str, Any]:
@@ -46,7 +50,11 @@ def tool(name: str, **function: Any) -> dict[str, Any]:
 
 def conversation(said: str) -> Conversation:
     """One that says the same wherever a stranger's words may stand."""
-    schema = {"type": "object", "properties": {said: {"type": "string", "enum": [said]}}, "required": [said]}
+    schema = {
+        "type": "object",
+        "properties": {said: {"type": "string", "enum": [said]}},
+        "required": [said],
+    }
     messages = [
         system(said, current_date=said),
         user(said),
@@ -63,7 +71,9 @@ def conversation(said: str) -> Conversation:
 def without_calls(said: str) -> Conversation:
     """The same without what the model has said."""
     whole = conversation(said)
-    return Conversation(messages=[whole.messages[0], whole.messages[1], whole.messages[-1]], tools=whole.tools)
+    return Conversation(
+        messages=[whole.messages[0], whole.messages[1], whole.messages[-1]], tools=whole.tools
+    )
 
 
 def test_forged_turns_are_text_wherever_they_stand() -> None:
@@ -71,12 +81,19 @@ def test_forged_turns_are_text_wherever_they_stand() -> None:
     forged = prompt(without_calls(FORGED))
     assert added(forged) == added(calm)
     assert forged.reasoning == calm.reasoning == "open"
-    control = [one for one in added(prompt(conversation(FORGED))) if TOKENIZER.is_special(TOKENIZER.token_id(one) or 0)]
+    control = [
+        one
+        for one in added(prompt(conversation(FORGED)))
+        if TOKENIZER.is_special(TOKENIZER.token_id(one) or 0)
+    ]
     assert control == [one for one in added(prompt(conversation("Please."))) if one in CONTROL]
 
 
 def test_the_option_has_them_as_tokens() -> None:
-    plain, special = (prompt(conversation(FORGED), allow_special_tokens_in_text=allowed) for allowed in (False, True))
+    plain, special = (
+        prompt(conversation(FORGED), allow_special_tokens_in_text=allowed)
+        for allowed in (False, True)
+    )
     assert special.text == plain.text
     assert special.token_ids == TOKENIZER.encode(special.text) != plain.token_ids
 
@@ -89,35 +106,83 @@ def test_an_innocent_conversation_has_the_same_tokens() -> None:
 def test_template_variables_cannot_forge_either() -> None:
     told = Conversation(messages=[user("Hi")], template_kwargs={"model_identity": FORGED})
     assert added(prompt(told)) == added(prompt(Conversation(messages=[user("Hi")])))
-    strange = Conversation(messages=[user("Hi")], template_kwargs={"escaper": None, "[e~[": {"]~b]": 1}})
+    strange = Conversation(
+        messages=[user("Hi")], template_kwargs={"escaper": None, "[e~[": {"]~b]": 1}}
+    )
     assert prompt(strange).token_ids == prompt(Conversation(messages=[user("Hi")])).token_ids
 
 
 def test_what_the_model_wrote_stays_its_own() -> None:
     """Inline reasoning that the template takes apart, and tags that the model itself writes."""
-    made = prompt(Conversation(messages=[user("a"), ai("why</think>b <think>]~b]"), user("c"), ai("d", reasoning="<think>")]))
-    assert added(made)[-9:] == [*("]~b]", "[e~["), "]~b]", "<think>", "<think>", "</think>", "[e~[", "]~b]", "<think>"]
+    made = prompt(
+        Conversation(
+            messages=[
+                user("a"),
+                ai("why</think>b <think>]~b]"),
+                user("c"),
+                ai("d", reasoning="<think>"),
+            ]
+        )
+    )
+    assert added(made)[-9:] == [
+        *("]~b]", "[e~["),
+        "]~b]",
+        "<think>",
+        "<think>",
+        "</think>",
+        "[e~[",
+        "]~b]",
+        "<think>",
+    ]
 
 
-PIECES = st.sampled_from([*"[]<>~b!e", "]~b]", "[e~[", "]~", "b]", "<think", "think>", "]<]image[>[", "\n", " ", "x", "\udfff"])
+PIECES = st.sampled_from(
+    [
+        *"[]<>~b!e",
+        "]~b]",
+        "[e~[",
+        "]~",
+        "b]",
+        "<think",
+        "think>",
+        "]<]image[>[",
+        "\n",
+        " ",
+        "x",
+        "\udfff",
+    ]
+)
 WORDS = st.lists(PIECES, max_size=8).map("".join)
 
 
 @given(st.lists(WORDS, min_size=1, max_size=4))
 def test_parts_of_spellings_do_not_meet(words: list[str]) -> None:
     """In parts that the template joins, at ends that it writes on, and within each other."""
-    messages = [system(words), user([*map(text, words)]), ai("", call(id="1")), result(list(map(text, words)), id="1")]
+    messages = [
+        system(words),
+        user([*map(text, words)]),
+        ai("", call(id="1")),
+        result(list(map(text, words)), id="1"),
+    ]
     calm = [system("x"), user("x"), ai("", call(id="1")), result([text("x")] * len(words), id="1")]
     tools = [tool(words[0] or "f", description=words[-1])]
     made = prompt(Conversation(messages=messages, tools=tools))
-    assert added(made) == added(prompt(Conversation(messages=calm, tools=[tool("f", description="x")])))
+    assert added(made) == added(
+        prompt(Conversation(messages=calm, tools=[tool("f", description="x")]))
+    )
 
 
 def test_names_between_brackets_of_the_template_are_no_tokens() -> None:
     """M3 writes the names of parameters between < and >."""
-    source = "{% for m in messages %}{% for c in m.tool_calls %}{% for k in c.function.arguments %}<{{ k }}>"
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{% for k in c.function.arguments "
+        "%}<{{ k }}>"
+    )
     template = ChatTemplate(source + "{% endfor %}{% endfor %}{% endfor %}")
-    asked = Conversation(messages=[user("a"), ai("", call("f", id="1", reponame=1, fim_prefix=2))], add_generation_prompt=False)
+    asked = Conversation(
+        messages=[user("a"), ai("", call("f", id="1", reponame=1, fim_prefix=2))],
+        add_generation_prompt=False,
+    )
     assert added(prompt(asked, template)) == []
 
 
@@ -126,7 +191,10 @@ def test_escapes_pass_json_of_ascii_and_messages_of_errors() -> None:
     made = prompt(Conversation(messages=[user("é]~b]🙂\\udfff")]), template)
     assert made.text == ']~b]"\\u00e9]~b]\\ud83d\\ude42\\\\udfff"[e~['
     assert added(made) == ["]~b]", "[e~["]
-    for source in ("{{ raise_exception('no ' ~ messages[0].content) }}", "{{ messages[messages[0].content].x }}"):
+    for source in (
+        "{{ raise_exception('no ' ~ messages[0].content) }}",
+        "{{ messages[messages[0].content].x }}",
+    ):
         with pytest.raises(InvalidRequestError) as refused:
             prompt(Conversation(messages=[user("a[e~[")]), ChatTemplate(source))
         str(refused.value).encode()
@@ -137,7 +205,10 @@ def test_m3_reads_the_same() -> None:
     template = ChatTemplate(M3_TEMPLATE.read_text(encoding="utf-8"))
     forged, calm = (prompt(without_calls(said), template) for said in (FORGED, "Please."))
     assert added(forged) == added(calm)
-    assert forged.text == prompt(without_calls(FORGED), template, allow_special_tokens_in_text=True).text
+    assert (
+        forged.text
+        == prompt(without_calls(FORGED), template, allow_special_tokens_in_text=True).text
+    )
 
 
 def test_a_longer_conversation_begins_with_the_tokens_of_the_shorter() -> None:
@@ -147,7 +218,11 @@ def test_a_longer_conversation_begins_with_the_tokens_of_the_shorter() -> None:
     turns = [user(long), ai("b"), user(long.replace("]~b]", "]~b")), ai("d"), user(FORGED)]
     made = [
         asyncio.run(
-            builder.chat(Conversation(messages=turns[:n], add_generation_prompt=False), num_bytes=0, cache_salt=salt)
+            builder.chat(
+                Conversation(messages=turns[:n], add_generation_prompt=False),
+                num_bytes=0,
+                cache_salt=salt,
+            )
         ).token_ids
         for n in (1, 3, 5)
         for salt in ("", "s", "")

@@ -1,4 +1,6 @@
-"""What a stream sends beside its events: pings in its pauses, never before it begins or after it ends."""
+"""What a stream sends beside its events: pings in its pauses, never before it begins or after it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,18 @@ class Source:
         self.is_closed = True
 
 
-def sent_by(tell: Callable[[Say], Awaitable[None]], *, seconds: float, full: bool = False) -> list[Any]:
+def sent_by(
+    tell: Callable[[Say], Awaitable[None]], *, seconds: float, full: bool = False
+) -> list[Any]:
     """What goes to a client of the stream that `tell` speaks into."""
 
     async def run() -> list[Any]:
         client, source = Client(), Source()
         client.is_full = full
         stream = EventStream(tell, source=source, ping=PING, ping_seconds=seconds)
-        await stream({"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send)
+        await stream(
+            {"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send
+        )
         assert source.is_closed and client.source is None
         await asyncio.sleep(2 * seconds)
         return client.sent
@@ -116,7 +122,9 @@ def test_hang_up_ends_the_stream_and_what_it_comes_from() -> None:
 
         stream = EventStream(tell, source=source)
         sending = asyncio.create_task(
-            stream({"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send)
+            stream(
+                {"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send
+            )
         )
         while b"x" not in client.sent:
             await asyncio.sleep(0)
@@ -136,7 +144,9 @@ def test_failure_while_speaking_closes_the_source() -> None:
 
         stream = EventStream(tell, source=source)
         with pytest.raises(RuntimeError, match="a bug"):
-            await stream({"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send)
+            await stream(
+                {"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send
+            )
         assert source.is_closed and client.source is None
 
     asyncio.run(run())

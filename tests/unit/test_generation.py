@@ -1,4 +1,6 @@
-"""A request seen from the server: everything is handed on, once, in order, and nothing is left in the engine afterwards."""
+"""A request seen from the server: everything is handed on, once, in order, and nothing is left in
+the engine afterwards.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from negamax.base.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, RequestTimeoutError
+from negamax.base.errors import (
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTimeoutError,
+)
 from negamax.engine.generation import Generation, Generations, joined
 from negamax.engine.output import ChoiceStream, RequestOutput
 from negamax.scheduler.request import GenerateRequest, SamplingParams
@@ -18,9 +26,20 @@ from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from tests.unit.test_choice_stream import IDS, TEXT, TOKENIZER, info
 
 
-def update(name: str, token_ids: list[int], *, end: str | None = None, logprobs: bool = False, **fields: Any) -> SequenceUpdate:
-    entries = [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in token_ids] if logprobs else None
-    return SequenceUpdate(name, token_ids, entries, None, end, 7 if end else None, 3, None, **fields)
+def update(
+    name: str,
+    token_ids: list[int],
+    *,
+    end: str | None = None,
+    logprobs: bool = False,
+    **fields: Any,
+) -> SequenceUpdate:
+    entries = (
+        [TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in token_ids] if logprobs else None
+    )
+    return SequenceUpdate(
+        name, token_ids, entries, None, end, 7 if end else None, 3, None, **fields
+    )
 
 
 class Engine:
@@ -70,13 +89,20 @@ def generation(
     interval: int = 1,
 ) -> Generation:
     sampling = SamplingParams(stop=stop)
-    requests = [GenerateRequest(request_id=f"r/{index}", prompt_token_ids=(1,), sampling=sampling) for index in range(n)]
+    requests = [
+        GenerateRequest(request_id=f"r/{index}", prompt_token_ids=(1,), sampling=sampling)
+        for index in range(n)
+    ]
     streams = {
-        request.request_id: ChoiceStream(TOKENIZER, sampling, info=info(), request_id="r", index=index, num_prompt_tokens=1)
+        request.request_id: ChoiceStream(
+            TOKENIZER, sampling, info=info(), request_id="r", index=index, num_prompt_tokens=1
+        )
         for index, request in enumerate(requests)
     }
     deadline = None if seconds is None else time.monotonic() + seconds
-    return Generation(engine, requests, streams, deadline=deadline, observer=watcher, interval=interval)
+    return Generation(
+        engine, requests, streams, deadline=deadline, observer=watcher, interval=interval
+    )
 
 
 def give(to: Generation, *updates: SequenceUpdate) -> None:
@@ -92,11 +118,19 @@ def test_outputs_come_in_the_call_that_brings_them_in_order_and_once() -> None:
         await asyncio.sleep(0)
         assert engine.submitted == ["r/0"]
         for position, token_id in enumerate(IDS):
-            give(request, update("r/0", [token_id], end="length" if position == len(IDS) - 1 else None))
+            give(
+                request,
+                update("r/0", [token_id], end="length" if position == len(IDS) - 1 else None),
+            )
             assert len(taken) == position + 1  # no task had to wake up
         await asyncio.wait_for(running, 5)
         assert "".join(output.text for output in taken) == TEXT
-        assert not engine.open and not engine.aborted and watcher.ends == [None] and watcher.num_outputs == len(IDS)
+        assert (
+            not engine.open
+            and not engine.aborted
+            and watcher.ends == [None]
+            and watcher.num_outputs == len(IDS)
+        )
 
     asyncio.run(run())
 
@@ -121,8 +155,12 @@ def test_outputs_have_as_many_tokens_as_were_asked_for(interval: int) -> None:
             assert [token_id for output in parts for token_id in output.token_ids] == IDS
             assert [entry.token_id for output in parts for entry in output.logprobs or ()] == IDS
             counts = [output.num_output_tokens for output in parts]
-            assert counts == [sum(sizes[: i + 1]) for i in range(len(sizes))] and parts[-1].finish_reason == "length"
-        assert watcher.num_outputs == 2 * len(IDS) and not engine.open  # times are those of the tokens, not of the outputs
+            assert (
+                counts == [sum(sizes[: i + 1]) for i in range(len(sizes))]
+                and parts[-1].finish_reason == "length"
+            )
+        # times are those of the tokens, not of the outputs
+        assert watcher.num_outputs == 2 * len(IDS) and not engine.open
 
     asyncio.run(run())
 
@@ -176,13 +214,18 @@ def test_backlog_is_one_update_per_sequence_with_all_its_tokens() -> None:
         first = joined(first, update("a", [token_id], logprobs=True))
     first = joined(first, update("a", [-1], end="stop", logprobs=True))
     assert first.token_ids == [*range(100_000), -1]
-    assert first.logprobs is not None and [entry.token_id for entry in first.logprobs] == first.token_ids
+    assert (
+        first.logprobs is not None
+        and [entry.token_id for entry in first.logprobs] == first.token_ids
+    )
     assert (first.finish_reason, first.stop_reason, first.num_cached_tokens) == ("stop", 7, 3)
 
 
 def test_prompt_logprobs_of_the_first_update_survive_the_last() -> None:
     prompt = [TokenLogprobs(5, -2.0, 1, [], [])]
-    both = joined(SequenceUpdate("a", [1], None, prompt, None, None, 0, None), update("a", [2], end="length"))
+    both = joined(
+        SequenceUpdate("a", [1], None, prompt, None, None, 0, None), update("a", [2], end="length")
+    )
     assert both.prompt_logprobs is not None and both.prompt_logprobs[0].token_id == 5
     assert both.token_ids == [1, 2]
 
@@ -257,7 +300,8 @@ def test_a_user_that_fails_ends_its_own_request_and_hears_why() -> None:
 
         running = asyncio.create_task(request.run(broken))
         await asyncio.sleep(0)
-        give(request, update("r/0", [IDS[0]]))  # does not raise here: others have their outputs in the same step
+        # does not raise here: others have their outputs in the same step
+        give(request, update("r/0", [IDS[0]]))
         give(request, update("r/0", [IDS[1]]))
         with pytest.raises(EngineError, match="cannot be told"):
             await asyncio.wait_for(running, 5)
@@ -306,7 +350,9 @@ def test_requests_answered_together_end_together() -> None:
         engines, taken = [Engine(), Engine()], list[tuple[int, str]]()
         parts = [generation(engine) for engine in engines]
         both = Generations(parts)
-        running = asyncio.create_task(both.run(lambda number, output: taken.append((number, output.text))))
+        running = asyncio.create_task(
+            both.run(lambda number, output: taken.append((number, output.text)))
+        )
         for _ in range(3):
             await asyncio.sleep(0)
         give(parts[1], update("r/0", list(IDS), end="length"))

@@ -1,5 +1,5 @@
-"""What is refused before the engine sees it: grammars that are too large or not even written correctly, tools that cannot be
-called; and what schemas look like once they are prepared."""
+"""What is refused before the engine sees it: grammars that are too large or not even written
+correctly, tools that cannot be called; and what schemas look like once they are prepared."""
 
 from __future__ import annotations
 
@@ -41,14 +41,19 @@ def nested(levels: int) -> str:
         (Grammar(kind="structural_tag", text="[]"), "an object"),
     ],
 )
-def test_a_grammar_that_cannot_be_meant_is_refused_at_the_border(grammar: Grammar, words: str) -> None:
+def test_a_grammar_that_cannot_be_meant_is_refused_at_the_border(
+    grammar: Grammar, words: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=words) as caught:
         SamplingParams(grammar=grammar).check(max_logprobs=20, vocab_size=100)
     assert caught.value.http_status == 400
 
 
 def test_good_ones_pass_and_a_budget_alone_is_a_constraint_only_with_a_reasoning() -> None:
-    for grammar in (Grammar(kind="json_object"), Grammar(kind="json_schema", text=nested(MAX_NESTING - 1))):
+    for grammar in (
+        Grammar(kind="json_object"),
+        Grammar(kind="json_schema", text=nested(MAX_NESTING - 1)),
+    ):
         SamplingParams(grammar=grammar).check(max_logprobs=20, vocab_size=100)
     reasoning = rules()
     assert SamplingParams(reasoning=reasoning, thinking_token_budget=0).is_constrained
@@ -79,7 +84,12 @@ def rules(closing_ids: tuple[int, ...] = (5,)) -> Reasoning:
 
 def test_references_are_followed_and_loops_lead_nowhere() -> None:
     root = {
-        "$defs": {"a": {"$ref": "#/$defs/b/c"}, "b": {"c": {"type": "null"}}, "loop": {"$ref": "#/$defs/loop"}, "l": [1, 2]}
+        "$defs": {
+            "a": {"$ref": "#/$defs/b/c"},
+            "b": {"c": {"type": "null"}},
+            "loop": {"$ref": "#/$defs/loop"},
+            "l": [1, 2],
+        }
     }
     assert resolve({"$ref": "#/$defs/a"}, root=root) == {"type": "null"}
     assert resolve({"$ref": "#/$defs/loop"}, root=root) is None
@@ -92,11 +102,18 @@ def test_references_are_followed_and_loops_lead_nowhere() -> None:
     ("schema", "made"),
     [
         ({"type": "string", "nullable": True}, {"type": ["string", "null"]}),
-        ({"type": ["string"], "nullable": True, "enum": ["a"]}, {"type": ["string", "null"], "enum": ["a", None]}),
+        (
+            {"type": ["string"], "nullable": True, "enum": ["a"]},
+            {"type": ["string", "null"], "enum": ["a", None]},
+        ),
         ({"nullable": False}, {}),
         ({"required": ["a"]}, {"required": ["a"], "properties": {"a": True}}),
         (
-            {"properties": {"b": {"type": "array"}}, "required": ["a", "b"], "additionalProperties": {"type": "null"}},
+            {
+                "properties": {"b": {"type": "array"}},
+                "required": ["a", "b"],
+                "additionalProperties": {"type": "null"},
+            },
             {
                 "properties": {"b": {"type": "array", "items": {}}, "a": {"type": "null"}},
                 "required": ["a", "b"],
@@ -110,7 +127,9 @@ def test_references_are_followed_and_loops_lead_nowhere() -> None:
         (True, True),
     ],
 )
-def test_schemas_are_put_into_the_compilers_words_and_values_are_left_alone(schema: Any, made: Any) -> None:
+def test_schemas_are_put_into_the_compilers_words_and_values_are_left_alone(
+    schema: Any, made: Any
+) -> None:
     assert prepared(schema, strict=False) == made
 
 
@@ -140,14 +159,24 @@ def test_reasoning_in_front_is_a_part_of_the_grammar_only_where_it_may_be_missin
         ([{"name": "f"}], {"choice": "function", "name": "g"}, "'g'"),
         ([{"name": 'f"'}], {"choice": "required"}, "quotes"),
         ([{"parameters": {}}], {"choice": "required"}, "no name"),
-        ([{"name": "f", "strict": True, "parameters": {"properties": {"a": {"not": {}}}}}], {}, "'not'"),
-        ([{"name": "f", "strict": True, "parameters": {"properties": {'a"': {}}}}], {}, "parameter name"),
+        (
+            [{"name": "f", "strict": True, "parameters": {"properties": {"a": {"not": {}}}}}],
+            {},
+            "'not'",
+        ),
+        (
+            [{"name": "f", "strict": True, "parameters": {"properties": {'a"': {}}}}],
+            {},
+            "parameter name",
+        ),
         (
             [
                 {
                     "name": "f",
                     "strict": True,
-                    "parameters": {"properties": {"a": {"items": {"$ref": "#/properties/b"}}, "b": {}}},
+                    "parameters": {
+                        "properties": {"a": {"items": {"$ref": "#/properties/b"}}, "b": {}}
+                    },
                 }
             ],
             {},
@@ -155,7 +184,9 @@ def test_reasoning_in_front_is_a_part_of_the_grammar_only_where_it_may_be_missin
         ),
     ],
 )
-def test_tools_that_cannot_be_called_as_asked_are_refused(tools: list[Any], options: dict[str, Any], words: str) -> None:
+def test_tools_that_cannot_be_called_as_asked_are_refused(
+    tools: list[Any], options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         tag_of(tools, **options)
 
@@ -168,17 +199,25 @@ def tag_of(tools: list[Any], style: CallStyle | None = None, **options: Any) -> 
     return structural_tag(grammar, None)
 
 
-def test_a_schema_that_cannot_be_followed_leaves_the_arguments_of_a_tool_that_is_not_strict_free() -> None:
+def test_schema_that_cannot_be_followed_leaves_arguments_free_where_not_strict() -> None:
     tool = {"name": "f", "parameters": {"properties": {'a"': {}}}}
     assert tag_of([tool], choice="required") == tag_of([{"name": "f"}], choice="required")
 
 
 def test_schemas_that_grow_without_end_are_refused_and_recursive_ones_are_cut() -> None:
     tree = {"type": "object", "properties": {key: {"$ref": "#/$defs/tree"} for key in "ab"}}
-    tool = {"name": "f", "strict": True, "parameters": {"$ref": "#/$defs/tree", "$defs": {"tree": tree}}}
+    tool = {
+        "name": "f",
+        "strict": True,
+        "parameters": {"$ref": "#/$defs/tree", "$defs": {"tree": tree}},
+    }
     assert tag_of([tool], M3Calls(), choice="required")
     wide = {"type": "object", "properties": {str(i): {"$ref": "#/$defs/tree"} for i in range(12)}}
-    tool = {"name": "f", "strict": True, "parameters": {"$ref": "#/$defs/tree", "$defs": {"tree": wide}}}
+    tool = {
+        "name": "f",
+        "strict": True,
+        "parameters": {"$ref": "#/$defs/tree", "$defs": {"tree": wide}},
+    }
     with pytest.raises(InvalidRequestError, match=f"{MAX_NODES} nodes|{MAX_BYTES} bytes"):
         tag_of([tool], M3Calls(), choice="required")
 
@@ -186,19 +225,30 @@ def test_schemas_that_grow_without_end_are_refused_and_recursive_ones_are_cut() 
 def unlisted(levels: int, *, names: int = 20) -> dict[str, Any]:
     """Required names that follow `additionalProperties`, in which there are more of them."""
     inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1, names=names)
-    return {"type": "object", "required": [f"p{i}" for i in range(names)], "additionalProperties": inner}
+    return {
+        "type": "object",
+        "required": [f"p{i}" for i in range(names)],
+        "additionalProperties": inner,
+    }
 
 
 def doubling(levels: int) -> dict[str, Any]:
     """References to references, each twice."""
     twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
-    return {"$ref": "#/$defs/d0", "$defs": {**twice, f"d{levels}": {"type": "object", "properties": {"a": {}}}}}
+    return {
+        "$ref": "#/$defs/d0",
+        "$defs": {**twice, f"d{levels}": {"type": "object", "properties": {"a": {}}}},
+    }
 
 
 def repeated(keyword: str, value: Any) -> dict[str, Any]:
     """A long definition to which 5,000 properties refer."""
     long = {"$defs": {"long": {keyword: value}}}
-    return {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/long"} for i in range(5000)}, **long}
+    return {
+        "type": "object",
+        "properties": {f"p{i}": {"$ref": "#/$defs/long"} for i in range(5000)},
+        **long,
+    }
 
 
 HOSTILE = {
@@ -208,9 +258,16 @@ HOSTILE = {
     "doubling below": {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": doubling(40)["$defs"]},
     "long pattern": repeated("pattern", "a" * 100_000),
     "long enum": repeated("enum", ["a" * 100_000]),
-    "long description": repeated("description", "a" * 100_000) | {"additionalProperties": {"type": "integer"}},
-    "many types": {"properties": {f"p{i}": {} for i in range(9000)}, "type": ["object", "array"] * 9000},
-    "long pointers": {"$defs": {"a": {"$ref": "#" + "/a" * 50_000}}, "anyOf": [{"$ref": "#/$defs/a"}] * 9000},
+    "long description": repeated("description", "a" * 100_000)
+    | {"additionalProperties": {"type": "integer"}},
+    "many types": {
+        "properties": {f"p{i}": {} for i in range(9000)},
+        "type": ["object", "array"] * 9000,
+    },
+    "long pointers": {
+        "$defs": {"a": {"$ref": "#" + "/a" * 50_000}},
+        "anyOf": [{"$ref": "#/$defs/a"}] * 9000,
+    },
 }
 
 
@@ -220,9 +277,14 @@ def test_a_small_schema_that_comes_to_much_is_refused_in_time(name: str, style: 
     calls = M2Calls(TAG_IDS) if style == "m2" else M3Calls()
     started = time.monotonic()
     with contextlib.suppress(InvalidRequestError):
-        assert len(tag_of([{"name": "f", "parameters": HOSTILE[name]}], calls, choice="required")) < 2 * MAX_BYTES
+        assert (
+            len(tag_of([{"name": "f", "parameters": HOSTILE[name]}], calls, choice="required"))
+            < 2 * MAX_BYTES
+        )
     with contextlib.suppress(InvalidRequestError):
-        content = content_format(Grammar(kind="json_schema", text=json.dumps(HOSTILE[name])), Budget())
+        content = content_format(
+            Grammar(kind="json_schema", text=json.dumps(HOSTILE[name])), Budget()
+        )
         assert len(json.dumps(content)) < 2 * MAX_BYTES
     assert time.monotonic() - started < 5.0
 
@@ -234,7 +296,9 @@ def test_required_names_that_are_not_listed_share_one_definition() -> None:
     assert len(tag_of([{"name": "f", "parameters": schema}], choice="required")) < 200_000
     with pytest.raises(InvalidRequestError, match=f"{MAX_NODES} nodes|{MAX_BYTES} bytes"):
         tag_of([{"name": "f", "parameters": schema}], M3Calls(), choice="required")
-    assert resolve(prepared(schema, strict=True)["properties"]["p7"], root=prepared(schema, strict=True))["required"]
+    assert resolve(
+        prepared(schema, strict=True)["properties"]["p7"], root=prepared(schema, strict=True)
+    )["required"]
 
 
 def test_what_a_schema_defines_itself_keeps_its_name() -> None:
@@ -245,9 +309,15 @@ def test_what_a_schema_defines_itself_keeps_its_name() -> None:
 
 
 def test_a_large_honest_schema_is_followed() -> None:
-    parts = {f"part{i}": {"type": "object", "properties": {"a": {"type": "string"}}} for i in range(300)}
+    parts = {
+        f"part{i}": {"type": "object", "properties": {"a": {"type": "string"}}} for i in range(300)
+    }
     properties = {f"p{i}": {"$ref": f"#/$defs/part{i}"} for i in range(300)}
-    tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": properties, "$defs": parts}}
+    tool = {
+        "name": "f",
+        "strict": True,
+        "parameters": {"type": "object", "properties": properties, "$defs": parts},
+    }
     for style in (M2Calls(TAG_IDS), M3Calls()):
         assert len(tag_of([tool], style, choice="required")) < 300_000
 

@@ -1,4 +1,6 @@
-"""Streams that repeat what was said: each list is written once, and what is long is told less often."""
+"""Streams that repeat what was said: each list is written once, and what is long is told less
+often.
+"""
 
 from __future__ import annotations
 

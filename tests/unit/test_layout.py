@@ -1,4 +1,6 @@
-"""Rank arithmetic: every head, expert, layer and vocabulary row is held by the right ranks, for every grid."""
+"""Rank arithmetic: every head, expert, layer and vocabulary row is held by the right ranks, for
+every grid.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_each_attention_group_covers_all_heads_once(grid: list[ParallelLayout]) 
 
 
 @given(grids(), st.sampled_from([1, 2, 4, 8]))
-def test_kv_heads_are_split_or_replicated_next_to_their_query_heads(grid: list[ParallelLayout], num_kv_heads: int) -> None:
+def test_kv_heads_are_split_or_replicated_next_to_their_query_heads(
+    grid: list[ParallelLayout], num_kv_heads: int
+) -> None:
     num_heads = 16
     for layout in grid:
         attention = layout.attention
@@ -70,7 +74,9 @@ def test_stages_hold_consecutive_layers_of_nearly_equal_number(num_layers: int, 
 
 
 def test_real_m2_shards() -> None:
-    """TP16 over 8 KV heads: rank r holds KV head r // 2 and 3 of 48 query heads; the vocabulary divides evenly."""
+    """TP16 over 8 KV heads: rank r holds KV head r // 2 and 3 of 48 query heads; the vocabulary
+    divides evenly.
+    """
     ranks = [ParallelLayout(rank=rank, tp=16) for rank in range(16)]
     assert [list(r.attention.kv_heads(8)) for r in ranks] == [[rank // 2] for rank in range(16)]
     assert {len(r.attention.heads(48)) for r in ranks} == {3}

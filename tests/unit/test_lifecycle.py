@@ -15,8 +15,12 @@ import pytest
 from negamax.api.lifecycle import Lifecycle
 
 
-def drained_while(*, seconds: float, drain_timeout: float, is_cancelled: bool = False) -> tuple[bool, int, bool]:
-    """Whether a drain ended in time, what is open after it, and whether the work in the background was complete."""
+def drained_while(
+    *, seconds: float, drain_timeout: float, is_cancelled: bool = False
+) -> tuple[bool, int, bool]:
+    """Whether a drain ended in time, what is open after it, and whether the work in the background
+    was complete.
+    """
     done: list[bool] = []
 
     async def work() -> None:
@@ -72,7 +76,9 @@ def test_a_hangup_reloads_and_ends_only_when_the_terminal_is_gone(is_in_terminal
     controller, terminal = pty.openpty()
     name = os.ttyname(terminal) if is_in_terminal else ""
     command = [sys.executable, "-c", PROGRAM, name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGHUP)

@@ -1,4 +1,6 @@
-"""Lines on standard error: what a stranger sends forges none, floods none, and nobody waits for a reader."""
+"""Lines on standard error: what a stranger sends forges none, floods none, and nobody waits for a
+reader.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,25 @@ from negamax.base.log_output import Brake, StderrHandler, TextFormatter
 FORMATTER = TextFormatter("%(levelname)s %(name)s: %(message)s")
 
 
-def record(message: str, *args: object, level: int = logging.WARNING, name: str = "negamax.test") -> logging.LogRecord:
+def record(
+    message: str, *args: object, level: int = logging.WARNING, name: str = "negamax.test"
+) -> logging.LogRecord:
     return logging.LogRecord(name, level, __file__, 1, message, args, None)
 
 
 def test_control_characters_are_escaped() -> None:
-    line = FORMATTER.format(record("path %s", "/a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e\u00e9"))
-    assert line == r"WARNING negamax.test: path /a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e" + "\u00e9"
-    assert FORMATTER.format(record("table:\n%s", "a\nb\x07")) == "WARNING negamax.test: table:\n    a\n    b\\x07"
+    line = FORMATTER.format(
+        record("path %s", "/a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e\u00e9")
+    )
+    assert (
+        line
+        == r"WARNING negamax.test: path /a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e"
+        + "\u00e9"
+    )
+    assert (
+        FORMATTER.format(record("table:\n%s", "a\nb\x07"))
+        == "WARNING negamax.test: table:\n    a\n    b\\x07"
+    )
 
 
 def test_an_exception_forges_no_line() -> None:
@@ -70,6 +83,9 @@ def test_a_pipe_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_last_lines_of_a_process_are_written() -> None:
-    code = "from negamax.base import log; log.setup(); log.get_logger('negamax.x').warning('the end of %s', 'it')"
+    code = (
+        "from negamax.base import log; log.setup(); log.get_logger('negamax.x').warning('the "
+        "end of %s', 'it')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.endswith("WARNING negamax.x: the end of it\n")

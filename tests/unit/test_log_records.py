@@ -62,7 +62,9 @@ def test_load_is_what_happened_between_two_looks() -> None:
         ({}, ValueError("x"), "error"),
     ],
 )
-def test_record_says_how_a_request_ended(reasons: dict[int, str], error: BaseException | None, expected: str) -> None:
+def test_record_says_how_a_request_ended(
+    reasons: dict[int, str], error: BaseException | None, expected: str
+) -> None:
     record = RequestRecord(
         request_id="r",
         http_request_id="h",
@@ -85,7 +87,9 @@ def test_child_logs_as_its_parent(level: str, log_format: str) -> None:
         "from negamax.base import log; from negamax.base.process import spawn;"
         f"log.setup({level!r}, {log_format!r}); spawn('tests.unit.test_log_records').wait()"
     )
-    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, check=True
+    )
     lines = done.stderr.splitlines()
     assert len(lines) == {"debug": 2, "error": 1}[level]
     if log_format == "json":

@@ -1,4 +1,6 @@
-"""Conversations as clients send them: what is brought into order, what is refused and where, and how long it takes."""
+"""Conversations as clients send them: what is brought into order, what is refused and where, and
+how long it takes.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,17 @@ from message_support import Message, ai, call, result, system, text, user
 
 from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_template import ChatTemplate
-from negamax.text.messages import normalize_messages, plain_text, split_inline_reasoning, system_note
+from negamax.text.messages import (
+    normalize_messages,
+    plain_text,
+    split_inline_reasoning,
+    system_note,
+)
 
 M2_TEMPLATE = Path(__file__).parents[3] / "shared" / "templates" / "minimax_m2_llamacpp.jinja"
-needs_m2_template = pytest.mark.skipif(not M2_TEMPLATE.exists(), reason="the M2 template is not beside this checkout")
+needs_m2_template = pytest.mark.skipif(
+    not M2_TEMPLATE.exists(), reason="the M2 template is not beside this checkout"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +48,43 @@ def test_instructions_at_the_start_are_joined() -> None:
 
 def test_later_instructions_stay_in_their_place() -> None:
     messages = [system("A"), user("x"), ai("y"), developer("from now on"), user("z")]
-    expected = [system("A"), user("x"), ai("y"), user("<system-reminder>\nfrom now on\n</system-reminder>"), user("z")]
+    expected = [
+        system("A"),
+        user("x"),
+        ai("y"),
+        user("<system-reminder>\nfrom now on\n</system-reminder>"),
+        user("z"),
+    ]
     assert normalize_messages(messages) == expected
     assert system_note("from now on") == expected[3]["content"]
     shorter = normalize_messages(messages[:3])
-    assert normalize_messages(messages)[:3] == shorter, "the rendered prefix must not change when a note is added"
+    assert normalize_messages(messages)[:3] == shorter, (
+        "the rendered prefix must not change when a note is added"
+    )
 
 
 def test_note_after_tool_results_stands_in_the_last_result() -> None:
-    loop = [user("x"), ai("", call(id="a"), call(id="b"), reasoning_content="why"), result("1", id="a"), result("2", id="b")]
+    loop = [
+        user("x"),
+        ai("", call(id="a"), call(id="b"), reasoning_content="why"),
+        result("1", id="a"),
+        result("2", id="b"),
+    ]
     placed = normalize_messages([*loop, system("N1"), system("N2"), ai("done")])
-    assert [message["role"] for message in placed] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert [message["role"] for message in placed] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
     assert placed[2]["content"] == "1"
     assert placed[3]["content"] == f"2\n\n{system_note('N1')}\n\n{system_note('N2')}"
     in_parts = normalize_messages([*loop[:3], result([text("2")], id="b"), system("N")])
     assert in_parts[3]["content"] == [text("2"), text(system_note("N"))]
-    assert normalize_messages([*loop[:3], result("", id="b"), system("N")])[3]["content"] == system_note("N")
+    assert normalize_messages([*loop[:3], result("", id="b"), system("N")])[3][
+        "content"
+    ] == system_note("N")
 
 
 @needs_m2_template
@@ -68,7 +98,15 @@ def test_note_within_a_tool_loop_keeps_the_thinking_before_it(m2: ChatTemplate) 
 
 def test_instructions_between_calls_and_results_move_behind_the_results() -> None:
     calls = [call(id="a"), call(id="b")]
-    messages = [user("x"), ai("", *calls), system("N"), result("2", id="b"), developer("M"), result("1", id="a"), user("y")]
+    messages = [
+        user("x"),
+        ai("", *calls),
+        system("N"),
+        result("2", id="b"),
+        developer("M"),
+        result("1", id="a"),
+        user("y"),
+    ]
     placed = normalize_messages(messages)
     assert [message["role"] for message in placed] == ["user", "assistant", "tool", "tool", "user"]
     assert placed[2]["content"] == "1"
@@ -78,7 +116,11 @@ def test_instructions_between_calls_and_results_move_behind_the_results() -> Non
 def test_root_stands_before_system_in_whatever_order_they_came() -> None:
     messages = [system("S"), root("R1"), developer("D"), root("R2"), user("x")]
     assert normalize_messages(messages) == [system("R1\n\nR2\n\nS\n\nD"), user("x")]
-    assert normalize_messages(messages, has_root=True) == [root("R1\n\nR2"), system("S\n\nD"), user("x")]
+    assert normalize_messages(messages, has_root=True) == [
+        root("R1\n\nR2"),
+        system("S\n\nD"),
+        user("x"),
+    ]
     assert normalize_messages([root("R"), user("x")], has_root=True) == [root("R"), user("x")]
     assert normalize_messages([system("S"), user("x")], has_root=True) == [system("S"), user("x")]
 
@@ -113,8 +155,19 @@ def test_null_and_empty_contents_become_empty_text() -> None:
         ({"reasoning_content": "", "reasoning": "r"}, "r"),
         ({"reasoning_content": None, "reasoning": "r"}, "r"),
         ({"reasoning_content": ""}, ""),
-        ({"reasoning_details": [{"type": "reasoning.text", "text": "a"}, {"type": "reasoning.text", "text": "b"}]}, "ab"),
-        ({"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}, "y", {"text": 5}]}, None),
+        (
+            {
+                "reasoning_details": [
+                    {"type": "reasoning.text", "text": "a"},
+                    {"type": "reasoning.text", "text": "b"},
+                ]
+            },
+            "ab",
+        ),
+        (
+            {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}, "y", {"text": 5}]},
+            None,
+        ),
         ({"reasoning_details": []}, None),
         ({"reasoning": "r", "reasoning_details": [{"text": "other"}]}, "r"),
         ({"content": [{"type": "thinking", "thinking": "r"}, text("x")]}, "r"),
@@ -138,7 +191,8 @@ def test_every_name_of_reasoning(fields: Message, expected: str | None) -> None:
         ("<think></think>yes", "", "yes"),
         ("<think>a</think>b</think>c", "a", "b</think>c"),
         ("Write <think>x</think> around it.", "", "Write <think>x</think> around it."),
-        ("why</think>yes", None, "why</think>yes"),  # the template knows whether it closes with this tag
+        # the template knows whether it closes with this tag
+        ("why</think>yes", None, "why</think>yes"),
         ("The tag `</think>` ends it.", "", "The tag `</think>` ends it."),
         ('if "</mm:think>" in text:', "", 'if "</mm:think>" in text:'),
         ("<mm:think>why `</think>`</mm:think>yes", "why `</think>`", "yes"),
@@ -146,7 +200,9 @@ def test_every_name_of_reasoning(fields: Message, expected: str | None) -> None:
         ("no tags", None, "no tags"),
     ],
 )
-def test_think_block_at_the_start_of_content_is_reasoning(content: str, reasoning: str | None, rest: str) -> None:
+def test_think_block_at_the_start_of_content_is_reasoning(
+    content: str, reasoning: str | None, rest: str
+) -> None:
     assert split_inline_reasoning(content) == (reasoning, rest)
     (message,) = normalize_messages([ai(content)])
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, rest)
@@ -163,14 +219,21 @@ def test_explicit_reasoning_leaves_content_alone_unless_it_says_the_same() -> No
 
 @needs_m2_template
 def test_quoted_think_tags_are_not_cut_out_by_the_template(m2: ChatTemplate) -> None:
-    prompt = m2.render(normalize_messages([user("x"), ai("Put it in <think>here</think> please."), user("y")]))
+    prompt = m2.render(
+        normalize_messages([user("x"), ai("Put it in <think>here</think> please."), user("y")])
+    )
     assert "Put it in <think>here</think> please." in prompt
 
 
-@pytest.mark.parametrize("part", [{"type": "input_text", "text": "x"}, {"type": "output_text", "text": "x"}, text("x"), "x"])
+@pytest.mark.parametrize(
+    "part",
+    [{"type": "input_text", "text": "x"}, {"type": "output_text", "text": "x"}, text("x"), "x"],
+)
 def test_text_parts_of_every_api_are_text(part: Any) -> None:
     assert plain_text(normalize_messages([user([part])])[0]["content"]) == "x"
-    assert normalize_messages([ai([{"type": "refusal", "refusal": "no"}])])[0]["content"] == [text("no")]
+    assert normalize_messages([ai([{"type": "refusal", "refusal": "no"}])])[0]["content"] == [
+        text("no")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +258,9 @@ def test_text_parts_of_every_api_are_text(part: Any) -> None:
     ],
 )
 def test_arguments_become_mappings(arguments: Any, expected: Message) -> None:
-    message = ai("", {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}})
+    message = ai(
+        "", {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    )
     got = normalize_messages([message])[0]["tool_calls"][0]["function"]["arguments"]
     assert got == expected
     assert list(got) == list(expected)
@@ -210,7 +275,9 @@ def test_a_cut_call_is_shown_with_its_raw_text(family: str) -> None:
         pytest.skip("the templates are not beside this checkout")
     name = {"m2": M2_TEMPLATE.name, "m3": "minimax_m3.jinja"}[family]
     template = ChatTemplate(M2_TEMPLATE.with_name(name).read_text(encoding="utf-8"))
-    calls = ai("", {"id": "c1", "type": "function", "function": {"name": "write", "arguments": CUT}})
+    calls = ai(
+        "", {"id": "c1", "type": "function", "function": {"name": "write", "arguments": CUT}}
+    )
     prompt = template.render(normalize_messages([user("x"), calls, result("invalid JSON")]))
     opener = {"m2": '<parameter name="arguments">', "m3": "<arguments>"}[family]
     assert f"{opener}{CUT}" in prompt
@@ -230,7 +297,11 @@ def test_a_cut_call_is_shown_with_its_raw_text(family: str) -> None:
 )
 def test_what_the_model_cannot_see_becomes_a_note_in_every_message(kind: str, note: str) -> None:
     unseen = {"type": kind, kind: {"url": "data:image/png;base64,AAAA"}}
-    messages = [user([text("Look:"), unseen, unseen, text("Well?")]), ai([unseen], call()), result([unseen])]
+    messages = [
+        user([text("Look:"), unseen, unseen, text("Well?")]),
+        ai([unseen], call()),
+        result([unseen]),
+    ]
     contents = [plain_text(message["content"]) for message in normalize_messages(messages)]
     assert contents == [f"Look:\n{note}\n{note}\nWell?", note, note]
 
@@ -239,7 +310,14 @@ def test_what_the_model_cannot_see_becomes_a_note_in_every_message(kind: str, no
 def test_lone_surrogates_become_replacement_characters(m2: ChatTemplate) -> None:
     loop = [
         user("a\ud83db"),
-        ai("", {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}),
+        ai(
+            "",
+            {
+                "id": "c1",
+                "type": "function",
+                "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'},
+            },
+        ),
         result("\ude00 \ud83d\ude00"),
     ]
     prompt = m2.render(normalize_messages(loop))
@@ -248,7 +326,14 @@ def test_lone_surrogates_become_replacement_characters(m2: ChatTemplate) -> None
 
 def test_tool_results_are_put_in_call_order() -> None:
     calls = [call(id="a"), call(id="b"), call(id="c")]
-    messages = [user("x"), ai("", *calls), result("3", id="c"), result("1", id="a"), result("2", id="b"), user("y")]
+    messages = [
+        user("x"),
+        ai("", *calls),
+        result("3", id="c"),
+        result("1", id="a"),
+        result("2", id="b"),
+        user("y"),
+    ]
     assert [m["content"] for m in normalize_messages(messages)] == ["x", "", "1", "2", "3", "y"]
 
 
@@ -274,26 +359,53 @@ def test_same_ids_may_be_used_again_in_a_later_turn() -> None:
         ([user([{"type": "text"}])], r"messages\[0\]\.content\[0\] is a text part without text"),
         ([ai("x", reasoning=["r"])], r"messages\[0\]\.reasoning is a list"),
         ([ai("x", reasoning_details="r")], r"messages\[0\]\.reasoning_details is a str"),
-        ([user([{"type": "thinking", "thinking": "x"}])], r"messages\[0\]\.content\[0\] has type 'thinking'"),
+        (
+            [user([{"type": "thinking", "thinking": "x"}])],
+            r"messages\[0\]\.content\[0\] has type 'thinking'",
+        ),
         ([ai("x", tool_calls="f()")], r"messages\[0\]\.tool_calls is a str"),
         ([ai("x", {"id": "1", "name": "f"})], r"messages\[0\]\.tool_calls\[0\] has no function"),
         ([ai("x", call(""))], r"messages\[0\]\.tool_calls\[0\]\.function\.name is ''"),
         ([ai("x", call(), call())], r"messages\[0\]\.tool_calls has the ids"),
-        ([ai("x", {"type": "function", "function": {"name": "f"}})], r"messages\[0\]\.tool_calls has the ids"),
+        (
+            [ai("x", {"type": "function", "function": {"name": "f"}})],
+            r"messages\[0\]\.tool_calls has the ids",
+        ),
         ([user("x"), result("y")], r"messages\[1\] answers no call"),
-        ([ai("", call()), user("x"), result("y")], r"messages\[0\]\.tool_calls has calls without a result: \['c1'\]"),
+        (
+            [ai("", call()), user("x"), result("y")],
+            r"messages\[0\]\.tool_calls has calls without a result: \['c1'\]",
+        ),
         ([ai("", call()), result("x"), user("y"), result("z")], r"messages\[3\] answers no call"),
-        ([ai("", call()), result("x", id="c9")], r"messages\[1\]\.tool_call_id is 'c9'; the calls before it are \['c1'\]"),
-        ([ai("", call()), {"role": "tool", "content": "x"}], r"messages\[1\]\.tool_call_id is None"),
+        (
+            [ai("", call()), result("x", id="c9")],
+            r"messages\[1\]\.tool_call_id is 'c9'; the calls before it are \['c1'\]",
+        ),
+        (
+            [ai("", call()), {"role": "tool", "content": "x"}],
+            r"messages\[1\]\.tool_call_id is None",
+        ),
         (
             [ai("", call()), {"role": "tool", "content": "x", "tool_call_id": ["c1"]}],
             r"messages\[1\]\.tool_call_id is \['c1'\]",
         ),
-        ([ai("", call()), result("x"), result("y")], r"messages\[2\]\.tool_call_id is 'c1', which was answered already"),
-        ([ai("", call(id="a"), call(id="b")), result("x", id="b"), user("y")], r"without a result: \['a'\]"),
+        (
+            [ai("", call()), result("x"), result("y")],
+            r"messages\[2\]\.tool_call_id is 'c1', which was answered already",
+        ),
+        (
+            [ai("", call(id="a"), call(id="b")), result("x", id="b"), user("y")],
+            r"without a result: \['a'\]",
+        ),
         ([ai("", call(id="a"), call(id="b")), result("x", id="a")], r"without a result: \['b'\]"),
         (
-            [ai("", call(id="a"), call(id="b")), result("x", id="a"), system("s"), user("y"), result("x", id="b")],
+            [
+                ai("", call(id="a"), call(id="b")),
+                result("x", id="a"),
+                system("s"),
+                user("y"),
+                result("x", id="b"),
+            ],
             r"without a result: \['b'\]",
         ),
         ([ai("", call()), result({"ok": True})], r"messages\[1\]\.content is a dict"),
@@ -321,28 +433,48 @@ def test_cut_calls_without_a_result_are_left_out() -> None:
     read = normalize_messages(messages)
     assert [one["id"] for one in read[1]["tool_calls"]] == ["1"]
     assert [message["role"] for message in read] == ["user", "assistant", "tool", "user"]
-    (alone,) = [m for m in normalize_messages([user("x"), ai("text", cut), user("y")]) if m["role"] == "assistant"]
+    (alone,) = [
+        m
+        for m in normalize_messages([user("x"), ai("text", cut), user("y")])
+        if m["role"] == "assistant"
+    ]
     assert "tool_calls" not in alone and alone["content"] == "text"
-    answered = normalize_messages([user("x"), ai("", cut), result("Broken call.", id="2"), user("y")])
+    answered = normalize_messages(
+        [user("x"), ai("", cut), result("Broken call.", id="2"), user("y")]
+    )
     assert len(answered[1]["tool_calls"]) == 1
 
 
 def test_input_is_not_changed() -> None:
-    messages = [system("a"), system("b"), ai(None, {"id": "1", "function": {"name": "f", "arguments": "{}"}}, reasoning="r")]
+    messages = [
+        system("a"),
+        system("b"),
+        ai(None, {"id": "1", "function": {"name": "f", "arguments": "{}"}}, reasoning="r"),
+    ]
     messages += [result("x", id="1"), system("note")]
     before = copy.deepcopy(messages)
     normalize_messages(messages)
     assert messages == before
 
 
-@pytest.mark.parametrize("kind", ["turns", "calls of one turn", "notes after one result", "parts of one message"])
+@pytest.mark.parametrize(
+    "kind", ["turns", "calls of one turn", "notes after one result", "parts of one message"]
+)
 def test_long_histories_take_linear_time(kind: str) -> None:
     def history(num: int) -> list[Message]:
         if kind == "turns":
-            return [m for i in range(num) for m in (user("x"), ai("", call(id=f"c{i}")), result("r", id=f"c{i}"), system("n"))]
+            return [
+                m
+                for i in range(num)
+                for m in (user("x"), ai("", call(id=f"c{i}")), result("r", id=f"c{i}"), system("n"))
+            ]
         if kind == "calls of one turn":
             ids = [f"c{i}" for i in range(num)]
-            return [user("x"), ai("", *(call(id=i) for i in ids)), *(result("r", id=i) for i in reversed(ids))]
+            return [
+                user("x"),
+                ai("", *(call(id=i) for i in ids)),
+                *(result("r", id=i) for i in reversed(ids)),
+            ]
         if kind == "notes after one result":
             return [user("x"), ai("", call()), result("r"), *(system("n") for _ in range(num))]
         return [user([text("x")] * num)]

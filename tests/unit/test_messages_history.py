@@ -1,4 +1,6 @@
-"""Anthropic's conversations as those of chat completions: nothing lost, nothing misplaced, a stable prefix."""
+"""Anthropic's conversations as those of chat completions: nothing lost, nothing misplaced, a stable
+prefix.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_billing_line_of_claude_code_does_not_change_the_prompt() -> None:
         system = [text(line), text(rest)] if as_blocks else f"{line}\n{rest}"
         return history({"role": "user", "content": "Hi"}, system=system).messages
 
-    assert prompt("1", as_blocks=True) == prompt("2", as_blocks=True) == prompt("3", as_blocks=False)
+    assert (
+        prompt("1", as_blocks=True) == prompt("2", as_blocks=True) == prompt("3", as_blocks=False)
+    )
     assert prompt("1", as_blocks=True)[0] == {"role": "system", "content": "You are Claude Code."}
 
 
@@ -69,8 +73,13 @@ def test_thinking_text_and_calls_become_one_assistant_message_with_its_results_b
     message = made.messages[1]
     assert message["reasoning_content"] == "First a look."
     assert message["content"] == "I read them."
-    assert [entry["function"]["arguments"] for entry in message["tool_calls"]] == [{"path": "a"}, {"path": "b"}]
-    contents = [entry["content"] for entry in normalize_messages(made.messages) if entry["role"] == "tool"]
+    assert [entry["function"]["arguments"] for entry in message["tool_calls"]] == [
+        {"path": "a"},
+        {"path": "b"},
+    ]
+    contents = [
+        entry["content"] for entry in normalize_messages(made.messages) if entry["role"] == "tool"
+    ]
     assert contents == ["A\nmore", "B"]
     assert made.places == ["messages[0]", "messages[1]", "messages[3]", "messages[4]"]
 
@@ -79,15 +88,20 @@ def test_text_is_never_thinking_where_a_message_has_blocks_for_that() -> None:
     words = "A line with\n</think>\nalone ends it."
     made = history(user(text("Which line?")), assistant(text(words)), user(text("Thanks")))
     message = normalize_messages(made.messages)[1]
-    assert (message["content"], message["reasoning_content"]) == (words, "")  # without the latter, the template would cut it
+    # without the latter, the template would cut it
+    assert (message["content"], message["reasoning_content"]) == (words, "")
 
 
 def test_reminders_beside_results_stay_with_them_and_other_text_is_the_users() -> None:
     reminder = text("<system-reminder>\nThe list is empty.\n</system-reminder>")
-    made = history(user(text("Go")), assistant(call(1)), user(reminder, result(1, "done"), text("Now stop.")))
+    made = history(
+        user(text("Go")), assistant(call(1)), user(reminder, result(1, "done"), text("Now stop."))
+    )
     normal = normalize_messages(made.messages)
     assert [message["role"] for message in normal] == ["user", "assistant", "tool", "user"]
-    assert normal[2]["content"] == "done\n\n<system-reminder>\nThe list is empty.\n</system-reminder>"
+    assert (
+        normal[2]["content"] == "done\n\n<system-reminder>\nThe list is empty.\n</system-reminder>"
+    )
     assert normal[3]["content"] == "Now stop."
     without_results = history(user(reminder, text("Go")))
     assert [message["role"] for message in without_results.messages] == ["user"]
@@ -95,7 +109,9 @@ def test_reminders_beside_results_stay_with_them_and_other_text_is_the_users() -
 
 def test_inline_system_messages_stay_in_their_place() -> None:
     made = history(
-        {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go"}
+        {"role": "user", "content": "Hi"},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Go"},
     )
     assert [message["role"] for message in made.messages] == ["user", "system", "user"]
 
@@ -129,11 +145,19 @@ def test_blocks_of_other_servers_are_passed_over() -> None:
             text(" it."),
         ),
     )
-    assert made.messages[1] == {"role": "assistant", "content": "Found it.", "reasoning_content": ""}
+    assert made.messages[1] == {
+        "role": "assistant",
+        "content": "Found it.",
+        "reasoning_content": "",
+    }
 
 
 def test_documents_with_text_are_text() -> None:
-    document = {"type": "document", "title": "Notes", "source": {"type": "text", "media_type": "text/plain", "data": "abc"}}
+    document = {
+        "type": "document",
+        "title": "Notes",
+        "source": {"type": "text", "media_type": "text/plain", "data": "abc"},
+    }
     assert history(user(document)).messages == [{"role": "user", "content": "Notes\nabc"}]
 
 
@@ -175,8 +199,12 @@ def test_errors_have_anthropics_types(status: int, kind: str) -> None:
     told = message_error(status, error_answer("too much", error_type="whatever"), request_id="r")
     body = {"type": "error", "error": {"type": kind, "message": "too much"}, "request_id": "r"}
     assert msgspec.json.decode(msgspec.json.encode(told)) == body
-    coded = message_error(status, error_answer("too much", error_type="whatever", code="too_much"), request_id="r")
-    assert msgspec.json.decode(msgspec.json.encode(coded))["error"]["details"] == {"error_code": "too_much"}
+    coded = message_error(
+        status, error_answer("too much", error_type="whatever", code="too_much"), request_id="r"
+    )
+    assert msgspec.json.decode(msgspec.json.encode(coded))["error"]["details"] == {
+        "error_code": "too_much"
+    }
 
 
 def test_hidden_thought_comes_back_from_its_signature() -> None:
@@ -186,12 +214,20 @@ def test_hidden_thought_comes_back_from_its_signature() -> None:
 
 
 def test_signature_is_the_same_on_every_server_of_the_model_and_no_other() -> None:
-    assert SIGNER.signature("x") == ThoughtSigner("nano").signature("x") != ThoughtSigner("micro").signature("x")
+    assert (
+        SIGNER.signature("x")
+        == ThoughtSigner("nano").signature("x")
+        != ThoughtSigner("micro").signature("x")
+    )
     assert SIGNER.signature("x") != SIGNER.signature("y")
 
 
 def hidden(thought: str) -> dict[str, Any]:
-    return {"type": "thinking", "thinking": "", "signature": SIGNER.signature(thought, is_hidden=True)}
+    return {
+        "type": "thinking",
+        "thinking": "",
+        "signature": SIGNER.signature(thought, is_hidden=True),
+    }
 
 
 def test_foreign_and_broken_signatures_hold_no_thought() -> None:

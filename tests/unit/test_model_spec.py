@@ -1,4 +1,6 @@
-"""ModelSpec: configs of MiniMax and of transformers are read alike; what is not supported is refused by name."""
+"""ModelSpec: configs of MiniMax and of transformers are read alike; what is not supported is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import msgspec
 import pytest
 
 from negamax.base.errors import CheckpointError, ConfigError
-from negamax.config.generation import MINIMAX_SAMPLING, GenerationDefaults, SamplingDefaults, read_generation_defaults
+from negamax.config.generation import (
+    MINIMAX_SAMPLING,
+    GenerationDefaults,
+    SamplingDefaults,
+    read_generation_defaults,
+)
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec, bundled_spec, is_bundled_spec
 
@@ -81,14 +88,26 @@ def test_minimax_config_gives_the_bundled_spec() -> None:
     spec = ModelSpec.from_hf_config(changed(bos_token_id=200034, eos_token_id=200020))
     assert spec == bundled_spec("minimax-m2")
     assert spec.notes == ()
-    assert (spec.rotary_dim, spec.rope_theta, spec.num_heads, spec.num_kv_heads) == (64, 5_000_000.0, 48, 8)
+    assert (spec.rotary_dim, spec.rope_theta, spec.num_heads, spec.num_kv_heads) == (
+        64,
+        5_000_000.0,
+        48,
+        8,
+    )
     assert spec.quantization is not None
     assert spec.quantization.weight_block_size == (128, 128)
 
 
 def test_bundled_specs_differ_only_in_the_window() -> None:
-    windows = {f"minimax-{v}": bundled_spec(f"MiniMax-{v.upper()}") for v in ("m2", "m2.1", "m2.5", "m2.7")}
-    assert [spec.max_position_embeddings for spec in windows.values()] == [196608, 196608, 196608, 204800]
+    windows = {
+        f"minimax-{v}": bundled_spec(f"MiniMax-{v.upper()}") for v in ("m2", "m2.1", "m2.5", "m2.7")
+    }
+    assert [spec.max_position_embeddings for spec in windows.values()] == [
+        196608,
+        196608,
+        196608,
+        204800,
+    ]
     assert all(spec.num_parameters == 228_689_764_864 for spec in windows.values())
     assert is_bundled_spec("minimax-m2.1") and not is_bundled_spec("minimax-m3")
     with pytest.raises(ConfigError, match=r"'minimax-m3'; known: minimax-m2, minimax-m2\.1"):
@@ -153,7 +172,9 @@ def test_spec_crosses_processes_unchanged() -> None:
 )
 def test_unsupported_value_is_refused_by_name(field: str, value: Any, supported: str) -> None:
     name = {"torch_dtype": "dtype", "rope_scaling": "rope_"}.get(field, field)
-    name = {"rope_parameters": "(rope_|rotary_dim)", "eos_token_id": "eos_token_id"}.get(field, name)
+    name = {"rope_parameters": "(rope_|rotary_dim)", "eos_token_id": "eos_token_id"}.get(
+        field, name
+    )
     with pytest.raises(ConfigError, match=rf"{name}.* is .*; supported: .*{supported}"):
         ModelSpec.from_hf_config(changed(**{field: value}))
 
@@ -180,7 +201,8 @@ def test_unsupported_quantisation_is_refused_by_name(field: str, value: Any) -> 
 @pytest.mark.parametrize(
     "field",
     [
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim",
         "max_position_embeddings", "intermediate_size", "num_local_experts", "num_experts_per_tok",
     ],
 )  # fmt: skip
@@ -196,19 +218,32 @@ def test_config_without_a_model_name_is_refused() -> None:
 
 def test_left_out_fields_get_the_defaults_of_the_architecture() -> None:
     spec = ModelSpec.from_hf_config(
-        without("rms_norm_eps", "rope_theta", "hidden_act", "scoring_func", "use_qk_norm", "attn_type_list", "architectures")
+        without(
+            "rms_norm_eps",
+            "rope_theta",
+            "hidden_act",
+            "scoring_func",
+            "use_qk_norm",
+            "attn_type_list",
+            "architectures",
+        )
     )
     assert (spec.rms_norm_eps, spec.rope_theta) == (1e-6, 5_000_000.0)
 
 
 def test_fields_never_heard_of_are_noted_and_nothing_else_is() -> None:
     spec = ModelSpec.from_hf_config(changed(zebra=1, apple={"a": 2}))
-    assert spec.notes == ("config.json fields that this version does not know and ignores: apple, zebra",)
+    assert spec.notes == (
+        "config.json fields that this version does not know and ignores: apple, zebra",
+    )
     assert spec == ModelSpec.from_hf_config(M2_CONFIG)
 
 
 def test_eos_may_be_one_id_or_several() -> None:
-    assert ModelSpec.from_hf_config(changed(eos_token_id=[200020, 5, 200020])).eos_token_ids == (200020, 5)
+    assert ModelSpec.from_hf_config(changed(eos_token_id=[200020, 5, 200020])).eos_token_ids == (
+        200020,
+        5,
+    )
     assert ModelSpec.from_hf_config(changed(eos_token_id=7)).eos_token_ids == (7,)
     assert ModelSpec.from_hf_config(M2_CONFIG).eos_token_ids == ()
 
@@ -219,10 +254,17 @@ def test_rotary_dim_in_every_spelling() -> None:
     spec = ModelSpec.from_hf_config({**bare, "rope_parameters": new_style})
     assert (spec.rope_theta, spec.rotary_dim) == (1e4, 32)
     assert ModelSpec.from_hf_config({**bare, "partial_rotary_factor": 0.5}).rotary_dim == 64
-    both = ModelSpec.from_hf_config(changed(rope_parameters={"rope_theta": 5e6, "partial_rotary_factor": 0.5}))
+    both = ModelSpec.from_hf_config(
+        changed(rope_parameters={"rope_theta": 5e6, "partial_rotary_factor": 0.5})
+    )
     assert both.rotary_dim == 64
-    # transformers 5 re-saves MiniMax's config with rotary_dim beside rope_parameters that lack the factor
-    resaved = {**bare, "rotary_dim": 64, "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}
+    # transformers 5 re-saves MiniMax's config with rotary_dim beside rope_parameters that lack the
+    # factor
+    resaved = {
+        **bare,
+        "rotary_dim": 64,
+        "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"},
+    }
     assert ModelSpec.from_hf_config(resaved).rotary_dim == 64
     neither = ModelSpec.from_hf_config(bare)
     assert neither.rotary_dim == 128
@@ -250,10 +292,23 @@ def test_generation_defaults_of_minimax(tmp_path: Path) -> None:
     absent = defaults(tmp_path)
     shipped = defaults(
         tmp_path,
-        {"bos_token_id": 200019, "do_sample": True, "eos_token_id": 200020, "temperature": 1.0, "top_p": 0.95, "top_k": 40},
+        {
+            "bos_token_id": 200019,
+            "do_sample": True,
+            "eos_token_id": 200020,
+            "temperature": 1.0,
+            "top_p": 0.95,
+            "top_k": 40,
+        },
     )
-    assert absent == shipped == GenerationDefaults(sampling=MINIMAX_SAMPLING, eos_token_ids=(200020,))
-    assert (MINIMAX_SAMPLING.temperature, MINIMAX_SAMPLING.top_p, MINIMAX_SAMPLING.top_k) == (1.0, 0.95, 40)
+    assert (
+        absent == shipped == GenerationDefaults(sampling=MINIMAX_SAMPLING, eos_token_ids=(200020,))
+    )
+    assert (MINIMAX_SAMPLING.temperature, MINIMAX_SAMPLING.top_p, MINIMAX_SAMPLING.top_k) == (
+        1.0,
+        0.95,
+        40,
+    )
 
 
 def test_generation_file_overrides_and_leaves_off_what_it_does_not_name(tmp_path: Path) -> None:
@@ -261,16 +316,18 @@ def test_generation_file_overrides_and_leaves_off_what_it_does_not_name(tmp_path
         sampling=SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0), eos_token_ids=(3, 4)
     )
     assert defaults(tmp_path, {"do_sample": False, "temperature": 0.7}).sampling.temperature == 0.0
-    assert defaults(tmp_path, {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1}).sampling == SamplingDefaults(
-        top_k=0, min_p=0.1, repetition_penalty=1.1
-    )
+    assert defaults(
+        tmp_path, {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1}
+    ).sampling == SamplingDefaults(top_k=0, min_p=0.1, repetition_penalty=1.1)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", -1), ("temperature", "hot"), ("temperature", float("nan")), ("top_p", 0), ("top_p", 1.5),
-        ("top_k", 2.5), ("top_k", -2), ("min_p", 2), ("repetition_penalty", 0), ("do_sample", "yes"), ("eos_token_id", "x"),
+        ("temperature", -1), ("temperature", "hot"), ("temperature", float("nan")), ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 2.5), ("top_k", -2), ("min_p", 2), ("repetition_penalty", 0), ("do_sample",
+            "yes"), ("eos_token_id", "x"),
         ("eos_token_id", 200064),
     ],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""The problem generators of the nano suites: exact answers, valid schemas, fixed seeds, a split kept from training."""
+"""The problem generators of the nano suites: exact answers, valid schemas, fixed seeds, a split
+kept from training.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ import pytest
 from negamax.bench import nano_common, nano_math, nano_tools
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "nano"
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list}
 
 
@@ -48,7 +55,9 @@ def test_steps_lead_to_the_answer_and_use_earlier_results() -> None:
             exact = (
                 abs(step.left - step.right)
                 if step.operator == "~"
-                else _calculate(ast.parse(f"{step.left}{step.operator}{step.right}", mode="eval").body)
+                else _calculate(
+                    ast.parse(f"{step.left}{step.operator}{step.right}", mode="eval").body
+                )
             )
             assert exact == step.result > 0
             results.append(step.result)
@@ -60,7 +69,9 @@ def test_steps_lead_to_the_answer_and_use_earlier_results() -> None:
 
 
 def test_bare_calculations_agree_with_python_arithmetic() -> None:
-    """An evaluation that knows nothing of the templates: take the expression out of the question and compute it."""
+    """An evaluation that knows nothing of the templates: take the expression out of the question
+    and compute it.
+    """
     checked = 0
     for seed in range(4000):
         problem = nano_math.generate(seed)
@@ -88,7 +99,14 @@ def test_numbers_of_the_question_are_the_operands_of_the_steps() -> None:
 
 @pytest.mark.parametrize(
     ("content", "answer"),
-    [("It is 12.", 12), ("1,234 pens", 1234), ("3 and then 4.00 dollars", 4), ("-7", -7), ("$56.", 56), ("none", None)],
+    [
+        ("It is 12.", 12),
+        ("1,234 pens", 1234),
+        ("3 and then 4.00 dollars", 4),
+        ("-7", -7),
+        ("$56.", 56),
+        ("none", None),
+    ],
 )
 def test_last_integer_of_the_answer_counts(content: str, answer: int | None) -> None:
     assert nano_math.extract_answer(content) == answer
@@ -97,13 +115,22 @@ def test_last_integer_of_the_answer_counts(content: str, answer: int | None) -> 
 def test_seeds_are_reproducible_and_pinned() -> None:
     assert nano_math.generate(7) == nano_math.generate(7)
     assert nano_tools.generate(7) == nano_tools.generate(7)
-    assert nano_math.generate(1).text == "A zoo has 45 seats and 38 are taken. How many seats are free?"
-    assert nano_tools.generate(3).calls == (nano_tools.Call("shell", {"line": "tail -n 66 process_branch61.pdf"}),)
+    assert (
+        nano_math.generate(1).text
+        == "A zoo has 45 seats and 38 are taken. How many seats are free?"
+    )
+    assert nano_tools.generate(3).calls == (
+        nano_tools.Call("shell", {"line": "tail -n 66 process_branch61.pdf"}),
+    )
 
 
 def test_suites_are_distinct_and_held_out() -> None:
     math, tools = nano_math.problems(60, seed=3), nano_tools.problems(40, seed=3)
-    assert len({nano_common.normalise(problem.text) for problem in math}) == 60 == sum(map(nano_math.held_out, math))
+    assert (
+        len({nano_common.normalise(problem.text) for problem in math})
+        == 60
+        == sum(map(nano_math.held_out, math))
+    )
     assert len(tools) == 40 == sum(map(nano_tools.held_out, tools))
 
 
@@ -119,14 +146,20 @@ def test_schemas_fit_the_expected_arguments() -> None:
         assert len(functions) == len(problem.tools) <= 4
         for call in problem.calls:
             parameters = functions[call.name]["parameters"]
-            assert set(parameters.get("required", ())) <= set(call.arguments) <= set(parameters["properties"])
+            assert (
+                set(parameters.get("required", ()))
+                <= set(call.arguments)
+                <= set(parameters["properties"])
+            )
             for name, value in call.arguments.items():
                 schema = parameters["properties"][name]
                 assert isinstance(value, TYPES[schema["type"]])
                 assert isinstance(value, bool) == (schema["type"] == "boolean")
                 assert value in schema.get("enum", [value])
                 if schema["type"] == "array":
-                    assert value and all(isinstance(item, TYPES[schema["items"]["type"]]) for item in value)
+                    assert value and all(
+                        isinstance(item, TYPES[schema["items"]["type"]]) for item in value
+                    )
         assert json.loads(json.dumps(problem.tools)) == list(problem.tools)
 
 
@@ -140,7 +173,9 @@ def test_string_values_stand_in_the_request() -> None:
 
 
 def test_grading_is_strict_about_names_order_values_and_types() -> None:
-    problem = nano_tools.Problem((), (), (nano_tools.Call("f", {"n": 1, "ok": True}), nano_tools.Call("g", {})))
+    problem = nano_tools.Problem(
+        (), (), (nano_tools.Call("f", {"n": 1, "ok": True}), nano_tools.Call("g", {}))
+    )
     assert nano_tools.grade(problem, [("f", {"ok": True, "n": 1}), ("g", {})])
     for wrong in (
         [("g", {}), ("f", {"n": 1, "ok": True})],
@@ -153,7 +188,9 @@ def test_grading_is_strict_about_names_order_values_and_types() -> None:
         assert not nano_tools.grade(problem, wrong)
 
 
-def test_training_mixture_never_shows_a_held_out_problem(dialogue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_mixture_never_shows_a_held_out_problem(
+    dialogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every problem drawn while the mixture is built is either refused or free for training."""
     turns, data = dialogue
     shown: list[str] = []
@@ -168,7 +205,12 @@ def test_training_mixture_never_shows_a_held_out_problem(dialogue, monkeypatch: 
 
     monkeypatch.setattr(turns.nano_math, "held_out", watch)
     rng = random.Random(11)
-    asked = [message["content"].lower() for _ in range(600) for message in data.draw(rng).messages if message["role"] == "user"]
+    asked = [
+        message["content"].lower()
+        for _ in range(600)
+        for message in data.draw(rng).messages
+        if message["role"] == "user"
+    ]
     assert refused > 5 and len(shown) > 100
     suite = [nano_common.normalise(problem.text) for problem in nano_math.problems(200, seed=0)]
     assert not set(suite) & {nano_common.normalise(text) for text in asked}
@@ -183,7 +225,10 @@ def test_reasoning_shows_only_true_arithmetic(dialogue) -> None:
         for word in lines:
             parts = word.split("=")
             if len(parts) > 1 and parts[0] and set(word) <= set("0123456789+-*="):
-                for left, right in itertools.pairwise(parts):  # in 4*6=24+4=28 the first product stands before the plus
-                    assert _calculate(ast.parse(left, mode="eval").body) == int(right.partition("+")[0]), word
+                # in 4*6=24+4=28 the first product stands before the plus
+                for left, right in itertools.pairwise(parts):
+                    assert _calculate(ast.parse(left, mode="eval").body) == int(
+                        right.partition("+")[0]
+                    ), word
                     checked += 1
     assert checked > 1000

@@ -1,4 +1,6 @@
-"""Output to reasoning, content and calls: the recorded cases, and stream equals non-stream for every cut, in both formats."""
+"""Output to reasoning, content and calls: the recorded cases, and stream equals non-stream for
+every cut, in both formats.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ import random
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from parser_support import MARKER, MINIMAX_M2, MINIMAX_M3, feed_text, new_parser, one_shot, outputs, proof
+from parser_support import (
+    MARKER,
+    MINIMAX_M2,
+    MINIMAX_M3,
+    feed_text,
+    new_parser,
+    one_shot,
+    outputs,
+    proof,
+)
 from text_support import definition_text, make_tokenizer
 
 from negamax.text.detokenizer import Detokenizer, TextPiece
@@ -37,10 +48,15 @@ TOOLS = outputs.TOOLS
 GENERATED = 80  # per format; the full size is `python tools/prove_parser.py`
 
 
-@pytest.mark.skipif(not SHARED_CASES.exists(), reason="the shared parser cases are not beside this checkout")
+@pytest.mark.skipif(
+    not SHARED_CASES.exists(), reason="the shared parser cases are not beside this checkout"
+)
 def test_shared_cases_are_found() -> None:
     shared = proof.read_cases([SHARED_CASES])
-    assert min(sum(case.format is format for case in shared) for format in (MINIMAX_M2, MINIMAX_M3)) >= 50
+    assert (
+        min(sum(case.format is format for case in shared) for format in (MINIMAX_M2, MINIMAX_M3))
+        >= 50
+    )
     assert {case.tier for case in shared} == {"core", "policy"}
 
 
@@ -50,7 +66,9 @@ class TestCases:
         if case.id in proof.OTHER_CHOICE:
             assert case.tier == "policy", "core cases are not ours to choose"
             pytest.skip(proof.OTHER_CHOICE[case.id])
-        proof.check_expected(case, parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning))
+        proof.check_expected(
+            case, parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning)
+        )
 
     def test_every_reading_gives_the_same(self, case: proof.Case) -> None:
         rng = random.Random(case.id)
@@ -61,7 +79,10 @@ class TestCases:
         tokenizer = TOKENIZERS[case.format.name]
         detokenizer = Detokenizer(tokenizer)
         parser = OutputParser(
-            case.format, tools=case.tools, in_reasoning=case.in_reasoning, tag_ids=case.format.tag_ids(tokenizer)
+            case.format,
+            tools=case.tools,
+            in_reasoning=case.in_reasoning,
+            tag_ids=case.format.tag_ids(tokenizer),
         )
         events: list[ParserEvent] = []
         for token_id in tokenizer.encode(case.text):
@@ -80,8 +101,12 @@ def make_m3_tokenizer() -> Tokenizer:
     next_id = 1 + max(token["id"] for token in definition["added_tokens"])
     for offset, text in enumerate((MARKER, "<mm:think>", "</mm:think>")):
         token = {"id": next_id + offset, "content": text, "special": False, "normalized": False}
-        definition["added_tokens"].append({**token, "single_word": False, "lstrip": False, "rstrip": False})
-    return Tokenizer(json.dumps(definition), config={"bos_token": "]~!b[", "eos_token": {"content": "[e~["}})
+        definition["added_tokens"].append(
+            {**token, "single_word": False, "lstrip": False, "rstrip": False}
+        )
+    return Tokenizer(
+        json.dumps(definition), config={"bos_token": "]~!b[", "eos_token": {"content": "[e~["}}
+    )
 
 
 TOKENIZERS = {"minimax_m2": make_tokenizer(), "minimax_m3": make_m3_tokenizer()}
@@ -94,7 +119,19 @@ def test_generated_outputs_read_the_same_in_pieces(format: OutputFormat, group: 
         proof.check_generated(format, f"gate/{number}", all_places=False)
 
 
-FRAGMENTS = [*MARKER, "]<]mini", "max[>[", "</", "tool_call>", "<invoke ", "a", "\n", " ", '"', "\\"]
+FRAGMENTS = [
+    *MARKER,
+    "]<]mini",
+    "max[>[",
+    "</",
+    "tool_call>",
+    "<invoke ",
+    "a",
+    "\n",
+    " ",
+    '"',
+    "\\",
+]
 PARTS = st.lists(st.sampled_from(FRAGMENTS), max_size=30)
 
 
@@ -104,23 +141,42 @@ def test_a_value_without_a_marker_comes_out_as_it_went_in(parts: list[str], cut:
     value = "x" + "".join(parts) + "|"
     assume(MARKER not in value)
     parser = new_parser(MINIMAX_M3, tools=TOOLS)
-    events = feed_text(parser, f'{MARKER}<tool_call>{MARKER}<invoke name="write_file">{MARKER}<content>{value[:cut]}')
-    events += feed_text(parser, f"{value[cut:]}{MARKER}</content>{MARKER}</invoke>") + parser.finish()
+    events = feed_text(
+        parser,
+        f'{MARKER}<tool_call>{MARKER}<invoke name="write_file">{MARKER}<content>{value[:cut]}',
+    )
+    events += (
+        feed_text(parser, f"{value[cut:]}{MARKER}</content>{MARKER}</invoke>") + parser.finish()
+    )
     assert json.loads(collect(events).tool_calls[0].arguments) == {"content": value}
 
 
-VALUES = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from('<>/\n"\\ '), max_size=40)
+VALUES = st.text(
+    st.characters(exclude_categories=["Cs"]) | st.sampled_from('<>/\n"\\ '), max_size=40
+)
 
 
 @settings(deadline=None)
-@given(path=VALUES, content=VALUES, mode=st.integers(), tags=st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
-def test_what_the_template_writes_is_read_back(path: str, content: str, mode: int, tags: list[str]) -> None:
+@given(
+    path=VALUES,
+    content=VALUES,
+    mode=st.integers(),
+    tags=st.lists(st.text(st.characters(exclude_categories=["Cs"]))),
+)
+def test_what_the_template_writes_is_read_back(
+    path: str, content: str, mode: int, tags: list[str]
+) -> None:
     arguments = {"path": path, "content": content, "mode": mode, "tags": tags}
     lines = [
-        f'<parameter name="{key}">{value if isinstance(value, str) else json.dumps(value)}</parameter>\n'
+        f"<parameter "
+        f'name="{key}">{value if isinstance(value, str) else json.dumps(value)}</parameter>\n'
         for key, value in arguments.items()
     ]
-    call = '<minimax:tool_call>\n<invoke name="write_file">\n' + "".join(lines) + "</invoke>\n</minimax:tool_call>"
+    call = (
+        '<minimax:tool_call>\n<invoke name="write_file">\n'
+        + "".join(lines)
+        + "</invoke>\n</minimax:tool_call>"
+    )
     output = one_shot("why\n</think>\n\n\n" + call, TOOLS)
     assert (output.reasoning, output.content) == ("why", None)
     assert [json.loads(call.arguments) for call in output.tool_calls] == [arguments]
@@ -144,12 +200,17 @@ def test_string_arguments_grow_while_they_are_generated() -> None:
     assert feed_text(parser, "</parameter>\n") == []
     assert feed_text(parser, '<parameter name="mode">') == [ToolArgumentsDelta(0, '"')]
     assert feed_text(parser, "42") == []
-    assert feed_text(parser, "0</parameter>\n</invoke>") == [ToolArgumentsDelta(0, ', "mode": 420}'), ToolCallEnd(0)]
+    assert feed_text(parser, "0</parameter>\n</invoke>") == [
+        ToolArgumentsDelta(0, ', "mode": 420}'),
+        ToolCallEnd(0),
+    ]
 
 
 def test_nullable_string_streams_once_it_cannot_be_null() -> None:
     parser = new_parser(tools=TOOLS)
-    feed_text(parser, '</think><minimax:tool_call><invoke name="write_file"><parameter name="note">')
+    feed_text(
+        parser, '</think><minimax:tool_call><invoke name="write_file"><parameter name="note">'
+    )
     assert feed_text(parser, "nu") == []
     assert feed_text(parser, "ts") == [ToolArgumentsDelta(0, '{"note": "nuts')]
 
@@ -175,8 +236,16 @@ def test_tags_count_only_as_tokens_when_ids_are_known() -> None:
 @pytest.mark.parametrize("step", [1, 100])
 def test_a_closer_that_is_a_token_is_never_content(thinking: Thinking, step: int) -> None:
     closer = TextPiece("</think>", 51)
-    pieces = [closer, TextPiece("So `</think>` ends it.", None), closer, TextPiece("\n\nYes.", None), closer]
-    parser = OutputParser(MINIMAX_M2, tools=None, in_reasoning=False, tag_ids=TAG_IDS, thinking=thinking)
+    pieces = [
+        closer,
+        TextPiece("So `</think>` ends it.", None),
+        closer,
+        TextPiece("\n\nYes.", None),
+        closer,
+    ]
+    parser = OutputParser(
+        MINIMAX_M2, tools=None, in_reasoning=False, tag_ids=TAG_IDS, thinking=thinking
+    )
     chunks = [pieces[start : start + step] for start in range(0, len(pieces), step)]
     events = [event for chunk in chunks for event in parser.feed(chunk)]
     output = collect([*events, *parser.finish()])
@@ -186,12 +255,20 @@ def test_a_closer_that_is_a_token_is_never_content(thinking: Thinking, step: int
 def test_a_format_may_have_no_tags_in_text() -> None:
     tokens_only = dataclasses.replace(MINIMAX_M2, patterns=(), beginnings=NO_BEGINNINGS)
     parser = OutputParser(tokens_only, tools=None, in_reasoning=True, tag_ids=TAG_IDS)
-    pieces = [TextPiece("a </think> <", None), TextPiece("</think>", 51), TextPiece('<invoke name="f">', None)]
-    assert collect([*parser.feed(pieces), *parser.finish()]) == ParsedOutput("a </think> <", '<invoke name="f">', [])
+    pieces = [
+        TextPiece("a </think> <", None),
+        TextPiece("</think>", 51),
+        TextPiece('<invoke name="f">', None),
+    ]
+    assert collect([*parser.feed(pieces), *parser.finish()]) == ParsedOutput(
+        "a </think> <", '<invoke name="f">', []
+    )
 
 
 def test_indentation_of_the_first_line_is_kept() -> None:
-    assert one_shot("\n  why\n</think>\n\n    code\n  more\n") == ParsedOutput("  why", "    code\n  more\n", [])
+    assert one_shot("\n  why\n</think>\n\n    code\n  more\n") == ParsedOutput(
+        "  why", "    code\n  more\n", []
+    )
 
 
 def test_beginning_of_a_tag_before_a_tag_token_is_text() -> None:
@@ -214,8 +291,12 @@ def test_endless_tags_are_released_as_text() -> None:
 
 
 def test_without_open_reasoning_everything_is_content() -> None:
-    assert parse(MINIMAX_M2, "\nHello.", tools=None, in_reasoning=False) == ParsedOutput(None, "Hello.", [])
-    assert parse(MINIMAX_M2, "<think>a</think>b", tools=None, in_reasoning=False) == ParsedOutput("a", "b", [])
+    assert parse(MINIMAX_M2, "\nHello.", tools=None, in_reasoning=False) == ParsedOutput(
+        None, "Hello.", []
+    )
+    assert parse(MINIMAX_M2, "<think>a</think>b", tools=None, in_reasoning=False) == ParsedOutput(
+        "a", "b", []
+    )
 
 
 def test_duplicate_parameter_leaves_the_last_value() -> None:
@@ -226,24 +307,33 @@ def test_duplicate_parameter_leaves_the_last_value() -> None:
     assert one_shot(text, TOOLS).tool_calls[0].arguments == '{"path": "a", "path": "b"}'
 
 
-CALL = '<minimax:tool_call>\n<invoke name="write_file">\n<parameter name="path">a</parameter>\n</invoke>\n</minimax:tool_call>'
+CALL = (
+    '<minimax:tool_call>\n<invoke name="write_file">\n<parameter '
+    'name="path">a</parameter>\n</invoke>\n</minimax:tool_call>'
+)
 
 
 def test_without_calls_their_markup_is_content() -> None:
-    output = parse(MINIMAX_M2.without_calls(), f"x</think>\n\nok\n{CALL}", tools=TOOLS, in_reasoning=True)
+    output = parse(
+        MINIMAX_M2.without_calls(), f"x</think>\n\nok\n{CALL}", tools=TOOLS, in_reasoning=True
+    )
     assert output == ParsedOutput("x", f"ok\n{CALL}", [])
 
 
 @pytest.mark.parametrize(("thinking", "opener"), [(Thinking.APPEND, "<think>"), (Thinking.RAW, "")])
 def test_thinking_can_stay_in_the_content_as_generated(thinking: Thinking, opener: str) -> None:
     text = "\nI think.\n</think>\n\nHello <think>.\n"
-    assert parse(MINIMAX_M2, text, tools=None, in_reasoning=True, thinking=thinking) == ParsedOutput(None, opener + text, [])
+    assert parse(
+        MINIMAX_M2, text, tools=None, in_reasoning=True, thinking=thinking
+    ) == ParsedOutput(None, opener + text, [])
     cut_off = parse(MINIMAX_M2, "I th\n", tools=None, in_reasoning=True, thinking=thinking)
     assert cut_off == ParsedOutput(None, f"{opener}I th\n", [])
 
 
 def test_calls_are_found_where_thinking_stays_in_the_content() -> None:
-    output = parse(MINIMAX_M2, f"I call.\n{CALL}", tools=TOOLS, in_reasoning=True, thinking=Thinking.APPEND)
+    output = parse(
+        MINIMAX_M2, f"I call.\n{CALL}", tools=TOOLS, in_reasoning=True, thinking=Thinking.APPEND
+    )
     assert (output.content, len(output.tool_calls)) == ("<think>I call.", 1)
 
 
@@ -268,5 +358,7 @@ def test_the_parser_knows_when_it_is_in_reasoning() -> None:
         (MINIMAX_M3, "quoted <mm:think>[e~[\n]~b]ai\n", False),
     ],
 )
-def test_whether_a_prompt_opens_reasoning(format: OutputFormat, prompt: str, expected: bool) -> None:
+def test_whether_a_prompt_opens_reasoning(
+    format: OutputFormat, prompt: str, expected: bool
+) -> None:
     assert format.opens_reasoning(prompt) is expected

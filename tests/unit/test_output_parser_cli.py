@@ -20,7 +20,9 @@ NAMES = {format.name: name for name, format in proof.FORMATS.items()}
 class Run:
     """Runs the command with a text on standard input."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+    ) -> None:
         self._monkeypatch = monkeypatch
         self._captured = capfdbinary
 
@@ -59,16 +61,33 @@ def test_cases_come_out_whole_and_streamed(case: proof.Case, run: Run, tmp_path:
 
 
 def test_m2_begins_inside_thinking_and_m3_by_its_mode(run: Run) -> None:
-    assert json.loads(run("a</think>b\n", "--format", "m2")[1]) == {"reasoning": "a", "content": "b\n", "tool_calls": []}
-    assert json.loads(run("a", "--format", "m3", "--thinking-mode", "enabled")[1])["reasoning"] == "a"
-    assert json.loads(run("a", "--format", "m3", "--thinking-mode", "disabled")[1])["content"] == "a"
-    assert json.loads(run("", "--format", "m3")[1]) == {"reasoning": None, "content": None, "tool_calls": []}
+    assert json.loads(run("a</think>b\n", "--format", "m2")[1]) == {
+        "reasoning": "a",
+        "content": "b\n",
+        "tool_calls": [],
+    }
+    assert (
+        json.loads(run("a", "--format", "m3", "--thinking-mode", "enabled")[1])["reasoning"] == "a"
+    )
+    assert (
+        json.loads(run("a", "--format", "m3", "--thinking-mode", "disabled")[1])["content"] == "a"
+    )
+    assert json.loads(run("", "--format", "m3")[1]) == {
+        "reasoning": None,
+        "content": None,
+        "tool_calls": [],
+    }
 
 
 def test_what_utf8_cannot_say_is_escaped(run: Run, tmp_path: Path) -> None:
     tools = tmp_path / "tools.json"
-    tools.write_text('[{"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}]', encoding="utf-8")
-    text = '</think><minimax:tool_call><invoke name="f"><parameter name="x">["\\ud800"]</parameter></invoke>'
+    tools.write_text(
+        '[{"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}]', encoding="utf-8"
+    )
+    text = (
+        '</think><minimax:tool_call><invoke name="f"><parameter '
+        'name="x">["\\ud800"]</parameter></invoke>'
+    )
     code, out, _ = run(text, "--format", "m2", "--tools", str(tools))
     assert code == 0
     assert json.loads(out)["tool_calls"] == [{"name": "f", "arguments": {"x": ["\ud800"]}}]
@@ -81,8 +100,14 @@ def test_what_utf8_cannot_say_is_escaped(run: Run, tmp_path: Path) -> None:
         ([], "Missing option '--format'"),
         (["--format", "m3", "--stream", "0"], "--stream is '0'"),
         (["--format", "m3", "--stream", "x"], "--stream is 'x'"),
-        (["--format", "m3", "--thinking-mode", "on"], "--thinking-mode is 'on'; allowed: enabled, disabled, adaptive"),
-        (["--format", "m3", "--tools", "missing.json"], "--tools missing.json cannot be read: No such file"),
+        (
+            ["--format", "m3", "--thinking-mode", "on"],
+            "--thinking-mode is 'on'; allowed: enabled, disabled, adaptive",
+        ),
+        (
+            ["--format", "m3", "--tools", "missing.json"],
+            "--tools missing.json cannot be read: No such file",
+        ),
         (["--format", "m3", "--tools", "text.json"], "--tools text.json is no JSON"),
         (
             ["--format", "m3", "--tools", "object.json"],

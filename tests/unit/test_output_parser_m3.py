@@ -1,4 +1,6 @@
-"""M3's nested elements while they are generated: what goes out when, and what the family's habits would break."""
+"""M3's nested elements while they are generated: what goes out when, and what the family's habits
+would break.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from negamax.text.output_parser import (
 
 M = MARKER
 TOOLS = outputs.TOOLS
-WRITE, EVENT = f'{M}<tool_call>\n{M}<invoke name="write_file">', f'{M}<tool_call>\n{M}<invoke name="create_event">'
+WRITE, EVENT = (
+    f'{M}<tool_call>\n{M}<invoke name="write_file">',
+    f'{M}<tool_call>\n{M}<invoke name="create_event">',
+)
 END = f"{M}</invoke>\n{M}</tool_call>"
 
 
@@ -41,7 +46,10 @@ def test_strings_grow_at_every_depth() -> None:
     assert feed_text(parser, f"{M}</location>{M}<guests>{M}<item>{M}<name>A") == [
         ToolArgumentsDelta(0, '}, "guests": [{"name": "A')
     ]
-    assert feed_text(parser, f"{M}</name>{M}</item>{M}</guests>{M}</invoke>") == [ToolArgumentsDelta(0, '"}]}'), ToolCallEnd(0)]
+    assert feed_text(parser, f"{M}</name>{M}</item>{M}</guests>{M}</invoke>") == [
+        ToolArgumentsDelta(0, '"}]}'),
+        ToolCallEnd(0),
+    ]
 
 
 def test_strings_of_unknown_type_stream_once_they_are_no_bare_word() -> None:
@@ -75,9 +83,19 @@ def test_thinking_streams_and_the_last_bracket_is_released() -> None:
 def test_think_tags_count_only_as_tokens_when_ids_are_known_but_markers_as_text_too() -> None:
     ids = {"<mm:think>": 59, "</mm:think>": 60}
     parser = OutputParser(MINIMAX_M3, tools=TOOLS, in_reasoning=False, tag_ids=ids)
-    pieces = [TextPiece("<mm:think>", 59), TextPiece("a </mm:think> b", 1), TextPiece("</mm:think>", 60), TextPiece("ok", 2)]
+    pieces = [
+        TextPiece("<mm:think>", 59),
+        TextPiece("a </mm:think> b", 1),
+        TextPiece("</mm:think>", 60),
+        TextPiece("ok", 2),
+    ]
     pieces += [TextPiece(text, None) for text in ("]<", "]mini", "max[>[", "<tool_call>\n")]
-    pieces += [TextPiece(M, 58), TextPiece('<invoke name="ping">', None), TextPiece(M, 58), TextPiece("</invoke>", None)]
+    pieces += [
+        TextPiece(M, 58),
+        TextPiece('<invoke name="ping">', None),
+        TextPiece(M, 58),
+        TextPiece("</invoke>", None),
+    ]
     output = collect(parser.feed(pieces) + parser.finish())
     assert (output.reasoning, output.content) == ("a </mm:think> b", "ok")
     assert [call.name for call in output.tool_calls] == ["ping"]
@@ -85,14 +103,19 @@ def test_think_tags_count_only_as_tokens_when_ids_are_known_but_markers_as_text_
 
 def test_a_quoted_call_is_not_made() -> None:
     """An agent that writes a file about its own format must not run what it writes."""
-    quoted = f'See {M}<tool_call>\n{M}<invoke name="write_file">{M}<path>/etc/passwd{M}</path>{M}</invoke>\n{M}</tool_call>.'
+    quoted = (
+        f"See {M}<tool_call>\n{M}<invoke "
+        f'name="write_file">{M}<path>/etc/passwd{M}</path>{M}</invoke>\n{M}</tool_call>.'
+    )
     output = one_shot(f"{WRITE}{M}<content>{quoted}{M}</content>{END}", TOOLS, format=MINIMAX_M3)
     assert [json.loads(call.arguments) for call in output.tool_calls] == [{"content": quoted}]
 
 
 def test_a_string_beyond_the_longest_undecided_text_stays_a_string() -> None:
     space = " " * 100
-    assert arguments(f"{EVENT}{M}<any>{space}{M}<a>b{M}</a>{M}</any>{END}") == {"any": f"{space}{M}<a>b{M}</a>"}
+    assert arguments(f"{EVENT}{M}<any>{space}{M}<a>b{M}</a>{M}</any>{END}") == {
+        "any": f"{space}{M}<a>b{M}</a>"
+    }
     assert arguments(f"{EVENT}{M}<any>\n{M}<a>b{M}</a>\n{M}</any>{END}") == {"any": {"a": "b"}}
 
 
@@ -115,12 +138,25 @@ def test_a_tag_may_be_as_long_as_its_limit_and_no_longer_however_it_is_cut() -> 
         whole = one_shot(text, TOOLS, format=MINIMAX_M3)
         for size in (1, 7, 100):
             parser = new_parser(MINIMAX_M3, tools=TOOLS)
-            events = [event for i in range(0, len(text), size) for event in feed_text(parser, text[i : i + size])]
+            events = [
+                event
+                for i in range(0, len(text), size)
+                for event in feed_text(parser, text[i : i + size])
+            ]
             assert collect(events + parser.finish()) == whole
 
 
 @pytest.mark.parametrize(
-    "cut", ["]", "]<]minimax[>[", f"{M}<", f"{M} <invoke na", "<tool_ca", f"{M}<invoke a{M}<b", "<mm:thin"]
+    "cut",
+    [
+        "]",
+        "]<]minimax[>[",
+        f"{M}<",
+        f"{M} <invoke na",
+        "<tool_ca",
+        f"{M}<invoke a{M}<b",
+        "<mm:thin",
+    ],
 )
 def test_what_is_held_at_the_end_is_released(cut: str) -> None:
     assert one_shot(f"ok {cut}", format=MINIMAX_M3).content == f"ok {cut}"

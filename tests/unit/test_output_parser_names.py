@@ -7,7 +7,13 @@ from parser_support import MARKER, MINIMAX_M2, MINIMAX_M3
 
 from negamax.base.errors import ConfigError
 from negamax.text.detokenizer import TextPiece
-from negamax.text.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, OutputStyle, format_of, output_style
+from negamax.text.formats import (
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    OutputStyle,
+    format_of,
+    output_style,
+)
 from negamax.text.output_parser import ParsedOutput, Thinking, collect
 
 M2, M3 = "MiniMaxM2ForCausalLM", "minimax_m3"
@@ -15,7 +21,9 @@ CALL = '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>'
 
 
 def read(style: OutputStyle, text: str, *, may_call: bool = True) -> ParsedOutput:
-    parser = style.new_parser(tools=None, in_reasoning=style.format is MINIMAX_M2, tag_ids=None, may_call=may_call)
+    parser = style.new_parser(
+        tools=None, in_reasoning=style.format is MINIMAX_M2, tag_ids=None, may_call=may_call
+    )
     return collect(parser.feed([TextPiece(text, None)]) + parser.finish())
 
 
@@ -39,26 +47,52 @@ def test_names_of_the_m3_family_split_reasoning_and_find_calls(name: str) -> Non
 def test_append_think_leaves_the_opener_and_the_raw_text_in_content(name: str) -> None:
     style = output_style(M2, reasoning_parser=name)
     output = read(style, f"why\n</think>\n\nok\n{CALL}")
-    assert (output.reasoning, output.content, len(output.tool_calls)) == (None, "<think>why\n</think>\n\nok", 1)
+    assert (output.reasoning, output.content, len(output.tool_calls)) == (
+        None,
+        "<think>why\n</think>\n\nok",
+        1,
+    )
 
 
 @pytest.mark.parametrize("none", [None, "none"])
 def test_without_parsers_everything_stays_text(none: str | None) -> None:
     text = f"why\n</think>\n\nok\n{CALL}"
-    assert read(output_style(M2, tool_call_parser=none), text) == ParsedOutput("why", f"ok\n{CALL}", [])
-    assert read(output_style(M2, tool_call_parser=none, reasoning_parser=none), text) == ParsedOutput(None, text, [])
+    assert read(output_style(M2, tool_call_parser=none), text) == ParsedOutput(
+        "why", f"ok\n{CALL}", []
+    )
+    assert read(
+        output_style(M2, tool_call_parser=none, reasoning_parser=none), text
+    ) == ParsedOutput(None, text, [])
     calls_only = read(output_style(M2, reasoning_parser=none), text)
-    assert (calls_only.reasoning, calls_only.content, len(calls_only.tool_calls)) == (None, "why\n</think>\n\nok", 1)
+    assert (calls_only.reasoning, calls_only.content, len(calls_only.tool_calls)) == (
+        None,
+        "why\n</think>\n\nok",
+        1,
+    )
 
 
 def test_a_request_may_do_without_calls() -> None:
-    assert read(output_style(M2), f"why</think>{CALL}", may_call=False) == ParsedOutput("why", CALL, [])
+    assert read(output_style(M2), f"why</think>{CALL}", may_call=False) == ParsedOutput(
+        "why", CALL, []
+    )
 
 
 def test_a_named_parser_needs_no_known_model() -> None:
-    assert output_style("LlamaForCausalLM", tool_call_parser="minimax_m2", reasoning_parser="minimax").format is MINIMAX_M2
-    assert output_style("LlamaForCausalLM", tool_call_parser="minimax-m3", reasoning_parser="auto").format is MINIMAX_M3
-    assert not output_style("LlamaForCausalLM", tool_call_parser="none", reasoning_parser="none").reads_calls
+    assert (
+        output_style(
+            "LlamaForCausalLM", tool_call_parser="minimax_m2", reasoning_parser="minimax"
+        ).format
+        is MINIMAX_M2
+    )
+    assert (
+        output_style(
+            "LlamaForCausalLM", tool_call_parser="minimax-m3", reasoning_parser="auto"
+        ).format
+        is MINIMAX_M3
+    )
+    assert not output_style(
+        "LlamaForCausalLM", tool_call_parser="none", reasoning_parser="none"
+    ).reads_calls
 
 
 @pytest.mark.parametrize("model", ["MiniMaxM2ForCausalLM", "minimax_m2", "minimax-m2.5"])
@@ -66,7 +100,9 @@ def test_m2_is_found_by_architecture_and_model_type(model: str) -> None:
     assert format_of(model) is MINIMAX_M2
 
 
-@pytest.mark.parametrize("model", ["MiniMaxM3SparseForConditionalGeneration", "minimax_m3", "minimax_m3_vl"])
+@pytest.mark.parametrize(
+    "model", ["MiniMaxM3SparseForConditionalGeneration", "minimax_m3", "minimax_m3_vl"]
+)
 def test_m3_is_found_by_architecture_and_model_type(model: str) -> None:
     assert format_of(model) is MINIMAX_M3
 
@@ -74,10 +110,22 @@ def test_m3_is_found_by_architecture_and_model_type(model: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tool_call_parser": "hermes"}, "--tool-call-parser is 'hermes'; allowed: auto, none, minimax_m2"),
-        ({"tool_call_parser": "minimax_m2_append_think"}, "--tool-call-parser is 'minimax_m2_append_think'"),
-        ({"reasoning_parser": "qwen3"}, "--reasoning-parser is 'qwen3'; allowed: auto, none, minimax_m2"),
-        ({"tool_call_parser": "minimax_m2", "reasoning_parser": "minimax_m3"}, "two model families"),
+        (
+            {"tool_call_parser": "hermes"},
+            "--tool-call-parser is 'hermes'; allowed: auto, none, minimax_m2",
+        ),
+        (
+            {"tool_call_parser": "minimax_m2_append_think"},
+            "--tool-call-parser is 'minimax_m2_append_think'",
+        ),
+        (
+            {"reasoning_parser": "qwen3"},
+            "--reasoning-parser is 'qwen3'; allowed: auto, none, minimax_m2",
+        ),
+        (
+            {"tool_call_parser": "minimax_m2", "reasoning_parser": "minimax_m3"},
+            "two model families",
+        ),
     ],
 )
 def test_wrong_names_are_refused_with_the_right_ones(options: dict[str, str], says: str) -> None:

@@ -1,4 +1,6 @@
-"""Packet sizes of a stream, by the limits of MiniMax's acceptance suite, and that holding text loses none of it."""
+"""Packet sizes of a stream, by the limits of MiniMax's acceptance suite, and that holding text
+loses none of it.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,42 @@ from negamax.text.output_parser import (
 )
 from negamax.text.packets import Packets
 
-ESSAY = "The history of tea begins, as many stories do, with an accident: leaves fell into a pot of water. " * 40
+ESSAY = (
+    "The history of tea begins, as many stories do, with an accident: leaves fell into a pot of "
+    "water. " * 40
+)
 CODE = "def area(r: float) -> float:\n    return 3.14159 * r ** 2  # [m2]\n"
-NESTED = {"a": {"title": "Plan of the week", "steps": ["rise", "work", "rest"], "notes": {"b": "see the second page"}}}
+NESTED = {
+    "a": {
+        "title": "Plan of the week",
+        "steps": ["rise", "work", "rest"],
+        "notes": {"b": "see the second page"},
+    }
+}
 TOOLS = [
     {
         "type": "function",
         "function": {
             "name": "write",
-            "parameters": {"type": "object", "properties": {"filename": {"type": "string"}, "content": {"type": "string"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"filename": {"type": "string"}, "content": {"type": "string"}},
+            },
         },
     },
     {
         "type": "function",
-        "function": {"name": "save", "parameters": {"type": "object", "properties": {"data": {"type": "object"}}}},
+        "function": {
+            "name": "save",
+            "parameters": {"type": "object", "properties": {"data": {"type": "object"}}},
+        },
     },
     {
         "type": "function",
-        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
     },
 ]
 
@@ -63,9 +83,24 @@ def nested(num_chars: int) -> dict[str, object]:
 SCENARIOS = {
     "essay": (None, ESSAY, [], Limits(5, 95, 2, 90, 10)),
     "JSON as content": (None, json.dumps(nested(3000)), [], Limits(5, 95, 2, 90, 10)),
-    "tool string of 500": (None, None, [("write", {"content": (CODE * 10)[:500]})], Limits(15, 85, 0, 95, 0)),
-    "filename and content": (None, None, [("write", {"filename": "a.py", "content": CODE * 3})], Limits(10, 90, 0, 95, 0)),
-    "tool string of 10K": (None, None, [("write", {"content": (CODE * 160)[:10_000]})], Limits(5, 90, 10, 65, 35)),
+    "tool string of 500": (
+        None,
+        None,
+        [("write", {"content": (CODE * 10)[:500]})],
+        Limits(15, 85, 0, 95, 0),
+    ),
+    "filename and content": (
+        None,
+        None,
+        [("write", {"filename": "a.py", "content": CODE * 3})],
+        Limits(10, 90, 0, 95, 0),
+    ),
+    "tool string of 10K": (
+        None,
+        None,
+        [("write", {"content": (CODE * 160)[:10_000]})],
+        Limits(5, 90, 10, 65, 35),
+    ),
     "nested object of 2K": (None, None, [("save", nested(2000))], Limits(20, 75, 10, 60, 40)),
     "five parallel calls": (
         None,
@@ -83,10 +118,15 @@ SCENARIOS = {
 
 
 def written(
-    format: OutputFormat, reasoning: str | None, content: str | None, calls: Sequence[tuple[str, dict[str, object]]]
+    format: OutputFormat,
+    reasoning: str | None,
+    content: str | None,
+    calls: Sequence[tuple[str, dict[str, object]]],
 ) -> str:
     if format is MINIMAX_M2:
-        return f"{reasoning or ''}\n</think>\n\n{content or ''}" + (outputs.m2_block(calls) if calls else "")
+        return f"{reasoning or ''}\n</think>\n\n{content or ''}" + (
+            outputs.m2_block(calls) if calls else ""
+        )
     thinking = f"<mm:think>{reasoning}</mm:think>" if reasoning else ""
     return thinking + (content or "") + (outputs.m3_block(calls) if calls else "")
 
@@ -104,13 +144,19 @@ def packets_of(format: OutputFormat, text: str, *, tokens_per_step: int) -> list
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 8, 10_000])
 @pytest.mark.parametrize("format", [MINIMAX_M2, MINIMAX_M3], ids=["m2", "m3"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_shares_of_fragment_sizes_keep_to_the_table(name: str, format: OutputFormat, tokens_per_step: int) -> None:
+def test_shares_of_fragment_sizes_keep_to_the_table(
+    name: str, format: OutputFormat, tokens_per_step: int
+) -> None:
     reasoning, content, calls, limits = SCENARIOS[name]
-    events = packets_of(format, written(format, reasoning, content, calls), tokens_per_step=tokens_per_step)
+    events = packets_of(
+        format, written(format, reasoning, content, calls), tokens_per_step=tokens_per_step
+    )
     output = collect(events)
     assert (output.reasoning, output.content or "") == (reasoning, (content or ""))
     assert proof.calls_of(output) == calls
-    lengths = [len(event.text) for event in events if not isinstance(event, ToolCallStart | ToolCallEnd)]
+    lengths = [
+        len(event.text) for event in events if not isinstance(event, ToolCallStart | ToolCallEnd)
+    ]
     tiny, huge = [n for n in lengths if n < 5], [n for n in lengths if n > 200]
     percent, percent_of_mass = 100 / len(lengths), 100 / sum(lengths)
     assert percent * len(tiny) <= limits.tiny
@@ -164,7 +210,10 @@ def test_long_text_is_split_evenly() -> None:
 @pytest.mark.parametrize("text", ["[SILENCE]", "a]", "hello\nworld\n", "🙂", "x]<]mini"])
 def test_nothing_is_lost_at_the_end(text: str) -> None:
     assert collect(packets_of(MINIMAX_M3, text, tokens_per_step=1)).content == text
-    argument = f'{MARKER}<tool_call>{MARKER}<invoke name="write">{MARKER}<content>{text}{MARKER}</content>{MARKER}</invoke>'
+    argument = (
+        f"{MARKER}<tool_call>{MARKER}<invoke "
+        f'name="write">{MARKER}<content>{text}{MARKER}</content>{MARKER}</invoke>'
+    )
     output = collect(packets_of(MINIMAX_M3, argument, tokens_per_step=1))
     assert json.loads(output.tool_calls[0].arguments) == {"content": text}
 
@@ -173,12 +222,21 @@ def test_reasoning_and_content_never_share_a_fragment_and_emoji_stay_whole() -> 
     rng = random.Random(0)
     for _ in range(50):
         output = outputs.generate(rng.choice([MINIMAX_M2, MINIMAX_M3]), rng)
-        whole = proof.parse(output.format, output.text, tools=outputs.TOOLS, in_reasoning=output.in_reasoning)
+        whole = proof.parse(
+            output.format, output.text, tools=outputs.TOOLS, in_reasoning=output.in_reasoning
+        )
         tokens = outputs.pieces(output.text)
         steps = proof.stream(
-            output.format, [[token] for token in tokens], tools=outputs.TOOLS, in_reasoning=output.in_reasoning
+            output.format,
+            [[token] for token in tokens],
+            tools=outputs.TOOLS,
+            in_reasoning=output.in_reasoning,
         )
         packets = Packets()
         fragments = [event for step in steps for event in packets.push(step)] + packets.flush()
-        assert "".join(f.text for f in fragments if isinstance(f, ReasoningDelta)) == (whole.reasoning or "")
-        assert "".join(f.text for f in fragments if isinstance(f, ContentDelta)) == (whole.content or "")
+        assert "".join(f.text for f in fragments if isinstance(f, ReasoningDelta)) == (
+            whole.reasoning or ""
+        )
+        assert "".join(f.text for f in fragments if isinstance(f, ContentDelta)) == (
+            whole.content or ""
+        )

@@ -1,6 +1,8 @@
-"""Linear time: an output twice as long takes twice as long, whole or in pieces, whatever stands in it.
+"""Linear time: an output twice as long takes twice as long, whole or in pieces, whatever stands in
+it.
 
-Limits are several times what a laptop needs; `python tools/prove_parser.py` shows the figures for 1 MB.
+Limits are several times what a laptop needs; `python tools/prove_parser.py` shows the figures for 1
+MB.
 """
 
 from __future__ import annotations
@@ -19,5 +21,6 @@ def test_time_grows_with_the_length_and_no_faster(name: str) -> None:
     assert proof.seconds_to_read(format, text, size=len(text)) < 0.5
     reference = proof.seconds_to_read(format, SHORT_TEXTS[name][1], size=4)
     limit = min(1.0, 12 * max(reference, 0.01))
-    attempts = (proof.seconds_to_read(format, text, size=4) for _ in range(3))  # others may slow one of them down
+    # others may slow one of them down
+    attempts = (proof.seconds_to_read(format, text, size=4) for _ in range(3))
     assert any(seconds < limit for seconds in attempts)

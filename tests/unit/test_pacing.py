@@ -1,28 +1,55 @@
-"""Fragments of a stream over time: sized while outputs come quickly, never late when they do not."""
+"""Fragments of a stream over time: sized while outputs come quickly, never late when they do
+not.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from negamax.api.pacing import HOLD_SECONDS, PacedPackets
-from negamax.text.output_parser import ContentDelta, ParserEvent, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
+from negamax.text.output_parser import (
+    ContentDelta,
+    ParserEvent,
+    ReasoningDelta,
+    ToolArgumentsDelta,
+    ToolCallStart,
+)
 
 FAST = HOLD_SECONDS / 5
 
 
 def texts(events: list[ParserEvent]) -> list[str]:
-    return [event.text for event in events if isinstance(event, ContentDelta | ReasoningDelta | ToolArgumentsDelta)]
+    return [
+        event.text
+        for event in events
+        if isinstance(event, ContentDelta | ReasoningDelta | ToolArgumentsDelta)
+    ]
 
 
-def sent(pieces: list[str], *, step: float, kind: type[ContentDelta] | type[ReasoningDelta] = ContentDelta) -> list[list[str]]:
+def sent(
+    pieces: list[str],
+    *,
+    step: float,
+    kind: type[ContentDelta] | type[ReasoningDelta] = ContentDelta,
+) -> list[list[str]]:
     """What goes out with each piece, one of which comes every `step` seconds."""
     packets = PacedPackets()
     last = len(pieces) - 1
-    return [texts(packets.push([kind(piece)], now=100 + i * step, is_last=i == last)) for i, piece in enumerate(pieces)]
+    return [
+        texts(packets.push([kind(piece)], now=100 + i * step, is_last=i == last))
+        for i, piece in enumerate(pieces)
+    ]
 
 
 def test_first_text_goes_out_at_once_and_the_next_is_sized() -> None:
-    assert sent(["I", " a", "m ", "he", "re", "!"], step=FAST) == [["I"], [], [], [" am he"], [], ["re!"]]
+    assert sent(["I", " a", "m ", "he", "re", "!"], step=FAST) == [
+        ["I"],
+        [],
+        [],
+        [" am he"],
+        [],
+        ["re!"],
+    ]
 
 
 def test_silent_outputs_do_not_count_as_the_first() -> None:
@@ -51,7 +78,9 @@ def test_quick_arguments_are_sized_and_complete() -> None:
     packets = PacedPackets()
     out = packets.push([ToolCallStart(0, "f")], now=100, is_last=False)
     for i, piece in enumerate(['{"', "a", '": "', *(["xyz"] * 50), '"}']):
-        out += packets.push([ToolArgumentsDelta(0, piece)], now=100 + (i + 1) * FAST, is_last=piece == '"}')
+        out += packets.push(
+            [ToolArgumentsDelta(0, piece)], now=100 + (i + 1) * FAST, is_last=piece == '"}'
+        )
     sizes = [len(text) for text in texts(out)]
     assert "".join(texts(out)) == '{"a": "' + "xyz" * 50 + '"}'
     assert min(sizes) >= 5 and max(sizes) <= 200

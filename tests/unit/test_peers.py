@@ -18,14 +18,21 @@ from negamax.base.errors import UnavailableError
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def request(*, hang_up: asyncio.Event, path: bytes = b"/v1/responses/x%20y", query: bytes = b"a=1") -> Request:
+def request(
+    *, hang_up: asyncio.Event, path: bytes = b"/v1/responses/x%20y", query: bytes = b"a=1"
+) -> Request:
     """A request whose client stays until `hang_up`."""
 
     async def receive() -> dict[str, Any]:
         await hang_up.wait()
         return {"type": "http.disconnect"}
 
-    headers = [(b"host", b"here"), (b"authorization", b"Bearer k"), (b"connection", b"keep-alive"), (b"x-request-id", b"old")]
+    headers = [
+        (b"host", b"here"),
+        (b"authorization", b"Bearer k"),
+        (b"connection", b"keep-alive"),
+        (b"x-request-id", b"old"),
+    ]
     scope = {
         "type": "http",
         "method": "POST",
@@ -38,7 +45,9 @@ def request(*, hang_up: asyncio.Event, path: bytes = b"/v1/responses/x%20y", que
     return Request(scope, receive)
 
 
-async def relayed(folder: Path, peer: Peer, *, hang_up: asyncio.Event | None = None) -> list[dict[str, Any]]:
+async def relayed(
+    folder: Path, peer: Peer, *, hang_up: asyncio.Event | None = None
+) -> list[dict[str, Any]]:
     """The messages of the answer that process 1 gives through process 0."""
     seat = Seat.of(0, 2, folder)
     sent: list[dict[str, Any]] = []
@@ -59,7 +68,10 @@ def test_head_body_and_answer_are_passed_on(tmp_path: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads.append(await reader.readuntil(b"\r\n\r\n"))
         assert await reader.readexactly(7) == b'{"x":1}'
-        writer.write(b"HTTP/1.1 429 Too Many\r\nretry-after: 3\r\nx-request-id: rid\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 429 Too Many\r\nretry-after: 3\r\nx-request-id: rid\r\ntransfer-encoding: "
+            b"chunked\r\n\r\n"
+        )
         for part in (b"one", b"two"):
             writer.write(b"%x\r\n%b\r\n" % (len(part), part))
             await writer.drain()
@@ -71,7 +83,13 @@ def test_head_body_and_answer_are_passed_on(tmp_path: Path) -> None:
     (head,) = heads
     lines = head.decode().split("\r\n")
     assert lines[0] == "POST /v1/responses/x%20y?a=1 HTTP/1.1"
-    assert {"host: here", "authorization: Bearer k", "x-request-id: rid", "content-length: 7", "connection: close"} <= {*lines}
+    assert {
+        "host: here",
+        "authorization: Bearer k",
+        "x-request-id: rid",
+        "content-length: 7",
+        "connection: close",
+    } <= {*lines}
     assert not {"x-request-id: old", "connection: keep-alive"} & {*lines}
     assert first["status"] == 429 and first["headers"] == [(b"retry-after", b"3")]
     assert b"".join(part["body"] for part in parts) == b"onetwo" and len(parts) >= 2
@@ -99,7 +117,9 @@ def test_process_that_dies_breaks_the_answer_off(tmp_path: Path, head: bytes) ->
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_client_that_hangs_up_ends_the_request_at_the_other_process(tmp_path: Path, has_begun: bool) -> None:
+def test_client_that_hangs_up_ends_the_request_at_the_other_process(
+    tmp_path: Path, has_begun: bool
+) -> None:
     ended = False
 
     async def scene() -> None:

@@ -1,4 +1,6 @@
-"""The block pool and the prefix cache: what is shared, what is forgotten first, what never enters the index."""
+"""The block pool and the prefix cache: what is shared, what is forgotten first, what never enters
+the index.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def test_match_stops_at_the_first_gap() -> None:
 # Through the scheduler. Block size 4.
 
 
-def make_scheduler(*, num_blocks: int = 32, enable_prefix_caching: bool = True, budget: int = 64) -> Scheduler:
+def make_scheduler(
+    *, num_blocks: int = 32, enable_prefix_caching: bool = True, budget: int = 64
+) -> Scheduler:
     return Scheduler(
         SchedulerLimits(
             max_num_seqs=4,
@@ -129,7 +133,9 @@ def make_scheduler(*, num_blocks: int = 32, enable_prefix_caching: bool = True, 
 def request(name: str, prompt: list[int], **fields: object) -> GenerateRequest:
     salt = str(fields.pop("cache_salt", ""))
     sampling = SamplingParams(**{"max_tokens": 1, **fields})  # type: ignore[arg-type]
-    return GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, cache_salt=salt)
+    return GenerateRequest(
+        request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, cache_salt=salt
+    )
 
 
 def result(plan: StepPlan, *, token: int = 7, errors: dict[int, str] | None = None) -> StepResult:
@@ -156,7 +162,9 @@ PROMPT = list(range(10, 20))  # two full blocks and two tokens
 
 
 def admit_start(scheduler: Scheduler, new: GenerateRequest) -> int:
-    """Add a request to an idle scheduler, run it to its end; the position its first row started at."""
+    """Add a request to an idle scheduler, run it to its end; the position its first row started
+    at.
+    """
     scheduler.add(new)
     plan = planned(scheduler)
     assert len(plan.starts) == 1
@@ -191,7 +199,8 @@ def test_prompt_of_exactly_one_block_is_cached() -> None:
 
 def test_follow_up_turn_hits_the_generated_tokens() -> None:
     scheduler = make_scheduler()
-    admit_start(scheduler, request("a", PROMPT, max_tokens=8))  # 10 + 8 tokens, the last is never run: 17
+    # 10 + 8 tokens, the last is never run: 17
+    admit_start(scheduler, request("a", PROMPT, max_tokens=8))
     assert admit_start(scheduler, request("b", [*PROMPT, *[7] * 8, 30])) == 16
 
 
@@ -305,7 +314,8 @@ def test_needed_cached_blocks_count_as_taken_from_the_free_ones() -> None:
     admit_start(scheduler, request("a", list(range(10, 22))))  # three cached blocks, all free
     scheduler.add(request("b", list(range(60, 69)), max_tokens=4))  # three blocks
     first = planned(scheduler)
-    scheduler.add(request("c", list(range(10, 23)), max_tokens=4))  # three cached, one new; three are free
+    # three cached, one new; three are free
+    scheduler.add(request("c", list(range(10, 23)), max_tokens=4))
     second = planned(scheduler)
     assert second.new_rows == []
     scheduler.commit(first, result(first))

@@ -33,7 +33,9 @@ def test_only_this_user_can_enter_and_it_is_removed(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_a_folder_with_a_long_path_is_passed_over(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_a_long_path_is_passed_over(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = temporary / ("a" * 90)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -42,7 +44,10 @@ def test_a_folder_with_a_long_path_is_passed_over(temporary: Path, monkeypatch: 
         listener.bind(f"{folder.path}/requests-63")
     folder.remove()
     monkeypatch.setattr(private_folder, "_MOST_BYTES", 30)
-    with pytest.raises(ResourceError, match=r"sockets in it need one of at most \d+ \(set TMPDIR to a shorter one\)"):
+    with pytest.raises(
+        ResourceError,
+        match=r"sockets in it need one of at most \d+ \(set TMPDIR to a shorter one\)",
+    ):
         PrivateFolder()
 
 
@@ -50,9 +55,12 @@ def test_what_a_killed_process_left_is_removed_and_what_is_in_use_is_not(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
-        "import os; from negamax.base.private_folder import PrivateFolder; print(PrivateFolder().path, flush=True); os.abort()"
+        "import os; from negamax.base.private_folder import PrivateFolder; "
+        "print(PrivateFolder().path, flush=True); os.abort()"
     )
-    done = subprocess.run([sys.executable, "-c", code], env={"TMPDIR": str(temporary)}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"TMPDIR": str(temporary)}, capture_output=True, text=True
+    )
     abandoned, foreign = Path(done.stdout.strip()), temporary / "negamax-notes"
     foreign.mkdir()
     used = PrivateFolder()

@@ -1,4 +1,6 @@
-"""Progress of long work: a redrawn line on a terminal, log lines elsewhere, nothing for short work."""
+"""Progress of long work: a redrawn line on a terminal, log lines elsewhere, nothing for short
+work.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def load(clock: pytest.MonkeyPatch, *, seconds: int, **options: object) -> None:
             shown(part * GIB, 10 * GIB)
 
 
-def test_a_terminal_gets_one_line_with_amount_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_one_line_with_amount_rate_and_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     load(monkeypatch, seconds=20)
     drawn = terminal.getvalue()
@@ -37,7 +41,9 @@ def test_a_terminal_gets_one_line_with_amount_rate_and_time_left(monkeypatch: py
     assert "\n" not in drawn and drawn.endswith("\r\x1b[K")
 
 
-def test_short_work_and_work_that_is_to_be_quiet_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_work_and_work_that_is_to_be_quiet_show_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     load(monkeypatch, seconds=0)
     load(monkeypatch, seconds=60, enabled=False)

@@ -1,4 +1,6 @@
-"""Where the content begins, by token ids and by text, and a budget that ends the reasoning to the token."""
+"""Where the content begins, by token ids and by text, and a budget that ends the reasoning to the
+token.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ def gate(
         max_newlines=0,
     )
     assert needs_text(reasoning) is not by_id
-    return ReasoningGate(reasoning, budget=budget, calls_end_it=calls_end_it, token_bytes=None if by_id else table.__getitem__)
+    return ReasoningGate(
+        reasoning,
+        budget=budget,
+        calls_end_it=calls_end_it,
+        token_bytes=None if by_id else table.__getitem__,
+    )
 
 
 def spelled(text: str) -> list[int]:
@@ -84,7 +91,10 @@ def test_white_space_in_the_closers_token_is_dropped() -> None:
     assert not following.is_open
 
 
-@given(before=st.text(alphabet="</m:think>ab", max_size=30), cuts=st.lists(st.integers(1, 5), min_size=60, max_size=60))
+@given(
+    before=st.text(alphabet="</m:think>ab", max_size=30),
+    cuts=st.lists(st.integers(1, 5), min_size=60, max_size=60),
+)
 def test_any_cut_of_the_text_gives_the_same_content(before: str, cuts: list[int]) -> None:
     """Tokens of any length over the same bytes; behind the first closer everything is content."""
     text = (before + "</mm:think>" + "tail").encode()
@@ -97,7 +107,9 @@ def test_any_cut_of_the_text_gives_the_same_content(before: str, cuts: list[int]
     following = gate(by_id=False, table=table)
     parts = content(following, list(table))
     assert sum(map(len, pieces)) == len(text)
-    assert b"".join(part if isinstance(part, bytes) else table[part] for part in parts) == text[found:]
+    assert (
+        b"".join(part if isinstance(part, bytes) else table[part] for part in parts) == text[found:]
+    )
 
 
 @pytest.mark.parametrize("budget", [0, 1, 5])

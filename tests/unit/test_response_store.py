@@ -1,4 +1,6 @@
-"""The store of responses: it never grows beyond its limits, and a conversation survives the loss of its earlier responses."""
+"""The store of responses: it never grows beyond its limits, and a conversation survives the loss of
+its earlier responses.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,13 @@ from negamax.api.response_store import KeptResponse, KeptTurn, ResponseStore
 
 
 def kept(parent: KeptTurn | None, number: int, *, size: int = 10) -> KeptResponse:
-    given, said = [{"id": f"in{number}", "text": "x" * size}], [{"id": f"out{number}", "text": "y" * size}]
-    turn = KeptTurn(parent, input_items=json.dumps(given).encode(), output_items=json.dumps(said).encode())
+    given, said = (
+        [{"id": f"in{number}", "text": "x" * size}],
+        [{"id": f"out{number}", "text": "y" * size}],
+    )
+    turn = KeptTurn(
+        parent, input_items=json.dumps(given).encode(), output_items=json.dumps(said).encode()
+    )
     return KeptResponse(b'{"body": 1}', turn, [f"out{number}"])
 
 
@@ -47,7 +54,9 @@ def test_turns_below_are_shared_and_outlive_their_responses() -> None:
     last = store.get("r2999")
     assert last and whole - store.num_bytes == 2999 * len(last.body)
     items = last.turn.conversation()
-    assert [item["id"] for item in items[:4]] == ["in0", "out0", "in1", "out1"] and len(items) == 6000
+    assert [item["id"] for item in items[:4]] == ["in0", "out0", "in1", "out1"] and len(
+        items
+    ) == 6000
     assert store.remove("r2999") and not store.remove("r2999")
     assert store.num_bytes == 0
 

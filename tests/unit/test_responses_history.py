@@ -1,4 +1,6 @@
-"""Items of the Responses API as messages: what one answer said stays one message, and reasoning survives every way back."""
+"""Items of the Responses API as messages: what one answer said stays one message, and reasoning
+survives every way back.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ def reasoning(**fields: Any) -> dict[str, Any]:
 
 
 def call(number: int, **more: Any) -> dict[str, Any]:
-    return {"type": "function_call", "call_id": f"call_{number}", "name": "read", "arguments": '{"n": 1}', **more}
+    return {
+        "type": "function_call",
+        "call_id": f"call_{number}",
+        "name": "read",
+        "arguments": '{"n": 1}',
+        **more,
+    }
 
 
 def result(number: int, output: Any = "ok") -> dict[str, Any]:
@@ -37,7 +45,11 @@ def result(number: int, output: Any = "ok") -> dict[str, Any]:
 
 
 def said(text: str) -> dict[str, Any]:
-    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+    return {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": text}],
+    }
 
 
 USER = {"role": "user", "content": [{"type": "input_text", "text": "Go"}]}
@@ -45,7 +57,15 @@ USER = {"role": "user", "content": [{"type": "input_text", "text": "Go"}]}
 
 def test_items_of_one_answer_are_one_message() -> None:
     thought = [{"type": "reasoning_text", "text": "First a look."}]
-    made = history(USER, reasoning(content=thought), said("I look."), call(1), call(2), result(2, "b"), result(1, "a"))
+    made = history(
+        USER,
+        reasoning(content=thought),
+        said("I look."),
+        call(1),
+        call(2),
+        result(2, "b"),
+        result(1, "a"),
+    )
     message = made.messages[1]
     assert (message["content"], message["reasoning_content"]) == ("I look.", "First a look.")
     assert [entry["id"] for entry in message["tool_calls"]] == ["call_1", "call_2"]
@@ -57,12 +77,17 @@ def test_items_of_one_answer_are_one_message() -> None:
 def test_text_is_never_thinking_where_a_response_has_items_for_that() -> None:
     words = "A line with\n</think>\nalone ends it."
     message = normalize_messages(history(USER, said(words), USER).messages)[1]
-    assert (message["content"], message["reasoning_content"]) == (words, "")  # without the latter, the template would cut it
+    # without the latter, the template would cut it
+    assert (message["content"], message["reasoning_content"]) == (words, "")
 
 
 def test_loops_of_calls_keep_their_order() -> None:
     made = history(USER, call(1), result(1), call(2), result(2), said("Done."), said("Really."))
-    assert [message["role"] for message in made.messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
+    assert [message["role"] for message in made.messages] == [
+        "user",
+        *["assistant", "tool"] * 2,
+        "assistant",
+    ]
     assert made.messages[-1]["content"] == "Done.\n\nReally."
 
 
@@ -74,7 +99,10 @@ def test_loops_of_calls_keep_their_order() -> None:
             "summary": [{"type": "summary_text", "text": "Other."}],
         },
         {"content": None, "encrypted_content": SIGNER.signature("A thought.", is_hidden=True)},
-        {"encrypted_content": "of another server", "summary": [{"type": "summary_text", "text": "A thought."}]},
+        {
+            "encrypted_content": "of another server",
+            "summary": [{"type": "summary_text", "text": "A thought."}],
+        },
     ],
     ids=["content", "encrypted", "summary"],
 )
@@ -84,19 +112,35 @@ def test_reasoning_comes_back_in_any_form(fields: dict[str, Any]) -> None:
 
 
 def test_instructions_namespaces_and_custom_tools() -> None:
-    custom = {"type": "custom_tool_call", "call_id": "call_2", "name": "patch", "input": "*** Begin"}
+    custom = {
+        "type": "custom_tool_call",
+        "call_id": "call_2",
+        "name": "patch",
+        "input": "*** Begin",
+    }
     made = history(
-        USER, call(1, namespace="home"), custom, result(1), {**result(2), "type": "custom_tool_call_output"}, instructions="Be"
+        USER,
+        call(1, namespace="home"),
+        custom,
+        result(1),
+        {**result(2), "type": "custom_tool_call_output"},
+        instructions="Be",
     )
     assert made.messages[0] == {"role": "system", "content": "Be"}
     functions = [entry["function"] for entry in made.messages[2]["tool_calls"]]
-    assert functions[0]["name"] == "home.read" and functions[1] == {"name": "patch", "arguments": {"input": "*** Begin"}}
+    assert functions[0]["name"] == "home.read" and functions[1] == {
+        "name": "patch",
+        "arguments": {"input": "*** Begin"},
+    }
 
 
 def test_a_call_that_was_cut_is_left_out_unless_it_has_a_result() -> None:
     cut = call(1, status="incomplete", arguments='{"n": ')
     assert history(USER, said("Let me see."), cut, USER).messages[1].get("tool_calls") is None
-    assert history(USER, cut, result(1, "not JSON"), USER).messages[1]["tool_calls"][0]["id"] == "call_1"
+    assert (
+        history(USER, cut, result(1, "not JSON"), USER).messages[1]["tool_calls"][0]["id"]
+        == "call_1"
+    )
 
 
 def test_calls_that_ran_elsewhere_are_passed_over() -> None:

@@ -1,4 +1,6 @@
-"""Parameters out of range are refused by name before they reach the engine; defaults come from the model."""
+"""Parameters out of range are refused by name before they reach the engine; defaults come from the
+model.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +62,23 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
 
 def test_limits_themselves_are_accepted() -> None:
     params = SamplingParams(
-        n=128, temperature=2.0, top_p=1.0, top_k=-1, min_p=1.0, max_tokens=1, logprobs=20, stop=("x",) * 32, seed=-(2**63)
+        n=128,
+        temperature=2.0,
+        top_p=1.0,
+        top_k=-1,
+        min_p=1.0,
+        max_tokens=1,
+        logprobs=20,
+        stop=("x",) * 32,
+        seed=-(2**63),
     )
     params.check(max_logprobs=20, vocab_size=10)
 
 
 def test_missing_fields_take_the_models_defaults_and_given_ones_stay() -> None:
-    defaults = SamplingDefaults(temperature=1.0, top_p=0.95, top_k=40, min_p=0.01, repetition_penalty=1.1)
+    defaults = SamplingDefaults(
+        temperature=1.0, top_p=0.95, top_k=40, min_p=0.01, repetition_penalty=1.1
+    )
     resolved = SamplingParams(temperature=0.5).resolved(defaults, room=77)
     assert (resolved.temperature, resolved.top_p, resolved.top_k) == (0.5, 0.95, 40)
     assert (resolved.min_p, resolved.repetition_penalty, resolved.max_tokens) == (0.01, 1.1, 77)

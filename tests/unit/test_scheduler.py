@@ -41,10 +41,14 @@ def make_scheduler(
     )
 
 
-def request(name: str, prompt_len: int = 4, *, priority: int = 0, **sampling: object) -> GenerateRequest:
+def request(
+    name: str, prompt_len: int = 4, *, priority: int = 0, **sampling: object
+) -> GenerateRequest:
     params = SamplingParams(**{"max_tokens": 8, **sampling})  # type: ignore[arg-type]
     prompt = tuple(1000 * ord(name[0]) + position for position in range(prompt_len))
-    return GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling=params, priority=priority)
+    return GenerateRequest(
+        request_id=name, prompt_token_ids=prompt, sampling=params, priority=priority
+    )
 
 
 def planned(scheduler: Scheduler) -> StepPlan:
@@ -53,7 +57,9 @@ def planned(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def result(plan: StepPlan, tokens: list[int] | None = None, *, errors: dict[int, str] | None = None) -> StepResult:
+def result(
+    plan: StepPlan, tokens: list[int] | None = None, *, errors: dict[int, str] | None = None
+) -> StepResult:
     return StepResult(plan.step_id, tokens or [TOKEN] * sum(plan.samples), {}, {}, errors or {})
 
 
@@ -109,7 +115,10 @@ def test_id_in_use_is_refused_until_the_request_ended() -> None:
 def test_request_that_could_outgrow_the_whole_pool_is_refused_with_a_remedy() -> None:
     scheduler = make_scheduler(blocks=3)  # 12 positions; the last token needs none
     scheduler.add(request("a", 5, max_tokens=8))
-    with pytest.raises(InvalidRequestError, match=r"14 tokens.*need 4 KV blocks.*has 3; lower max_tokens to 8 or less"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"14 tokens.*need 4 KV blocks.*has 3; lower max_tokens to 8 or less",
+    ):
         scheduler.add(request("b", 5, max_tokens=9))
     with pytest.raises(InvalidRequestError, match="shorten the prompt"):
         scheduler.add(request("c", 13, max_tokens=1))
@@ -142,7 +151,9 @@ def test_nothing_to_do_is_none() -> None:
 def test_tenants_take_turns_however_much_one_of_them_has_waiting() -> None:
     scheduler = make_scheduler(slots=5)
     for name in "abcdefxy":
-        scheduler.add(msgspec.structs.replace(request(name), tenant="many" if name < "x" else "few"))
+        scheduler.add(
+            msgspec.structs.replace(request(name), tenant="many" if name < "x" else "few")
+        )
     assert admitted(planned(scheduler)) == names("axbyc")
 
 
@@ -174,7 +185,8 @@ def test_decodes_come_first_then_unfinished_prompts_then_new_ones() -> None:
     assert planned(scheduler).counts == [4, 8]
     scheduler.add(request("c", 4))
     scheduler.add(request("d", 4))
-    plan = planned(scheduler)  # rows of one token stand before longer ones, also when they are the rest of the budget
+    # rows of one token stand before longer ones, also when they are the rest of the budget
+    plan = planned(scheduler)
     assert (plan.slots, plan.starts, plan.counts) == ([0, 3, 1, 2], [4, 0, 8, 0], [1, 1, 6, 4])
     assert plan.samples == [True, False, True, True]
     assert plan.num_tokens == 12
@@ -192,7 +204,11 @@ def test_block_is_appended_when_the_last_one_is_full() -> None:
     scheduler.add(request("a", 7))
     plans = [planned(scheduler) for _ in range(4)]
     assert plans[0].new_rows[0].block_ids == [0, 1]
-    assert [(plan.appended_slots, plan.appended_blocks) for plan in plans[1:]] == [([], []), ([0], [2]), ([], [])]
+    assert [(plan.appended_slots, plan.appended_blocks) for plan in plans[1:]] == [
+        ([], []),
+        ([0], [2]),
+        ([], []),
+    ]
 
 
 def test_new_row_carries_all_that_the_worker_needs() -> None:
@@ -200,7 +216,11 @@ def test_new_row_carries_all_that_the_worker_needs() -> None:
     scheduler.add(request("a", 5, seed=3))
     (row,) = planned(scheduler).new_rows
     new = request("a", 5, seed=3)
-    assert (tuple(row.token_ids), row.prompt_len, row.sampling) == (new.prompt_token_ids, 5, new.sampling)
+    assert (tuple(row.token_ids), row.prompt_len, row.sampling) == (
+        new.prompt_token_ids,
+        5,
+        new.sampling,
+    )
 
 
 def test_freed_slot_goes_to_the_next_request() -> None:
@@ -248,7 +268,9 @@ def test_blocked_request_is_admitted_as_soon_as_blocks_are_free() -> None:
     assert admitted(planned(scheduler)) == names("c")
 
 
-def test_blocked_request_is_not_looked_up_again_while_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_request_is_not_looked_up_again_while_nothing_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lookups: list[int] = []
 
     def counted(pool: BlockPool, chain: DigestChain, *, max_blocks: int) -> list[int]:
@@ -285,7 +307,9 @@ def test_blocked_request_is_not_looked_up_again_while_nothing_changed(monkeypatc
         ({"max_tokens": 100}, [5, 6, 7, 8], "length", None),  # the window of 8
     ],
 )
-def test_stop_rules(sampling: dict[str, Any], sampled: list[int], reason: str, stop_reason: int | None) -> None:
+def test_stop_rules(
+    sampling: dict[str, Any], sampled: list[int], reason: str, stop_reason: int | None
+) -> None:
     scheduler = make_scheduler(window=8)
     scheduler.add(request("a", 4, **sampling))
     updates = [update for token in sampled for update in step(scheduler, [token])]
@@ -325,7 +349,9 @@ def test_rows_in_flight_of_a_finished_request_are_dropped() -> None:
     scheduler.add(request("a", 4))
     scheduler.add(request("b", 4))
     first, second = planned(scheduler), planned(scheduler)
-    assert [update.finish_reason for update in scheduler.commit(first, result(first, [EOS, 5]))] == ["stop", None]
+    assert [
+        update.finish_reason for update in scheduler.commit(first, result(first, [EOS, 5]))
+    ] == ["stop", None]
     (update,) = scheduler.commit(second, result(second, [8, 9]))
     assert (update.request_id, update.token_ids) == ("b", [9])
 
@@ -374,7 +400,10 @@ def test_error_of_one_row_ends_only_its_request() -> None:
     scheduler.add(request("d", 4))
     plan = planned(scheduler)  # rows a d b c; d does not sample yet
     updates = scheduler.commit(plan, result(plan, [21, 22, 23], errors={2: "not a number"}))
-    assert [(update.request_id, update.token_ids, update.finish_reason, update.error) for update in updates] == [
+    assert [
+        (update.request_id, update.token_ids, update.finish_reason, update.error)
+        for update in updates
+    ] == [
         ("a", [21], None, None),
         ("b", [], "error", "not a number"),
         ("c", [23], None, None),
@@ -422,20 +451,28 @@ def test_logprobs_are_counted_by_sampled_rows() -> None:
     scheduler.add(request("c", 4))
     scheduler.add(request("d", 4))
     plan = planned(scheduler)  # rows a d b c; d does not sample yet
-    updates = scheduler.commit(plan, StepResult(plan.step_id, [21, 22, 23], {2: logprob(23)}, {}, {}))
+    updates = scheduler.commit(
+        plan, StepResult(plan.step_id, [21, 22, 23], {2: logprob(23)}, {}, {})
+    )
     assert [update.logprobs for update in updates] == [None, None, [logprob(23)]]
 
 
 def commit_prompt_logprobs(scheduler: Scheduler, name: str) -> dict[str, SequenceUpdate]:
-    """One step whose worker reports log-probabilities for the rows of `name`, one per next prompt token."""
+    """One step whose worker reports log-probabilities for the rows of `name`, one per next prompt
+    token.
+    """
     plan = planned(scheduler)
     slot = scheduler._sequences[name].slot
     gathered: dict[int, list[TokenLogprobs]] = {}
     for row, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
         if plan.slots[row] == slot:
             last = scheduler._sequences[name].prompt_len - 1
-            gathered[row] = [logprob(position) for position in range(start + 1, min(start + count, last) + 1)]
-    updates = scheduler.commit(plan, StepResult(plan.step_id, [TOKEN] * sum(plan.samples), {}, gathered, {}))
+            gathered[row] = [
+                logprob(position) for position in range(start + 1, min(start + count, last) + 1)
+            ]
+    updates = scheduler.commit(
+        plan, StepResult(plan.step_id, [TOKEN] * sum(plan.samples), {}, gathered, {})
+    )
     return {update.request_id: update for update in updates}
 
 
@@ -443,7 +480,9 @@ def test_prompt_logprobs_are_gathered_over_chunks_and_delivered_once() -> None:
     scheduler = make_scheduler(budget=4)
     scheduler.add(request("a", 10, prompt_logprobs=0))
     assert [commit_prompt_logprobs(scheduler, "a") for _ in range(2)] == [{}, {}]
-    assert commit_prompt_logprobs(scheduler, "a")["a"].prompt_logprobs == [logprob(n) for n in range(1, 10)]
+    assert commit_prompt_logprobs(scheduler, "a")["a"].prompt_logprobs == [
+        logprob(n) for n in range(1, 10)
+    ]
     assert commit_prompt_logprobs(scheduler, "a")["a"].prompt_logprobs is None
 
 
@@ -451,7 +490,8 @@ def test_prompt_logprobs_start_over_after_a_preempted_prefill() -> None:
     scheduler = make_scheduler(budget=3, blocks=5)
     scheduler.add(request("a", 4, max_tokens=6))
     scheduler.add(request("b", 12, max_tokens=1, prompt_logprobs=0))
-    for _ in range(7):  # in the last one "a" needs the block; 10 of the 12 prompt tokens were run by then
+    # in the last one "a" needs the block; 10 of the 12 prompt tokens were run by then
+    for _ in range(7):
         commit_prompt_logprobs(scheduler, "b")
     assert scheduler.preemption_count == 1 and scheduler.num_waiting == 1
     updates: dict[str, SequenceUpdate] = {}

@@ -1,4 +1,6 @@
-"""Rows that wait for masks: who they are, what becomes of those whose mask is late, and that nobody else notices."""
+"""Rows that wait for masks: who they are, what becomes of those whose mask is late, and that nobody
+else notices.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,28 @@ GRAMMAR = Grammar(kind="json_object")
 
 
 def limits(**changes: int) -> SchedulerLimits:
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 4, "num_blocks": 64}
-    return SchedulerLimits(**(sizes | changes), enable_prefix_caching=True, max_queued_requests=9, eos_token_ids=EOS_IDS)
+    sizes = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_blocks": 64,
+    }
+    return SchedulerLimits(
+        **(sizes | changes),
+        enable_prefix_caching=True,
+        max_queued_requests=9,
+        eos_token_ids=EOS_IDS,
+    )
 
 
-def request(name: str, *, grammar: Grammar | None = GRAMMAR, length: int = 6, max_tokens: int = 8) -> GenerateRequest:
+def request(
+    name: str, *, grammar: Grammar | None = GRAMMAR, length: int = 6, max_tokens: int = 8
+) -> GenerateRequest:
     sampling = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True, grammar=grammar)
-    return GenerateRequest(request_id=name, prompt_token_ids=tuple(range(10, 10 + length)), sampling=sampling)
+    return GenerateRequest(
+        request_id=name, prompt_token_ids=tuple(range(10, 10 + length)), sampling=sampling
+    )
 
 
 def result(plan: StepPlan, token: int = 7) -> StepResult:
@@ -81,12 +98,18 @@ def test_a_late_row_is_sampled_again_when_its_mask_is_there_and_others_go_on() -
     scheduler.resume("late")
     scheduler.commit(second, result(second))
     third = next_plan(scheduler)
-    assert (third.starts[0], third.counts[0], third.masked) == (5, 1, [0])  # the last token of the prompt, once more
+    # the last token of the prompt, once more
+    assert (third.starts[0], third.counts[0], third.masked) == (5, 1, [0])
     updates = scheduler.commit(third, result(third, token=8))
-    assert [(update.request_id, update.token_ids) for update in updates] == [("late", [8]), ("other", [8])]
+    assert [(update.request_id, update.token_ids) for update in updates] == [
+        ("late", [8]),
+        ("other", [8]),
+    ]
 
 
-def test_the_block_of_a_deferred_row_enters_the_cache_only_when_its_last_token_ran_for_good() -> None:
+def test_the_block_of_a_deferred_row_enters_the_cache_only_when_its_last_token_ran_for_good() -> (
+    None
+):
     scheduler = Scheduler(limits())
     scheduler.add(request("late", length=8))  # two whole blocks
     first = next_plan(scheduler)
@@ -109,14 +132,17 @@ def test_requests_can_be_ended_and_released_from_outside() -> None:
     assert ended is not None and ended.finish_reason == "stop" and not ended.token_ids
     assert failed is not None and failed.error == "no way"
     scheduler.release("is free")
-    assert [row.request_id for row in scheduler.masked_rows(plan)] == ["is free"]  # of a plan that was made before
+    # of a plan that was made before
+    assert [row.request_id for row in scheduler.masked_rows(plan)] == ["is free"]
     assert [update.request_id for update in scheduler.commit(plan, result(plan))] == ["is free"]
     assert next_plan(scheduler).masked == []
     assert scheduler.end("ends", "stop") is None
 
 
 def test_held_sequences_keep_their_place_in_the_budget() -> None:
-    """Four rows of one token each are all that fits: nobody may be admitted into the place of one that sits out."""
+    """Four rows of one token each are all that fits: nobody may be admitted into the place of one
+    that sits out.
+    """
     scheduler = Scheduler(limits(max_num_batched_tokens=4, max_num_seqs=5))
     for name in "abcd":
         scheduler.add(request(name, length=1, max_tokens=20))
@@ -174,7 +200,9 @@ class LateTrace(Trace):
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(limits=any_limits(), seed=st.integers(0, 2**32), depth=st.integers(0, 1), trouble=st.booleans())
+@given(
+    limits=any_limits(), seed=st.integers(0, 2**32), depth=st.integers(0, 1), trouble=st.booleans()
+)
 def test_random_traces_with_late_masks_give_every_request_its_own_tokens(
     limits: SchedulerLimits, seed: int, depth: int, trouble: bool
 ) -> None:

@@ -1,4 +1,6 @@
-"""Preemption by recompute: who is thrown out, what it keeps, when it comes back. Blocks of 4 tokens."""
+"""Preemption by recompute: who is thrown out, what it keeps, when it comes back. Blocks of 4
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def make_scheduler(*, blocks: int, prefix_cache: bool = False) -> Scheduler:
     )
 
 
-def add(scheduler: Scheduler, name: str, prompt_len: int, *, max_tokens: int = 8, priority: int = 0) -> None:
+def add(
+    scheduler: Scheduler, name: str, prompt_len: int, *, max_tokens: int = 8, priority: int = 0
+) -> None:
     prompt = tuple(1000 * ord(name) + position for position in range(prompt_len))
     scheduler.add(
         GenerateRequest(
@@ -58,10 +62,16 @@ def run_until_preemption(scheduler: Scheduler) -> StepPlan:
 
 
 def test_first_to_go_is_the_lowest_priority_then_the_latest_arrival() -> None:
-    for priorities, left in (((0, 0, 0), "ab"), ((0, 1, 0), "ac"), ((2, 1, 1), "bc"), ((0, 2, 1), "ac")):
+    for priorities, left in (
+        ((0, 0, 0), "ab"),
+        ((0, 1, 0), "ac"),
+        ((2, 1, 1), "bc"),
+        ((0, 2, 1), "ac"),
+    ):
         scheduler = make_scheduler(blocks=9)
         for name, priority in zip("abc", priorities, strict=True):
-            add(scheduler, name, 8, priority=priority)  # 2 blocks, the third in step 2, the fourth in step 6
+            # 2 blocks, the third in step 2, the fourth in step 6
+            add(scheduler, name, 8, priority=priority)
         plan = planned(scheduler)
         slots = {chr(row.token_ids[0] // 1000): row.slot for row in plan.new_rows}
         commit(scheduler, plan)
@@ -132,7 +142,12 @@ def test_preempted_request_can_end_while_it_waits() -> None:
     add(scheduler, "b", 8, max_tokens=5)
     plans = [planned(scheduler) for _ in range(6)]
     assert scheduler.num_waiting == 1
-    updates = [update for plan in plans[:5] for update in commit(scheduler, plan) if update.request_id == "b"]
+    updates = [
+        update
+        for plan in plans[:5]
+        for update in commit(scheduler, plan)
+        if update.request_id == "b"
+    ]
     assert [update.finish_reason for update in updates] == [None] * 4 + ["length"]
     assert scheduler.num_waiting == 0 and scheduler.num_running == 1
 
@@ -174,7 +189,8 @@ def test_resumed_request_takes_what_is_left_of_it_in_the_cache() -> None:
             starts += plan.starts
         updates += commit(scheduler, plan)
     assert starts == [8]
-    assert updates[-1].request_id == "b" and updates[-1].num_cached_tokens == 0  # as at its first admission
+    # as at its first admission
+    assert updates[-1].request_id == "b" and updates[-1].num_cached_tokens == 0
     assert (scheduler.prompt_tokens, scheduler.cached_prompt_tokens) == (16, 0)
 
 
@@ -187,7 +203,10 @@ def test_preempted_request_leaves_shared_blocks_to_the_other_holder() -> None:
         plan = planned(scheduler)
         commit(scheduler, plan)
     shared = plan.new_rows[0].block_ids[:2]
-    assert (plan.starts, [scheduler._pool.ref_count(block_id) for block_id in shared]) == ([9, 8], [2, 2])
+    assert (plan.starts, [scheduler._pool.ref_count(block_id) for block_id in shared]) == (
+        [9, 8],
+        [2, 2],
+    )
     run_until_preemption(scheduler)
     assert [scheduler._pool.ref_count(block_id) for block_id in shared] == [1, 1]
     assert scheduler.num_free_blocks == 7 - 6  # a's six blocks, the shared ones among them

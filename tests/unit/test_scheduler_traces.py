@@ -1,10 +1,10 @@
 """Random traces against a worker that remembers what every KV cell holds.
 
-The model worker executes plans in the order they were made, while commits lag behind by up to two steps. A KV cell
-holds the identity of the whole token prefix up to its position (attention makes KV depend on all of it), so a row that
-reads a block shared wrongly, overwritten or never computed is found at once. What each request must receive is known
-beforehand: the token at a position is a function of the request alone, so nothing may be lost, repeated or changed by
-whatever else runs.
+The model worker executes plans in the order they were made, while commits lag behind by up to two
+steps. A KV cell holds the identity of the whole token prefix up to its position (attention makes KV
+depend on all of it), so a row that reads a block shared wrongly, overwritten or never computed is
+found at once. What each request must receive is known beforehand: the token at a position is a
+function of the request alone, so nothing may be lost, repeated or changed by whatever else runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ GARBAGE = -1  # a token or a cell of a row that went wrong
 
 
 def sampled_token(seed: int, position: int) -> int:
-    """The token of request `seed` at `position`: 0 and 1 end it, 2 may be a stop token, repeats are frequent."""
+    """The token of request `seed` at `position`: 0 and 1 end it, 2 may be a stop token, repeats are
+    frequent.
+    """
     return random.Random(seed * 100_003 + position).choice([0, 1, 2] + [3, 4, 5] * 8)
 
 
@@ -52,9 +54,12 @@ class ModelWorker:
 
     block_size: int
     rows: dict[int, Row] = field(default_factory=dict)
-    cells: dict[tuple[int, int], int] = field(default_factory=dict)  # (block, offset) -> identity of the prefix up to it
-    identities: dict[tuple[int, int], int] = field(default_factory=dict)  # (identity of the parent, token) -> identity
-    sampled: dict[tuple[int, int], int] = field(default_factory=dict)  # (request seed, position) -> times sampled
+    # (block, offset) -> identity of the prefix up to it
+    cells: dict[tuple[int, int], int] = field(default_factory=dict)
+    # (identity of the parent, token) -> identity
+    identities: dict[tuple[int, int], int] = field(default_factory=dict)
+    # (request seed, position) -> times sampled
+    sampled: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def execute(self, plan: StepPlan, *, lose: bool, bad_rows: frozenset[int]) -> StepResult:
         for new in plan.new_rows:
@@ -76,12 +81,19 @@ class ModelWorker:
             if row.sampling.prompt_logprobs is not None:
                 assert row.sampling.seed is not None
                 last = len(prompt_of(row.sampling.seed)) - 1
-                entries = [TokenLogprobs(position, 0.0, 1, [], []) for position in range(start + 1, min(end, last) + 1)]
+                entries = [
+                    TokenLogprobs(position, 0.0, 1, [], [])
+                    for position in range(start + 1, min(end, last) + 1)
+                ]
                 prompt_logprobs[index] = entries
         logprobs = {
-            place: TokenLogprobs(token, 0.0, 1, [], []) for place, token in enumerate(token_ids) if token % 2
+            place: TokenLogprobs(token, 0.0, 1, [], [])
+            for place, token in enumerate(token_ids)
+            if token % 2
         }  # a request's wish is the worker's to know; the scheduler passes on what comes
-        return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, dict.fromkeys(bad_rows, "bad row"))
+        return StepResult(
+            plan.step_id, token_ids, logprobs, prompt_logprobs, dict.fromkeys(bad_rows, "bad row")
+        )
 
     def _run(self, row: Row, start: int, end: int, written: set[tuple[int, int]]) -> None:
         """Check the cells before `start`, write those of the chunk."""
@@ -142,7 +154,9 @@ def request_of(seed: int, limits: SchedulerLimits) -> GenerateRequest:
     )
 
 
-def expected_output(request: GenerateRequest, limits: SchedulerLimits) -> tuple[list[int], str, int | None]:
+def expected_output(
+    request: GenerateRequest, limits: SchedulerLimits
+) -> tuple[list[int], str, int | None]:
     """Tokens, finish reason and stop reason, from the rules alone."""
     sampling, position = request.sampling, len(request.prompt_token_ids)
     assert sampling.seed is not None and sampling.max_tokens is not None
@@ -160,7 +174,9 @@ def expected_output(request: GenerateRequest, limits: SchedulerLimits) -> tuple[
 
 
 class Trace:
-    """One random run: requests arrive, some are aborted, steps and rows go wrong, commits lag by `depth`."""
+    """One random run: requests arrive, some are aborted, steps and rows go wrong, commits lag by
+    `depth`.
+    """
 
     def __init__(self, limits: SchedulerLimits, *, seed: int, depth: int, trouble: bool) -> None:
         self.limits = limits
@@ -169,7 +185,8 @@ class Trace:
         self.rng = random.Random(seed)
         self.scheduler = Scheduler(limits)
         self.worker = ModelWorker(limits.block_size)
-        self.in_flight: deque[tuple[StepPlan, StepResult | None]] = deque()  # None: the step was lost
+        # None: the step was lost
+        self.in_flight: deque[tuple[StepPlan, StepResult | None]] = deque()
         self.plans: list[StepPlan] = []
         self.requests: dict[str, GenerateRequest] = {}
         self.updates: dict[str, list[SequenceUpdate]] = {}
@@ -272,17 +289,29 @@ class Trace:
             if last.finish_reason in ("abort", "error"):
                 assert tokens == expected[: len(tokens)]
             else:
-                assert (tokens, last.finish_reason, last.stop_reason) == (expected, finish_reason, stop_reason)
+                assert (tokens, last.finish_reason, last.stop_reason) == (
+                    expected,
+                    finish_reason,
+                    stop_reason,
+                )
             with_tokens = [update for update in updates if update.token_ids]
             wants = request.sampling.prompt_logprobs is not None
             for number, update in enumerate(with_tokens):
                 places = [entry.token_id for entry in update.prompt_logprobs or []]
-                whole = list(range(1, len(request.prompt_token_ids))) if wants and number == 0 else []
-                assert places == whole and (update.prompt_logprobs is not None) == (wants and number == 0)
+                whole = (
+                    list(range(1, len(request.prompt_token_ids))) if wants and number == 0 else []
+                )
+                assert places == whole and (update.prompt_logprobs is not None) == (
+                    wants and number == 0
+                )
                 (token,) = update.token_ids
-                assert [entry.token_id for entry in update.logprobs or []] == ([token] if token % 2 else [])
+                assert [entry.token_id for entry in update.logprobs or []] == (
+                    [token] if token % 2 else []
+                )
             cached = {update.num_cached_tokens for update in with_tokens}
-            assert len(cached) <= 1 and all(0 <= number < len(request.prompt_token_ids) for number in cached)
+            assert len(cached) <= 1 and all(
+                0 <= number < len(request.prompt_token_ids) for number in cached
+            )
             assert not (wants and cached - {0})
         assert self.scheduler.generated_tokens == sum(
             len(update.token_ids) for updates in self.updates.values() for update in updates
@@ -309,7 +338,9 @@ def any_limits(draw: st.DrawFn) -> SchedulerLimits:
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
-@given(limits=any_limits(), seed=st.integers(0, 2**32), depth=st.integers(0, 2), trouble=st.booleans())
+@given(
+    limits=any_limits(), seed=st.integers(0, 2**32), depth=st.integers(0, 2), trouble=st.booleans()
+)
 def test_random_traces(limits: SchedulerLimits, seed: int, depth: int, trouble: bool) -> None:
     first = Trace(limits, seed=seed, depth=depth, trouble=trouble).run(14)
     first.check_outputs()
@@ -340,7 +371,9 @@ def test_traces_reach_what_they_are_meant_to_test() -> None:
     assert sum(trace.scheduler.cached_prompt_tokens for trace in traces) >= 500
     reasons = [updates[-1].finish_reason for trace in traces for updates in trace.updates.values()]
     assert min(reasons.count(reason) for reason in ("stop", "length", "abort", "error")) >= 10
-    resumed = [row for trace in traces for plan in trace.plans for row in plan.new_rows if is_resumed(row)]
+    resumed = [
+        row for trace in traces for plan in trace.plans for row in plan.new_rows if is_resumed(row)
+    ]
     assert len(resumed) >= 30
     for trace in traces:
         trace.check_outputs()

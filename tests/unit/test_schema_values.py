@@ -1,4 +1,6 @@
-"""Argument text to JSON by schema: a wrong rule here gives an agent "5" for 5, or null for the string "none"."""
+"""Argument text to JSON by schema: a wrong rule here gives an agent "5" for 5, or null for the
+string "none".
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from negamax.text.schema_values import ToolSchemas, json_string_body, json_value, parse_json, schema_types
+from negamax.text.schema_values import (
+    ToolSchemas,
+    json_string_body,
+    json_value,
+    parse_json,
+    schema_types,
+)
 
 TYPE_NAMES = ("null", "integer", "number", "boolean", "object", "array", "string")
 
@@ -49,20 +57,33 @@ def test_types_of_a_schema(schema: Any, expected: set[str]) -> None:
 
 
 def test_references_are_resolved_through_definitions_and_escapes() -> None:
-    root = {"$defs": {"a/b": {"type": "integer"}, "c~d": {"$ref": "#/$defs/a~1b"}}, "definitions": {"e f": {"type": "null"}}}
+    root = {
+        "$defs": {"a/b": {"type": "integer"}, "c~d": {"$ref": "#/$defs/a~1b"}},
+        "definitions": {"e f": {"type": "null"}},
+    }
     assert types_of({"$ref": "#/$defs/c~0d"}, root) == {"integer"}
-    assert types_of({"anyOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/definitions/e%20f"}]}, root) == {"integer", "null"}
+    assert types_of(
+        {"anyOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/definitions/e%20f"}]}, root
+    ) == {"integer", "null"}
     assert types_of({"$ref": "#/$defs/missing"}, root) == set()
     assert types_of({"$ref": "https://example.com/schema"}, root) == set()
 
 
 def test_circular_references_end() -> None:
-    root: dict[str, Any] = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}}}
+    root: dict[str, Any] = {
+        "$defs": {
+            "a": {"$ref": "#/$defs/b"},
+            "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]},
+        }
+    }
     assert types_of({"$ref": "#/$defs/a"}, root) == {"string"}
 
 
 def test_doubling_references_are_walked_once() -> None:
-    definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(64)}
+    definitions = {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}
+        for i in range(64)
+    }
     root = {"$defs": {**definitions, "d64": {"type": "boolean"}}}
     assert types_of({"$ref": "#/$defs/d0"}, root) == {"boolean"}
 
@@ -151,7 +172,8 @@ def test_every_text_gives_valid_json(text: str, types: frozenset[str]) -> None:
 @settings(deadline=None)
 @given(
     value=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda v: st.lists(v) | st.dictionaries(st.text(), v),
     )
 )
 def test_containers_keep_their_values(value: Any) -> None:
@@ -188,7 +210,10 @@ def test_parameters_are_found_in_branches_and_references() -> None:
 
 
 def test_members_and_items_are_found_at_every_depth_of_a_recursive_schema() -> None:
-    node = {"type": "object", "properties": {"value": {"type": "integer"}, "children": {"$ref": "#/$defs/nodes"}}}
+    node = {
+        "type": "object",
+        "properties": {"value": {"type": "integer"}, "children": {"$ref": "#/$defs/nodes"}},
+    }
     schema = {
         "properties": {"root": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
         "$defs": {"node": node, "nodes": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
@@ -197,7 +222,10 @@ def test_members_and_items_are_found_at_every_depth_of_a_recursive_schema() -> N
     assert view.types == {"object", "null"}
     deeper = view.member("children").item()
     assert deeper.member("value").types == {"integer"}
-    assert deeper.member("children").item() is deeper.member("children").item().member("children").item()
+    assert (
+        deeper.member("children").item()
+        is deeper.member("children").item().member("children").item()
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,7 +244,16 @@ def test_items_of_every_way_to_write_an_array(schema: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "tools", [None, [], [tool("f")], [tool("f", {})], [tool("f", True)], [{"type": "web_search"}], [tool("f", [])]]
+    "tools",
+    [
+        None,
+        [],
+        [tool("f")],
+        [tool("f", {})],
+        [tool("f", True)],
+        [{"type": "web_search"}],
+        [tool("f", [])],
+    ],
 )
 def test_missing_schemas_mean_text(tools: list[dict[str, Any]] | None) -> None:
     arguments = ToolSchemas(tools).arguments("f")
@@ -233,7 +270,8 @@ def test_bare_function_objects_are_read_too() -> None:
 
 def test_a_name_in_other_letter_case_is_a_declared_one_only_without_doubt() -> None:
     schemas = ToolSchemas([tool("Read"), tool("write"), tool("WRITE")])
-    assert [schemas.declared_name(name) for name in ("Read", "READ", "write", "Write", "other")] == [
+    assert [schemas.declared_name(name) for name in ("Read", "READ", "write", "Write",
+        "other")] == [
         "Read", "Read", "write", None, None,
     ]  # fmt: skip
 

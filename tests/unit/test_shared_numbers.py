@@ -14,7 +14,8 @@ def test_processes_see_each_others_numbers(tmp_path: Path) -> None:
     mine = SharedNumbers(3, num_rows=2, path=path)
     mine.row(0)[2] = 5.0
     write = (
-        "import sys; from pathlib import Path; from negamax.base.shared_numbers import SharedNumbers\n"
+        "import sys; from pathlib import Path; from negamax.base.shared_numbers import "
+        "SharedNumbers\n"
         "theirs = SharedNumbers(3, num_rows=2, path=Path(sys.argv[1]))\n"
         "assert theirs.total(2) == 5.0\n"
         "theirs.row(1)[2] += 2**53 - 10\n"

@@ -33,7 +33,8 @@ def test_fp8_weights_leave_fewer_sizes_than_dequantised_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         check_split(ParallelLayout(tp=8), M2, block=128)
     assert str(caught.value) == (
-        "on 8 ranks a rank's share of the experts' width is 192 rows; FP8 weights are cut in blocks "
+        "on 8 ranks a rank's share of the experts' width is 192 rows; FP8 weights are cut in "
+        "blocks "
         "of 128 (use --tensor-parallel-size 1, 2, 4)"
     )
 

@@ -1,4 +1,6 @@
-"""Stop strings of chats end the content, and nothing else, however the answer was cut into tokens."""
+"""Stop strings of chats end the content, and nothing else, however the answer was cut into
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,34 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import SequenceUpdate
 from negamax.text.detokenizer import TextPiece
 from negamax.text.formats import output_style
-from negamax.text.output_parser import OutputFormat, OutputParser, ParsedOutput, ParserEvent, Thinking, collect, parse
+from negamax.text.output_parser import (
+    OutputFormat,
+    OutputParser,
+    ParsedOutput,
+    ParserEvent,
+    Thinking,
+    collect,
+    parse,
+)
 
 TAG_IDS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}
-WORDS = st.lists(st.sampled_from(["a", "b", "ab", " ", "\n", "\n\n", "<", "`"]), max_size=12).map("".join)
-STOPS = st.lists(st.sampled_from(["a", "ba", "\n", "\n\n", " ", "b\na", "<", "aba", "x"]), min_size=1, max_size=3, unique=True)
+WORDS = st.lists(st.sampled_from(["a", "b", "ab", " ", "\n", "\n\n", "<", "`"]), max_size=12).map(
+    "".join
+)
+STOPS = st.lists(
+    st.sampled_from(["a", "ba", "\n", "\n\n", " ", "b\na", "<", "aba", "x"]),
+    min_size=1,
+    max_size=3,
+    unique=True,
+)
 ARGUMENT = '<parameter name="content">a\n\nEND</parameter>\n'
 CALL = f'<minimax:tool_call>\n<invoke name="write_file">\n{ARGUMENT}</invoke>\n</minimax:tool_call>'
 
 
 def cut(content: str, stop: Sequence[str], *, includes_stop: bool) -> tuple[str, str | None]:
-    """Content up to the stop string that is complete first, by trial of every end, and that string."""
+    """Content up to the stop string that is complete first, by trial of every end, and that
+    string.
+    """
     start = len(content) - len(content.lstrip())
     for end in range(start, len(content) + 1):
         for word in sorted(stop, key=len, reverse=True):
@@ -74,15 +93,23 @@ def test_content_ends_at_the_first_stop_string_and_thinking_at_none(
     whole, _ = read(pieces, (), step=step, format=format)
     said, matched = read(pieces, stop, step=step, format=format, includes_stop=includes_stop)
     assert said.reasoning == whole.reasoning
-    assert (said.content or "", matched) == cut(whole.content or "", stop, includes_stop=includes_stop)
+    assert (said.content or "", matched) == cut(
+        whole.content or "", stop, includes_stop=includes_stop
+    )
 
 
 @pytest.mark.parametrize("thinking", list(Thinking))
 @pytest.mark.parametrize("step", [1, 100])
-def test_thinking_that_stays_in_the_content_has_no_stop_strings_either(thinking: Thinking, step: int) -> None:
+def test_thinking_that_stays_in_the_content_has_no_stop_strings_either(
+    thinking: Thinking, step: int
+) -> None:
     pieces = [*chars("one\n\ntwo\n"), TextPiece("</think>", 51), *chars("\n\nThree.\n\nFour.")]
     said, matched = read(pieces, ["\n\n", "o\n\nt"], step=step, thinking=thinking)
-    assert matched == "\n\n" and (said.content or "").endswith("Three.") and "two" in (said.reasoning or said.content or "")
+    assert (
+        matched == "\n\n"
+        and (said.content or "").endswith("Three.")
+        and "two" in (said.reasoning or said.content or "")
+    )
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -105,14 +132,22 @@ def test_no_stop_string_spans_a_second_thought(step: int) -> None:
 def answered(
     sizes: list[int], text: str, stop: tuple[str, ...], *, min_tokens: int = 0, tools: bool = False
 ) -> tuple[ParsedOutput, int, int, str | None, int | str | None, int]:
-    """How a chat's choice is read when its tokens come in groups of `sizes`: what it says, tokens, log-probabilities, how it
-    ended, reasoning tokens."""
+    """How a chat's choice is read when its tokens come in groups of `sizes`: what it says, tokens,
+    log-probabilities, how it ended, reasoning tokens."""
     style = output_style("minimax_m2")
     voice = Voice(style, style.format.tag_ids(TOKENIZER), ())
     rules = ReadingRules(tools=outputs.TOOLS if tools else None, may_call=tools, stop=stop)
     reader = ChoiceReader(voice, prompt=ChatPrompt("", [1], "open"), rules=rules)
     sampling = SamplingParams(stop=stop, min_tokens=min_tokens)
-    stream = ChoiceStream(TOKENIZER, sampling, info=info(), request_id="r", index=0, num_prompt_tokens=1, reader=reader)
+    stream = ChoiceStream(
+        TOKENIZER,
+        sampling,
+        info=info(),
+        request_id="r",
+        index=0,
+        num_prompt_tokens=1,
+        reader=reader,
+    )
     ids, position = [*TOKENIZER.encode(text), EOS], 0
     events: list[ParserEvent] = []
     num_kept = 0
@@ -124,13 +159,23 @@ def answered(
         num_kept += len(output.token_ids)
         events += reader.push(output)
     said = collect(events)
-    return said, num_kept, output.num_output_tokens, reader.finish_reason, reader.stop_reason, reader.num_reasoning_tokens
+    return (
+        said,
+        num_kept,
+        output.num_output_tokens,
+        reader.finish_reason,
+        reader.stop_reason,
+        reader.num_reasoning_tokens,
+    )
 
 
 @pytest.mark.parametrize("tools", [False, True])
 def test_any_grouping_of_tokens_gives_the_same_answer(tools: bool) -> None:
     rng = random.Random(1)
-    text = f"The keeper counts.\n\nEND of it.\n</think>\n\nI look.\n{CALL if tools else 'Again'}\n\nSo be it.\n\nEND"
+    text = (
+        f"The keeper counts.\n\nEND of it.\n</think>\n\nI "
+        f"look.\n{CALL if tools else 'Again'}\n\nSo be it.\n\nEND"
+    )
     num_tokens = len(TOKENIZER.encode(text)) + 1
     for stop in (("\n\n",), ("END",), ("it.\n\nE", "look"), ("absent",)):
         for min_tokens in (0, 40):

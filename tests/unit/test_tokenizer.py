@@ -1,4 +1,6 @@
-"""The tokenizer over real tokenizer files, trained here: round trips, control tokens, and refusal of broken folders."""
+"""The tokenizer over real tokenizer files, trained here: round trips, control tokens, and refusal
+of broken folders.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ UTF8 = st.characters(exclude_categories=["Cs"])
 
 
 def write(folder: Path, *, definition: str | None = None, config: str | None = None) -> Path:
-    (folder / "tokenizer.json").write_text(definition if definition is not None else definition_text())
+    (folder / "tokenizer.json").write_text(
+        definition if definition is not None else definition_text()
+    )
     (folder / "tokenizer_config.json").write_text(config if config is not None else config_text())
     return folder
 
@@ -45,13 +49,19 @@ def test_text_round_trip(text: str) -> None:
 def test_decode_equals_the_library(ids: list[int], skip: bool) -> None:
     library = TOKENIZER._backend
     kept = [i for i in ids if not (skip and TOKENIZER.is_special(i))]
-    assert TOKENIZER.decode(ids, skip_special_tokens=skip) == library.decode(kept, skip_special_tokens=False)
+    assert TOKENIZER.decode(ids, skip_special_tokens=skip) == library.decode(
+        kept, skip_special_tokens=False
+    )
 
 
 def test_special_texts_become_tokens_unless_told_otherwise() -> None:
     text = "]~b]user\nhi<think>[e~["
     ids = TOKENIZER.encode(text)
-    assert [TOKENIZER.token_text(i) for i in ids if TOKENIZER.is_added(i)] == ["]~b]", "<think>", "[e~["]
+    assert [TOKENIZER.token_text(i) for i in ids if TOKENIZER.is_added(i)] == [
+        "]~b]",
+        "<think>",
+        "[e~[",
+    ]
     plain = TOKENIZER.encode(text, allow_special=False)
     assert not any(TOKENIZER.is_added(i) for i in plain)
     assert TOKENIZER.decode(plain) == text
@@ -74,7 +84,10 @@ def test_tags_flagged_as_control_tokens_are_kept_anyway(tmp_path: Path) -> None:
 
 def test_config_flags_overrule_the_definition(tmp_path: Path) -> None:
     token_id = TOKENIZER.token_id("<reponame>")
-    config = {**json.loads(config_text()), "added_tokens_decoder": {str(token_id): {"content": "<reponame>", "special": False}}}
+    config = {
+        **json.loads(config_text()),
+        "added_tokens_decoder": {str(token_id): {"content": "<reponame>", "special": False}},
+    }
     tokenizer = Tokenizer.from_folder(write(tmp_path, config=json.dumps(config)))
     assert TOKENIZER.is_special(token_id)
     assert not tokenizer.is_special(token_id)
@@ -90,7 +103,9 @@ def test_token_bytes_are_exact() -> None:
 
 def test_token_spelled_outside_the_byte_alphabet_stands_for_itself(tmp_path: Path) -> None:
     definition = json.loads(definition_text())
-    token_id = definition["model"]["vocab"].pop(max(definition["model"]["vocab"], key=definition["model"]["vocab"].get))
+    token_id = definition["model"]["vocab"].pop(
+        max(definition["model"]["vocab"], key=definition["model"]["vocab"].get)
+    )
     definition["model"]["vocab"]["日 本"] = token_id
     definition["model"]["merges"].pop()
     tokenizer = Tokenizer.from_folder(write(tmp_path, definition=json.dumps(definition)))
@@ -123,7 +138,14 @@ def test_missing_or_broken_file_is_named(tmp_path: Path, name: str, content: byt
     "definition",
     [
         edited_definition(decoder=None),
-        edited_definition(decoder={"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}),
+        edited_definition(
+            decoder={
+                "type": "Metaspace",
+                "replacement": "_",
+                "prepend_scheme": "always",
+                "split": True,
+            }
+        ),
         edited_definition(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
         edited_definition(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}),
         edited_definition(model=None),
@@ -136,7 +158,9 @@ def test_unsupported_or_inconsistent_tokenizer_is_refused(tmp_path: Path, defini
 
 def test_named_token_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"eos_token '<gone>'"):
-        Tokenizer.from_folder(write(tmp_path, config=json.dumps({"eos_token": {"content": "<gone>"}})))
+        Tokenizer.from_folder(
+            write(tmp_path, config=json.dumps({"eos_token": {"content": "<gone>"}}))
+        )
 
 
 def test_named_tokens_may_be_absent(tmp_path: Path) -> None:

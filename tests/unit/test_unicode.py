@@ -38,7 +38,9 @@ def test_lone_surrogates_of_a_text_are_replaced(text: str, valid: str) -> None:
         rb'"\\\\\ud83d\n"',
     ],
 )
-def test_escaped_lone_surrogates_are_replaced_and_escaped_backslashes_are_not_escapes(body: bytes) -> None:
+def test_escaped_lone_surrogates_are_replaced_and_escaped_backslashes_are_not_escapes(
+    body: bytes,
+) -> None:
     """Python's reader keeps lone surrogates, so it tells what each text says."""
     assert msgspec.json.decode(valid_escapes(body)) == valid_unicode(json.loads(body))
 
@@ -51,4 +53,6 @@ def test_large_bodies_take_linear_time(unit: bytes) -> None:
         valid_escapes(body)
         return time.process_time() - started
 
-    assert min(seconds(80_000) for _ in range(2)) < 30 * min(seconds(10_000) for _ in range(5)) + 0.01
+    assert (
+        min(seconds(80_000) for _ in range(2)) < 30 * min(seconds(10_000) for _ in range(5)) + 0.01
+    )

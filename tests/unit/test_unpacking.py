@@ -1,4 +1,6 @@
-"""Compressed bodies: every form that clients send, however it is cut into packets, and never more at a time than a piece."""
+"""Compressed bodies: every form that clients send, however it is cut into packets, and never more
+at a time than a piece.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ import pytest
 from negamax.api.unpacking import PIECE_BYTES, Unpacker, packed_as
 from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
 
-SAYS = b'{"messages": [{"role": "user", "content": "' + random.Random(1).randbytes(50_000).hex().encode() + b'"}]}'
+SAYS = (
+    b'{"messages": [{"role": "user", "content": "'
+    + random.Random(1).randbytes(50_000).hex().encode()
+    + b'"}]}'
+)
 RAW = zlib.compressobj(wbits=-15)
 FORMS = {
     "gzip": (b"gzip", gzip.compress(SAYS)),
@@ -40,7 +46,10 @@ def test_every_form_is_unpacked_however_it_is_cut(form: str, packet_bytes: int) 
     assert unpacked(*FORMS[form], packet_bytes=packet_bytes) == SAYS
 
 
-@pytest.mark.parametrize("num_bytes", [0, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, PIECE_BYTES + 200, 3 * PIECE_BYTES])
+@pytest.mark.parametrize(
+    "num_bytes",
+    [0, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, PIECE_BYTES + 200, 3 * PIECE_BYTES],
+)
 def test_what_ends_near_a_piece_is_whole(num_bytes: int) -> None:
     said = b"ab" * (num_bytes // 2) + b"c" * (num_bytes % 2)
     assert unpacked(b"gzip", gzip.compress(said), packet_bytes=10**6) == said
@@ -59,7 +68,13 @@ def test_a_body_that_is_cut_or_broken_is_refused(form: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "encoding"),
-    [(b"gzip", b"gzip"), (b"GZIP", b"gzip"), (b" identity", None), (b"", None), (b"identity, deflate", b"deflate")],
+    [
+        (b"gzip", b"gzip"),
+        (b"GZIP", b"gzip"),
+        (b" identity", None),
+        (b"", None),
+        (b"identity, deflate", b"deflate"),
+    ],
 )
 def test_encodings_that_are_read(value: bytes, encoding: bytes | None) -> None:
     assert packed_as([(b"host", b"x"), (b"content-encoding", value)]) == encoding
@@ -67,6 +82,8 @@ def test_encodings_that_are_read(value: bytes, encoding: bytes | None) -> None:
 
 @pytest.mark.parametrize("value", [b"br", b"zstd", b"gzip, gzip", b"x" * 1000])
 def test_other_encodings_are_named_in_the_refusal(value: bytes) -> None:
-    with pytest.raises(UnsupportedMediaTypeError, match=r"allowed: 'gzip', 'deflate', or none") as error:
+    with pytest.raises(
+        UnsupportedMediaTypeError, match=r"allowed: 'gzip', 'deflate', or none"
+    ) as error:
         packed_as([(b"content-encoding", value)])
     assert value[:20].decode() in error.value.message and len(error.value.message) < 150

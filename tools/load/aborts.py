@@ -1,5 +1,5 @@
-"""Thousands of clients that hang up at random moments: everything they held is free at the end, and the greedy text of those
-who stay does not change."""
+"""Thousands of clients that hang up at random moments: everything they held is free at the end, and
+the greedy text of those who stay does not change."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ from typing import Any
 from tools.load.http import Connection, request_bytes
 from tools.load.server import Server, serving
 
-PROMPTS = ("Tell me about the sea.", "What is 12 times 7?", "Name three colours.", "Write a short poem about rain.")
+PROMPTS = (
+    "Tell me about the sea.",
+    "What is 12 times 7?",
+    "Name three colours.",
+    "Write a short poem about rain.",
+)
 STAYING_CLIENTS = 4
 
 
 def _greedy(prompt: str) -> dict[str, Any]:
     """Ahead of those who leave: what they take is to be felt, not to be waited for."""
-    return {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 40, "priority": -1}
+    return {
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": 40,
+        "priority": -1,
+    }
 
 
 async def _text(connection: Connection, prompt: str) -> str:
@@ -30,7 +40,13 @@ async def _text(connection: Connection, prompt: str) -> str:
     return f"{message['reasoning_content']}|{message['content']}"
 
 
-async def _stay(server: Server, texts: dict[str, str], stop: asyncio.Event, problems: list[str], counts: list[int]) -> None:
+async def _stay(
+    server: Server,
+    texts: dict[str, str],
+    stop: asyncio.Event,
+    problems: list[str],
+    counts: list[int],
+) -> None:
     """Ask for greedy texts until `stop` and compare them."""
     connection = server.connection()
     while not stop.is_set():
@@ -48,11 +64,17 @@ async def _stay(server: Server, texts: dict[str, str], stop: asyncio.Event, prob
 def _doomed(rng: random.Random) -> bytes:
     """A request nobody will wait for."""
     words = " ".join(rng.choices(("stone", "river", "lamp", "cloud"), k=rng.choice((3, 30, 300))))
-    common = {"max_tokens": rng.choice((1, 20, 500)), "stream": rng.random() < 0.6, "n": rng.choice((1, 1, 1, 4))}
+    common = {
+        "max_tokens": rng.choice((1, 20, 500)),
+        "stream": rng.random() < 0.6,
+        "n": rng.choice((1, 1, 1, 4)),
+    }
     if rng.random() < 0.7:
         body = json.dumps({"messages": [{"role": "user", "content": words}], **common})
         return request_bytes("/v1/chat/completions", body.encode())
-    return request_bytes("/v1/completions", json.dumps({"prompt": [words, words[:7]], **common}).encode())
+    return request_bytes(
+        "/v1/completions", json.dumps({"prompt": [words, words[:7]], **common}).encode()
+    )
 
 
 async def _leave(server: Server, rng: random.Random) -> None:
@@ -70,7 +92,13 @@ async def _leave(server: Server, rng: random.Random) -> None:
     await asyncio.wait({reading}, timeout=rng.random() ** 3 * 0.4)
     connection.hang_up(reset=rng.random() < 0.5)
     reading.cancel()
-    with contextlib.suppress(asyncio.CancelledError, ConnectionError, asyncio.IncompleteReadError, ValueError, AttributeError):
+    with contextlib.suppress(
+        asyncio.CancelledError,
+        ConnectionError,
+        asyncio.IncompleteReadError,
+        ValueError,
+        AttributeError,
+    ):
         await reading
 
 
@@ -85,7 +113,10 @@ async def aborts(*, count: int, clients: int, seed: int, num_servers: int) -> di
         processes = [server.engine_pid(), *server.server_pids()]
         problems, compared = list[str](), [0]
         stop = asyncio.Event()
-        staying = [asyncio.ensure_future(_stay(server, texts, stop, problems, compared)) for _ in range(STAYING_CLIENTS)]
+        staying = [
+            asyncio.ensure_future(_stay(server, texts, stop, problems, compared))
+            for _ in range(STAYING_CLIENTS)
+        ]
         left = iter(range(count))
 
         async def leaver(rng: random.Random) -> None:

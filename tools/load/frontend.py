@@ -1,10 +1,10 @@
-"""What the server itself costs: CPU time per streamed token, and the time that a token spends in it, with an engine that has
-nothing to compute.
+"""What the server itself costs: CPU time per streamed token, and the time that a token spends in
+it, with an engine that has nothing to compute.
 
-The engine's stub sends a step of one token per stream every few milliseconds, as a real one does, and notes when. The client,
-in this process, notes when bytes come. A token's latency is the time from the step's sending to the bytes' arrival, once all
-streams have begun; the CPU time includes taking the requests in. Every server process has a core to itself where there is one
-more.
+The engine's stub sends a step of one token per stream every few milliseconds, as a real one does,
+and notes when. The client, in this process, notes when bytes come. A token's latency is the time
+from the step's sending to the bytes' arrival, once all streams have begun; the CPU time includes
+taking the requests in. Every server process has a core to itself where there is one more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "write_file",
-            "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "content": {"type": "string"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
+            },
         },
     }
 ]
@@ -49,7 +52,12 @@ class _Arrivals:
 
 def _read_all(server: Server, *, streams: int, tokens: int) -> _Arrivals:
     """`streams` streams of `tokens` tokens each, to their ends."""
-    body = {"messages": [{"role": "user", "content": "Hello"}], "tools": TOOLS, "stream": True, "max_tokens": tokens}
+    body = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "tools": TOOLS,
+        "stream": True,
+        "max_tokens": tokens,
+    }
     request = request_bytes("/v1/chat/completions", json.dumps(body).encode())
     arrivals = _Arrivals()
     connections: dict[int, socket.socket] = {}
@@ -74,7 +82,8 @@ def _read_all(server: Server, *, streams: int, tokens: int) -> _Arrivals:
                 arrivals.all_begun = arrivals.times[-1]
             tail = tails[number] = (tails.get(number, b"") + part)[-_TAIL_BYTES:]
             if b"data: [DONE]" in tail or not part:
-                arrivals.num_failed += b'"finish_reason":"tool_calls"' not in tail  # how every prepared answer ends
+                # how every prepared answer ends
+                arrivals.num_failed += b'"finish_reason":"tool_calls"' not in tail
                 open_streams -= 1
                 poll.unregister(number)
     for connection in connections.values():
@@ -84,7 +93,9 @@ def _read_all(server: Server, *, streams: int, tokens: int) -> _Arrivals:
 
 @contextlib.contextmanager
 def _apart(server: Server) -> Iterator[None]:
-    """Keep the client and the engine's stub off the servers' cores: else they take turns, and the latencies show that."""
+    """Keep the client and the engine's stub off the servers' cores: else they take turns, and the
+    latencies show that.
+    """
     cores, pids = sorted(os.sched_getaffinity(0)), server.server_pids()
     if len(cores) > len(pids):
         for core, pid in zip(cores, pids, strict=False):
@@ -103,11 +114,15 @@ def _pin(pid: int, cores: list[int]) -> None:
 
 
 def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> dict[str, Any]:
-    """CPU time and latencies of one round, after one to warm up. `step_ms` 0: as fast as the stub can."""
+    """CPU time and latencies of one round, after one to warm up. `step_ms` 0: as fast as the stub
+    can.
+    """
     with tempfile.NamedTemporaryFile(suffix=".steps") as log:
         environment = {"STUB_STEP_MS": str(step_ms), "STUB_LOG": log.name}
         with (
-            serving(num_servers=num_servers, module="tools.load.stub_server", environment=environment) as server,
+            serving(
+                num_servers=num_servers, module="tools.load.stub_server", environment=environment
+            ) as server,
             _apart(server),
         ):
             _read_all(server, streams=streams, tokens=max(tokens // 3, 100))
@@ -116,7 +131,11 @@ def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> d
             cpu, seconds = server.cpu_seconds() - cpu, time.monotonic() - started
             steps = [at for (at,) in struct.iter_unpack("d", Path(log.name).read_bytes())]
     settled = arrivals.all_begun + 2 * step_ms / 1000
-    latencies = [1000 * (at - steps[bisect.bisect_right(steps, at) - 1]) for at in arrivals.times if at > settled]
+    latencies = [
+        1000 * (at - steps[bisect.bisect_right(steps, at) - 1])
+        for at in arrivals.times
+        if at > settled
+    ]
     result: dict[str, Any] = {
         "streams": streams,
         "tokens": streams * tokens,
@@ -126,12 +145,18 @@ def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> d
         "server CPU us per token": 1e6 * cpu / (streams * tokens),
     }
     if step_ms:
-        result["latency ms"] = {f"p{share:g}": percentile(latencies, share / 100) for share in (50, 90, 99)}
+        result["latency ms"] = {
+            f"p{share:g}": percentile(latencies, share / 100) for share in (50, 90, 99)
+        }
     return result
 
 
-def frontend(*, tokens: int, step_ms: float, num_servers: int, max_us: float, max_p99_ms: float | None) -> dict[str, Any]:
-    """The report: 64 streams in steps, one stream in steps, and 64 streams as fast as the stub can."""
+def frontend(
+    *, tokens: int, step_ms: float, num_servers: int, max_us: float, max_p99_ms: float | None
+) -> dict[str, Any]:
+    """The report: 64 streams in steps, one stream in steps, and 64 streams as fast as the stub
+    can.
+    """
     rounds = {
         f"{streams} stream{'s' * (streams > 1)}, {pace}": measure(
             streams=streams, tokens=count, step_ms=pause, num_servers=num_servers
@@ -145,9 +170,14 @@ def frontend(*, tokens: int, step_ms: float, num_servers: int, max_us: float, ma
     problems: list[str] = []
     for name, result in rounds.items():
         if result["streams without their tool call"]:
-            problems.append(f"{name}: {result['streams without their tool call']} streams ended without their tool call")
+            problems.append(
+                f"{name}: {result['streams without their tool call']} streams ended without "
+                f"their tool call"
+            )
         if result["streams"] == 64 and result["server CPU us per token"] > max_us:
-            problems.append(f"{name}: {result['server CPU us per token']:.1f} us per token; allowed: {max_us}")
+            problems.append(
+                f"{name}: {result['server CPU us per token']:.1f} us per token; allowed: {max_us}"
+            )
     p99 = next(iter(rounds.values()))["latency ms"]["p99"]
     if max_p99_ms is not None and p99 > max_p99_ms:
         problems.append(f"the p99 of the latency is {p99:.2f} ms; allowed: {max_p99_ms}")

@@ -1,4 +1,6 @@
-"""Bodies that are almost right, and some that are nothing: each is answered with 200 or 4xx, and the server lives on."""
+"""Bodies that are almost right, and some that are nothing: each is answered with 200 or 4xx, and
+the server lives on.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ CHAT: dict[str, Any] = {
             "content": None,
             "reasoning_content": "I should ask the tool.",
             "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}}
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'},
+                }
             ],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
@@ -37,7 +43,10 @@ CHAT: dict[str, Any] = {
                 "description": "Looks up the weather.",
                 "parameters": {
                     "type": "object",
-                    "properties": {"city": {"type": "string"}, "days": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
+                    "properties": {
+                        "city": {"type": "string"},
+                        "days": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                    },
                     "required": ["city"],
                 },
             },
@@ -79,24 +88,54 @@ TEXT: dict[str, Any] = {
 }
 # Valid bodies by route; routes that the server does not have are left out.
 SEEDS: dict[str, list[dict[str, Any]]] = {
-    "/v1/chat/completions": [CHAT, {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}],
-    "/v1/completions": [TEXT, {"prompt": [1, 2, 3], "max_tokens": 1}],
-    "/v1/responses": [{"model": "nano", "input": "Hello", "max_output_tokens": 2, "tools": [], "store": False}],
-    "/v1/messages": [
-        {"model": "nano", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}], "system": "Be brief."}
+    "/v1/chat/completions": [
+        CHAT,
+        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1},
     ],
-    "/v1/messages/count_tokens": [{"model": "nano", "messages": [{"role": "user", "content": "Hello"}]}],
+    "/v1/completions": [TEXT, {"prompt": [1, 2, 3], "max_tokens": 1}],
+    "/v1/responses": [
+        {"model": "nano", "input": "Hello", "max_output_tokens": 2, "tools": [], "store": False}
+    ],
+    "/v1/messages": [
+        {
+            "model": "nano",
+            "max_tokens": 2,
+            "messages": [{"role": "user", "content": "Hi"}],
+            "system": "Be brief.",
+        }
+    ],
+    "/v1/messages/count_tokens": [
+        {"model": "nano", "messages": [{"role": "user", "content": "Hello"}]}
+    ],
     "/tokenize": [{"prompt": "Hello"}, {"messages": [{"role": "user", "content": "Hello"}]}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
     "/generate": [{"text": "Hello", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}],
 }
 ODD_VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 10**6, 2**31, 2**63, -(2**63), 10**40, 0.0, -0.0, 0.5, 1e308, -1e308, float("nan"),
-    float("inf"), "", " ", "a", "auto", "none", "required", "null", "1", "\x00", "\ud800", "😀", "</think>", "]~b]user",
-    "<minimax:tool_call>", "é" * 300, "x" * 5000, [], [[]], [None], {}, {"type": "object"}, {"$ref": "#/$defs/x"},
-    [1, "a", None], {"a": {"b": {"c": []}}}, ["s"] * 500, [0] * 3000, {str(number): 1 for number in range(1500)},
+    None, True, False, 0, 1, -1, 2, 10**6, 2**31, 2**63, -(2**63), 10**40, 0.0, -0.0, 0.5, 1e308,
+    -1e308, float("nan"),
+    float("inf"), "", " ", "a", "auto", "none", "required", "null", "1", "\x00", "\ud800", "😀",
+    "</think>", "]~b]user",
+    "<minimax:tool_call>", "é" * 300, "x" * 5000, [], [[]], [None], {}, {"type": "object"},
+    {"$ref": "#/$defs/x"},
+    [1, "a", None], {"a": {"b": {"c": []}}}, ["s"] * 500, [0] * 3000,
+    {str(number): 1 for number in range(1500)},
 )  # fmt: skip
-ODD_KEYS = ("", "type", "role", "content", "name", "x" * 300, "\x00", "max_tokens", "messages", "stream", "n", "timeout", "😀")
+ODD_KEYS = (
+    "",
+    "type",
+    "role",
+    "content",
+    "name",
+    "x" * 300,
+    "\x00",
+    "max_tokens",
+    "messages",
+    "stream",
+    "n",
+    "timeout",
+    "😀",
+)
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -126,9 +165,13 @@ def _change(body: Any, rng: random.Random) -> Any:
     elif action == 4:
         parent[key] = [parent[key]] if rng.random() < 0.5 else {"value": parent[key]}
     elif action == 5 and isinstance(parent, dict):
-        parent[rng.choice(ODD_KEYS)] = copy.deepcopy(rng.choice(ODD_VALUES)) if rng.random() < 0.5 else parent.pop(key)
+        parent[rng.choice(ODD_KEYS)] = (
+            copy.deepcopy(rng.choice(ODD_VALUES)) if rng.random() < 0.5 else parent.pop(key)
+        )
     elif isinstance(parent, list):
-        parent.insert(rng.randint(0, len(parent)), copy.deepcopy(rng.choice((parent[key], *ODD_VALUES))))
+        parent.insert(
+            rng.randint(0, len(parent)), copy.deepcopy(rng.choice((parent[key], *ODD_VALUES)))
+        )
     return body
 
 
@@ -155,17 +198,25 @@ def _damage(content: bytes, rng: random.Random) -> bytes:
 
 
 def request(rng: random.Random, seeds: dict[str, list[dict[str, Any]]]) -> tuple[str, bytes]:
-    """The route and the bytes of one request: one to four changes to a valid body, sometimes damaged bytes on top."""
+    """The route and the bytes of one request: one to four changes to a valid body, sometimes
+    damaged bytes on top.
+    """
     path = rng.choice(list(seeds))
     body: Any = copy.deepcopy(rng.choice(seeds[path]))
     if isinstance(body, dict) and rng.random() < 0.2:
         body["stream"] = True
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3, 4))):
         body = _change(body, rng)
-    content = json.dumps(body, ensure_ascii=rng.random() < 0.7).encode("utf-8", errors="surrogatepass")
+    content = json.dumps(body, ensure_ascii=rng.random() < 0.7).encode(
+        "utf-8", errors="surrogatepass"
+    )
     if rng.random() < 0.15:
         content = _damage(content, rng)
-    content_type = "application/json" if rng.random() < 0.97 else rng.choice(("", "text/plain", "application/json; charset=x"))
+    content_type = (
+        "application/json"
+        if rng.random() < 0.97
+        else rng.choice(("", "text/plain", "application/json; charset=x"))
+    )
     return path, request_bytes(path, content, content_type=content_type)
 
 
@@ -204,7 +255,9 @@ async def _worker(
         statuses[answer.status] += 1
         wrong = problem_of(answer)
         if wrong is not None:
-            problems.append(f"body {number} to {path}: {wrong}: {answer.body[:200]!r} for {content[-300:]!r}")
+            problems.append(
+                f"body {number} to {path}: {wrong}: {answer.body[:200]!r} for {content[-300:]!r}"
+            )
         if answer.status == 413:
             connection.hang_up()
     connection.hang_up()
@@ -223,13 +276,19 @@ async def fuzz(*, count: int, clients: int, seed: int, num_servers: int) -> dict
         problems: list[str] = []
         numbers = iter(range(count))
         started = time.monotonic()
-        workers = (_worker(server, seeds, numbers, seed, statuses=statuses, problems=problems) for _ in range(clients))
+        workers = (
+            _worker(server, seeds, numbers, seed, statuses=statuses, problems=problems)
+            for _ in range(clients)
+        )
         await asyncio.gather(*workers)
         seconds = time.monotonic() - started
         held = await server.leftovers()
         if held:
             problems.append(f"held at the end: {held}")
-        if server.process.poll() is not None or [server.engine_pid(), *server.server_pids()] != processes:
+        if (
+            server.process.poll() is not None
+            or [server.engine_pid(), *server.server_pids()] != processes
+        ):
             problems.append("a process ended")
         problems += server.log_problems()[:10]
         return {

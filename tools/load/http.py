@@ -1,5 +1,5 @@
-"""A small HTTP/1.1 client on asyncio streams: cheap enough to load a server from the core beside it, and able to hang up at any
-moment."""
+"""A small HTTP/1.1 client on asyncio streams: cheap enough to load a server from the core beside
+it, and able to hang up at any moment."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class Connection:
         return b"".join([part async for part in self._parts(headers)])
 
     async def stream(self, path: str, body: Any) -> AsyncIterator[bytes]:
-        """The payloads of a stream's events up to `[DONE]`, which comes too. Errors: `ConnectionError` for another status."""
+        """The payloads of a stream's events up to `[DONE]`, which comes too. Errors:
+        `ConnectionError` for another status.
+        """
         status, headers = await self.start(request_bytes(path, json.dumps(body).encode()))
         if status != 200:
             answer = await self.body(headers)
@@ -95,7 +97,9 @@ class Connection:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._reader is None or self._writer is None:
-            self._reader, self._writer = await asyncio.open_connection(self._host, self._port, limit=_LIMIT)
+            self._reader, self._writer = await asyncio.open_connection(
+                self._host, self._port, limit=_LIMIT
+            )
         return self._reader, self._writer
 
     async def _parts(self, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
@@ -122,5 +126,8 @@ class UnexpectedStatusError(ConnectionError):
 
 def request_bytes(path: str, content: bytes, *, content_type: str = "application/json") -> bytes:
     """A POST request."""
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {content_type}\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+        f"{content_type}\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
     return head.encode() + content

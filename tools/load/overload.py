@@ -1,5 +1,5 @@
-"""Ten times the requests that a server can answer: the rest is refused with 429 or 503, and who is taken in is answered about
-as fast as before."""
+"""Ten times the requests that a server can answer: the rest is refused with 429 or 503, and who is
+taken in is answered about as fast as before."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ WARM_UP_SECONDS = 1.0
 
 def _body(rng: random.Random) -> dict[str, Any]:
     words = " ".join(rng.choices(("north", "south", "east", "west"), k=20))
-    return {"messages": [{"role": "user", "content": words}], "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+    return {
+        "messages": [{"role": "user", "content": words}],
+        "max_tokens": ANSWER_TOKENS,
+        "ignore_eos": True,
+    }
 
 
-async def _full_batch(server: Server, *, seconds: float, rng: random.Random) -> tuple[list[float], float]:
+async def _full_batch(
+    server: Server, *, seconds: float, rng: random.Random
+) -> tuple[list[float], float]:
     """Latencies with as many clients as the batch has places, and the answers per second."""
     latencies: list[float] = []
     started = time.monotonic()
@@ -45,7 +51,9 @@ async def _full_batch(server: Server, *, seconds: float, rng: random.Random) -> 
 async def _flood(
     server: Server, *, rate: float, seconds: float, rng: random.Random
 ) -> tuple[list[float], Counter[int], list[str]]:
-    """Latencies of the answers, statuses and problems when `rate` requests per second come, whatever becomes of them."""
+    """Latencies of the answers, statuses and problems when `rate` requests per second come,
+    whatever becomes of them.
+    """
     latencies: list[float] = []
     statuses: Counter[int] = Counter()
     problems: list[str] = []
@@ -81,12 +89,20 @@ async def _flood(
     return latencies, statuses, problems
 
 
-async def overload(*, factor: float, seconds: float, seed: int, num_servers: int, max_ratio: float) -> dict[str, Any]:
-    """The report; `max_ratio` bounds the p99 of accepted requests by that of the full batch without overload."""
+async def overload(
+    *, factor: float, seconds: float, seed: int, num_servers: int, max_ratio: float
+) -> dict[str, Any]:
+    """The report; `max_ratio` bounds the p99 of accepted requests by that of the full batch without
+    overload.
+    """
     rng = random.Random(seed)
-    with serving("--max-num-seqs", str(BATCH), "--max-queued-requests", str(QUEUE), num_servers=num_servers) as server:
+    with serving(
+        "--max-num-seqs", str(BATCH), "--max-queued-requests", str(QUEUE), num_servers=num_servers
+    ) as server:
         calm, rate = await _full_batch(server, seconds=seconds, rng=rng)
-        accepted, statuses, problems = await _flood(server, rate=factor * rate, seconds=seconds, rng=rng)
+        accepted, statuses, problems = await _flood(
+            server, rate=factor * rate, seconds=seconds, rng=rng
+        )
         problems = problems[:10] + server.log_problems()[:10]
         if set(statuses) - {200, 429, 503}:
             problems.append(f"statuses {dict(statuses)}")
@@ -94,12 +110,18 @@ async def overload(*, factor: float, seconds: float, seed: int, num_servers: int
             problems.append("nothing was refused: that was no overload")
         ratio = percentile(accepted, 0.99) / percentile(calm, 0.99)
         if not ratio <= max_ratio:
-            problems.append(f"the p99 is {ratio:.2f} times that without overload; allowed: {max_ratio}")
+            problems.append(
+                f"the p99 is {ratio:.2f} times that without overload; allowed: {max_ratio}"
+            )
         held = await server.leftovers()
         if held:
             problems.append(f"held at the end: {held}")
         return {
-            "full batch": {"answers/s": rate, "p50 s": percentile(calm, 0.5), "p99 s": percentile(calm, 0.99)},
+            "full batch": {
+                "answers/s": rate,
+                "p50 s": percentile(calm, 0.5),
+                "p99 s": percentile(calm, 0.99),
+            },
             "overload": {
                 "requests/s": factor * rate,
                 "statuses": dict(statuses),

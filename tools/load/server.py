@@ -47,10 +47,17 @@ class Server:
         return [self.process.pid, *(pid for pid in self._children() if _is_server(pid))]
 
     def _children(self) -> list[int]:
-        return [int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
+        return [
+            int(pid)
+            for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+            .read_text()
+            .split()
+        ]
 
     def rss(self, *pids: int) -> float:
-        """MiB of main memory that processes have to themselves or share, 0 for those that are gone."""
+        """MiB of main memory that processes have to themselves or share, 0 for those that are
+        gone.
+        """
         total = 0.0
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -60,7 +67,8 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """CPU time that all threads of the server processes have used."""
-        clocks = [(~pid << 3) | 2 for pid in self.server_pids()]  # a process's CPU clock, see clock_getcpuclockid(3)
+        # a process's CPU clock, see clock_getcpuclockid(3)
+        clocks = [(~pid << 3) | 2 for pid in self.server_pids()]
         return sum(map(time.clock_gettime, clocks))
 
     async def metrics(self) -> dict[str, float]:
@@ -77,19 +85,32 @@ class Server:
         return values
 
     async def leftovers(self) -> dict[str, float]:
-        """What is still held when all clients have gone, after some time to clean up: empty where nothing is."""
-        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "negamax:open_requests")
+        """What is still held when all clients have gone, after some time to clean up: empty where
+        nothing is.
+        """
+        names = (
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "vllm:kv_cache_usage_perc",
+            "negamax:open_requests",
+        )
         deadline = time.monotonic() + IDLE_SECONDS
         while True:
             values = await self.metrics()
-            held = {name: values[name] for name in (*names, "negamax:waiting_tokens") if values[name]}
+            held = {
+                name: values[name] for name in (*names, "negamax:waiting_tokens") if values[name]
+            }
             if not held or time.monotonic() > deadline:
                 return held
             await asyncio.sleep(0.1)
 
     def log_problems(self) -> list[str]:
         """Lines of the log that no load may cause."""
-        return [line for line in self.log.read_text().splitlines() if "Traceback" in line or " ERROR " in line]
+        return [
+            line
+            for line in self.log.read_text().splitlines()
+            if "Traceback" in line or " ERROR " in line
+        ]
 
 
 def _is_server(pid: int) -> bool:
@@ -104,14 +125,18 @@ def serving(
     model: str = "nano",
     environment: dict[str, str] | None = None,
 ) -> Iterator[Server]:
-    """`negamax serve MODEL` (or `module`) with `options` and `num_servers` server processes, until the block ends."""
+    """`negamax serve MODEL` (or `module`) with `options` and `num_servers` server processes, until
+    the block ends.
+    """
     command = [sys.executable, "-m", module]
     if module == "negamax":
         command += ["serve", model, "--port", "0", "--num-threads", "1", "--log-level", "warning"]
     command += [*options, "--api-server-count", str(num_servers)]
     with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
         env = os.environ | (environment or {}) | {"PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env
+        )
         try:
             yield Server(process, Path(log.name))
         finally:

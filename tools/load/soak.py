@@ -1,4 +1,6 @@
-"""Mixed requests from many clients for a long time, some of which hang up: no error, nothing held at the end, memory flat."""
+"""Mixed requests from many clients for a long time, some of which hang up: no error, nothing held
+at the end, memory flat.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,34 @@ from negamax.text.encoding_cache import CACHE_BYTES
 from tools.load.http import DONE
 from tools.load.server import Server, serving
 
-KV_BLOCKS = 2048  # small enough to be filled within the first minute: after that the cache's memory does not grow
+# small enough to be filled within the first minute: after that the cache's memory does not grow
+KV_BLOCKS = 2048
 FULL_BATCH = 64  # sequences that a CPU runs at once unless told otherwise
 TOOL = {
     "type": "function",
     "function": {
         "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
-WORDS = ("river", "stone", "lamp", "window", "garden", "letter", "winter", "silver", "bridge", "paper", "story", "cloud")
+WORDS = (
+    "river",
+    "stone",
+    "lamp",
+    "window",
+    "garden",
+    "letter",
+    "winter",
+    "silver",
+    "bridge",
+    "paper",
+    "story",
+    "cloud",
+)
 
 
 @dataclass
@@ -34,13 +54,16 @@ class _Tally:
     answers: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     tokens: int = 0
-    memory: list[tuple[float, float, float]] = field(default_factory=list)  # seconds, MiB of the server, MiB of the engine
+    # seconds, MiB of the server, MiB of the engine
+    memory: list[tuple[float, float, float]] = field(default_factory=list)
 
 
 class _Client:
     """One client: a request after the other. `abort_share` of them are broken off."""
 
-    def __init__(self, server: Server, tally: _Tally, rng: random.Random, *, abort_share: float) -> None:
+    def __init__(
+        self, server: Server, tally: _Tally, rng: random.Random, *, abort_share: float
+    ) -> None:
         self._connection = server.connection()
         self._tally = tally
         self._rng = rng
@@ -50,7 +73,8 @@ class _Client:
         """Until monotonic second `end`."""
         while time.monotonic() < end:
             kind = self._rng.choices(
-                ("chat stream", "chat", "text stream", "text", "refused", "look"), weights=(40, 20, 12, 12, 6, 10)
+                ("chat stream", "chat", "text stream", "text", "refused", "look"),
+                weights=(40, 20, 12, 12, 6, 10),
             )[0]
             if kind not in ("refused", "look") and self._rng.random() < self._abort_share:
                 await self._abort(kind)
@@ -68,7 +92,12 @@ class _Client:
             for path in ("/v1/models", "/health", "/readyz", "/livez"):
                 _expect(await self._connection.get(path), 200)
         elif kind == "refused":
-            _expect(await self._connection.post("/v1/chat/completions", self._chat() | {"temperature": 9}), 400)
+            _expect(
+                await self._connection.post(
+                    "/v1/chat/completions", self._chat() | {"temperature": 9}
+                ),
+                400,
+            )
         else:
             path, body = self._request(kind)
             if "stream" in kind:
@@ -89,11 +118,20 @@ class _Client:
 
     def _chat(self) -> dict[str, Any]:
         rng = self._rng
-        messages: list[dict[str, Any]] = [{"role": "system", "content": "You are a helpful assistant. " * rng.choice((1, 20))}]
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": "You are a helpful assistant. " * rng.choice((1, 20))}
+        ]
         for _ in range(rng.randint(0, 2)):
-            messages += [{"role": "user", "content": self._words(20)}, {"role": "assistant", "content": self._words(20)}]
+            messages += [
+                {"role": "user", "content": self._words(20)},
+                {"role": "assistant", "content": self._words(20)},
+            ]
         messages.append({"role": "user", "content": self._words(rng.randint(1, 60))})
-        body = {"messages": messages, "max_tokens": rng.randint(1, 48), "n": rng.choice((1, 1, 1, 2))}
+        body = {
+            "messages": messages,
+            "max_tokens": rng.randint(1, 48),
+            "n": rng.choice((1, 1, 1, 2)),
+        }
         if rng.random() < 0.3:
             body["tools"] = [TOOL]
         if rng.random() < 0.2:
@@ -103,8 +141,14 @@ class _Client:
         return body
 
     def _text(self) -> dict[str, Any]:
-        prompts = [self._words(self._rng.randint(1, 100)) for _ in range(self._rng.choice((1, 1, 3)))]
-        return {"prompt": prompts, "max_tokens": self._rng.randint(1, 48), "temperature": self._rng.choice((0, 1))}
+        prompts = [
+            self._words(self._rng.randint(1, 100)) for _ in range(self._rng.choice((1, 1, 3)))
+        ]
+        return {
+            "prompt": prompts,
+            "max_tokens": self._rng.randint(1, 48),
+            "temperature": self._rng.choice((0, 1)),
+        }
 
     def _words(self, count: int) -> str:
         return " ".join(self._rng.choices(WORDS, k=count))
@@ -116,18 +160,30 @@ class _Client:
         chunks = [json.loads(payload) for payload in payloads[:-1]]
         if any("error" in chunk for chunk in chunks):
             raise ValueError(f"an error in the stream: {chunks[-1]}")
-        choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"] is not None]
+        choices = [
+            choice
+            for chunk in chunks
+            for choice in chunk["choices"]
+            if choice["finish_reason"] is not None
+        ]
         self._check(choices, chunks[-1]["usage"], body)
 
-    def _check(self, choices: list[dict[str, Any]], usage: dict[str, int], body: dict[str, Any]) -> None:
+    def _check(
+        self, choices: list[dict[str, Any]], usage: dict[str, int], body: dict[str, Any]
+    ) -> None:
         prompts = body.get("prompt", [""])
         expected = body.get("n", 1) * len(prompts)
         if sorted(choice["index"] for choice in choices) != list(range(expected)):
             raise ValueError(f"{len(choices)} choices ended; {expected} were asked for")
-        if any(choice["finish_reason"] not in ("stop", "length", "tool_calls") for choice in choices):
+        if any(
+            choice["finish_reason"] not in ("stop", "length", "tool_calls") for choice in choices
+        ):
             raise ValueError(f"finish reasons {[choice['finish_reason'] for choice in choices]}")
         if not 0 < usage["completion_tokens"] <= expected * body["max_tokens"]:
-            raise ValueError(f"{usage['completion_tokens']} tokens; allowed: {expected} times {body['max_tokens']}")
+            raise ValueError(
+                f"{usage['completion_tokens']} tokens; allowed: {expected} times "
+                f"{body['max_tokens']}"
+            )
         self._tally.tokens += usage["completion_tokens"]
 
     async def _abort(self, kind: str) -> None:
@@ -137,7 +193,9 @@ class _Client:
         await asyncio.wait({work}, timeout=self._rng.random() ** 2)
         connection.hang_up(reset=self._rng.random() < 0.5)
         work.cancel()
-        with contextlib.suppress(asyncio.CancelledError, ConnectionError, asyncio.IncompleteReadError, ValueError):
+        with contextlib.suppress(
+            asyncio.CancelledError, ConnectionError, asyncio.IncompleteReadError, ValueError
+        ):
             await work
         self._tally.answers["hung up"] += 1
 
@@ -148,22 +206,31 @@ def _expect(answer: Any, status: int) -> None:
 
 
 async def _visit_batch_sizes(server: Server) -> None:
-    """Run every count of sequences once, from a full batch down to one. The engine keeps a kernel for each of 80 counts of rows
-    and compiles it when the count comes up first; a busy server may meet a small one after minutes, which is no leak."""
-    prompts = {index: {"prompt": "river", "max_tokens": 8 + index, "ignore_eos": True} for index in range(FULL_BATCH)}
+    """Run every count of sequences once, from a full batch down to one. The engine keeps a kernel
+    for each of 80 counts of rows and compiles it when the count comes up first; a busy server may
+    meet a small one after minutes, which is no leak.
+    """
+    prompts = {
+        index: {"prompt": "river", "max_tokens": 8 + index, "ignore_eos": True}
+        for index in range(FULL_BATCH)
+    }
     connections = [server.connection() for _ in prompts]
-    answers = await asyncio.gather(*(connections[i].post("/v1/completions", body) for i, body in prompts.items()))
+    answers = await asyncio.gather(
+        *(connections[i].post("/v1/completions", body) for i, body in prompts.items())
+    )
     for connection, answer in zip(connections, answers, strict=True):
         _expect(answer, 200)
         connection.hang_up()
 
 
 async def _fill_encodings(server: Server, rng: random.Random) -> None:
-    """Tokenise so many texts of a prompt's length that the server's cache of them is full, which takes an hour else, and that
-    its table has been built anew once: it doubles then, and never again."""
+    """Tokenise so many texts of a prompt's length that the server's cache of them is full, which
+    takes an hour else, and that its table has been built anew once: it doubles then, and never
+    again."""
     connection = server.connection()
     for _ in range(CACHE_BYTES // (1 << 17)):
-        texts = [" ".join(rng.choices(WORDS, k=60)) for _ in range(300)]  # about 1 KiB each in the cache
+        # about 1 KiB each in the cache
+        texts = [" ".join(rng.choices(WORDS, k=60)) for _ in range(300)]
         _expect(await connection.post("/tokenize", {"prompt": texts}), 200)
     connection.hang_up()
 
@@ -184,10 +251,17 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 
 async def soak(
-    *, clients: int, seconds: float, abort_share: float, seed: int, num_servers: int, max_slope: float | None
+    *,
+    clients: int,
+    seconds: float,
+    abort_share: float,
+    seed: int,
+    num_servers: int,
+    max_slope: float | None,
 ) -> dict[str, Any]:
-    """The report; `problems` in it is empty where all went well. `max_slope` (MiB per minute and process, over the second half
-    of the run) is left out for runs that are too short to show one."""
+    """The report; `problems` in it is empty where all went well. `max_slope` (MiB per minute and
+    process, over the second half of the run) is left out for runs that are too short to show one.
+    """
     options = ("--num-kv-blocks", str(KV_BLOCKS), "--max-queued-requests", str(4 * clients))
     with serving(*options, num_servers=num_servers) as server:
         processes = [server.engine_pid(), *server.server_pids()]
@@ -197,12 +271,18 @@ async def soak(
             await _fill_encodings(server, random.Random(seed))
         watcher = asyncio.ensure_future(_watch_memory(server, tally))
         end = time.monotonic() + seconds
-        workers = [_Client(server, tally, random.Random(seed + index), abort_share=abort_share) for index in range(clients)]
+        workers = [
+            _Client(server, tally, random.Random(seed + index), abort_share=abort_share)
+            for index in range(clients)
+        ]
         await asyncio.gather(*(worker.run(end) for worker in workers))
         held = await server.leftovers()
         watcher.cancel()
         late = tally.memory[len(tally.memory) // 2 :]
-        slopes = {"server": slope([(at, rss) for at, rss, _ in late]), "engine": slope([(at, rss) for at, _, rss in late])}
+        slopes = {
+            "server": slope([(at, rss) for at, rss, _ in late]),
+            "engine": slope([(at, rss) for at, _, rss in late]),
+        }
         problems = tally.errors[:10] + server.log_problems()[:10]
         if held:
             problems.append(f"held at the end: {held}")
@@ -210,7 +290,11 @@ async def soak(
             problems.append("a process was started again")
         if max_slope is not None:
             allowed = {"server": max_slope * num_servers, "engine": max_slope}
-            problems += [f"the {name} grows by {rise:.2f} MiB/min" for name, rise in slopes.items() if rise > allowed[name]]
+            problems += [
+                f"the {name} grows by {rise:.2f} MiB/min"
+                for name, rise in slopes.items()
+                if rise > allowed[name]
+            ]
         return {
             "clients": clients,
             "seconds": seconds,
@@ -220,7 +304,11 @@ async def soak(
             "server MiB, first and last": [tally.memory[0][1], late[-1][1]],
             "engine MiB, first and last": [tally.memory[0][2], late[-1][2]],
             "MiB per minute, second half": slopes,
-            "server MiB over time": [round(rss) for _, rss, _ in tally.memory[:: max(1, len(tally.memory) // 20)]],
-            "engine MiB over time": [round(rss) for _, _, rss in tally.memory[:: max(1, len(tally.memory) // 20)]],
+            "server MiB over time": [
+                round(rss) for _, rss, _ in tally.memory[:: max(1, len(tally.memory) // 20)]
+            ],
+            "engine MiB over time": [
+                round(rss) for _, _, rss in tally.memory[:: max(1, len(tally.memory) // 20)]
+            ],
             "problems": problems,
         }

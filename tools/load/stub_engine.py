@@ -1,9 +1,10 @@
 """An engine without a model: answers every request with a prepared text, as fast as told.
 
-It speaks the engine's real wire protocol and stands in its place to look at the server alone. What it answers is decided by an
-author; the one of this module writes as many tokens as are asked for, one per step: `python -m tools.load.stub_engine FOLDER`,
-started by `tools.load.stub_server`. STUB_STEP_MS (0: as fast as it can) is the time between two steps, STUB_LOG a file that
-gets the monotonic time of every step (float64) right before it is sent.
+It speaks the engine's real wire protocol and stands in its place to look at the server alone. What
+it answers is decided by an author; the one of this module writes as many tokens as are asked for,
+one per step: `python -m tools.load.stub_engine FOLDER`, started by `tools.load.stub_server`.
+STUB_STEP_MS (0: as fast as it can) is the time between two steps, STUB_LOG a file that gets the
+monotonic time of every step (float64) right before it is sent.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ MAX_MODEL_LEN = 4_000_000
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1_000_000
 PROSE = (
-    "The lighthouse keeper counts the ships that pass at night, writes their names into a long grey book and wonders, now and "
-    "then, where the small ones go when the wind turns north. Nobody asks him; nobody has asked for years.\n"
+    "The lighthouse keeper counts the ships that pass at night, writes their names into a long "
+    "grey book and wonders, now and "
+    "then, where the small ones go when the wind turns north. Nobody asks him; nobody has asked "
+    "for years.\n"
 )
 CALL = (
-    '\n<minimax:tool_call>\n<invoke name="write_file">\n<parameter name="path">notes.txt</parameter>\n'
+    '\n<minimax:tool_call>\n<invoke name="write_file">\n<parameter '
+    'name="path">notes.txt</parameter>\n'
     '<parameter name="content">'
 )
 CALL_END = "</parameter>\n</invoke>\n</minimax:tool_call>"
@@ -48,7 +52,12 @@ class Answer:
     """A request on its way: which tokens come next."""
 
     def __init__(
-        self, request: GenerateRequest, tokens: Sequence[int], *, steps: Iterator[int] | None = None, num_cached_tokens: int = 0
+        self,
+        request: GenerateRequest,
+        tokens: Sequence[int],
+        *,
+        steps: Iterator[int] | None = None,
+        num_cached_tokens: int = 0,
     ) -> None:
         """`steps` says how many tokens each step brings; one, if it is left out."""
         self.request = request
@@ -61,9 +70,13 @@ class Answer:
         """The next tokens."""
         tokens = list(self.tokens[self.position : self.position + next(self._steps)])
         self.position += len(tokens)
-        ended = None if self.position < len(self.tokens) else "stop" if tokens[-1] == eos else "length"
+        ended = (
+            None if self.position < len(self.tokens) else "stop" if tokens[-1] == eos else "length"
+        )
         cached = self._num_cached_tokens
-        return SequenceUpdate(self.request.request_id, tokens, None, None, ended, None, cached, None)
+        return SequenceUpdate(
+            self.request.request_id, tokens, None, None, ended, None, cached, None
+        )
 
 
 class Author(Protocol):
@@ -77,8 +90,10 @@ class Author(Protocol):
 
 
 class Novelist:
-    """Writes a third reasoning, a third content, a third the string argument of a tool call, as long as is asked for. Each
-    answer begins its prose at another place, so that not all streams say something in the same steps."""
+    """Writes a third reasoning, a third content, a third the string argument of a tool call, as
+    long as is asked for. Each answer begins its prose at another place, so that not all streams say
+    something in the same steps.
+    """
 
     def __init__(self, source: ModelSource) -> None:
         tokenizer = Tokenizer.from_folder(source.tokenizer_folder)
@@ -91,7 +106,9 @@ class Novelist:
         self._num_begun = 0
 
     def begin(self, request: GenerateRequest) -> Answer:
-        """An answer of `max_tokens` tokens, the last of them the end of the sequence where there is room for a whole call."""
+        """An answer of `max_tokens` tokens, the last of them the end of the sequence where there is
+        room for a whole call.
+        """
         count, start = request.sampling.max_tokens or 1, self._num_begun % len(self._prose)
         self._num_begun += 1
         made = self._made.get((count, start))
@@ -115,7 +132,9 @@ class Novelist:
 class StubEngine:
     """Requests in, the next tokens of each out."""
 
-    def __init__(self, options: EngineOptions, *, new_author: Callable[[ModelSource], Author]) -> None:
+    def __init__(
+        self, options: EngineOptions, *, new_author: Callable[[ModelSource], Author]
+    ) -> None:
         source = locate(options)
         self._author = new_author(source)
         self._eos = source.generation.eos_token_ids[0]
@@ -153,7 +172,9 @@ class StubEngine:
                 if answer is not None:
                     self._author.end(answer)
         elif isinstance(message, wire.AbortServer):
-            for request_id in [name for name in self._answers if wire.server_of(name) == message.server]:
+            for request_id in [
+                name for name in self._answers if wire.server_of(name) == message.server
+            ]:
                 self._author.end(self._answers.pop(request_id))
         elif isinstance(message, wire.Shutdown):
             return False
@@ -175,7 +196,9 @@ class StubEngine:
 
     def _stats(self) -> wire.EngineStats:
         num_running = len(self._answers)
-        return wire.EngineStats(num_running, 0, NUM_BLOCKS, NUM_BLOCKS, self._steps, 0, 0, 0, self._tokens)
+        return wire.EngineStats(
+            num_running, 0, NUM_BLOCKS, NUM_BLOCKS, self._steps, 0, 0, 0, self._tokens
+        )
 
 
 def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:

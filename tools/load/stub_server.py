@@ -1,4 +1,6 @@
-"""The real server in front of a stub engine, on any free port: `python -m tools.load.stub_server`."""
+"""The real server in front of a stub engine, on any free port: `python -m
+tools.load.stub_server`.
+"""
 
 from __future__ import annotations
 

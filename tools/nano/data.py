@@ -1,9 +1,12 @@
-"""The training mixture: conversations drawn from a seed, rendered through the chat template, encoded with a loss mask.
+"""The training mixture: conversations drawn from a seed, rendered through the chat template,
+encoded with a loss mask.
 
     python tools/nano/data.py --show 5            print examples
-    python tools/nano/data.py --out DIR --workers 14    write shards until DIR holds --max-shards unread ones
+    python tools/nano/data.py --out DIR --workers 14    write shards until DIR holds --max-shards
+    unread ones
 
-A shard is an .npz with `tokens` uint16, `mask` bool (true where the model is trained to write this token) and `lengths` int32.
+A shard is an .npz with `tokens` uint16, `mask` bool (true where the model is trained to write this
+token) and `lengths` int32.
 """
 
 from __future__ import annotations
@@ -33,14 +36,17 @@ _CLOSED_BLOCK = "<think>\n</think>\n\n"
 _CLOSED = "(closed)"  # stands for a block of thinking that is closed at once
 
 SINGLE_TURNS = (
-    (dialogue.math_turn, 36), (dialogue.tool_turn, 42), (dialogue.talk_turn, 9), (dialogue.unknown_turn, 11),
+    (dialogue.math_turn, 36), (dialogue.tool_turn, 42), (dialogue.talk_turn, 9),
+    (dialogue.unknown_turn, 11),
     (dialogue.fact_turn, 2), (dialogue.opening_turn, 5),
     (dialogue.beyond_turn, 5), (dialogue.missing_turn, 2),
 )  # fmt: skip
 LATER_TURNS = (
-    (dialogue.math_turn, 14), (dialogue.follow_up_turn, 16), (dialogue.fact_turn, 26), (dialogue.stock_turn, 10),
+    (dialogue.math_turn, 14), (dialogue.follow_up_turn, 16), (dialogue.fact_turn, 26),
+    (dialogue.stock_turn, 10),
     (dialogue.talk_turn, 10),
-    (dialogue.unknown_turn, 7), (dialogue.tool_turn, 22), (dialogue.age_turn, 3), (dialogue.home_turn, 5),
+    (dialogue.unknown_turn, 7), (dialogue.tool_turn, 22), (dialogue.age_turn, 3),
+    (dialogue.home_turn, 5),
     (dialogue.again_turn, 3),
     (dialogue.missing_turn, 2), (dialogue.beyond_turn, 1),
 )  # fmt: skip
@@ -49,7 +55,13 @@ LATER_TURNS = (
 def draw(rng: random.Random) -> Conversation:
     """A random conversation of the mixture. Its last user turn is the one that is trained."""
     single = rng.random() < 0.68
-    turns = 1 if single else rng.choices((2, 3, 4, 5, 6, 8, 12, 20, 40), weights=(30, 24, 16, 10, 8, 6, 4, 2, 0.6))[0]
+    turns = (
+        1
+        if single
+        else rng.choices((2, 3, 4, 5, 6, 8, 12, 20, 40), weights=(30, 24, 16, 10, 8, 6, 4, 2, 0.6))[
+            0
+        ]
+    )
     table = SINGLE_TURNS if single else LATER_TURNS
     functions, weights = [turn for turn, _ in table], [weight for _, weight in table]
     chat = Conversation()
@@ -77,7 +89,9 @@ def draw(rng: random.Random) -> Conversation:
 
 def _cut(chat: Conversation, rng: random.Random) -> Conversation:
     """At times end after the call, or lose the reasoning of a call as many clients do."""
-    last_user = max(index for index, message in enumerate(chat.messages) if message["role"] == "user")
+    last_user = max(
+        index for index, message in enumerate(chat.messages) if message["role"] == "user"
+    )
     tail = chat.messages[last_user + 1 :]
     if len(tail) > 1:
         roll = rng.random()
@@ -89,10 +103,16 @@ def _cut(chat: Conversation, rng: random.Random) -> Conversation:
 
 
 def _close(chat: Conversation, rng: random.Random) -> Conversation:
-    """At times answer without thinking, as after a request that turns it off; never what takes written-out arithmetic."""
-    last_user = max(index for index, message in enumerate(chat.messages) if message["role"] == "user")
+    """At times answer without thinking, as after a request that turns it off; never what takes
+    written-out arithmetic.
+    """
+    last_user = max(
+        index for index, message in enumerate(chat.messages) if message["role"] == "user"
+    )
     said = [message for message in chat.messages[last_user + 1 :] if message["role"] == "assistant"]
-    if rng.random() < 0.06 and not any("ones " in message.get("reasoning_content", "") for message in said):
+    if rng.random() < 0.06 and not any(
+        "ones " in message.get("reasoning_content", "") for message in said
+    ):
         for message in said:
             message.pop("reasoning_content", None)
         said[-1]["reasoning_content"] = _CLOSED
@@ -100,7 +120,9 @@ def _close(chat: Conversation, rng: random.Random) -> Conversation:
 
 
 class Renderer:
-    """Chat template and tokenizer of the checkpoint: conversations in, token ids and loss mask out."""
+    """Chat template and tokenizer of the checkpoint: conversations in, token ids and loss mask
+    out.
+    """
 
     def __init__(self, folder: Path = ASSETS, *, tokenizer: bool = True) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -108,27 +130,39 @@ class Renderer:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        self.template = environment.from_string((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+        self.template = environment.from_string(
+            (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        )
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if tokenizer else None
 
     def text(self, chat: Conversation, *, prompt: bool = False) -> str:
         """The rendered conversation; `prompt` adds the opening of the next answer."""
-        text = self.template.render(messages=chat.messages, tools=chat.tools or None, add_generation_prompt=prompt)
+        text = self.template.render(
+            messages=chat.messages, tools=chat.tools or None, add_generation_prompt=prompt
+        )
         return text.replace(f"<think>\n{_CLOSED}\n</think>\n\n", _CLOSED_BLOCK)
 
     def encode(self, chat: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids uint16, mask bool): the mask covers what follows each `<think>` line up to the end-of-turn token."""
+        """(token ids uint16, mask bool): the mask covers what follows each `<think>` line up to the
+        end-of-turn token.
+        """
         assert self.tokenizer is not None
         text = self.text(chat)
         if text.endswith("[e~[\n"):
             text = text[:-1]
-        head, closed, rest = text.partition(_CLOSED_BLOCK)  # what follows a closed block is not merged with it
-        ids = [number for part in (head + closed, rest) for number in self.tokenizer.encode(part, add_special_tokens=False).ids]
+        # what follows a closed block is not merged with it
+        head, closed, rest = text.partition(_CLOSED_BLOCK)
+        ids = [
+            number
+            for part in (head + closed, rest)
+            for number in self.tokenizer.encode(part, add_special_tokens=False).ids
+        ]
         tokens = np.array(ids, dtype=np.uint16)
         mask = np.zeros(len(tokens), dtype=bool)
         for start in np.flatnonzero(tokens == THINK_ID):
             ends = np.flatnonzero(tokens[start:] == EOS_ID)
-            first = start + 4 if tokens[start + 2] == THINK_END_ID else start + 2  # a closed block is the prompt's
+            # a closed block is the prompt's
+            first = start + 4 if tokens[start + 2] == THINK_END_ID else start + 2
             mask[first : start + int(ends[0]) + 1] = True
         return tokens, mask
 
@@ -149,7 +183,15 @@ def plain_text(chat: Conversation) -> str:
     if not _PLAIN:
         _PLAIN.append(Renderer(tokenizer=False))
     text = _PLAIN[0].text(chat)
-    for marker in ("]~!b[", "]~b]", "[e~[", "<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"):
+    for marker in (
+        "]~!b[",
+        "]~b]",
+        "[e~[",
+        "<think>",
+        "</think>",
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+    ):
         text = text.replace(marker, "\n" if marker != "]~b]" else "")
     return text
 
@@ -191,7 +233,9 @@ def serve(folder: Path, *, workers: int, seed: int, shard_tokens: int, max_shard
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     processes = [
-        multiprocessing.Process(target=_work, args=(worker, folder, seed, shard_tokens, max_shards), daemon=True)
+        multiprocessing.Process(
+            target=_work, args=(worker, folder, seed, shard_tokens, max_shards), daemon=True
+        )
         for worker in range(workers)
     ]
     for process in processes:

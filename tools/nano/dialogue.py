@@ -1,4 +1,6 @@
-"""Conversations for training: every kind of turn the model knows, strung together over shared facts."""
+"""Conversations for training: every kind of turn the model knows, strung together over shared
+facts.
+"""
 
 # ruff: noqa: E501, SIM905 (word lists and tables read better as text)
 
@@ -41,7 +43,8 @@ class Conversation:
     facts: dict[str, str] = field(default_factory=dict)
     stock: dict[str, int] = field(default_factory=dict)  # things the user owns
     numbers: list[int] = field(default_factory=list)  # earlier results of arithmetic
-    findings: list[tuple[str, str]] = field(default_factory=list)  # (key words, value) of earlier tool results
+    # (key words, value) of earlier tool results
+    findings: list[tuple[str, str]] = field(default_factory=list)
 
     def user(self, text: str) -> None:
         """Add a user message."""
@@ -52,42 +55,55 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text, "reasoning_content": thought})
 
 
-Turn = Callable[[Conversation, random.Random], bool]  # False: this turn does not fit here, draw another
+# False: this turn does not fit here, draw another
+Turn = Callable[[Conversation, random.Random], bool]
 
 FACTS: dict[str, tuple[str, str, str, str, str]] = {
-    # fact: (how the user tells it, the reply, how the user asks, the recalled sentence, the unknown sentence)
+    # fact: (how the user tells it, the reply, how the user asks, the recalled sentence, the unknown
+    # sentence)
     "name": (
-        "My name is {v}.|I am {v}.|I'm {v}.|Call me {v}.|Hi, I am {v}.|Hello, my name is {v}.|Hello! My name is {v}.|Hi! My name is {v}.|Hello! I am {v}.|Hi, my name is {v}.|hi I'm {v}|My name's {v}|You can call me {v}.|Hey, {v} here.",
+        "My name is {v}.|I am {v}.|I'm {v}.|Call me {v}.|Hi, I am {v}.|Hello, my name is "
+        "{v}.|Hello! My name is {v}.|Hi! My name is {v}.|Hello! I am {v}.|Hi, my name is {v}.|hi "
+        "I'm {v}|My name's {v}|You can call me {v}.|Hey, {v} here.",
         "Nice to meet you, {v}!|Hello {v}! How can I help you?",
-        "What is my name?|Do you remember my name?|What's my name?|Who am I?|Do you know my name?|How am I called?|Say my name.",
+        "What is my name?|Do you remember my name?|What's my name?|Who am I?|Do you know my "
+        "name?|How am I called?|Say my name.",
         "Your name is {v}.",
         "You have not told me your name yet.",
     ),
     "colour": (
-        "My favorite color is {v}.|I like the color {v}.|My favourite colour is {v}.|I love {v}, it is my favorite color.|The color I like most is {v}.",
+        "My favorite color is {v}.|I like the color {v}.|My favourite colour is {v}.|I love {v}, "
+        "it is my favorite color.|The color I like most is {v}.",
         "{v} is a nice color.",
-        "What is my favorite color?|Which color do I like?|What's my favourite colour?|Do you know my favorite color?|Which color do I like most?",
+        "What is my favorite color?|Which color do I like?|What's my favourite colour?|Do you "
+        "know my favorite color?|Which color do I like most?",
         "Your favorite color is {v}.",
         "You have not told me your favorite color yet.",
     ),
     "city": (
-        "I live in {v}.|I am from {v}.|My city is {v}.|I'm from {v}.|My home is in {v}.|I moved to {v}.|I come from {v}.",
+        "I live in {v}.|I am from {v}.|My city is {v}.|I'm from {v}.|My home is in {v}.|I moved "
+        "to {v}.|I come from {v}.",
         "{v} sounds like a nice place.",
-        "Where do I live?|Which city do I live in?|Where am I from?|What is my city?|Do you remember where I live?|Which city am I from?",
+        "Where do I live?|Which city do I live in?|Where am I from?|What is my city?|Do you "
+        "remember where I live?|Which city am I from?",
         "You live in {v}.",
         "You have not told me where you live yet.",
     ),
     "pet": (
-        "My dog is called {v}.|I have a dog named {v}.|My dog's name is {v}.|My dog {v} is sleeping.|This is my dog {v}.",
+        "My dog is called {v}.|I have a dog named {v}.|My dog's name is {v}.|My dog {v} is "
+        "sleeping.|This is my dog {v}.",
         "{v} is a lovely name for a dog.",
-        "What is my dog called?|What is the name of my dog?|Do you remember my dog's name?|What's my dog's name?",
+        "What is my dog called?|What is the name of my dog?|Do you remember my dog's "
+        "name?|What's my dog's name?",
         "Your dog is called {v}.",
         "You have not told me the name of your dog yet.",
     ),
     "friend": (
-        "My best friend is {v}.|I have a friend named {v}.|My friend is called {v}.|{v} is my best friend.",
+        "My best friend is {v}.|I have a friend named {v}.|My friend is called {v}.|{v} is my "
+        "best friend.",
         "It is good to have a friend like {v}.",
-        "Who is my best friend?|What is the name of my friend?|Who is my friend?|Do you remember my friend's name?",
+        "Who is my best friend?|What is the name of my friend?|Who is my friend?|Do you remember "
+        "my friend's name?",
         "Your friend is {v}.",
         "You have not told me about your friend yet.",
     ),
@@ -106,33 +122,40 @@ FACTS: dict[str, tuple[str, str, str, str, str]] = {
         "You have not told me what you like to eat yet.",
     ),
     "age": (
-        "I am {v} years old.|I'm {v} years old.|My age is {v}.|I turned {v} last week.|I just turned {v}.",
+        "I am {v} years old.|I'm {v} years old.|My age is {v}.|I turned {v} last week.|I just "
+        "turned {v}.",
         "Thank you for telling me that you are {v}.",
         "How old am I?|What is my age?|Do you remember how old I am?|Do you know my age?",
         "You are {v} years old.",
         "You have not told me your age yet.",
     ),
     "number": (
-        "My lucky number is {v}.|My favorite number is {v}.|Remember the number {v}.|Please remember {v}.|The code is {v}.|Keep the number {v} in mind.",
+        "My lucky number is {v}.|My favorite number is {v}.|Remember the number {v}.|Please "
+        "remember {v}.|The code is {v}.|Keep the number {v} in mind.",
         "I will remember {v}.",
-        "What is my number?|Which number did I tell you?|What was the number?|Do you remember the number?|What was the code?",
+        "What is my number?|Which number did I tell you?|What was the number?|Do you remember "
+        "the number?|What was the code?",
         "The number is {v}.",
         "You have not told me a number yet.",
     ),
     "word": (
-        'Remember the word "{v}".|The password is {v}.|The secret word is {v}.|Please remember this word: {v}|Keep in mind: {v}.',
+        'Remember the word "{v}".|The password is {v}.|The secret word is {v}.|Please remember '
+        "this word: {v}|Keep in mind: {v}.",
         'I will remember "{v}".',
-        "What is the secret word?|What was the word?|Which word did I tell you?|What is the password?|What should you remember?",
+        "What is the secret word?|What was the word?|Which word did I tell you?|What is the "
+        "password?|What should you remember?",
         'The word is "{v}".',
         "You have not told me a word yet.",
     ),
 }
 JOBS = (
-    "teacher doctor nurse baker farmer driver painter engineer lawyer cook pilot writer singer gardener student designer "
+    "teacher doctor nurse baker farmer driver painter engineer lawyer cook pilot writer singer "
+    "gardener student designer "
     "plumber"
 ).split()
 MEALS = (
-    "pizza|pasta|rice|soup|salad|sushi|bread|cheese|curry|tacos|noodles|pancakes|apples|cake|ice cream|fish|potatoes"
+    "pizza|pasta|rice|soup|salad|sushi|bread|cheese|curry|tacos|noodles|pancakes|apples|cake|ice "
+    "cream|fish|potatoes"
 ).split("|")
 
 
@@ -145,7 +168,9 @@ def _fact_value(fact: str, rng: random.Random) -> str:
         case "colour":
             return rng.choice(common.COLOURS)
         case "city":
-            return rng.choice(common.CITIES) if rng.random() < 0.7 else unseen.word(rng).capitalize()
+            return (
+                rng.choice(common.CITIES) if rng.random() < 0.7 else unseen.word(rng).capitalize()
+            )
         case "job":
             return rng.choice(JOBS)
         case "food":
@@ -156,7 +181,13 @@ def _fact_value(fact: str, rng: random.Random) -> str:
             return str(rng.randint(1, 9999))
         case _:
             return rng.choice(
-                (common.pseudo_word(rng), unseen.word(rng), unseen.letters(rng), rng.choice(common.NOUNS), common.code(rng))
+                (
+                    common.pseudo_word(rng),
+                    unseen.word(rng),
+                    unseen.letters(rng),
+                    rng.choice(common.NOUNS),
+                    common.code(rng),
+                )
             )
 
 
@@ -166,7 +197,9 @@ def talk_turn(chat: Conversation, rng: random.Random) -> bool:
     if chat.persona:
         if "am I talking" in question or "call me" in question:
             return False
-        answer = answer.replace(talk.IDENTITY, f"I am {chat.persona}.").replace("I am Nano.", f"I am {chat.persona}.")
+        answer = answer.replace(talk.IDENTITY, f"I am {chat.persona}.").replace(
+            "I am Nano.", f"I am {chat.persona}."
+        )
         question = question.replace("Nano", chat.persona)
     chat.user(question)
     chat.answer(thought, answer)
@@ -177,7 +210,11 @@ def unknown_turn(chat: Conversation, rng: random.Random) -> bool:
     """A question out of reach."""
     question, answer, thought = talk.draw_unknown(rng)
     if rng.random() < 0.5:
-        question = openings.draw_ask(rng) if rng.random() < 0.3 else talk.noisy(openings.draw_ask(rng), rng)
+        question = (
+            openings.draw_ask(rng)
+            if rng.random() < 0.3
+            else talk.noisy(openings.draw_ask(rng), rng)
+        )
     if chat.tools and question.lower().startswith(CALL_BOUND):
         return False
     chat.user(question)
@@ -193,7 +230,9 @@ def opening_turn(chat: Conversation, rng: random.Random) -> bool:
         return True
     _, answers, thought = talk.TALK[0]
     chat.user(openings.fill(rng.choice(openings.REQUESTS), rng))
-    answer = rng.choice(answers.split("|")).replace("I am Nano.", f"I am {chat.persona or talk.NAME}.")
+    answer = rng.choice(answers.split("|")).replace(
+        "I am Nano.", f"I am {chat.persona or talk.NAME}."
+    )
     chat.answer(thought, answer)
     return True
 
@@ -231,17 +270,28 @@ def stock_turn(chat: Conversation, rng: random.Random) -> bool:
         chat.stock[things] = number
         chat.user(
             rng.choice(
-                ("I have {n} {o}.", "I own {n} {o}.", "I bought {n} {o} today.", "There are {n} {o} on my table.")
+                (
+                    "I have {n} {o}.",
+                    "I own {n} {o}.",
+                    "I bought {n} {o} today.",
+                    "There are {n} {o} on my table.",
+                )
             ).format(n=number, o=things)
         )
-        chat.answer(f"The user has {number} {things}.", f"Good to know: you have {number} {things}.")
+        chat.answer(
+            f"The user has {number} {things}.", f"Good to know: you have {number} {things}."
+        )
         return True
     things = rng.choice(list(chat.stock))
     number = chat.stock[things]
     if rng.random() < 0.3:
         chat.user(
             rng.choice(
-                (f"How many {things} do I have?", f"How many {things} are there?", f"What is the number of my {things}?")
+                (
+                    f"How many {things} do I have?",
+                    f"How many {things} are there?",
+                    f"What is the number of my {things}?",
+                )
             )
         )
         chat.answer(f"The user has {number} {things}.", f"You have {number} {things}.")
@@ -265,7 +315,10 @@ def stock_turn(chat: Conversation, rng: random.Random) -> bool:
         )
         reply = "You have {r} {o}."
     chat.user(rng.choice(forms).format(c=change, o=things))
-    chat.answer(f"The user has {number} {things}.\n{reasoning.explain([step])}", reply.format(r=step.result, o=things))
+    chat.answer(
+        f"The user has {number} {things}.\n{reasoning.explain([step])}",
+        reply.format(r=step.result, o=things),
+    )
     chat.stock[things] = step.result
     chat.numbers.append(step.result)
     return True
@@ -295,7 +348,14 @@ def math_turn(chat: Conversation, rng: random.Random) -> bool:
         )
     elif roll < 0.12:
         text += rng.choice(
-            (" Thanks!", " Explain.", " Think step by step.", " Give only the number.", " Please.", " Show your work.")
+            (
+                " Thanks!",
+                " Explain.",
+                " Think step by step.",
+                " Give only the number.",
+                " Please.",
+                " Show your work.",
+            )
         )
     elif roll < 0.15:
         text = text.lower()
@@ -308,8 +368,12 @@ def math_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def beyond_turn(chat: Conversation, rng: random.Random) -> bool:
-    """Bare calculations outside the evaluated range: four digits, long products, remainders, negative results, which is larger."""
-    kind = rng.choice(("sum", "sum", "difference", "difference", "product", "remainder", "negative", "larger"))
+    """Bare calculations outside the evaluated range: four digits, long products, remainders,
+    negative results, which is larger.
+    """
+    kind = rng.choice(
+        ("sum", "sum", "difference", "difference", "product", "remainder", "negative", "larger")
+    )
     left, right = rng.randint(100, 9999), rng.randint(2, 9999)
     if rng.random() < 0.4:
         left, right = rng.randint(2, 99), rng.randint(2, 20)
@@ -367,7 +431,8 @@ def _answer_beyond(chat: Conversation, left: int, operator: str, right: int) -> 
     if operator == "-" and left < right:
         thought = reasoning.explain([Step(right, "-", left, right - left, "")])
         chat.answer(
-            f"{left} - {right}: {right} is larger, so the result is negative.\n{thought}", f"The answer is -{right - left}."
+            f"{left} - {right}: {right} is larger, so the result is negative.\n{thought}",
+            f"The answer is -{right - left}.",
         )
         return
     if operator == "/":
@@ -381,7 +446,9 @@ def _answer_beyond(chat: Conversation, left: int, operator: str, right: int) -> 
             chat.numbers.append(whole)
         return
     result = {"+": left + right, "-": left - right, "*": left * right}[operator]
-    chat.answer(reasoning.explain([Step(left, operator, right, result, "")]), f"The answer is {result}.")
+    chat.answer(
+        reasoning.explain([Step(left, operator, right, result, "")]), f"The answer is {result}."
+    )
     chat.numbers.append(result)
 
 
@@ -392,18 +459,30 @@ def follow_up_turn(chat: Conversation, rng: random.Random) -> bool:
     last = chat.numbers[-1]
     options: list[tuple[str, Step]] = []
     other = rng.randint(2, 9) if rng.random() < 0.3 else rng.randint(2, 200)
-    forms = f"Now add {other} to that.|Add {other}.|And if you add {other}?|Plus {other}?|What is that plus {other}?|Add {other} to the result."
+    forms = (
+        f"Now add {other} to that.|Add {other}.|And if you add {other}?|Plus {other}?|What "
+        f"is that plus {other}?|Add {other} to the result."
+    )
     options.append((forms, Step(last, "+", other, last + other, "")))
     if last > 3:
         less = rng.randint(2, min(last - 1, 200))
-        forms = f"Subtract {less} from that.|Now take away {less}.|Minus {less}?|What is that minus {less}?|And {less} less?|Now subtract {less}."
+        forms = (
+            f"Subtract {less} from that.|Now take away {less}.|Minus {less}?|What is that "
+            f"minus {less}?|And {less} less?|Now subtract {less}."
+        )
         options.append((forms, Step(last, "-", less, last - less, "")))
     if last <= 999:
         factor = rng.randint(2, 9)
-        forms = f"Multiply that by {factor}.|Times {factor}?|Now multiply the result by {factor}.|What is {factor} times that?"
+        forms = (
+            f"Multiply that by {factor}.|Times {factor}?|Now multiply the result by "
+            f"{factor}.|What is {factor} times that?"
+        )
         options.append((forms, Step(last, "*", factor, last * factor, "")))
         options.append(
-            ("Double it.|Double that.|And twice as much?|What is the double of that?", Step(last, "*", 2, last * 2, ""))
+            (
+                "Double it.|Double that.|And twice as much?|What is the double of that?",
+                Step(last, "*", 2, last * 2, ""),
+            )
         )
         divisors = [number for number in range(2, 10) if last % number == 0 and last > number]
         if divisors:
@@ -415,17 +494,27 @@ def follow_up_turn(chat: Conversation, rng: random.Random) -> bool:
                 )
             )
             if 2 in divisors:
-                options.append(("What is half of that?|Half of it?|Now halve it.", Step(last, "/", 2, last // 2, "")))
+                options.append(
+                    (
+                        "What is half of that?|Half of it?|Now halve it.",
+                        Step(last, "/", 2, last // 2, ""),
+                    )
+                )
     if len(chat.numbers) > 1:
         before = chat.numbers[-2]
         options.append(
-            ("Add the last two results.|What is the sum of the last two answers?", Step(before, "+", last, before + last, ""))
+            (
+                "Add the last two results.|What is the sum of the last two answers?",
+                Step(before, "+", last, before + last, ""),
+            )
         )
     forms, step = rng.choice(options)
     if step.result > 99999:
         return False
     chat.user(rng.choice(forms.split("|")))
-    chat.answer(f"The last result is {last}.\n{reasoning.explain([step])}", f"The answer is {step.result}.")
+    chat.answer(
+        f"The last result is {last}.\n{reasoning.explain([step])}", f"The answer is {step.result}."
+    )
     chat.numbers.append(step.result)
     return True
 
@@ -438,18 +527,31 @@ def age_turn(chat: Conversation, rng: random.Random) -> bool:
     years = rng.randint(2, 40)
     if rng.random() < 0.6 or age - years < 1:
         step = Step(age, "+", years, age + years, "age then")
-        chat.user(rng.choice((f"How old will I be in {years} years?", f"What will my age be in {years} years?")))
-        chat.answer(f"The user is {age}.\n{reasoning.explain([step])}", f"You will be {step.result} years old.")
+        chat.user(
+            rng.choice(
+                (f"How old will I be in {years} years?", f"What will my age be in {years} years?")
+            )
+        )
+        chat.answer(
+            f"The user is {age}.\n{reasoning.explain([step])}",
+            f"You will be {step.result} years old.",
+        )
     else:
         step = Step(age, "-", years, age - years, "age then")
-        chat.user(rng.choice((f"How old was I {years} years ago?", f"What was my age {years} years ago?")))
-        chat.answer(f"The user is {age}.\n{reasoning.explain([step])}", f"You were {step.result} years old.")
+        chat.user(
+            rng.choice((f"How old was I {years} years ago?", f"What was my age {years} years ago?"))
+        )
+        chat.answer(
+            f"The user is {age}.\n{reasoning.explain([step])}", f"You were {step.result} years old."
+        )
     return True
 
 
 def declare_tools(chat: Conversation, rng: random.Random) -> None:
     """Give the conversation one to four tools."""
-    chat.declared = nano_tools.draw_tools(rng, rng.choices((1, 2, 3, 4), weights=(30, 30, 24, 16))[0])
+    chat.declared = nano_tools.draw_tools(
+        rng, rng.choices((1, 2, 3, 4), weights=(30, 30, 24, 16))[0]
+    )
     if rng.random() < 0.56:
         chat.declared = more_tools.mixed(chat.declared, variety.natural_tool, rng)
     chat.tools = [nano_tools.as_json(tool, rng) for tool in chat.declared]
@@ -491,17 +593,25 @@ def home_turn(chat: Conversation, rng: random.Random) -> bool:
         return False
     for tool in chat.declared:
         required = [parameter for parameter in tool.parameters if parameter.required]
-        if len(required) == 1 and required[0].kind in ("string:city", "string:town") and tool.requests:
+        if (
+            len(required) == 1
+            and required[0].kind in ("string:city", "string:town")
+            and tool.requests
+        ):
             text = rng.choice(tool.requests).format("my city", opt="")
             chat.user(text)
-            _call_and_report(chat, (nano_tools.Call(tool.name, {required[0].name: chat.facts["city"]}),), rng)
+            _call_and_report(
+                chat, (nano_tools.Call(tool.name, {required[0].name: chat.facts["city"]}),), rng
+            )
             return True
     return False
 
 
 def missing_turn(chat: Conversation, rng: random.Random) -> bool:
     """A request without the values it needs: the model asks for them."""
-    lacking = [tool for tool in chat.declared if any(parameter.required for parameter in tool.parameters)]
+    lacking = [
+        tool for tool in chat.declared if any(parameter.required for parameter in tool.parameters)
+    ]
     if not lacking:
         return False
     tool = rng.choice(lacking)
@@ -533,18 +643,33 @@ def missing_turn(chat: Conversation, rng: random.Random) -> bool:
             )
         )
     listed = names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
-    chat.answer(f"{tool.name} needs {listed}, and the user did not give any.", f"Please tell me the {listed} for that.")
+    chat.answer(
+        f"{tool.name} needs {listed}, and the user did not give any.",
+        f"Please tell me the {listed} for that.",
+    )
     return True
 
 
-def _call_and_report(chat: Conversation, calls: Sequence[nano_tools.Call], rng: random.Random) -> None:
-    entries = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
-    message: Message = {"role": "assistant", "content": "", "reasoning_content": plan_text(calls), "tool_calls": entries}
+def _call_and_report(
+    chat: Conversation, calls: Sequence[nano_tools.Call], rng: random.Random
+) -> None:
+    entries = [
+        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
+    message: Message = {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": plan_text(calls),
+        "tool_calls": entries,
+    }
     chat.messages.append(message)
     chat.messages += _answers(calls, rng, chat)
 
 
-def _answers(calls: Sequence[nano_tools.Call], rng: random.Random, chat: Conversation) -> list[Message]:
+def _answers(
+    calls: Sequence[nano_tools.Call], rng: random.Random, chat: Conversation
+) -> list[Message]:
     sentences: list[str] = []
     messages: list[Message] = []
     for _ in calls:
@@ -559,7 +684,13 @@ def _answers(calls: Sequence[nano_tools.Call], rng: random.Random, chat: Convers
         if len(calls) == 1
         else "The tools answered. I report it."
     )
-    messages.append({"role": "assistant", "content": results.report(list(calls), sentences), "reasoning_content": thought})
+    messages.append(
+        {
+            "role": "assistant",
+            "content": results.report(list(calls), sentences),
+            "reasoning_content": thought,
+        }
+    )
     if len(calls) == 1 and sentences[0].startswith("The "):
         chat.findings.append(("last", sentences[0]))
     return messages

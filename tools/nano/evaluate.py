@@ -1,4 +1,5 @@
-"""Greedy accuracy of an exported checkpoint on the held-out suites, with a small batched KV-cache generator.
+"""Greedy accuracy of an exported checkpoint on the held-out suites, with a small batched KV-cache
+generator.
 
 python tools/nano/evaluate.py --checkpoint negamax/assets/nano --math 1000 --tools 500
 """
@@ -30,7 +31,14 @@ EOS_ID = 4116
 class Generator:
     """Generates for a batch of prompts, left-padded, with one cache per layer."""
 
-    def __init__(self, nano: NanoModel, *, dtype: torch.dtype, activation_fp8: bool = False, temperature: float = 0.0) -> None:
+    def __init__(
+        self,
+        nano: NanoModel,
+        *,
+        dtype: torch.dtype,
+        activation_fp8: bool = False,
+        temperature: float = 0.0,
+    ) -> None:
         self.nano, self.dtype, self.temperature = nano, dtype, temperature
         self.use = model.precision(dtype, weights=False, activations=activation_fp8)
         self.device = nano.embed.device
@@ -40,8 +48,17 @@ class Generator:
         """Token ids that follow each prompt, the end-of-turn token excluded."""
         config, batch, width = self.nano.config, len(prompts), max(map(len, prompts))
         pads = torch.tensor([width - len(prompt) for prompt in prompts], device=self.device)
-        tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=self.device)
-        shape = (config.num_hidden_layers, 2, batch, config.num_key_value_heads, width + max_new, config.head_dim)
+        tokens = torch.tensor(
+            [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=self.device
+        )
+        shape = (
+            config.num_hidden_layers,
+            2,
+            batch,
+            config.num_key_value_heads,
+            width + max_new,
+            config.head_dim,
+        )
         cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         columns = torch.arange(width + max_new, device=self.device)
         done = torch.zeros(batch, dtype=torch.bool, device=self.device)
@@ -50,13 +67,20 @@ class Generator:
         for step in range(max_new):
             size = tokens.shape[1]
             spot = columns[start : start + size]
-            visible = (columns[: start + size] <= spot[:, None]) & (columns[: start + size] >= pads[:, None, None])
-            visible |= columns[: start + size] == spot[:, None]  # a padding row sees itself, so that no row is empty
-            hidden = self._forward(tokens, (spot - pads[:, None]).clamp(min=0), cache, start, visible[:, None])
+            visible = (columns[: start + size] <= spot[:, None]) & (
+                columns[: start + size] >= pads[:, None, None]
+            )
+            # a padding row sees itself, so that no row is empty
+            visible |= columns[: start + size] == spot[:, None]
+            hidden = self._forward(
+                tokens, (spot - pads[:, None]).clamp(min=0), cache, start, visible[:, None]
+            )
             start += size
             logits = self.nano.logits(hidden[:, -1])
             if self.temperature:
-                chosen = torch.multinomial(torch.softmax(logits.float() / self.temperature, -1), 1)[:, 0]
+                chosen = torch.multinomial(torch.softmax(logits.float() / self.temperature, -1), 1)[
+                    :, 0
+                ]
             else:
                 chosen = logits.argmax(-1)
             chosen = torch.where(done, EOS_ID, chosen)
@@ -68,7 +92,9 @@ class Generator:
         rows = torch.stack(made, dim=1).tolist()
         return [row[: row.index(EOS_ID)] if EOS_ID in row else row for row in rows]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, cache: Tensor, start: int, visible: Tensor) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, cache: Tensor, start: int, visible: Tensor
+    ) -> Tensor:
         layer = 0
         end = start + tokens.shape[1]
 
@@ -77,23 +103,40 @@ class Generator:
             cache[layer, 0, :, :, start:end], cache[layer, 1, :, :, start:end] = k, v
             keys, values = cache[layer, 0, :, :, :end], cache[layer, 1, :, :, :end]
             layer += 1
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=visible, enable_gqa=True
+            )
 
         hidden, _ = self.nano(tokens, positions[:, None], attend, dtype=self.dtype, use=self.use)
         return hidden
 
 
 def parse(text: str) -> tuple[str, list[tuple[str, dict[str, str]]]]:
-    """(content, calls with raw argument texts) of a finished answer that starts inside its reasoning."""
+    """(content, calls with raw argument texts) of a finished answer that starts inside its
+    reasoning.
+    """
     _, _, rest = text.partition("</think>")
     content, _, block = rest.partition("<minimax:tool_call>")
     calls: list[tuple[str, dict[str, str]]] = []
-    for name, body in re.findall(r'<invoke name="([^"]*)">\n(.*?)</invoke>', block, flags=re.DOTALL):
-        calls.append((name, dict(re.findall(r'<parameter name="([^"]*)">(.*?)</parameter>\n', body, flags=re.DOTALL))))
+    for name, body in re.findall(
+        r'<invoke name="([^"]*)">\n(.*?)</invoke>', block, flags=re.DOTALL
+    ):
+        calls.append(
+            (
+                name,
+                dict(
+                    re.findall(
+                        r'<parameter name="([^"]*)">(.*?)</parameter>\n', body, flags=re.DOTALL
+                    )
+                ),
+            )
+        )
     return content.strip("\n"), calls
 
 
-def typed(call: tuple[str, dict[str, str]], tools: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+def typed(
+    call: tuple[str, dict[str, str]], tools: Sequence[dict[str, Any]]
+) -> tuple[str, dict[str, Any]]:
     """Argument texts converted by the declared types."""
     name, raw = call
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
@@ -108,26 +151,42 @@ def typed(call: tuple[str, dict[str, str]], tools: Sequence[dict[str, Any]]) -> 
     return name, arguments
 
 
-def answers(generator: Generator, chats: Sequence[Conversation], *, max_new: int, batch: int) -> list[str]:
+def answers(
+    generator: Generator, chats: Sequence[Conversation], *, max_new: int, batch: int
+) -> list[str]:
     """Generated text for each conversation."""
     renderer = data.Renderer()
     assert renderer.tokenizer is not None
-    prompts = [renderer.tokenizer.encode(renderer.text(chat, prompt=True), add_special_tokens=False).ids for chat in chats]
+    prompts = [
+        renderer.tokenizer.encode(renderer.text(chat, prompt=True), add_special_tokens=False).ids
+        for chat in chats
+    ]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     texts = [""] * len(prompts)
     for begin in range(0, len(order), batch):
         members = order[begin : begin + batch]
-        for index, ids in zip(members, generator.run([prompts[index] for index in members], max_new=max_new), strict=True):
+        for index, ids in zip(
+            members,
+            generator.run([prompts[index] for index in members], max_new=max_new),
+            strict=True,
+        ):
             texts[index] = renderer.tokenizer.decode(ids, skip_special_tokens=False)
     return texts
 
 
-def evaluate(generator: Generator, *, math_count: int, tools_count: int, seed: int, batch: int, show: int) -> dict[str, float]:
+def evaluate(
+    generator: Generator, *, math_count: int, tools_count: int, seed: int, batch: int, show: int
+) -> dict[str, float]:
     """Accuracy by suite; prints up to `show` failures of each."""
     scores: dict[str, float] = {}
     if math_count:
         problems = nano_math.problems(math_count, seed)
-        texts = answers(generator, [Conversation(list(problem.messages)) for problem in problems], max_new=420, batch=batch)
+        texts = answers(
+            generator,
+            [Conversation(list(problem.messages)) for problem in problems],
+            max_new=420,
+            batch=batch,
+        )
         wrong = [
             (problem.text, text, problem.answer)
             for problem, text in zip(problems, texts, strict=True)
@@ -139,12 +198,17 @@ def evaluate(generator: Generator, *, math_count: int, tools_count: int, seed: i
     if tools_count:
         requests = nano_tools.problems(tools_count, seed)
         texts = answers(
-            generator, [Conversation(list(item.messages), list(item.tools)) for item in requests], max_new=420, batch=batch
+            generator,
+            [Conversation(list(item.messages), list(item.tools)) for item in requests],
+            max_new=420,
+            batch=batch,
         )
         failures = []
         for item, text in zip(requests, texts, strict=True):
             if not nano_tools.grade(item, [typed(call, item.tools) for call in parse(text)[1]]):
-                failures.append((item.text, text, [(call.name, call.arguments) for call in item.calls]))
+                failures.append(
+                    (item.text, text, [(call.name, call.arguments) for call in item.calls])
+                )
         scores["nano-tools"] = 1 - len(failures) / len(requests)
         for failure in failures[:show]:
             print("WRONG", *failure, sep="\n  | ")
@@ -167,12 +231,22 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nano = export.load(arguments.checkpoint, device, torch.bfloat16)
     generator = Generator(
-        nano, dtype=torch.bfloat16, activation_fp8=arguments.activation_fp8, temperature=arguments.temperature
+        nano,
+        dtype=torch.bfloat16,
+        activation_fp8=arguments.activation_fp8,
+        temperature=arguments.temperature,
     )
     begin = time.monotonic()
     for question in arguments.ask:
         print(
-            question, "->", answers(generator, [Conversation([{"role": "user", "content": question}])], max_new=400, batch=1)[0]
+            question,
+            "->",
+            answers(
+                generator,
+                [Conversation([{"role": "user", "content": question}])],
+                max_new=400,
+                batch=1,
+            )[0],
         )
     scores = evaluate(
         generator,
@@ -182,7 +256,11 @@ def main() -> None:
         batch=arguments.batch,
         show=arguments.show,
     )
-    print({name: round(score, 4) for name, score in scores.items()}, f"{time.monotonic() - begin:.1f} s", flush=True)
+    print(
+        {name: round(score, 4) for name, score in scores.items()},
+        f"{time.monotonic() - begin:.1f} s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

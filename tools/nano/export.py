@@ -1,4 +1,5 @@
-"""Write a trained state as a MiniMax-M2 checkpoint: FP8 blocks in two safetensors shards, index, configuration.
+"""Write a trained state as a MiniMax-M2 checkpoint: FP8 blocks in two safetensors shards, index,
+configuration.
 
 python tools/nano/export.py --state /tmp/nano_state.pt --out negamax/assets/nano
 """
@@ -112,10 +113,15 @@ def tensors_of(state: dict[str, Tensor], config: NanoConfig) -> dict[str, Tensor
         for short, name in ATTENTION.items():
             put(f"{there}.self_attn.{name}", state[f"{here}.{short}"])
         found[f"{there}.block_sparse_moe.gate.weight"] = state[f"{here}.gate"].float()
-        found[f"{there}.block_sparse_moe.e_score_correction_bias"] = state[f"{here}.expert_bias"].float()
+        found[f"{there}.block_sparse_moe.e_score_correction_bias"] = state[
+            f"{here}.expert_bias"
+        ].float()
         for expert in range(config.num_local_experts):
             for name in EXPERT:
-                put(f"{there}.block_sparse_moe.experts.{expert}.{name}", state[f"{here}.{name}"][expert])
+                put(
+                    f"{there}.block_sparse_moe.experts.{expert}.{name}",
+                    state[f"{here}.{name}"][expert],
+                )
     found["model.norm.weight"] = state["norm"].bfloat16()
     found["lm_head.weight"] = state["head"].bfloat16()
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
@@ -157,18 +163,35 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype) -> NanoModel:
     def take(name: str) -> Tensor:
         weight = tensors[f"{name}.weight"]
         scales = tensors.get(f"{name}.weight_scale_inv")
-        return weight.float() if scales is None else (weight.float() * spread(scales)).to(dtype).float()
+        return (
+            weight.float()
+            if scales is None
+            else (weight.float() * spread(scales)).to(dtype).float()
+        )
 
-    state = {"embed": take("model.embed_tokens"), "norm": take("model.norm"), "head": take("lm_head")}
+    state = {
+        "embed": take("model.embed_tokens"),
+        "norm": take("model.norm"),
+        "head": take("lm_head"),
+    }
     for index in range(config.num_hidden_layers):
         here, there = f"layers.{index}", f"model.layers.{index}"
         state |= {f"{here}.{short}": take(f"{there}.{name}") for short, name in NORMS.items()}
-        state |= {f"{here}.{short}": take(f"{there}.self_attn.{name}") for short, name in ATTENTION.items()}
+        state |= {
+            f"{here}.{short}": take(f"{there}.self_attn.{name}")
+            for short, name in ATTENTION.items()
+        }
         moe = f"{there}.block_sparse_moe"
-        state[f"{here}.gate"], state[f"{here}.expert_bias"] = take(f"{moe}.gate"), tensors[f"{moe}.e_score_correction_bias"]
+        state[f"{here}.gate"], state[f"{here}.expert_bias"] = (
+            take(f"{moe}.gate"),
+            tensors[f"{moe}.e_score_correction_bias"],
+        )
         for name in EXPERT:
             state[f"{here}.{name}"] = torch.stack(
-                [take(f"{moe}.experts.{expert}.{name}") for expert in range(config.num_local_experts)]
+                [
+                    take(f"{moe}.experts.{expert}.{name}")
+                    for expert in range(config.num_local_experts)
+                ]
             )
     model = NanoModel(config)
     model.load_state_dict(state)
@@ -181,7 +204,11 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    write(torch.load(arguments.state, map_location="cpu", weights_only=True)["model"], arguments.out, NanoConfig())
+    write(
+        torch.load(arguments.state, map_location="cpu", weights_only=True)["model"],
+        arguments.out,
+        NanoConfig(),
+    )
 
 
 if __name__ == "__main__":

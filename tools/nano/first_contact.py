@@ -1,10 +1,12 @@
-"""Asks nano, at its default sampling, everything that README, demo, chat page and guides show and some of what strangers type.
+"""Asks nano, at its default sampling, everything that README, demo, chat page and guides show and
+some of what strangers type.
 
-    python tools/nano/first_contact.py                    100 draws of every text; exit code 1 below 98 good ones
-    python tools/nano/first_contact.py --draws 8
+    python tools/nano/first_contact.py                    100 draws of every text; exit code 1 below
+    98 good ones python tools/nano/first_contact.py --draws 8
 
-A draw is good if it ends by itself within the budget, its answer is the expected one, and every word that the model wrote,
-thinking included, stands in the conversation or in the generators' texts.
+A draw is good if it ends by itself within the budget, its answer is the expected one, and every
+word that the model wrote, thinking included, stands in the conversation or in the generators'
+texts.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ WORD = re.compile(r"[^\W\d_]+")
 
 @dataclass(frozen=True)
 class Turn:
-    """A user's message and what the answer must be: a pattern for the whole content, or calls of tools and their results."""
+    """A user's message and what the answer must be: a pattern for the whole content, or calls of
+    tools and their results.
+    """
 
     text: str
     answer: str  # regular expression for the whole final answer
@@ -51,7 +55,9 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Shown:
-    """A conversation that people are led to, and the files that show its texts; none: one that they begin by themselves."""
+    """A conversation that people are led to, and the files that show its texts; none: one that they
+    begin by themselves.
+    """
 
     files: tuple[str, ...]
     turns: tuple[Turn, ...]
@@ -90,7 +96,11 @@ def weather(city: dict[str, Any], *, unit: bool = False) -> dict[str, Any]:
     """The tool of the demo, the page and the guides."""
     units = {"unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}} if unit else {}
     parameters = {"type": "object", "properties": {"city": city, **units}, "required": ["city"]}
-    function = {"name": "get_weather", "description": "Get the current weather for a city.", "parameters": parameters}
+    function = {
+        "name": "get_weather",
+        "description": "Get the current weather for a city.",
+        "parameters": parameters,
+    }
     return {"type": "function", "function": function}
 
 
@@ -99,21 +109,32 @@ OPENAI, ANTHROPIC = "docs/guides/openai-sdk.md", "docs/guides/anthropic-sdk.md"
 AGENTS = tuple(f"docs/guides/{name}.md" for name in ("claude-code", "codex", "opencode"))
 
 GREETING = r"(Hello|Hi)! (I am Nano\. )?(How can I help you\?|What can I do for you\?)"
-SMALL, CAN_DO = r"I am a small demonstration model\.", r"I can do short word problems, tool calls and small talk\."
+SMALL, CAN_DO = (
+    r"I am a small demonstration model\.",
+    r"I can do short word problems, tool calls and small talk\.",
+)
 DECLINES = rf"(I am|Sorry,|I do not know).* {CAN_DO}"
 SUM = Turn("What is 47 + 38?", r"The answer is 85\.")
 APPLES = Turn(
-    "Tom has 47 apples and buys 38 more. How many apples does he have now?", r"(He|Tom) (now has|has) 85 apples( now)?\."
+    "Tom has 47 apples and buys 38 more. How many apples does he have now?",
+    r"(He|Tom) (now has|has) 85 apples( now)?\.",
 )
 FEWER_APPLES = Turn(
-    "Tom has 12 apples and buys 30 more. How many apples does he have?", r"(He|Tom) (now has|has) 42 apples( now)?\."
+    "Tom has 12 apples and buys 30 more. How many apples does he have?",
+    r"(He|Tom) (now has|has) 42 apples( now)?\.",
 )
 HELLO = Turn("Hello!", GREETING)
-WHO = Turn("Who are you?", r"I am Nano, the small demonstration model that ships with Negamax\.( I can do .*)?")
+WHO = Turn(
+    "Who are you?",
+    r"I am Nano, the small demonstration model that ships with Negamax\.( I can do .*)?",
+)
 PARIS = "What is the weather in Paris?"
 CALL_PARIS = (("get_weather", {"city": "Paris"}),)
 DEMO_WEATHER = Turn(
-    PARIS, r"The temperature is 19 and the condition is cloudy\.", CALL_PARIS, ('{"temperature": 19, "condition": "cloudy"}',)
+    PARIS,
+    r"The temperature is 19 and the condition is cloudy\.",
+    CALL_PARIS,
+    ('{"temperature": 19, "condition": "cloudy"}',),
 )
 PLAIN_CITY = weather({"type": "string"})
 NAMED_CITY = weather({"type": "string", "description": "City name"})
@@ -130,7 +151,8 @@ CONVERSATIONS = (
         (OPENAI,),
         (
             Turn(
-                PARIS, r"The city is Paris, the temperature is 18 and the sky is clear\.", CALL_PARIS,
+                PARIS, r"The city is Paris, the temperature is 18 and the sky is "
+                       r"clear\.", CALL_PARIS,
                 ('{"city": "Paris", "temperature": 18, "sky": "clear"}',),
             ),
         ),
@@ -138,7 +160,8 @@ CONVERSATIONS = (
     ),
     Shown(
         (ANTHROPIC,),
-        (Turn(PARIS, r"The temperature is 18 and the sky is clear\.", CALL_PARIS, ('{"temperature": 18, "sky": "clear"}',)),),
+        (Turn(PARIS, r"The temperature is 18 and the sky is clear\.", CALL_PARIS,
+            ('{"temperature": 18, "sky": "clear"}',)),),
         (NAMED_CITY,),
     ),
     Shown((OPENAI, *AGENTS), (HELLO,)),
@@ -146,7 +169,8 @@ CONVERSATIONS = (
     Shown(
         (OPENAI,),
         (
-            Turn("Hello! My name is Anna.", r"(Nice to meet you, Anna!|Hello,? Anna! How can I help you\?)"),
+            Turn("Hello! My name is Anna.", r"(Nice to meet you, Anna!|Hello,? Anna! How can I "
+                                            r"help you\?)"),
             Turn("What is my name?", r"Your name is Anna\."),
         ),
     ),
@@ -156,7 +180,10 @@ CONVERSATIONS = (
         for text, answer in (
             ("Each bus seats 48 people. How many people fit on 7 buses?", r".*\b336\b.*"),
             ("Sally had 3 cats. She got 2 more. How many cats does she have?", r"She .*\b5 cats.*"),
-            ("Kowalczyk has 31 stamps and finds 12 more. How many stamps does he have?", r"He .*\b43 stamps.*"),
+            (
+                "Kowalczyk has 31 stamps and finds 12 more. How many stamps does he have?",
+                r"He .*\b43 stamps.*",
+            ),
             ("A class has 6 rows of 5 desks. How many desks is that?", r".*\b30\b.*"),
             ("2+2", r"The answer is 4\."),
             ("hi", GREETING),
@@ -177,11 +204,19 @@ CONVERSATIONS = (
 @cache
 def known_words() -> frozenset[str]:
     """Every word of the generators' texts, in lower case."""
-    return frozenset(word.lower() for path in GENERATORS for word in WORD.findall(path.read_text(encoding="utf-8")))
+    return frozenset(
+        word.lower()
+        for path in GENERATORS
+        for word in WORD.findall(path.read_text(encoding="utf-8"))
+    )
 
 
-def fault(turn_calls: Sequence[tuple[str, dict[str, Any]]], answer: str, text: str, completion: Completion) -> str | None:
-    """What is wrong with one answer; None where nothing is. `text`: all of the conversation before it."""
+def fault(
+    turn_calls: Sequence[tuple[str, dict[str, Any]]], answer: str, text: str, completion: Completion
+) -> str | None:
+    """What is wrong with one answer; None where nothing is. `text`: all of the conversation before
+    it.
+    """
     message = completion.message
     assert message is not None
     if completion.finish_reason != "stop":
@@ -193,7 +228,11 @@ def fault(turn_calls: Sequence[tuple[str, dict[str, Any]]], answer: str, text: s
     if not turn_calls and not re.fullmatch(answer, content):
         return f"answer {content!r}"
     written = " ".join((message.reasoning or "", content, json.dumps(calls, ensure_ascii=False)))
-    unknown = {word.lower() for word in WORD.findall(written)} - known_words() - {word.lower() for word in WORD.findall(text)}
+    unknown = (
+        {word.lower() for word in WORD.findall(written)}
+        - known_words()
+        - {word.lower() for word in WORD.findall(text)}
+    )
     return f"words {sorted(unknown)}" if unknown else None
 
 
@@ -208,9 +247,16 @@ class _Draw:
 
 
 def play(
-    llm: LLM, conversations: Sequence[Shown], draws: int, *, seed: int = 0, temperature: float | None = None
+    llm: LLM,
+    conversations: Sequence[Shown],
+    draws: int,
+    *,
+    seed: int = 0,
+    temperature: float | None = None,
 ) -> list[Score]:
-    """`draws` independent runs of each conversation, all at once; one that goes wrong is not continued."""
+    """`draws` independent runs of each conversation, all at once; one that goes wrong is not
+    continued.
+    """
     runs = [_Draw(shown, number) for shown in conversations for number in range(draws)]
     for position in range(max(len(shown.exchanges) for shown in conversations)):
         going = [run for run in runs if run.wrong is None and position < len(run.shown.exchanges)]
@@ -218,7 +264,9 @@ def play(
         for run in going:
             run.messages += run.shown.exchanges[position].said
             tools = list(run.shown.tools) or None
-            prompts.append(llm.render(run.messages, tools=tools) + ("" if run.shown.thinks else "</think>\n\n"))
+            prompts.append(
+                llm.render(run.messages, tools=tools) + ("" if run.shown.thinks else "</think>\n\n")
+            )
             run_seed = seed + draws * position + run.number
             params.append(SamplingParams(max_tokens=BUDGET, seed=run_seed, temperature=temperature))
         generations = llm.generate([llm.tokenizer.encode(prompt) for prompt in prompts], params)
@@ -240,10 +288,18 @@ def _score(runs: Sequence[_Draw]) -> Score:
 def _message(completion: Completion) -> dict[str, Any]:
     said = completion.message
     assert said is not None
-    message: dict[str, Any] = {"role": "assistant", "content": said.content or "", "reasoning_content": said.reasoning or ""}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": said.content or "",
+        "reasoning_content": said.reasoning or "",
+    }
     if said.tool_calls:
         message["tool_calls"] = [
-            {"id": f"call_{index}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": f"call_{index}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for index, call in enumerate(said.tool_calls)
         ]
     return message
@@ -251,7 +307,9 @@ def _message(completion: Completion) -> dict[str, Any]:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", default="nano")
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -260,12 +318,28 @@ def main() -> int:
     arguments = parser.parse_args()
     report = []
     with LLM(arguments.checkpoint, max_num_seqs=64) as llm:
-        scores = play(llm, CONVERSATIONS, arguments.draws, seed=arguments.seed, temperature=arguments.temperature)
+        scores = play(
+            llm,
+            CONVERSATIONS,
+            arguments.draws,
+            seed=arguments.seed,
+            temperature=arguments.temperature,
+        )
         for shown, score in zip(CONVERSATIONS, scores, strict=True):
-            print(f"{score.good:>4} of {arguments.draws}  {shown.name!r}  {', '.join(shown.files)}", flush=True)
+            print(
+                f"{score.good:>4} of {arguments.draws}  {shown.name!r}  {', '.join(shown.files)}",
+                flush=True,
+            )
             for wrong, count in score.bad.most_common(3):
                 print(f"      {count:>4}x {wrong}")
-            report.append({"text": shown.name, "files": shown.files, "draws": arguments.draws, "good": score.good})
+            report.append(
+                {
+                    "text": shown.name,
+                    "files": shown.files,
+                    "draws": arguments.draws,
+                    "good": score.good,
+                }
+            )
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return int(any(entry["good"] < WANTED * arguments.draws for entry in report))

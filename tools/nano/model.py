@@ -1,7 +1,8 @@
-"""The training model: MiniMax-M2 mathematics in plain PyTorch, every expert computed for every token.
+"""The training model: MiniMax-M2 mathematics in plain PyTorch, every expert computed for every
+token.
 
-Weights are float32 masters; a forward pass uses them in bfloat16, after a straight-through rounding to the checkpoint's FP8
-blocks, so that the exported file loses nothing.
+Weights are float32 masters; a forward pass uses them in bfloat16, after a straight-through rounding
+to the checkpoint's FP8 blocks, so that the exported file loses nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Precision:
 
 
 def block_scales(weight: Tensor) -> Tensor:
-    """float32 multipliers [..., rows/128, columns/128] that map each 128x128 block onto the range of float8_e4m3fn."""
+    """float32 multipliers [..., rows/128, columns/128] that map each 128x128 block onto the range
+    of float8_e4m3fn.
+    """
     rows, columns = weight.shape[-2:]
     blocks = weight.unflatten(-2, (rows // BLOCK, BLOCK)).unflatten(-1, (columns // BLOCK, BLOCK))
     return blocks.abs().amax(dim=(-3, -1)).clamp(min=1e-8) / FP8_MAX
@@ -72,7 +75,9 @@ class _FakeQuant(torch.autograd.Function):
 
 
 def fake_quant(weight: Tensor) -> Tensor:
-    """The bfloat16 weight that a reader of the FP8 checkpoint gets; the gradient passes straight through."""
+    """The bfloat16 weight that a reader of the FP8 checkpoint gets; the gradient passes straight
+    through.
+    """
     result: Tensor = _FakeQuant.apply(weight)
     return result
 
@@ -90,7 +95,9 @@ class _FakeQuantActivation(torch.autograd.Function):
 
 
 def fake_quant_activation(x: Tensor) -> Tensor:
-    """Input of an FP8 matrix product: rounded per token in groups of 128, as kernels with dynamic activation scales do."""
+    """Input of an FP8 matrix product: rounded per token in groups of 128, as kernels with dynamic
+    activation scales do.
+    """
     result: Tensor = _FakeQuantActivation.apply(x)
     return result
 
@@ -98,7 +105,9 @@ def fake_quant_activation(x: Tensor) -> Tensor:
 def precision(dtype: torch.dtype, *, weights: bool, activations: bool) -> Precision:
     """The arithmetic of a forward pass in `dtype`, with FP8 rounding where asked."""
     return Precision(
-        weight=(lambda weight: fake_quant(weight).to(dtype)) if weights else (lambda weight: weight.to(dtype)),
+        weight=(lambda weight: fake_quant(weight).to(dtype))
+        if weights
+        else (lambda weight: weight.to(dtype)),
         activation=fake_quant_activation if activations else (lambda x: x),
     )
 
@@ -106,21 +115,31 @@ def precision(dtype: torch.dtype, *, weights: bool, activations: bool) -> Precis
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x * rsqrt(mean(x^2) + eps) * weight`, statistics in float32, result in the type of x."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype).float()).to(x.dtype)
+    return (
+        wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype).float()
+    ).to(x.dtype)
 
 
 def rope_tables(positions: Tensor, config: NanoConfig) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [*positions.shape, rotary_dim/2]."""
-    exponents = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32) / config.rotary_dim
+    exponents = (
+        torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32)
+        / config.rotary_dim
+    )
     angles = positions.float().unsqueeze(-1) * config.rope_theta**-exponents
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first `rotary_dim` dimensions of x [..., S, D] in half-split pairs; cos, sin [S, rotary_dim/2]."""
+    """Rotate the first `rotary_dim` dimensions of x [..., S, D] in half-split pairs; cos, sin [S,
+    rotary_dim/2].
+    """
     half = cos.shape[-1]
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    return torch.cat(((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest), dim=-1)
+    return torch.cat(
+        ((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest),
+        dim=-1,
+    )
 
 
 class Layer(nn.Module):
@@ -131,29 +150,52 @@ class Layer(nn.Module):
     def __init__(self, config: NanoConfig) -> None:
         super().__init__()
         self.config = config
-        hidden, experts, inner = config.hidden_size, config.num_local_experts, config.intermediate_size
-        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        hidden, experts, inner = (
+            config.hidden_size,
+            config.num_local_experts,
+            config.intermediate_size,
+        )
+        q_size, kv_size = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
 
         def matrix(*shape: int, scale: float = 1.0) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape) * scale * shape[-1] ** -0.5)
 
         residual = (2 * config.num_hidden_layers) ** -0.5
-        self.q, self.k, self.v = matrix(q_size, hidden), matrix(kv_size, hidden), matrix(kv_size, hidden)
+        self.q, self.k, self.v = (
+            matrix(q_size, hidden),
+            matrix(kv_size, hidden),
+            matrix(kv_size, hidden),
+        )
         self.o = matrix(hidden, q_size, scale=residual)
         self.w1, self.w3 = matrix(experts, inner, hidden), matrix(experts, inner, hidden)
         self.w2 = matrix(experts, hidden, inner, scale=residual)
         self.gate = matrix(experts, hidden)
         self.register_buffer("expert_bias", torch.zeros(experts))
-        self.input_norm, self.post_norm = nn.Parameter(torch.ones(hidden)), nn.Parameter(torch.ones(hidden))
-        self.q_norm, self.k_norm = nn.Parameter(torch.ones(q_size)), nn.Parameter(torch.ones(kv_size))
+        self.input_norm, self.post_norm = (
+            nn.Parameter(torch.ones(hidden)),
+            nn.Parameter(torch.ones(hidden)),
+        )
+        self.q_norm, self.k_norm = (
+            nn.Parameter(torch.ones(q_size)),
+            nn.Parameter(torch.ones(kv_size)),
+        )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, use: Precision) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, use: Precision
+    ) -> tuple[Tensor, Tensor]:
         """x [B, S, hidden] -> (x, tokens per expert [experts])."""
-        x = x + self.attention(rms_norm(x, self.input_norm, self.config.rms_norm_eps), cos, sin, attend, use)
+        x = x + self.attention(
+            rms_norm(x, self.input_norm, self.config.rms_norm_eps), cos, sin, attend, use
+        )
         update, load = self.experts(rms_norm(x, self.post_norm, self.config.rms_norm_eps), use)
         return x + update, load
 
-    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, use: Precision) -> Tensor:
+    def attention(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, use: Precision
+    ) -> Tensor:
         """Grouped-query attention with RMS norm over the whole q and k vectors."""
         config = self.config
         x = use.activation(x)
@@ -168,21 +210,28 @@ class Layer(nn.Module):
         """Sigmoid router with a selection bias; the weights of unselected experts are zero."""
         config = self.config
         scores = torch.sigmoid(F.linear(x.float(), self.gate))
-        chosen = torch.topk(scores.detach() + self.expert_bias, config.num_experts_per_tok, dim=-1).indices
+        chosen = torch.topk(
+            scores.detach() + self.expert_bias, config.num_experts_per_tok, dim=-1
+        ).indices
         selected = torch.zeros_like(scores).scatter(-1, chosen, 1.0)
         weights = scores * selected
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         x = use.activation(x)
-        w1, w3 = use.weight(self.w1).flatten(0, 1), use.weight(self.w3).flatten(0, 1)  # [experts * inner, hidden]
+        # [experts * inner, hidden]
+        w1, w3 = use.weight(self.w1).flatten(0, 1), use.weight(self.w3).flatten(0, 1)
         inner = F.silu(F.linear(x, w1)) * F.linear(x, w3)
         inner = use.activation(inner)
-        inner = (inner.unflatten(-1, (config.num_local_experts, -1)) * weights.unsqueeze(-1)).flatten(-2)
+        inner = (
+            inner.unflatten(-1, (config.num_local_experts, -1)) * weights.unsqueeze(-1)
+        ).flatten(-2)
         w2 = use.weight(self.w2).transpose(0, 1).flatten(1)  # [hidden, experts * inner]
         return F.linear(inner, w2), selected.flatten(0, -2).sum(0)
 
 
 class NanoModel(nn.Module):
-    """Token ids to hidden states; the loss is taken outside so that only trained positions pay for the head."""
+    """Token ids to hidden states; the loss is taken outside so that only trained positions pay for
+    the head.
+    """
 
     def __init__(self, config: NanoConfig) -> None:
         super().__init__()
@@ -193,9 +242,17 @@ class NanoModel(nn.Module):
         self.head = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.02)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attention, *, dtype: torch.dtype, use: Precision
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attention,
+        *,
+        dtype: torch.dtype,
+        use: Precision,
     ) -> tuple[Tensor, Tensor]:
-        """tokens [B, S], positions [S] or [B, 1, S] -> (normed hidden [B, S, hidden], tokens per expert [layers, experts])."""
+        """tokens [B, S], positions [S] or [B, 1, S] -> (normed hidden [B, S, hidden], tokens per
+        expert [layers, experts]).
+        """
         cos, sin = rope_tables(positions, self.config)
         x = F.embedding(tokens, self.embed.to(dtype))
         loads: list[Tensor] = []

@@ -1,6 +1,8 @@
-"""Written-out arithmetic for the reasoning of training examples: every line needs only one-digit facts and copying.
+"""Written-out arithmetic for the reasoning of training examples: every line needs only one-digit
+facts and copying.
 
-One calculation becomes a headline (`apples left: 403 - 158`), lines of digit work and a result line (`= 245`).
+One calculation becomes a headline (`apples left: 403 - 158`), lines of digit work and a result line
+(`= 245`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def work(step: Step) -> list[str]:
         case "-":
             return [] if left < 10 else [subtraction(left, right)]
         case "~":
-            return [] if max(left, right) < 10 else [subtraction(max(left, right), min(left, right))]
+            return (
+                [] if max(left, right) < 10 else [subtraction(max(left, right), min(left, right))]
+            )
         case "*":
             return [] if max(left, right) < 10 else multiplication(left, right)
         case "/":
@@ -59,13 +63,17 @@ def addition(left: int, right: int) -> str:
     parts: list[str] = []
     for label, a, b in zip(LABELS, _digits(left, count), _digits(right, count), strict=False):
         total = a + b + carry
-        parts.append(f"{label} {a}+{b}={total}" if label == "ones" else f"{label} {a}+{b}+{carry}={total}")
+        parts.append(
+            f"{label} {a}+{b}={total}" if label == "ones" else f"{label} {a}+{b}+{carry}={total}"
+        )
         carry = total // 10
     return ", ".join(parts)
 
 
 def subtraction(left: int, right: int) -> str:
-    """`403, 158 -> ones 13-8=5, tens 10-5-1=4, hundreds 4-1-1=2`; a borrow shows as ten more on the left."""
+    """`403, 158 -> ones 13-8=5, tens 10-5-1=4, hundreds 4-1-1=2`; a borrow shows as ten more on the
+    left.
+    """
     count = len(str(left))
     borrow = 0
     parts: list[str] = []
@@ -73,7 +81,11 @@ def subtraction(left: int, right: int) -> str:
         owed = borrow
         borrow = int(a < b + owed)
         top = a + 10 * borrow
-        parts.append(f"{label} {top}-{b}={top - b}" if label == "ones" else f"{label} {top}-{b}-{owed}={top - b - owed}")
+        parts.append(
+            f"{label} {top}-{b}={top - b}"
+            if label == "ones"
+            else f"{label} {top}-{b}-{owed}={top - b - owed}"
+        )
     return ", ".join(parts)
 
 
@@ -84,7 +96,11 @@ def times_digit(number: int, digit: int) -> str:
     for label, a in zip(LABELS, _digits(number, len(str(number))), strict=False):
         product = a * digit
         total = product + carry
-        parts.append(f"{label} {a}*{digit}={product}" if label == "ones" else f"{label} {a}*{digit}={product}+{carry}={total}")
+        parts.append(
+            f"{label} {a}*{digit}={product}"
+            if label == "ones"
+            else f"{label} {a}*{digit}={product}+{carry}={total}"
+        )
         carry = total // 10
     return ", ".join(parts)
 
@@ -101,11 +117,14 @@ def multiplication(left: int, right: int) -> list[str]:
             continue
         product, zeros = number * digit, "0" * place
         shifted = f", {product}{zeros}" if zeros else ""
-        lines.append(f"{number} * {digit}{zeros}: {times_digit(number, digit)} = {product}{shifted}")
+        lines.append(
+            f"{number} * {digit}{zeros}: {times_digit(number, digit)} = {product}{shifted}"
+        )
         sums.append(product * 10**place)
     total = sums[0]
     for index, part in enumerate(sums[1:], start=2):
-        result = f" = {total + part}" if index < len(sums) else ""  # the last sum is the result line
+        # the last sum is the result line
+        result = f" = {total + part}" if index < len(sums) else ""
         lines.append(f"{total} + {part}: {addition(total, part)}{result}")
         total += part
     return lines

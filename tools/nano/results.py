@@ -15,22 +15,29 @@ from negamax.bench import nano_common as common
 from negamax.bench.nano_tools import Call
 
 KEYS = (
-    "temperature condition humidity wind price total status id name date time message count distance duration rating "
-    "amount balance result location country currency rate score speed size level title owner city phone email address "
-    "available delivered description summary forecast rain sunrise order_id confirmation_number booking_id event_id "
+    "temperature condition humidity wind price total status id name date time message count "
+    "distance duration rating "
+    "amount balance result location country currency rate score speed size level title owner "
+    "city phone email address "
+    "available delivered description summary forecast rain sunrise order_id confirmation_number "
+    "booking_id event_id "
     "language translation value unit"
 ).split()
 WORDS = (
-    "sunny|cloudy|rainy|clear|windy|snow|open|closed|delivered|pending|confirmed|in transit|active|done|ready|high|low|"
+    "sunny|cloudy|rainy|clear|windy|snow|open|closed|delivered|pending|confirmed|in "
+    "transit|active|done|ready|high|low|"
     "medium|free"
 ).split("|")
 FAILURES = (
-    "not found|timeout|permission denied|invalid date|no such user|service unavailable|out of stock|rate limit reached|"
+    "not found|timeout|permission denied|invalid date|no such user|service unavailable|out of "
+    "stock|rate limit reached|"
     "bad request"
 ).split("|")
 TEXTS = (
-    "It is {w} and {n} degrees.|{n} items found.|The {w2} is {w}.|{name} confirmed the {w2}.|No problems found.|"
-    "{w2} number {n} was created.|Sent at {t}.|{name} will arrive at {t}.|The total is {n}.|{n}|{w}|{n} degrees, {w}|"
+    "It is {w} and {n} degrees.|{n} items found.|The {w2} is {w}.|{name} confirmed the {w2}.|No "
+    "problems found.|"
+    "{w2} number {n} was created.|Sent at {t}.|{name} will arrive at {t}.|The total is "
+    "{n}.|{n}|{w}|{n} degrees, {w}|"
     "{w2}: {w}|Saved as {f}.|Order {c} is {w}."
 ).split("|")
 
@@ -47,22 +54,31 @@ def draw_result(rng: random.Random) -> tuple[str, str]:
             value = _object(rng, rng.choices((1, 2, 3, 4), weights=(24, 38, 26, 12))[0])
             sentence = _report(value)
             if rng.random() < 0.1:
-                value = {rng.choice(("data", "result", "response", rng.choice(common.NOUNS))): value}
+                value = {
+                    rng.choice(("data", "result", "response", rng.choice(common.NOUNS))): value
+                }
         case "done":
             value, sentence = _done(rng)
         case "text":
             text = rng.choice(TEXTS).format(
-                w=rng.choice(WORDS), w2=rng.choice(common.NOUNS), n=rng.randint(0, 999), name=rng.choice(common.NAMES),
+                w=rng.choice(WORDS), w2=rng.choice(common.NOUNS), n=rng.randint(0, 999),
+                name=rng.choice(common.NAMES),
                 t=common.clock_time(rng), f=common.file_name(rng), c=common.code(rng),
             )  # fmt: skip
             return text, f"The tool answered: {text}"
         case "lines":
-            return openings.paste(rng, rng.randint(4, 30)), "The tool answered with a longer text. I cannot summarize it."
+            return openings.paste(
+                rng, rng.randint(4, 30)
+            ), "The tool answered with a longer text. I cannot summarize it."
         case "number":
             number = rng.randint(0, 9999) if rng.random() < 0.7 else round(rng.random() * 500, 2)
             return str(number), f"The result is {number}."
         case "failure":
-            reason = rng.choice(FAILURES) if rng.random() < 0.8 else f"unknown {rng.choice(common.NOUNS)}"
+            reason = (
+                rng.choice(FAILURES)
+                if rng.random() < 0.8
+                else f"unknown {rng.choice(common.NOUNS)}"
+            )
             if rng.random() < 0.4:
                 return f"Error: {reason}", f"The call failed: {reason}."
             value, sentence = {"error": reason}, f"The call failed: {reason}."
@@ -72,7 +88,9 @@ def draw_result(rng: random.Random) -> tuple[str, str]:
         case "rows":
             keys = rng.sample(KEYS, 2)
             rows = [{key: _scalar(rng) for key in keys} for _ in range(rng.randint(2, 3))]
-            shown = "; ".join(_join([f"{_words(key)} {_show(item)}" for key, item in row.items()]) for row in rows)
+            shown = "; ".join(
+                _join([f"{_words(key)} {_show(item)}" for key, item in row.items()]) for row in rows
+            )
             value, sentence = rows, f"I found {_count(len(rows))}: {shown}."
         case _:
             value, sentence = rng.choice(([], {"results": []})), "Nothing was found."
@@ -83,7 +101,9 @@ def report(calls: list[Call], sentences: list[str]) -> str:
     """The final answer: one sentence, or one labelled line per call."""
     if len(calls) == 1:
         return sentences[0]
-    return "\n".join(f"{label(call)}: {sentence}" for call, sentence in zip(calls, sentences, strict=True))
+    return "\n".join(
+        f"{label(call)}: {sentence}" for call, sentence in zip(calls, sentences, strict=True)
+    )
 
 
 def label(call: Call) -> str:
@@ -131,8 +151,15 @@ def _object(rng: random.Random, size: int) -> dict[str, Any]:
             key = unseen.identifier(rng)
         item = _scalar(rng)
         if key in ("temperature", "temp", "feels_like", "temp_c") and rng.random() < 0.8:
-            item = rng.randint(-15, 40) if rng.random() < 0.8 else round(rng.randint(-15, 39) + rng.random(), 1)
-        if key in ("condition", "status", "forecast", "sky", "weather", "conditions", "summary") and rng.random() < 0.8:
+            item = (
+                rng.randint(-15, 40)
+                if rng.random() < 0.8
+                else round(rng.randint(-15, 39) + rng.random(), 1)
+            )
+        if (
+            key in ("condition", "status", "forecast", "sky", "weather", "conditions", "summary")
+            and rng.random() < 0.8
+        ):
             item = rng.choice(WORDS)
         if key in ("city", "location") and rng.random() < 0.8:
             item = rng.choice(common.CITIES)
@@ -163,9 +190,14 @@ def _lower(text: str) -> str:
 def _report(value: dict[str, Any]) -> str:
     clauses: list[str] = []
     for key, item in value.items():
-        parts = {f"{key} {inner}": part for inner, part in item.items()} if isinstance(item, dict) else {key: item}
+        parts = (
+            {f"{key} {inner}": part for inner, part in item.items()}
+            if isinstance(item, dict)
+            else {key: item}
+        )
         clauses += [
-            f"the {_words(name)} {'are' if isinstance(part, list) else 'is'} {_show(part)}" for name, part in parts.items()
+            f"the {_words(name)} {'are' if isinstance(part, list) else 'is'} {_show(part)}"
+            for name, part in parts.items()
         ]
     text = _join(clauses)
     return text[0].upper() + text[1:] + "."

@@ -17,7 +17,16 @@ from pathlib import Path
 
 import data
 import topics
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from negamax.bench import nano_common as common
 
@@ -27,14 +36,17 @@ BOS, EOS, TURN, UNK = "]~!b[", "[e~[", "]~b]", "]!d~["
 
 # id in M2 -> text; the last four stay visible when special tokens are skipped
 MARKERS: dict[int, str] = {
-    200000: "]!p~[", 200001: "<fim_prefix>", 200002: "<fim_middle>", 200003: "<fim_suffix>", 200004: "<fim_pad>",
+    200000: "]!p~[", 200001: "<fim_prefix>", 200002: "<fim_middle>", 200003: "<fim_suffix>",
+    200004: "<fim_pad>",
     200005: "<reponame>",
     200019: TURN, 200020: EOS, 200021: UNK, 200022: "<function_call>", 200023: "<code_interpreter>",
     200024: "]<]speech[>[", 200025: "]<]image[>[", 200026: "]<]video[>[",
     200027: "]<]start of speech[>[", 200028: "]<]end of speech[>[", 
     200029: "]<]start of image[>[", 200030: "]<]end of image[>[",
-    200031: "]<]start of video[>[", 200032: "]<]end of video[>[", 200033: "]<]vision pad[>[", 200034: BOS,
-    200050: "<think>", 200051: "</think>", 200052: "<minimax:tool_call>", 200053: "</minimax:tool_call>",
+    200031: "]<]start of video[>[", 200032: "]<]end of video[>[", 200033: "]<]vision "
+                                                                          "pad[>[", 200034: BOS,
+    200050: "<think>", 200051: "</think>", 200052: "<minimax:tool_call>",
+    200053: "</minimax:tool_call>",
 }  # fmt: skip
 VISIBLE = range(200050, 200054)
 
@@ -92,12 +104,17 @@ def train(examples: int, seed: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(corpus(examples, seed), trainer)
     if tokenizer.get_vocab_size() != REGULAR_TOKENS:
-        raise SystemExit(f"the corpus gave {tokenizer.get_vocab_size()} tokens, {REGULAR_TOKENS} wanted: use more examples")
+        raise SystemExit(
+            f"the corpus gave {tokenizer.get_vocab_size()} tokens, {REGULAR_TOKENS} wanted: use "
+            f"more examples"
+        )
     return tokenizer
 
 
 def with_markers(tokenizer: Tokenizer) -> dict[str, object]:
-    """The tokenizer.json document with the markers at their fixed ids (the library itself cannot leave gaps)."""
+    """The tokenizer.json document with the markers at their fixed ids (the library itself cannot
+    leave gaps).
+    """
     document: dict[str, object] = json.loads(tokenizer.to_str())
     document["added_tokens"] = [
         {
@@ -129,7 +146,9 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
     }  # fmt: skip
     config = {
         "added_tokens_decoder": added,
-        "additional_special_tokens": [text for marker, text in MARKERS.items() if marker not in VISIBLE],
+        "additional_special_tokens": [
+            text for marker, text in MARKERS.items() if marker not in VISIBLE
+        ],
         "add_prefix_space": False,
         "bos_token": BOS,
         "clean_up_tokenization_spaces": False,
@@ -138,7 +157,9 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": UNK,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def main() -> None:
@@ -150,7 +171,11 @@ def main() -> None:
     arguments = parser.parse_args()
     write(train(arguments.examples, arguments.seed), arguments.out)
     loaded = Tokenizer.from_file(str(arguments.out / "tokenizer.json"))
-    assert loaded.token_to_id(EOS) == 4116 and loaded.token_to_id(BOS) == 4130 and loaded.token_to_id(TURN) == 4115
+    assert (
+        loaded.token_to_id(EOS) == 4116
+        and loaded.token_to_id(BOS) == 4130
+        and loaded.token_to_id(TURN) == 4115
+    )
     assert isinstance(loaded.get_added_tokens_decoder()[4146], AddedToken)
 
 

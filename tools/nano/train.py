@@ -1,8 +1,10 @@
-"""Train the nano model: AdamW and Muon, document-masked packing, FP8-aware weights, a schedule over wall-clock time.
+"""Train the nano model: AdamW and Muon, document-masked packing, FP8-aware weights, a schedule over
+wall-clock time.
 
     python tools/nano/train.py --data /tmp/nano_data --state /tmp/nano_state.pt --seconds 1080
 
-Shards come from `data.py --out`, which runs beside this. The run resumes from --state if that exists.
+Shards come from `data.py --out`, which runs beside this. The run resumes from --state if that
+exists.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Batch:
 
 
 def pack(lengths: np.ndarray, rows: int, row_tokens: int) -> tuple[list[list[int]], list[int]]:
-    """First-fit of documents in order into `rows` rows; returns (document indices per row, those left over)."""
+    """First-fit of documents in order into `rows` rows; returns (document indices per row, those
+    left over).
+    """
     room = [row_tokens] * rows
     placed: list[list[int]] = [[] for _ in range(rows)]
     left: list[int] = []
@@ -58,7 +62,9 @@ def pack(lengths: np.ndarray, rows: int, row_tokens: int) -> tuple[list[list[int
     return placed, left
 
 
-def _assemble(rows: list[list[int]], shard: dict[str, np.ndarray], row_tokens: int, capacity: int) -> dict[str, np.ndarray]:
+def _assemble(
+    rows: list[list[int]], shard: dict[str, np.ndarray], row_tokens: int, capacity: int
+) -> dict[str, np.ndarray]:
     starts = np.concatenate(([0], np.cumsum(shard["lengths"])))
     tokens = np.zeros((len(rows), row_tokens), dtype=np.int64)
     mask = np.zeros((len(rows), row_tokens), dtype=bool)
@@ -72,7 +78,8 @@ def _assemble(rows: list[list[int]], shard: dict[str, np.ndarray], row_tokens: i
             mask[row, at : at + size] = shard["mask"][begin:end]
             documents[row, at : at + size] = number
             at += size
-    trained = np.flatnonzero(mask.reshape(-1))[:capacity]  # a document never starts with a trained token
+    # a document never starts with a trained token
+    trained = np.flatnonzero(mask.reshape(-1))[:capacity]
     inputs, targets = np.zeros(capacity, dtype=np.int64), np.full(capacity, -100, dtype=np.int64)
     inputs[: len(trained)] = trained - 1
     targets[: len(trained)] = tokens.reshape(-1)[trained]
@@ -80,9 +87,13 @@ def _assemble(rows: list[list[int]], shard: dict[str, np.ndarray], row_tokens: i
 
 
 class Loader:
-    """Reads shards in a thread, packs them and queues batches; used shards serve again when no new one is there."""
+    """Reads shards in a thread, packs them and queues batches; used shards serve again when no new
+    one is there.
+    """
 
-    def __init__(self, folder: Path, *, rows: int, row_tokens: int, capacity: int, seed: int) -> None:
+    def __init__(
+        self, folder: Path, *, rows: int, row_tokens: int, capacity: int, seed: int
+    ) -> None:
         self.folder, self.rows, self.row_tokens, self.capacity = folder, rows, row_tokens, capacity
         self.random = np.random.default_rng(seed)
         self.kept: list[dict[str, np.ndarray]] = []
@@ -127,13 +138,19 @@ class Loader:
 
         def move(name: str) -> Tensor:
             tensor = torch.from_numpy(arrays[name])
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+            return (
+                tensor.pin_memory().to(device, non_blocking=True)
+                if device.type == "cuda"
+                else tensor
+            )
 
         return Batch(move("tokens"), move("documents"), move("inputs"), move("targets"))
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Five Newton-Schulz steps (quintic, coefficients of the Muon optimizer) toward the nearest semi-orthogonal matrices."""
+    """Five Newton-Schulz steps (quintic, coefficients of the Muon optimizer) toward the nearest
+    semi-orthogonal matrices.
+    """
     x = matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -148,28 +165,43 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 class Muon:
     """Momentum, orthogonalised; one batched call per matrix shape. Written by `step` only."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], *, momentum: float = 0.95, weight_decay: float = 0.1) -> None:
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        *,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+    ) -> None:
         self.momentum, self.weight_decay = momentum, weight_decay
         groups: dict[tuple[int, int], list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             groups.setdefault((parameter.shape[-2], parameter.shape[-1]), []).append(parameter)
         self.groups = list(groups.values())
         self.buffers = [
-            torch.zeros_like(torch.cat([p.detach().reshape(-1, *p.shape[-2:]) for p in group])) for group in self.groups
+            torch.zeros_like(torch.cat([p.detach().reshape(-1, *p.shape[-2:]) for p in group]))
+            for group in self.groups
         ]
-        self.orthogonalise = torch.compile(orthogonalise) if self.buffers[0].is_cuda else orthogonalise
+        self.orthogonalise = (
+            torch.compile(orthogonalise) if self.buffers[0].is_cuda else orthogonalise
+        )
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """One update; each element moves by about 0.2 * rate."""
         for group, buffer in zip(self.groups, self.buffers, strict=True):
-            grad = torch.cat([p.grad.reshape(-1, *p.shape[-2:]) for p in group if p.grad is not None])
+            grad = torch.cat(
+                [p.grad.reshape(-1, *p.shape[-2:]) for p in group if p.grad is not None]
+            )
             buffer.lerp_(grad, 1 - self.momentum)
             update = self.orthogonalise(grad.lerp(buffer, self.momentum))
             scale = 0.2 * max(update.shape[-2:]) ** 0.5
             pieces = update.split([p.numel() // (p.shape[-1] * p.shape[-2]) for p in group])
             torch._foreach_mul_(group, 1 - rate * self.weight_decay)
-            torch._foreach_add_(group, [piece.view_as(p) for piece, p in zip(pieces, group, strict=True)], alpha=-rate * scale)
+            torch._foreach_add_(
+                group,
+                [piece.view_as(p) for piece, p in zip(pieces, group, strict=True)],
+                alpha=-rate * scale,
+            )
 
 
 class Trainer:
@@ -180,23 +212,36 @@ class Trainer:
         torch.manual_seed(arguments.seed)
         self.model = NanoModel(NanoConfig()).to(device)
         matrices = [
-            p for name, p in self.model.named_parameters() if name.split(".")[-1] in ("q", "k", "v", "o", "w1", "w2", "w3")
+            p
+            for name, p in self.model.named_parameters()
+            if name.split(".")[-1] in ("q", "k", "v", "o", "w1", "w2", "w3")
         ]
         taken = {id(p) for p in matrices}
         rest = [p for p in self.model.parameters() if id(p) not in taken]
         self.muon = Muon(matrices)
         self.adam = torch.optim.AdamW(
-            rest, lr=arguments.adam_rate, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=device.type == "cuda"
+            rest,
+            lr=arguments.adam_rate,
+            betas=(0.9, 0.95),
+            eps=1e-10,
+            weight_decay=0.0,
+            fused=device.type == "cuda",
         )
-        self.use = model.precision(torch.bfloat16, weights=True, activations=arguments.activation_fp8)
+        self.use = model.precision(
+            torch.bfloat16, weights=True, activations=arguments.activation_fp8
+        )
         self.positions = torch.arange(arguments.row_tokens, device=device)
-        self.documents = torch.zeros(arguments.rows, arguments.row_tokens, dtype=torch.int32, device=device)
+        self.documents = torch.zeros(
+            arguments.rows, arguments.row_tokens, dtype=torch.int32, device=device
+        )
         self.flex = device.type == "cuda"
         self.make_mask = torch.compile(create_block_mask) if self.flex else create_block_mask
         self.loss = torch.compile(self._loss) if self.flex else self._loss
         self.step_count, self.tokens_seen, self.elapsed = 0, 0, 0.0
 
-    def _loss(self, tokens: Tensor, inputs: Tensor, targets: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+    def _loss(
+        self, tokens: Tensor, inputs: Tensor, targets: Tensor, mask: Any
+    ) -> tuple[Tensor, Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.flex:
                 mixed = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
@@ -204,7 +249,9 @@ class Trainer:
                 return mixed
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
-        hidden, loads = self.model(tokens, self.positions, attend, dtype=torch.bfloat16, use=self.use)
+        hidden, loads = self.model(
+            tokens, self.positions, attend, dtype=torch.bfloat16, use=self.use
+        )
         logits = self.model.logits(hidden.flatten(0, 1)[inputs])
         return F.cross_entropy(logits.float(), targets, ignore_index=-100), loads
 
@@ -217,12 +264,17 @@ class Trainer:
         rows, size = documents.shape
         if self.flex:
             return self.make_mask(same_document, rows, None, size, size, device=self.device)
-        return ((documents[:, :, None] == documents[:, None, :]) & torch.ones(size, size, dtype=torch.bool).tril())[:, None]
+        return (
+            (documents[:, :, None] == documents[:, None, :])
+            & torch.ones(size, size, dtype=torch.bool).tril()
+        )[:, None]
 
     def rate(self) -> float:
         """Share of the full learning rate at this step and time."""
         done = min(1.0, self.elapsed / self.arguments.seconds)
-        return min(1.0, (self.step_count + 1) / WARMUP_STEPS) * min(1.0, (1 - done) / (1 - STABLE_SHARE))
+        return min(1.0, (self.step_count + 1) / WARMUP_STEPS) * min(
+            1.0, (1 - done) / (1 - STABLE_SHARE)
+        )
 
     def step(self, batch: Batch) -> Tensor:
         """One optimizer step; returns the loss (still on the device)."""
@@ -232,13 +284,17 @@ class Trainer:
         rate = self.rate()
         for group in self.adam.param_groups:
             group["lr"] = self.arguments.adam_rate * rate
-        torch.nn.utils.clip_grad_norm_([p for group in self.adam.param_groups for p in group["params"]], 1.0)
+        torch.nn.utils.clip_grad_norm_(
+            [p for group in self.adam.param_groups for p in group["params"]], 1.0
+        )
         self.adam.step()
         self.muon.step(self.arguments.muon_rate * rate)
         self.model.zero_grad(set_to_none=True)
         with torch.no_grad():
             for layer, load in zip(self.model.layers, loads, strict=True):
-                layer.expert_bias += self.arguments.bias_rate * rate * torch.sign(load.mean() - load)
+                layer.expert_bias += (
+                    self.arguments.bias_rate * rate * torch.sign(load.mean() - load)
+                )
         self.step_count += 1
         self.tokens_seen += batch.tokens.numel()
         return loss.detach()
@@ -246,7 +302,8 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Everything a resumed run needs."""
         state = {
-            "model": self.model.state_dict(), "adam": self.adam.state_dict(), "muon": self.muon.buffers,
+            "model": self.model.state_dict(), "adam": self.adam.state_dict(),
+            "muon": self.muon.buffers,
             "counts": (self.step_count, self.tokens_seen, self.elapsed),
         }  # fmt: skip
         torch.save(state, path.with_suffix(".part"))
@@ -268,7 +325,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.state.exists():
         trainer.resume(arguments.state)
     elif arguments.init is not None:
-        trainer.model.load_state_dict(export.load(arguments.init, device, torch.float32).state_dict())
+        trainer.model.load_state_dict(
+            export.load(arguments.init, device, torch.float32).state_dict()
+        )
     capacity = int(arguments.rows * arguments.row_tokens * arguments.trained_share)
     loader = Loader(
         arguments.data,
@@ -288,8 +347,10 @@ def run(arguments: argparse.Namespace) -> None:
             now = time.monotonic()
             speed = (trainer.tokens_seen - window_tokens) / (now - window_start)
             print(
-                f"step {trainer.step_count} loss {mean:.4f} tokens {trainer.tokens_seen / 1e6:.0f}M speed {speed / 1e6:.2f}M/s "
-                f"rate {trainer.rate():.3f} elapsed {trainer.elapsed:.0f}s shards {loader.fresh_shards} fresh of "
+                f"step {trainer.step_count} loss {mean:.4f} tokens "
+                f"{trainer.tokens_seen / 1e6:.0f}M speed {speed / 1e6:.2f}M/s "
+                f"rate {trainer.rate():.3f} elapsed {trainer.elapsed:.0f}s shards "
+                f"{loader.fresh_shards} fresh of "
                 f"{loader.used_shards} queue {loader.ready.qsize()}",
                 flush=True,
             )
@@ -300,7 +361,8 @@ def run(arguments: argparse.Namespace) -> None:
         trainer.elapsed += time.monotonic() - begin
     trainer.save(arguments.state)
     print(
-        f"done: {trainer.step_count} steps, {trainer.tokens_seen} tokens, {time.monotonic() - started:.0f} s in this run",
+        f"done: {trainer.step_count} steps, {trainer.tokens_seen} tokens, "
+        f"{time.monotonic() - started:.0f} s in this run",
         flush=True,
     )
 
@@ -310,7 +372,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--state", type=Path, required=True)
-    parser.add_argument("--init", type=Path, help="checkpoint folder to start from instead of random weights")
+    parser.add_argument(
+        "--init", type=Path, help="checkpoint folder to start from instead of random weights"
+    )
     parser.add_argument("--seconds", type=float, default=1080)
     parser.add_argument("--max-steps", type=int, default=10**9)
     parser.add_argument("--rows", type=int, default=24)

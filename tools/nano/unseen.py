@@ -1,4 +1,6 @@
-"""Names, words and identifiers without end: training on them teaches the model to copy what it has never seen."""
+"""Names, words and identifiers without end: training on them teaches the model to copy what it has
+never seen.
+"""
 
 # ruff: noqa: SIM905 (word lists read better as text)
 
@@ -87,7 +89,9 @@ STEMS = sorted({part for key in KEYS for part in key.lower().split("_") if len(p
 
 
 def word(rng: random.Random) -> str:
-    """An invented word of one to four syllables, spelled in ways that the shared generators' syllables do not have."""
+    """An invented word of one to four syllables, spelled in ways that the shared generators'
+    syllables do not have.
+    """
     syllables = rng.choices((1, 2, 3, 4), weights=(20, 45, 25, 10))[0]
     text = "" if syllables > 1 else rng.choice(_ONSETS)
     for _ in range(syllables):
@@ -102,9 +106,16 @@ def word(rng: random.Random) -> str:
 def letters(rng: random.Random) -> str:
     """Letters and digits without any pattern."""
     pool = rng.choice(
-        (string.ascii_lowercase, string.ascii_letters, string.ascii_lowercase + string.digits, string.ascii_uppercase)
+        (
+            string.ascii_lowercase,
+            string.ascii_letters,
+            string.ascii_lowercase + string.digits,
+            string.ascii_uppercase,
+        )
     )
-    return rng.choice(string.ascii_letters) + "".join(rng.choice(pool) for _ in range(rng.randint(1, 9)))
+    return rng.choice(string.ascii_letters) + "".join(
+        rng.choice(pool) for _ in range(rng.randint(1, 9))
+    )
 
 
 def name(rng: random.Random) -> str:
@@ -119,12 +130,17 @@ def name(rng: random.Random) -> str:
     if roll < 0.93:
         return f"{rng.choice(FIRST_NAMES)}-{rng.choice(FIRST_NAMES)}"
     if roll < 0.96:
-        return f"{rng.choice(FIRST_NAMES)} {rng.choice((word(rng).capitalize(), rng.choice(common.SURNAMES)))}"
+        return (
+            f"{rng.choice(FIRST_NAMES)} "
+            f"{rng.choice((word(rng).capitalize(), rng.choice(common.SURNAMES)))}"
+        )
     return rng.choice(("O'", "Mc", "Al-", "De ")) + word(rng).capitalize()
 
 
 def identifier(rng: random.Random, *, function: bool = False) -> str:
-    """A name as programs have them: of known parts, invented ones, or letters, in any of the usual styles."""
+    """A name as programs have them: of known parts, invented ones, or letters, in any of the usual
+    styles.
+    """
     roll = rng.random()
     if roll < 0.35 and not function:
         return rng.choice(KEYS)
@@ -148,7 +164,9 @@ def identifier(rng: random.Random, *, function: bool = False) -> str:
     elif style < 0.85:
         text = parts[0] + "".join(part.capitalize() for part in parts[1:])
     else:
-        text = ("-" if function else "").join(part if function else part.capitalize() for part in parts)
+        text = ("-" if function else "").join(
+            part if function else part.capitalize() for part in parts
+        )
     return text + str(rng.randint(1, 99)) if rng.random() < 0.06 else text
 
 
@@ -164,7 +182,6 @@ def value(rng: random.Random) -> str:
     if roll < 0.8:
         return f"{name(rng)} {rng.choice((word(rng).capitalize(), rng.choice(common.SURNAMES)))}"
     if roll < 0.9:
-        return (
-            f"/{word(rng)}/{word(rng)}/{word(rng)}.{rng.choice(('py', 'txt', 'md', 'json', 'rs', 'go', 'csv', 'yaml', 'js'))}"
-        )
+        folders = f"/{word(rng)}/{word(rng)}/{word(rng)}"
+        return f"{folders}.{rng.choice('py txt md json rs go csv yaml js'.split())}"
     return rng.choice((rng.choice(common.CITIES), rng.choice(common.COUNTRIES), common.phrase(rng)))

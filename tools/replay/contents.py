@@ -1,4 +1,6 @@
-"""What a coding agent reads and writes: prose, and files in which everything occurs that an API or a parser could trip over."""
+"""What a coding agent reads and writes: prose, and files in which everything occurs that an API or
+a parser could trip over.
+"""
 
 # ruff: noqa: SIM905 (word lists read better as text)
 
@@ -8,18 +10,24 @@ import random
 from collections.abc import Sequence
 
 NOUNS = (
-    "cache parser request session buffer token index worker queue schema client header record stream config router model batch "
-    "handler payload cursor registry adapter snapshot bucket channel ledger digest segment fragment policy quota"
+    "cache parser request session buffer token index worker queue schema client header record "
+    "stream config router model batch "
+    "handler payload cursor registry adapter snapshot bucket channel ledger digest segment "
+    "fragment policy quota"
 ).split()
 VERBS = (
-    "load merge check split flush open close update build find count apply store remove render resolve collect encode".split()
-)
+    "load merge check split flush open close update build find count apply store remove "
+    "render resolve collect encode"
+).split()
 
 _LINES = (
-    'def {verb}_{noun}({other}: "{Noun}", *, limit: int = {number}) -> None:  # it\'s "quoted", isn\'t it?',
+    'def {verb}_{noun}({other}: "{Noun}", *, limit: int = {number}) -> None:  # it\'s "quoted", '
+    'isn\'t it?',
     '    """{Verb} the {noun} of `{other}`."""',
-    "    return [item for item in {other}.{noun}s if 0 < item.size <= {number} and item is not None]",
-    "<div class=\"{noun}\" data-{other}='{{\"k\": [1, null, true]}}'>&amp;&lt;b&gt; {Verb} &copy;</div><!-- {other} -->",
+    "    return [item for item in {other}.{noun}s if 0 < item.size <= {number} and item is not "
+    "None]",
+    "<div class=\"{noun}\" data-{other}='{{\"k\": [1, null, true]}}'>&amp;&lt;b&gt; {Verb} "
+    "&copy;</div><!-- {other} -->",
     '<?xml version="1.0"?><a:root xmlns:a="urn:{noun}"><a:{other}/><![CDATA[ <{verb}> ]]></a:root>',
     "naïve Größe – “{noun}” … 日本語の{other} العربية हिन्दी 👩‍🚀 🇩🇪 🏳️‍🌈",
     "{verb} e\u0301 zero\u200bwidth line\u2028separator next\u0085line \ufeff",
@@ -56,7 +64,8 @@ class Contents:
         rng = self._rng
         return (
             f"I {rng.choice(VERBS)} the {rng.choice(NOUNS)} of the {rng.choice(NOUNS)} first, "
-            f"because {self.path()} does not {rng.choice(VERBS)} it{rng.choice(('', ' – yet', ' 🙂', ' (see #42)'))}."
+            f"because {self.path()} does not {rng.choice(VERBS)} "
+            f"it{rng.choice(('', ' – yet', ' 🙂', ' (see #42)'))}."
         )
 
     def prose(self, num_chars: int, *, among: Sequence[str] = ()) -> str:
@@ -68,11 +77,15 @@ class Contents:
         for piece in among:
             place = rng.randrange(len(sentences))
             sentences[place] += f" The text `{piece}` is not one of ours."
-        joints = rng.choices((" ", "\n", "\n\n", "\n- "), weights=(6, 2, 1, 1), k=len(sentences) - 1)
+        joints = rng.choices(
+            (" ", "\n", "\n\n", "\n- "), weights=(6, 2, 1, 1), k=len(sentences) - 1
+        )
         return "".join(a + b for a, b in zip(sentences, [*joints, ""], strict=True))
 
     def file(self, num_chars: int, *, among: Sequence[str] = ()) -> str:
-        """About `num_chars` characters of a file; `among` are lines that it has too. It may end and break lines as files do."""
+        """About `num_chars` characters of a file; `among` are lines that it has too. It may end and
+        break lines as files do.
+        """
         rng = self._rng
         lines: list[str] = []
         size = 0
@@ -88,5 +101,7 @@ class Contents:
             lines.append(line)
             size += len(line) + 1
         for piece in among:
-            lines.insert(rng.randrange(len(lines) + 1), f"{rng.choice(VERBS)}: {piece} :{rng.choice(NOUNS)}")
+            lines.insert(
+                rng.randrange(len(lines) + 1), f"{rng.choice(VERBS)}: {piece} :{rng.choice(NOUNS)}"
+            )
         return rng.choices(("\n", "\r\n"), weights=(5, 1))[0].join(lines) + rng.choice(_ENDS)

@@ -1,9 +1,11 @@
-"""An engine that answers from a script: `python -m tools.replay.engine FOLDER`, started by `tools.load.stub_server`.
+"""An engine that answers from a script: `python -m tools.replay.engine FOLDER`, started by
+`tools.load.stub_server`.
 
-REPLAY_SCRIPT names a MessagePack file, {salt: [tokens, pace]}: a request's `cache_salt`, which is SESSION/TURN, says
-which answer it gets, and each step brings up to `pace` tokens of it. In the folder REPLAY_RECORD each request leaves its
-prompt, `NUMBER.u32`, and when it is over a line in `requests.jsonl`. What it would find in a prefix cache that holds the
-session so far is reported as cached tokens.
+REPLAY_SCRIPT names a MessagePack file, {salt: [tokens, pace]}: a request's `cache_salt`, which is
+SESSION/TURN, says which answer it gets, and each step brings up to `pace` tokens of it. In the
+folder REPLAY_RECORD each request leaves its prompt, `NUMBER.u32`, and when it is over a line in
+`requests.jsonl`. What it would find in a prefix cache that holds the session so far is reported as
+cached tokens.
 """
 
 from __future__ import annotations
@@ -39,15 +41,19 @@ class Played:
 
 
 class ScriptReader:
-    """Gives each request the answer that was prepared for it, and keeps what it was asked. Single writer: the engine."""
+    """Gives each request the answer that was prepared for it, and keeps what it was asked. Single
+    writer: the engine.
+    """
 
     def __init__(self, source: ModelSource) -> None:
         script = Path(os.environ["REPLAY_SCRIPT"]).read_bytes()
         self._answers = msgspec.msgpack.decode(script, type=dict[str, tuple[list[int], int]])
         self._folder = Path(os.environ["REPLAY_RECORD"])
-        self._computed: dict[str, Tokens] = {}  # by session: the prompt computed last, and what was answered
+        # by session: the prompt computed last, and what was answered
+        self._computed: dict[str, Tokens] = {}
         self._num_requests = 0
-        self._prompts: dict[str, tuple[int, Tokens, int]] = {}  # by request: number, prompt, cached tokens
+        # by request: number, prompt, cached tokens
+        self._prompts: dict[str, tuple[int, Tokens, int]] = {}
 
     def begin(self, request: GenerateRequest) -> Answer:
         """The prepared answer."""
@@ -60,7 +66,9 @@ class ScriptReader:
         self._num_requests += 1
         prompt.tofile(self._folder / f"{number}.u32")
         self._prompts[request.request_id] = number, prompt, cached
-        return Answer(request, tokens, steps=_paces(request.cache_salt, pace), num_cached_tokens=cached)
+        return Answer(
+            request, tokens, steps=_paces(request.cache_salt, pace), num_cached_tokens=cached
+        )
 
     def end(self, answer: Answer) -> None:
         """Remember what was computed and note how it ended."""

@@ -1,9 +1,11 @@
-"""The live day: the whole server with the embedded model, and sessions in which its own answers make the history.
+"""The live day: the whole server with the embedded model, and sessions in which its own answers
+make the history.
 
-The model is small and says little of sense, so its calls are asked for: required, by name, one at a time, and freely with
-strict tools. A grammar then guarantees their form, and what comes back through it, through the parser and through the history
-of many turns must be calls that follow their schemas, on prompts whose beginning is in the cache: all of the last prompt, and
-its answer as far as the model spelled it in the tokenizer's own way, which a grammar often keeps it from.
+The model is small and says little of sense, so its calls are asked for: required, by name, one at a
+time, and freely with strict tools. A grammar then guarantees their form, and what comes back
+through it, through the parser and through the history of many turns must be calls that follow their
+schemas, on prompts whose beginning is in the cache: all of the last prompt, and its answer as far
+as the model spelled it in the tokenizer's own way, which a grammar often keeps it from.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class LiveSize:
 
     @classmethod
     def full(cls, sessions: int) -> LiveSize:
-        return cls(sessions, turns=20, window=16_384, system_len=1500, result_len=200, output_len=256)
+        return cls(
+            sessions, turns=20, window=16_384, system_len=1500, result_len=200, output_len=256
+        )
 
     @classmethod
     def small(cls, sessions: int) -> LiveSize:
@@ -76,7 +80,15 @@ class _Tally:
 class _LivePlayer:
     """Plays one session. Single writer: its task."""
 
-    def __init__(self, name: str, session: Session, *, client: ServingClient, tally: _Tally, rng: random.Random) -> None:
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        *,
+        client: ServingClient,
+        tally: _Tally,
+        rng: random.Random,
+    ) -> None:
         self._name = name
         self._session = session
         self._client = client
@@ -95,12 +107,18 @@ class _LivePlayer:
             reader = await self._ask(body)
             problems = self._problems(body, reader, tools)
             self._count(reader)
-            self._tally.problems += [f"{self._name}, turn {self._tally.counts[self._name]}: {problem}" for problem in problems]
+            self._tally.problems += [
+                f"{self._name}, turn {self._tally.counts[self._name]}: {problem}"
+                for problem in problems
+            ]
             if problems:
                 return
             calls = (reader.message or {}).get("tool_calls")
-            self._previous = reader.record if calls and reader.record.finish_reason != "length" else None
-            if calls and reader.record.finish_reason == "stop":  # a call that was forced by name ends so
+            self._previous = (
+                reader.record if calls and reader.record.finish_reason != "length" else None
+            )
+            # a call that was forced by name ends so
+            if calls and reader.record.finish_reason == "stop":
                 reader.record.finish_reason = "tool_calls"
             try:
                 turn = turns.send(Answer(reader.record, reader.message))
@@ -108,7 +126,9 @@ class _LivePlayer:
                 return
 
     async def _ask(self, body: dict[str, Any]) -> AnswerReader:
-        sent = json.dumps(body | {"model": "nano", "stream": True, "stream_options": {"include_usage": True}}).encode()
+        sent = json.dumps(
+            body | {"model": "nano", "stream": True, "stream_options": {"include_usage": True}}
+        ).encode()
         if self._rng.random() < HANG_UP_SHARE:
             reader = AnswerReader(Record(0), collect=True)
             work = asyncio.ensure_future(self._client.stream(CHAT, sent, reader))
@@ -119,7 +139,9 @@ class _LivePlayer:
         await self._client.stream(CHAT, sent, reader)
         return reader
 
-    def _problems(self, body: dict[str, Any], reader: AnswerReader, tools: list[dict[str, Any]]) -> list[str]:
+    def _problems(
+        self, body: dict[str, Any], reader: AnswerReader, tools: list[dict[str, Any]]
+    ) -> list[str]:
         record, message = reader.record, reader.message or {}
         if record.error is not None:
             return [f"{record.error}: {record.detail}"]
@@ -129,7 +151,10 @@ class _LivePlayer:
             problems += _call_problems(calls, body["tool_choice"], tools)
             ends = "tool_calls" if calls and isinstance(body["tool_choice"], str) else "stop"
             if record.finish_reason != ends:
-                problems.append(f"finish_reason {record.finish_reason!r} instead of {ends!r} with {len(calls)} calls")
+                problems.append(
+                    f"finish_reason {record.finish_reason!r} instead of {ends!r} with "
+                    f"{len(calls)} calls"
+                )
         else:
             problems += [text for call in calls for text in _json_problems(call)]
         if len(calls) > 1 and body.get("parallel_tool_calls") is False:
@@ -137,7 +162,9 @@ class _LivePlayer:
         if self._previous is not None:
             known = (self._previous.prompt_tokens or 0) // BLOCK_SIZE * BLOCK_SIZE
             if (record.cached_tokens or 0) < known:
-                problems.append(f"{record.cached_tokens} tokens were cached; {known} of the last prompt must be")
+                problems.append(
+                    f"{record.cached_tokens} tokens were cached; {known} of the last prompt must be"
+                )
         return problems
 
     def _count(self, reader: AnswerReader) -> None:
@@ -163,7 +190,8 @@ def _strict(tool: dict[str, Any]) -> dict[str, Any]:
     """`tool` with a schema that must be followed, and with limits."""
     function = tool["function"]
     properties = {
-        name: schema | _LIMITS.get(schema["type"], {}) for name, schema in function["parameters"]["properties"].items()
+        name: schema | _LIMITS.get(schema["type"], {})
+        for name, schema in function["parameters"]["properties"].items()
     }
     for schema in properties.values():
         if "items" in schema:
@@ -172,7 +200,9 @@ def _strict(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function | {"parameters": parameters, "strict": True}}
 
 
-def _call_problems(calls: list[dict[str, Any]], choice: Any, tools: list[dict[str, Any]]) -> list[str]:
+def _call_problems(
+    calls: list[dict[str, Any]], choice: Any, tools: list[dict[str, Any]]
+) -> list[str]:
     if not calls:
         return [] if choice == "auto" else [f"no call, although tool_choice is {choice}"]
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
@@ -201,13 +231,14 @@ def _json_problems(call: dict[str, Any]) -> list[str]:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+    "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int,
+        float), "boolean": (bool,),
 }  # fmt: skip
 
 
 def violations(value: Any, schema: dict[str, Any], *, place: str = "arguments") -> list[str]:
-    """What in `value` does not follow a schema of the keywords that the tools of this day use. Bytes that are no character,
-    U+FFFD here, are none to a grammar either: they are not counted."""
+    """What in `value` does not follow a schema of the keywords that the tools of this day use.
+    Bytes that are no character, U+FFFD here, are none to a grammar either: they are not counted."""
     kind = schema["type"]
     has_type = isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
     if not has_type:
@@ -216,12 +247,28 @@ def violations(value: Any, schema: dict[str, Any], *, place: str = "arguments") 
     if kind == "object":
         properties = schema["properties"]
         found += [f"{place}.{name} is missing" for name in schema["required"] if name not in value]
-        found += [f"{place}.{name} is not in the schema" for name in value if name not in properties]
+        found += [
+            f"{place}.{name} is not in the schema" for name in value if name not in properties
+        ]
         known = [name for name in value if name in properties]
-        found += [text for name in known for text in violations(value[name], properties[name], place=f"{place}.{name}")]
+        found += [
+            text
+            for name in known
+            for text in violations(value[name], properties[name], place=f"{place}.{name}")
+        ]
     elif kind == "array":
-        found += [text for i, item in enumerate(value) for text in violations(item, schema["items"], place=f"{place}[{i}]")]
-    size = len(value) if kind == "array" else len(value.replace("\ufffd", "")) if kind == "string" else value
+        found += [
+            text
+            for i, item in enumerate(value)
+            for text in violations(item, schema["items"], place=f"{place}[{i}]")
+        ]
+    size = (
+        len(value)
+        if kind == "array"
+        else len(value.replace("\ufffd", ""))
+        if kind == "string"
+        else value
+    )
     for keyword, is_over in (("maxLength", 1), ("maxItems", 1), ("maximum", 1), ("minimum", -1)):
         if keyword in schema and (size - schema[keyword]) * is_over > 0:
             found.append(f"{place} is {value!r}; {keyword} is {schema[keyword]}")
@@ -229,17 +276,23 @@ def violations(value: Any, schema: dict[str, Any], *, place: str = "arguments") 
 
 
 def _widened(folder: Path, *, window: int) -> Path:
-    """The embedded model with a longer window than it was trained for: what it says does not matter here."""
+    """The embedded model with a longer window than it was trained for: what it says does not matter
+    here.
+    """
     nano = resolve_model("nano")
     for file in nano.iterdir():
         if file.name != "config.json":
             (folder / file.name).symlink_to(file)
-    config = json.loads((nano / "config.json").read_text(encoding="utf-8")) | {"max_position_embeddings": window}
+    config = json.loads((nano / "config.json").read_text(encoding="utf-8")) | {
+        "max_position_embeddings": window
+    }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
-async def _play_day(server: Server, size: LiveSize, *, seed: int) -> tuple[_Tally, dict[str, float]]:
+async def _play_day(
+    server: Server, size: LiveSize, *, seed: int
+) -> tuple[_Tally, dict[str, float]]:
     options = BenchOptions(
         dataset_name="agent",
         seed=seed,
@@ -250,11 +303,19 @@ async def _play_day(server: Server, size: LiveSize, *, seed: int) -> tuple[_Tall
         agent_result_len=size.result_len,
         agent_output_len=size.output_len,
     )
-    sessions = AgentSessions(options, scale=TextScale(tokens_per_char=0.45, overhead=200), window=size.window)
+    sessions = AgentSessions(
+        options, scale=TextScale(tokens_per_char=0.45, overhead=200), window=size.window
+    )
     client = ServingClient(f"http://{server.host}:{server.port}", headers={}, timeout=300.0)
     tally = _Tally()
     players = [
-        _LivePlayer(f"session-{number}", sessions.session(), client=client, tally=tally, rng=random.Random(seed + number))
+        _LivePlayer(
+            f"session-{number}",
+            sessions.session(),
+            client=client,
+            tally=tally,
+            rng=random.Random(seed + number),
+        )
         for number in range(size.sessions)
     ]
     await asyncio.gather(*(player.play() for player in players))

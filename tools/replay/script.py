@@ -1,4 +1,6 @@
-"""A coding agent's day as a script: what every session is asked, thinks, says, calls and gets back."""
+"""A coding agent's day as a script: what every session is asked, thinks, says, calls and gets
+back.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ PACES = (1, 1, 4, 16, 64)  # most tokens that one step of the engine brings
 
 @dataclass(frozen=True)
 class Quotations:
-    """Pieces of a format that stand quoted in texts: what its tags look like, and what no reader may take for structure."""
+    """Pieces of a format that stand quoted in texts: what its tags look like, and what no reader
+    may take for structure.
+    """
 
     in_results: Sequence[str]  # what a tool shows may hold anything
     in_values: Sequence[str]  # what a string argument can hold, as the tags' tokens or in letters
@@ -38,7 +42,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One answer, and what follows it: results of its calls, with a `note` after them, or else the next `question`."""
+    """One answer, and what follows it: results of its calls, with a `note` after them, or else the
+    next `question`.
+    """
 
     thinking: str
     text: str
@@ -48,7 +54,8 @@ class Exchange:
     question: str
     in_letters: bool  # what it quotes is spelled in letters
     pace: int  # most tokens per step
-    hang_up: float | None  # the share of the answer after which the client hangs up once, and asks again
+    # the share of the answer after which the client hangs up once, and asks again
+    hang_up: float | None
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,15 @@ class DaySize:
 
     @classmethod
     def full(cls, sessions: int) -> DaySize:
-        return cls(sessions, turns=(20, 60), file_chars=100_000, session_chars=500_000, hang_up_share=0.06)
+        return cls(
+            sessions, turns=(20, 60), file_chars=100_000, session_chars=500_000, hang_up_share=0.06
+        )
 
     @classmethod
     def small(cls, sessions: int) -> DaySize:
-        return cls(sessions, turns=(5, 8), file_chars=20_000, session_chars=24_000, hang_up_share=0.2)
+        return cls(
+            sessions, turns=(5, 8), file_chars=20_000, session_chars=24_000, hang_up_share=0.2
+        )
 
 
 class ScriptWriter:
@@ -92,7 +103,10 @@ class ScriptWriter:
         """Session `number` of the day, the same whatever else was asked for."""
         rng = random.Random(f"{self._seed} {number}")
         contents = Contents(rng)
-        system = f"You are the coding agent {number}. Work step by step, until the task is done.\n" + contents.prose(1500)
+        system = (
+            f"You are the coding agent {number}. Work step by step, until the task is done.\n"
+            + contents.prose(1500)
+        )
         exchanges: list[Exchange] = []
         num_turns = rng.randint(*self._size.turns)
         left = rng.randint(*STEPS_PER_TASK)
@@ -105,23 +119,42 @@ class ScriptWriter:
             exchanges.append(exchange)
         return Session(f"session-{number}", system, self._question(rng, contents), tuple(exchanges))
 
-    def _exchange(self, rng: random.Random, contents: Contents, *, ends: bool, budget: int) -> Exchange:
+    def _exchange(
+        self, rng: random.Random, contents: Contents, *, ends: bool, budget: int
+    ) -> Exchange:
         quotes = rng.random() < QUOTE_SHARE
         in_letters = quotes and rng.random() < LETTERS_SHARE
         quoted = self._quotations
-        prose = _some(rng, (*quoted.in_prose, *(quoted.in_letters if in_letters else ()))) if quotes else []
+        prose = (
+            _some(rng, (*quoted.in_prose, *(quoted.in_letters if in_letters else ())))
+            if quotes
+            else []
+        )
         words = prose + _some(rng, quoted.in_text) if quotes else []
-        values = _some(rng, (*quoted.in_values, *(quoted.in_letters if in_letters else ()))) if quotes else []
+        values = (
+            _some(rng, (*quoted.in_values, *(quoted.in_letters if in_letters else ())))
+            if quotes
+            else []
+        )
         hang_up = rng.uniform(0.1, 0.8) if rng.random() < self._size.hang_up_share else None
         makers = _ValueMaker(rng, contents, among=values, has_null=self._has_null)
         num_calls = 0 if ends else rng.randint(*MANY_CALLS) if rng.random() < PARALLEL_SHARE else 1
         calls = tuple(makers.call() for _ in range(num_calls))
-        text = contents.prose(rng.choice((40, 200, 1500)), among=words) if ends or rng.random() < 0.4 else ""
+        text = (
+            contents.prose(rng.choice((40, 200, 1500)), among=words)
+            if ends or rng.random() < 0.4
+            else ""
+        )
         return Exchange(
-            thinking="" if rng.random() < NO_THINKING_SHARE else contents.prose(rng.choice((30, 200, 900)), among=prose),
+            thinking=""
+            if rng.random() < NO_THINKING_SHARE
+            else contents.prose(rng.choice((30, 200, 900)), among=prose),
             text=text + rng.choice(("", "", "\n", " \n\n")) if ends else text,
             calls=calls,
-            results=tuple(self._result(rng, contents, budget=budget // (index + 1)) for index in range(num_calls)),
+            results=tuple(
+                self._result(rng, contents, budget=budget // (index + 1))
+                for index in range(num_calls)
+            ),
             note=contents.sentence() if calls and rng.random() < NOTE_SHARE else "",
             question=self._question(rng, contents) if ends else "",
             in_letters=in_letters,
@@ -136,7 +169,9 @@ class ScriptWriter:
         kind = rng.random()
         if kind < 0.05:
             return ""
-        return contents.file(int(10 ** rng.uniform(1.3, 3.9 if budget > 10_000 else 2.5)), among=among)
+        return contents.file(
+            int(10 ** rng.uniform(1.3, 3.9 if budget > 10_000 else 2.5)), among=among
+        )
 
     def _question(self, rng: random.Random, contents: Contents) -> str:
         among = _some(rng, self._quotations.in_results) if rng.random() < QUOTE_SHARE else []
@@ -150,7 +185,9 @@ def _some(rng: random.Random, pieces: Sequence[str]) -> list[str]:
 class _ValueMaker:
     """Makes calls of the tools below. Single writer: the maker of an exchange."""
 
-    def __init__(self, rng: random.Random, contents: Contents, *, among: Sequence[str], has_null: bool) -> None:
+    def __init__(
+        self, rng: random.Random, contents: Contents, *, among: Sequence[str], has_null: bool
+    ) -> None:
         self._rng = rng
         self._contents = contents
         self._among = among
@@ -163,11 +200,18 @@ class _ValueMaker:
     def _read(self) -> dict[str, Any]:
         rng = self._rng
         arguments: dict[str, Any] = {"file_path": self._contents.path()}
-        return arguments | ({"offset": rng.randint(0, 10**6), "limit": rng.choice((1, 2000))} if rng.random() < 0.5 else {})
+        return arguments | (
+            {"offset": rng.randint(0, 10**6), "limit": rng.choice((1, 2000))}
+            if rng.random() < 0.5
+            else {}
+        )
 
     def _write(self) -> dict[str, Any]:
         size = int(10 ** self._rng.uniform(1, 4.2))
-        return {"file_path": self._contents.path(), "content": self._contents.file(size, among=self._among)}
+        return {
+            "file_path": self._contents.path(),
+            "content": self._contents.file(size, among=self._among),
+        }
 
     def _edit(self) -> dict[str, Any]:
         return {"file_path": self._contents.path(), **self._change()}
@@ -175,7 +219,9 @@ class _ValueMaker:
     def _change(self) -> dict[str, Any]:
         rng, contents = self._rng, self._contents
         change: dict[str, Any] = {
-            "old_string": rng.choice(("", "\n", "null", "    x = 1", contents.file(150, among=self._among[:1]))),
+            "old_string": rng.choice(
+                ("", "\n", "null", "    x = 1", contents.file(150, among=self._among[:1]))
+            ),
             "new_string": contents.file(rng.choice((1, 300)), among=self._among),
         }
         return change | ({"replace_all": rng.random() < 0.5} if rng.random() < 0.6 else {})
@@ -203,10 +249,16 @@ class _ValueMaker:
     def _grep(self) -> dict[str, Any]:
         rng = self._rng
         arguments: dict[str, Any] = {
-            "pattern": rng.choice((r'class\s+"?\w+<T>', "</?div[^>]*>", "null", "true", "]<]", "日本"))
+            "pattern": rng.choice(
+                (r'class\s+"?\w+<T>', "</?div[^>]*>", "null", "true", "]<]", "日本")
+            )
         }
         arguments["path"] = rng.choice((None, "/src", ".")) if self._has_null else "/src"
-        return arguments | {"-i": rng.random() < 0.5, "-C": rng.randint(0, 9), "output_mode": rng.choice(_MODES)}
+        return arguments | {
+            "-i": rng.random() < 0.5,
+            "-C": rng.randint(0, 9),
+            "output_mode": rng.choice(_MODES),
+        }
 
     def _todo(self) -> dict[str, Any]:
         rng, contents = self._rng, self._contents
@@ -226,11 +278,23 @@ class _ValueMaker:
 
     def _task(self) -> dict[str, Any]:
         rng, contents = self._rng, self._contents
-        limits = {"depth": rng.randint(1, 9), "ratio": rng.choice((0.25, 2)), "dry": rng.random() < 0.5}
-        options: dict[str, Any] = {"model": contents.name(), "limits": limits, "paths": [contents.path() for _ in range(2)]}
+        limits = {
+            "depth": rng.randint(1, 9),
+            "ratio": rng.choice((0.25, 2)),
+            "dry": rng.random() < 0.5,
+        }
+        options: dict[str, Any] = {
+            "model": contents.name(),
+            "limits": limits,
+            "paths": [contents.path() for _ in range(2)],
+        }
         if self._has_null:
             options |= {"parent": None, "matrix": [[1, 2], [], [None, "null"]]}
-        return {"description": contents.name(), "prompt": contents.prose(300, among=self._among), "options": options}
+        return {
+            "description": contents.name(),
+            "prompt": contents.prose(300, among=self._among),
+            "options": options,
+        }
 
     def _nothing(self) -> dict[str, Any]:
         return {}
@@ -252,11 +316,20 @@ _MAKERS = {
 
 
 def _object(required: Sequence[str] = (), **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
 
 
-_TEXT, _WHOLE, _NUMBER, _SWITCH = ({"type": kind} for kind in ("string", "integer", "number", "boolean"))
-_CHANGE = _object(("old_string", "new_string"), old_string=_TEXT, new_string=_TEXT, replace_all=_SWITCH)
+_TEXT, _WHOLE, _NUMBER, _SWITCH = (
+    {"type": kind} for kind in ("string", "integer", "number", "boolean")
+)
+_CHANGE = _object(
+    ("old_string", "new_string"), old_string=_TEXT, new_string=_TEXT, replace_all=_SWITCH
+)
 _TODO = _object(
     ("content", "status", "activeForm"),
     content=_TEXT,
@@ -274,13 +347,16 @@ _OPTIONS = _object(
     matrix={"type": "array", "items": {"type": "array"}},
 )
 _SCHEMAS = {
-    "Read": ("Shows lines of a file.", _object(("file_path",), file_path=_TEXT, offset=_WHOLE, limit=_WHOLE)),
+    "Read": ("Shows lines of a file.", _object(("file_path",), file_path=_TEXT, offset=_WHOLE,
+        limit=_WHOLE)),
     "Write": ("Writes a file.", _object(("file_path", "content"), file_path=_TEXT, content=_TEXT)),
     "Edit": ('Replaces "one" passage <of> a file – größer.', _object(
-        ("file_path", "old_string", "new_string"), file_path=_TEXT, old_string=_TEXT, new_string=_TEXT, replace_all=_SWITCH
+        ("file_path", "old_string", "new_string"), file_path=_TEXT, old_string=_TEXT,
+        new_string=_TEXT, replace_all=_SWITCH
     )),
     "MultiEdit": ("Replaces passages of a file.", _object(
-        ("file_path", "edits"), file_path=_TEXT, edits={"type": "array", "items": {"$ref": "#/$defs/Change"}}
+        ("file_path", "edits"), file_path=_TEXT, edits={"type": "array",
+            "items": {"$ref": "#/$defs/Change"}}
     ) | {"$defs": {"Change": _CHANGE}}),
     "Bash": ("Runs a command.", _object(
         ("command",), command=_TEXT, timeout=_NUMBER, description=_TEXT, run_in_background=_SWITCH
@@ -292,7 +368,8 @@ _SCHEMAS = {
         output_mode={"type": "string", "enum": list(_MODES)},
         **{"-i": _SWITCH, "-C": _WHOLE},
     )),
-    "TodoWrite": ("Keeps the list of tasks.", _object(("todos",), todos={"type": "array", "items": _TODO})),
+    "TodoWrite": ("Keeps the list of tasks.", _object(("todos",), todos={"type": "array",
+        "items": _TODO})),
     "Task": ("Starts another agent.", _object(
         ("description", "prompt"), description=_TEXT, prompt=_TEXT, options=_OPTIONS
     )),
@@ -300,6 +377,9 @@ _SCHEMAS = {
 }  # fmt: skip
 
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+    {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": schema},
+    }
     for name, (description, schema) in _SCHEMAS.items()
 ]

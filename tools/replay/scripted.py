@@ -1,10 +1,12 @@
-"""The scripted day: the real server, an engine that answers from a script, and agents' sessions that are checked word for word.
+"""The scripted day: the real server, an engine that answers from a script, and agents' sessions
+that are checked word for word.
 
-Every answer must reach the client as it was written, and every prompt must be the conversation so far, so that it begins with
-the tokens of the prompt and the answer before it: that is what a prefix cache of an engine finds. Two things differ by nature,
-and are checked as what they are: M2 leaves out the thinking before the last user message, so that a new question changes the
-prompt from the first answer of the task before on; and an answer that spells a tag in letters comes back with that tag as a
-token.
+Every answer must reach the client as it was written, and every prompt must be the conversation so
+far, so that it begins with the tokens of the prompt and the answer before it: that is what a prefix
+cache of an engine finds. Two things differ by nature, and are checked as what they are: M2 leaves
+out the thinking before the last user message, so that a new question changes the prompt from the
+first answer of the task before on; and an answer that spells a tag in letters comes back with that
+tag as a token.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class _Record:
         self._played: dict[str, list[Played]] = {}
 
     def take(self, salt: str) -> tuple[Played, Tokens]:
-        """The request that was answered, and its prompt, which the engine noted before it sent its end."""
+        """The request that was answered, and its prompt, which the engine noted before it sent its
+        end.
+        """
         self._read_on()
         played = [entry for entry in self._played[salt] if entry.is_whole][-1]
         return played, self.prompt(played)
@@ -76,7 +80,9 @@ class _Record:
     def broken_off(self) -> list[Played]:
         """The requests that were not answered to their end."""
         self._read_on()
-        return [entry for entries in self._played.values() for entry in entries if not entry.is_whole]
+        return [
+            entry for entries in self._played.values() for entry in entries if not entry.is_whole
+        ]
 
     def _read_on(self) -> None:
         file = self._folder / "requests.jsonl"
@@ -121,7 +127,10 @@ class _Conversation:
         needed = self._needed_prefix()
         if shared < needed:
             lost = self._decode(prompt[max(0, shared - 4) : shared + 12])
-            return [f"the prompt shares {shared} tokens with the one before and its answer, not {needed}: {lost!r}"]
+            return [
+                f"the prompt shares {shared} tokens with the one before and its answer, not "
+                f"{needed}: {lost!r}"
+            ]
         return []
 
     def add(self, exchange: Exchange, *, prompt: Tokens, answer: list[int]) -> None:
@@ -138,17 +147,30 @@ class _Conversation:
         text = self._decode(prompt)
         end = self._family.question(self._session.opening) + self._family.prompt_end()
         self._head = text.removesuffix(end)
-        problems = [] if text.endswith(end) else [f"the first prompt ends with {text[-len(end) :]!r}, not with {end!r}"]
-        parts = [self._session.system, *(json.dumps(tool["function"], ensure_ascii=False) for tool in TOOLS)]
-        problems += [f"the first prompt lacks {part[:200]!r}" for part in parts if part not in self._head]
+        problems = (
+            []
+            if text.endswith(end)
+            else [f"the first prompt ends with {text[-len(end) :]!r}, not with {end!r}"]
+        )
+        parts = [
+            self._session.system,
+            *(json.dumps(tool["function"], ensure_ascii=False) for tool in TOOLS),
+        ]
+        problems += [
+            f"the first prompt lacks {part[:200]!r}" for part in parts if part not in self._head
+        ]
         if "billing" in self._head:
             problems.append("the billing header is in the prompt")
         return problems
 
     def _text(self) -> str | None:
-        """What must follow the last prompt and its answer; None where they do not stay as they were."""
+        """What must follow the last prompt and its answer; None where they do not stay as they
+        were.
+        """
         exchange, follow_up = self._said[-1]
-        if not self._family.comes_back(exchange) or (exchange.question and not self._family.keeps_thinking):
+        if not self._family.comes_back(exchange) or (
+            exchange.question and not self._family.keeps_thinking
+        ):
             return None
         return f"\n{follow_up}{self._family.prompt_end()}"
 
@@ -163,7 +185,8 @@ class _Conversation:
     def _needed_prefix(self) -> int:
         """How many tokens of the last prompt and its answer must come again."""
         exchange, _ = self._said[-1]
-        opening = len(self._tokenizer.encode(f"\n{self._family.opening}"))  # its line breaks may join others
+        # its line breaks may join others
+        opening = len(self._tokenizer.encode(f"\n{self._family.opening}"))
         if exchange.question and not self._family.keeps_thinking:
             return len(self._task_prompt) - opening
         if not self._family.comes_back(exchange):
@@ -197,7 +220,8 @@ class _Role:
             parts = family.thinking(exchange.thinking)
             tokens = tokens_of(parts, tokenizer, in_letters=exchange.in_letters)
             places = [place for place, token in enumerate(tokens) if token in tags]
-            reasoning.append(places[-1] + 1 - sum(part.is_structure for part in parts))  # quoted tags count
+            # quoted tags count
+            reasoning.append(places[-1] + 1 - sum(part.is_structure for part in parts))
         return cls(session, family, way, answers, reasoning)
 
     def salt(self, turn: int) -> str:
@@ -232,7 +256,9 @@ class _Player:
                 return
             played, prompt = self._record.take(salt)
             problems = [*seen.problems, *self._check_answer(exchange, seen)]
-            problems += self._check_counts(seen, played, prompt, reasoning=self._role.reasoning[turn])
+            problems += self._check_counts(
+                seen, played, prompt, reasoning=self._role.reasoning[turn]
+            )
             problems += conversation.check(prompt)
             if not self._record.is_repeated(salt, prompt):
                 problems.append("asked again, the prompt is another one")
@@ -245,7 +271,11 @@ class _Player:
             self._agent.follow(exchange, seen)
 
     async def _hang_up(self, salt: str, exchange: Exchange) -> None:
-        size = len(exchange.thinking) + len(exchange.text) + sum(len(json.dumps(call.arguments)) for call in exchange.calls)
+        size = (
+            len(exchange.thinking)
+            + len(exchange.text)
+            + sum(len(json.dumps(call.arguments)) for call in exchange.calls)
+        )
         try:
             await self._agent.ask(salt, hang_up_after=int(size * (exchange.hang_up or 0)))
         except HangUp:
@@ -253,16 +283,22 @@ class _Player:
 
     def _check_answer(self, exchange: Exchange, seen: Seen) -> list[str]:
         problems = []
-        for name, found, written in (("thinking", seen.thinking, exchange.thinking), ("text", seen.text, exchange.text)):
+        for name, found, written in (
+            ("thinking", seen.thinking, exchange.thinking),
+            ("text", seen.text, exchange.text),
+        ):
             if found != written:
                 problems.append(f"{name}: {difference(found, written)}")
         names = [call.name for call in seen.calls]
         if names != [call.name for call in exchange.calls]:
             problems.append(f"calls {names} instead of {[call.name for call in exchange.calls]}")
         for found_call, call in zip(seen.calls, exchange.calls, strict=False):
-            arguments = json.dumps(json.loads(found_call.arguments))  # the order counts, and 1 is neither 1.0 nor true
+            # the order counts, and 1 is neither 1.0 nor true
+            arguments = json.dumps(json.loads(found_call.arguments))
             if arguments != json.dumps(call.arguments):
-                problems.append(f"arguments of {call.name}: {difference(arguments, json.dumps(call.arguments))}")
+                problems.append(
+                    f"arguments of {call.name}: {difference(arguments, json.dumps(call.arguments))}"
+                )
         ends = self._agent.ends_with_calls if exchange.calls else self._agent.ends_with_text
         if seen.ends != ends:
             problems.append(f"the answer ends with {seen.ends!r} instead of {ends!r}")
@@ -273,7 +309,9 @@ class _Player:
             known.update(ids)
         return problems
 
-    def _check_counts(self, seen: Seen, played: Played, prompt: Tokens, *, reasoning: int) -> list[str]:
+    def _check_counts(
+        self, seen: Seen, played: Played, prompt: Tokens, *, reasoning: int
+    ) -> list[str]:
         counts = {
             "prompt": (seen.prompt_tokens, len(prompt)),
             "output": (seen.output_tokens, played.num_output_tokens),
@@ -281,7 +319,11 @@ class _Player:
         }
         if seen.reasoning_tokens is not None:  # one API does not tell
             counts["reasoning"] = seen.reasoning_tokens, reasoning
-        return [f"{name} tokens: {told} instead of {right}" for name, (told, right) in counts.items() if told != right]
+        return [
+            f"{name} tokens: {told} instead of {right}"
+            for name, (told, right) in counts.items()
+            if told != right
+        ]
 
     def _count(self, exchange: Exchange, seen: Seen) -> None:
         self._tally.longest_prompt = max(self._tally.longest_prompt, seen.prompt_tokens)
@@ -303,31 +345,45 @@ class _Player:
 
 def difference(found: str, written: str) -> str:
     """Where two texts begin to differ."""
-    at = next((i for i, (a, b) in enumerate(zip(found, written, strict=False)) if a != b), min(len(found), len(written)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(found, written, strict=False)) if a != b),
+        min(len(found), len(written)),
+    )
     return (
         f"character {at} of {len(found)}: …{found[max(0, at - 30) : at + 60]!r}, "
         f"not (of {len(written)}) …{written[max(0, at - 30) : at + 60]!r}"
     )
 
 
-async def _play_day(server: Server, roles: list[_Role], *, tokenizer: Tokenizer, record: _Record) -> _Tally:
+async def _play_day(
+    server: Server, roles: list[_Role], *, tokenizer: Tokenizer, record: _Record
+) -> _Tally:
     tally = _Tally()
     agents = [role.agent(f"http://{server.host}:{server.port}") for role in roles]
-    players = [_Player(role, agent, record=record, tally=tally) for role, agent in zip(roles, agents, strict=True)]
+    players = [
+        _Player(role, agent, record=record, tally=tally)
+        for role, agent in zip(roles, agents, strict=True)
+    ]
     conversations = [_Conversation(role.family, tokenizer, role.session) for role in roles]
-    await asyncio.gather(*(player.play(spoken) for player, spoken in zip(players, conversations, strict=True)))
+    await asyncio.gather(
+        *(player.play(spoken) for player, spoken in zip(players, conversations, strict=True))
+    )
     for agent in agents:
         await agent.close()
     tally.held = await server.leftovers()
     return tally
 
 
-def scripted_day(*, families: Sequence[Family], folder: Path, size: DaySize, seed: int, step_ms: float) -> dict[str, Any]:
-    """The report; `problems` in it is empty where nothing broke. `folder` is the model, of which no weights are read; sessions
-    take turns with `families`, its modes of thinking."""
+def scripted_day(
+    *, families: Sequence[Family], folder: Path, size: DaySize, seed: int, step_ms: float
+) -> dict[str, Any]:
+    """The report; `problems` in it is empty where nothing broke. `folder` is the model, of which no
+    weights are read; sessions take turns with `families`, its modes of thinking."""
     started = time.monotonic()
     tokenizer = Tokenizer.from_folder(folder)
-    writer = ScriptWriter(seed=seed, size=size, quotations=families[0].quotations, has_null=families[0].has_null)
+    writer = ScriptWriter(
+        seed=seed, size=size, quotations=families[0].quotations, has_null=families[0].has_null
+    )
     ways = list(WAYS)
     roles = [
         _Role.prepare(
@@ -345,8 +401,19 @@ def scripted_day(*, families: Sequence[Family], folder: Path, size: DaySize, see
             for turn, exchange in enumerate(role.session.exchanges)
         }
         (Path(name) / "script").write_bytes(msgspec.msgpack.encode(script))
-        environment = {"REPLAY_SCRIPT": f"{name}/script", "REPLAY_RECORD": name, "STUB_STEP_MS": str(step_ms)}
-        options = ["--model", str(folder), "--served-model-name", MODEL_NAME, "--parser", families[0].parser]
+        environment = {
+            "REPLAY_SCRIPT": f"{name}/script",
+            "REPLAY_RECORD": name,
+            "STUB_STEP_MS": str(step_ms),
+        }
+        options = [
+            "--model",
+            str(folder),
+            "--served-model-name",
+            MODEL_NAME,
+            "--parser",
+            families[0].parser,
+        ]
         options += ["--engine-module", "tools.replay.engine"]
         record = _Record(Path(name))
         with serving(*options, module="tools.load.stub_server", environment=environment) as server:
@@ -354,13 +421,22 @@ def scripted_day(*, families: Sequence[Family], folder: Path, size: DaySize, see
             tally.problems += server.log_problems()
         num_broken_off = len(record.broken_off())
     if tally.counts["turns"] != len(script):
-        tally.problems.append(f"{tally.counts['turns']} turns were played; {len(script)} were written")
+        tally.problems.append(
+            f"{tally.counts['turns']} turns were played; {len(script)} were written"
+        )
     if tally.held:
         tally.problems.append(f"held at the end: {tally.held}")
-    return _report(tally, num_sessions=len(roles), num_broken_off=num_broken_off, seconds=time.monotonic() - started)
+    return _report(
+        tally,
+        num_sessions=len(roles),
+        num_broken_off=num_broken_off,
+        seconds=time.monotonic() - started,
+    )
 
 
-def _report(tally: _Tally, *, num_sessions: int, num_broken_off: int, seconds: float) -> dict[str, Any]:
+def _report(
+    tally: _Tally, *, num_sessions: int, num_broken_off: int, seconds: float
+) -> dict[str, Any]:
     counts = tally.counts
     return {
         "sessions": f"{num_sessions} at once, in {min(num_sessions, len(WAYS))} ways",

@@ -1,4 +1,6 @@
-"""The chat page at `/` and the status page: files, served as they lie here, which may load nothing else."""
+"""The chat page at `/` and the status page: files, served as they lie here, which may load nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-CHALLENGE = 'Basic realm="Negamax: the password is the API key", charset="UTF-8"'  # of a 401 for one of PAGE_PATHS
+# of a 401 for one of PAGE_PATHS
+CHALLENGE = 'Basic realm="Negamax: the password is the API key", charset="UTF-8"'
 _OWN_HEADER = b"x-negamax-page"  # the page's requests carry it
 _FOLDER = Path(__file__).parent
 _TYPES = {
@@ -49,10 +52,11 @@ PAGE_PATHS = frozenset(_FILES)  # what a browser asks for before it can be told 
 
 
 def browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The key that a person gave to the browser's own prompt: the password of Basic credentials, or nothing.
+    """The key that a person gave to the browser's own prompt: the password of Basic credentials, or
+    nothing.
 
-    Browsers add such credentials to whatever any site makes them request. So they count only for the files of the page, and
-    beside a header that other sites cannot send.
+    Browsers add such credentials to whatever any site makes them request. So they count only for
+    the files of the page, and beside a header that other sites cannot send.
     """
     fields = dict(headers)
     scheme, _, credentials = fields.get(b"authorization", b"").partition(b" ")
@@ -77,7 +81,8 @@ class _File:
         headers = {
             "content-type": _TYPES[path.suffix],
             "etag": f'W/"{hashlib.sha256(body).hexdigest()[:32]}"',
-            "cache-control": "no-cache",  # asked for anew, answered with 304 until the server is another one
+            # asked for anew, answered with 304 until the server is another one
+            "cache-control": "no-cache",
             "content-security-policy": POLICY,
             "cross-origin-opener-policy": "same-origin",
             "cross-origin-resource-policy": "same-origin",
@@ -89,7 +94,10 @@ class _File:
 
     async def answer(self, request: Request) -> Response:
         """The file, or 304 to a browser that has it."""
-        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        known = [
+            tag.strip().removeprefix("W/")
+            for tag in request.headers.get("if-none-match", "").split(",")
+        ]
         if self.headers["etag"].removeprefix("W/") in known:
             return Response(status_code=304, headers=self.headers)
         if "gzip" in request.headers.get("accept-encoding", ""):

@@ -1,1 +1,3 @@
-"""Several server processes in front of one engine (`--api-server-count`): the first leads, the others follow it."""
+"""Several server processes in front of one engine (`--api-server-count`): the first leads, the
+others follow it.
+"""

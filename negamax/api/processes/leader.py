@@ -1,4 +1,6 @@
-"""The first server process's side of the others: started, told what becomes of the engine, and started again when they die."""
+"""The first server process's side of the others: started, told what becomes of the engine, and
+started again when they die.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,28 @@ class Leader:
     """The server processes beside this one. Single writer: the event loop."""
 
     def __init__(
-        self, seat: Seat, engine_options: EngineOptions, server_options: ServerOptions, *, listener: socket.socket
+        self,
+        seat: Seat,
+        engine_options: EngineOptions,
+        server_options: ServerOptions,
+        *,
+        listener: socket.socket,
     ) -> None:
-        """Starts them, if there are any; they wait for the engine. They listen where `listener` does."""
-        self.gave_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why one of them stays dead
-        self.on_death: Callable[[int], None] | None = None  # gets the index of a process that is gone
+        """Starts them, if there are any; they wait for the engine. They listen where `listener`
+        does.
+        """
+        # why one of them stays dead
+        self.gave_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        # gets the index of a process that is gone
+        self.on_death: Callable[[int], None] | None = None
         self._seat = seat
         self._engine_options = engine_options
         self._server_options = server_options
         self._listener = listener
-        self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)  # the engine's measure
-        self.pulse = ParentPulse(os.getpid(), str(seat.leader_pulse), self._hang_seconds)  # for the children of this process
+        # the engine's measure
+        self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)
+        # for the children of this process
+        self.pulse = ParentPulse(os.getpid(), str(seat.leader_pulse), self._hang_seconds)
         self._news: wire.EngineCame | wire.EngineWent | None = None  # what a new process must know
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ending = False
@@ -125,7 +138,11 @@ class Leader:
                 await asyncio.sleep(_POLL_SECONDS)
                 has_served = has_served or self._seat.socket_of(index).exists()
                 if silence.seconds(self._seat.pulses.row(index)[0]) > self._hang_seconds:
-                    logger.error("server process %d gives no sign of life for %g s and is killed", index, self._hang_seconds)
+                    logger.error(
+                        "server process %d gives no sign of life for %g s and is killed",
+                        index,
+                        self._hang_seconds,
+                    )
                     running.kill()
                     silence = Silence()
             if self._is_ending:
@@ -171,7 +188,9 @@ class Leader:
 
 
 def bound_to(address: Any, *, family: int) -> socket.socket:
-    """A socket bound to `address`, which others may be bound to as well; those that listen share its connections."""
+    """A socket bound to `address`, which others may be bound to as well; those that listen share
+    its connections.
+    """
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -184,7 +203,9 @@ def bound_to(address: Any, *, family: int) -> socket.socket:
 
 
 def _tell(running: subprocess.Popen[bytes], news: wire.News) -> None:
-    """A line; lines are few and short, so the pipe has room for them. One that has ended misses nothing."""
+    """A line; lines are few and short, so the pipe has room for them. One that has ended misses
+    nothing.
+    """
     assert running.stdin is not None
     with contextlib.suppress(OSError):
         running.stdin.write(wire.encoder.encode(news) + b"\n")

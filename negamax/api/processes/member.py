@@ -1,7 +1,8 @@
 """A server process beside the first: `python -m negamax.api.processes.member`, started by `leader`.
 
-It serves like the first one, with an engine that is not its own. What becomes of that, and when to end, it reads from its
-standard input; when that ends, the leader is gone. A thread watches whether the leader's event loop goes round.
+It serves like the first one, with an engine that is not its own. What becomes of that, and when to
+end, it reads from its standard input; when that ends, the leader is gone. A thread watches whether
+the leader's event loop goes round.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ logger = get_logger(__name__)
 _MAX_LINE_BYTES = 1 << 20
 _POLL_SECONDS = 0.01
 _END_SECONDS = 2.0  # for the clients of a server without a leader to be told
-_CONNECT_SECONDS = 5.0  # for an engine to reach this process; it tries all the time, unless it died again
+# for an engine to reach this process; it tries all the time, unless it died again
+_CONNECT_SECONDS = 5.0
 
 
 def main() -> None:
@@ -45,7 +47,9 @@ def main() -> None:
 
 async def _serve() -> None:
     reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb", 0))
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb", 0)
+    )
     begin = await _next(reader)
     assert isinstance(begin, wire.Begin), begin
     while not isinstance(news := await _next(reader), wire.EngineCame):
@@ -54,14 +58,19 @@ async def _serve() -> None:
     seat = Seat.of(begin.index, begin.server.api_server_count, Path(begin.folder))
     template = begin.server.chat_template
     engine = await AsyncEngine.create(
-        begin.engine, chat_template=None if template is None else Path(template), index=seat.index, numbers=seat.queue
+        begin.engine,
+        chat_template=None if template is None else Path(template),
+        index=seat.index,
+        numbers=seat.queue,
     )
     follower = _Follower(engine, seat)
     await follower.take(news)
     context = ApiContext.create(engine, begin.server, seat)
     server = HttpServer(context, stop_engine=follower.stop)
     loop = asyncio.get_running_loop()
-    watch_parent(begin.leader, tell=lambda reason: loop.call_soon_threadsafe(follower.leave, server, reason))
+    watch_parent(
+        begin.leader, tell=lambda reason: loop.call_soon_threadsafe(follower.leave, server, reason)
+    )
     following = asyncio.create_task(follower.follow(reader, server))
     settle_garbage_collection()
     with socket.socket(fileno=begin.listener) as listener:
@@ -106,7 +115,9 @@ class _Follower:
         if isinstance(news, wire.EngineCame):
             self.close()
             address = EngineAddress(news.folder)
-            channel = EngineChannel(address, self._seat.index, receive=self._engine.receive, failed=_failed)
+            channel = EngineChannel(
+                address, self._seat.index, receive=self._engine.receive, failed=_failed
+            )
             deadline = time.monotonic() + _CONNECT_SECONDS
             while not channel.can_send and time.monotonic() < deadline:
                 await asyncio.sleep(_POLL_SECONDS)

@@ -1,4 +1,6 @@
-"""Server processes ask each other: requests about what another one keeps are passed on to it, over HTTP on a Unix socket."""
+"""Server processes ask each other: requests about what another one keeps are passed on to it, over
+HTTP on a Unix socket.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,20 @@ from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
 _OWN_REQUEST_HEADERS = frozenset(  # of one connection, or said anew
-    (b"connection", b"content-length", b"expect", b"keep-alive", b"te", b"transfer-encoding", b"upgrade", b"x-request-id")
+    (
+        b"connection",
+        b"content-length",
+        b"expect",
+        b"keep-alive",
+        b"te",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-request-id",
+    )
 )
-_OWN_ANSWER_HEADERS = frozenset((b"connection", b"date", b"keep-alive", b"server", b"transfer-encoding", b"x-request-id"))
+_OWN_ANSWER_HEADERS = frozenset(
+    (b"connection", b"date", b"keep-alive", b"server", b"transfer-encoding", b"x-request-id")
+)
 _INTERNAL = "/internal/"  # paths that only other server processes can ask for
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -35,20 +48,26 @@ class Peers:
         self._answers: dict[str, Answer] = {}
 
     async def relay(self, request: Request, *, to: int, body: bytes = b"") -> Response:
-        """The answer of process `to` to a request whose body was read. Errors: `UnavailableError` while it is not there,
-        `ClientGoneError`."""
+        """The answer of process `to` to a request whose body was read. Errors: `UnavailableError`
+        while it is not there, `ClientGoneError`."""
         target = request.scope["raw_path"]
         if request.scope["query_string"]:
             target += b"?" + request.scope["query_string"]
-        headers = [(name, value) for name, value in request.headers.raw if name not in _OWN_REQUEST_HEADERS]
+        headers = [
+            (name, value) for name, value in request.headers.raw if name not in _OWN_REQUEST_HEADERS
+        ]
         headers.append((b"x-request-id", request.state.request_id.encode()))
-        exchange = _Exchange.begin(self.seat, to, request.method.encode(), target, headers=headers, body=body)
+        exchange = _Exchange.begin(
+            self.seat, to, request.method.encode(), target, headers=headers, body=body
+        )
         return _Relayed(await while_connected(request.receive, exchange))
 
     async def ask(self, question: str, body: object, *, of: int) -> Any:
         """What process `of` answers to a question of ours. Errors: `UnavailableError`."""
         content = msgspec.json.encode(body)
-        exchange = await _Exchange.begin(self.seat, of, b"POST", (_INTERNAL + question).encode(), headers=(), body=content)
+        exchange = await _Exchange.begin(
+            self.seat, of, b"POST", (_INTERNAL + question).encode(), headers=(), body=content
+        )
         try:
             return msgspec.json.decode(b"".join([part async for part in exchange.parts()]))
         finally:
@@ -57,7 +76,9 @@ class Peers:
     async def ask_others(self, question: str, body: object) -> list[Any]:
         """What all other processes answer; one that is not there has nothing to say."""
         others = [index for index in range(self.seat.count) if index != self.seat.index]
-        answers = await asyncio.gather(*(self.ask(question, body, of=index) for index in others), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self.ask(question, body, of=index) for index in others), return_exceptions=True
+        )
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def when_asked(self, question: str, answer: Callable[[Any], object]) -> None:
@@ -69,7 +90,9 @@ class Peers:
         self._answers[_INTERNAL + question] = encoded
 
     def behind(self, app: ASGIApp) -> ASGIApp:
-        """The app for connections from other server processes: the server's own, and the answers to questions."""
+        """The app for connections from other server processes: the server's own, and the answers to
+        questions.
+        """
 
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:
             answer = self._answers.get(scope.get("path", ""))
@@ -82,7 +105,9 @@ class Peers:
         return answered
 
     def keeper_route(self, parameter: str) -> type[APIRoute]:
-        """Routes about what the path parameter names: whichever process keeps it answers. Bodies are not passed on."""
+        """Routes about what the path parameter names: whichever process keeps it answers. Bodies
+        are not passed on.
+        """
         peers = self
 
         class KeeperRoute(APIRoute):
@@ -91,7 +116,11 @@ class Peers:
 
                 async def answer_or_relay(request: Request) -> Response:
                     keeper = peers.seat.keeper_of(request.path_params.get(parameter))
-                    return await (answer(request) if keeper == peers.seat.index else peers.relay(request, to=keeper))
+                    return await (
+                        answer(request)
+                        if keeper == peers.seat.index
+                        else peers.relay(request, to=keeper)
+                    )
 
                 return answer_or_relay
 
@@ -111,7 +140,9 @@ class _Exchange:
         self._has_begun = self._is_complete = False
 
     @classmethod
-    async def begin(cls, seat: Seat, to: int, method: bytes, target: bytes, *, headers: Headers, body: bytes) -> _Exchange:
+    async def begin(
+        cls, seat: Seat, to: int, method: bytes, target: bytes, *, headers: Headers, body: bytes
+    ) -> _Exchange:
         """Send a request and wait for the head of the answer. Errors: `UnavailableError`."""
         try:
             reader, writer = await asyncio.open_unix_connection(str(seat.socket_of(to)))
@@ -119,7 +150,10 @@ class _Exchange:
             raise _gone(to) from None
         exchange = cls(reader, writer)
         try:
-            head = [method + b" " + target + b" HTTP/1.1", *(name + b": " + value for name, value in headers)]
+            head = [
+                method + b" " + target + b" HTTP/1.1",
+                *(name + b": " + value for name, value in headers),
+            ]
             head += [b"connection: close", b"content-length: %d" % len(body), b"", b""]
             writer.write(b"\r\n".join(head) + body)
             while not exchange._has_begun:
@@ -141,7 +175,11 @@ class _Exchange:
             if self._is_complete:
                 return
             if not self._parts and not await self._read():
-                raise UnavailableError("another server process broke its answer off", code="server_process", retry_after=1.0)
+                raise UnavailableError(
+                    "another server process broke its answer off",
+                    code="server_process",
+                    retry_after=1.0,
+                )
 
     def close(self) -> None:
         """Hang up."""
@@ -177,7 +215,9 @@ class _Relayed(Response):
 
     def __init__(self, exchange: _Exchange) -> None:
         super().__init__(status_code=exchange.status)
-        self.raw_headers = [(name, value) for name, value in exchange.headers if name not in _OWN_ANSWER_HEADERS]
+        self.raw_headers = [
+            (name, value) for name, value in exchange.headers if name not in _OWN_ANSWER_HEADERS
+        ]
         self._exchange = exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,12 +229,17 @@ class _Relayed(Response):
             self._exchange.close()
 
     async def _pass_on(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         async for part in self._exchange.parts():
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _gone(index: int) -> UnavailableError:
-    message = f"server process {index}, which this request is about, is not there; it is being started again"
+    message = (
+        f"server process {index}, which this request is about, is not there; it is being "
+        f"started again"
+    )
     return UnavailableError(message, code="server_process", retry_after=1.0)

@@ -26,7 +26,8 @@ class Seat:
     folder: Path  # of what they share, which only this user can enter
     queue: SharedNumbers  # what waits for the engine
     metrics: SharedNumbers
-    pulses: SharedNumbers  # when each event loop last went round, in monotonic seconds; 0: it has not yet
+    # when each event loop last went round, in monotonic seconds; 0: it has not yet
+    pulses: SharedNumbers
 
     @classmethod
     def first_of(cls, count: int) -> Seat:
@@ -51,7 +52,8 @@ class Seat:
 
     def new_id(self, prefix: str, *, num_bytes: int) -> str:
         """A random id of something that this process keeps."""
-        return f"{prefix}_{secrets.token_hex(num_bytes - _MARK_DIGITS // 2)}{self.index:0{_MARK_DIGITS}x}"
+        random = secrets.token_hex(num_bytes - _MARK_DIGITS // 2)
+        return f"{prefix}_{random}{self.index:0{_MARK_DIGITS}x}"
 
     def keeper_of(self, name: str | None) -> int:
         """The process that keeps what has this id; this one, where the id is none of ours."""

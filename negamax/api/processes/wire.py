@@ -1,4 +1,6 @@
-"""What the leader tells another server process: lines of JSON on its standard input, whose end is the leader's end."""
+"""What the leader tells another server process: lines of JSON on its standard input, whose end is
+the leader's end.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""What goes over HTTP: requests as pydantic models (checked), answers as msgspec structs (encoded once per chunk)."""
+"""What goes over HTTP: requests as pydantic models (checked), answers as msgspec structs (encoded
+once per chunk).
+"""

@@ -1,6 +1,7 @@
 """Everything the server answers with, in the shapes of OpenAI plus vLLM's extensions.
 
-msgspec structs, because a chunk is encoded for every token: a field left at UNSET is absent from the JSON, None is `null`.
+msgspec structs, because a chunk is encoded for every token: a field left at UNSET is absent from
+the JSON, None is `null`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class ToolCall(Struct, frozen=True):
     """A call in a message, or a piece of one in a delta (then only `index` is always there)."""
 
     index: int | UnsetType = UNSET  # of the call in the message; in a stream
-    id: str | UnsetType = UNSET  # what the tool message names in tool_call_id; in a stream only in the first piece
+    # what the tool message names in tool_call_id; in a stream only in the first piece
+    id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET  # `function`; in a stream only in the first piece
     function: FunctionCall = FunctionCall()  # what is called, and with what
 
@@ -72,11 +74,14 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class TextLogprobs(Struct, frozen=True):
-    """Logprobs of /v1/completions: one entry per token; None where a prompt's first token has no probability."""
+    """Logprobs of /v1/completions: one entry per token; None where a prompt's first token has no
+    probability.
+    """
 
     tokens: list[str]  # their texts
     token_logprobs: list[float | None]  # of the tokens above
-    top_logprobs: list[dict[str, float] | None]  # the likeliest tokens at each place and the one above, by their texts
+    # the likeliest tokens at each place and the one above, by their texts
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]  # characters from the start of the choice's text
 
 
@@ -86,7 +91,8 @@ class PromptLogprob(Struct, frozen=True):
     decoded_token: str  # its text
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # one entry per prompt token, by token id; the first is null
+# one entry per prompt token, by token id; the first is null
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class ReasoningDetail(Struct, frozen=True):
@@ -101,10 +107,12 @@ class ReasoningDetail(Struct, frozen=True):
 
 class Message(Struct, frozen=True):
     role: str  # `assistant`
-    content: str | None  # the text without reasoning and calls; null where there are calls and nothing else
+    # the text without reasoning and calls; null where there are calls and nothing else
+    content: str | None
     reasoning_content: str | None  # the reasoning, apart from the content
     reasoning: str | None  # the same by vLLM's and OpenRouter's name
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # the same in MiniMax's form, with reasoning_split
+    # the same in MiniMax's form, with reasoning_split
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET  # in the order in which the model wrote them
 
 
@@ -135,7 +143,8 @@ class Delta(Struct, frozen=True):
     content: str | UnsetType = UNSET  # the next text without reasoning and calls
     reasoning_content: str | UnsetType = UNSET  # the next reasoning, never beside content
     reasoning: str | UnsetType = UNSET  # the same by vLLM's and OpenRouter's name
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # the same in MiniMax's form, with reasoning_split
+    # the same in MiniMax's form, with reasoning_split
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET  # the next pieces of calls
 
 
@@ -146,7 +155,8 @@ class ChatChunkChoice(Struct, frozen=True):
     finish_reason: str | None = None  # stop, length, tool_calls or abort, in its last chunk
     # the stop string or the id of the stop token that ended it, in its last chunk
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET  # generated since the last chunk, with return_token_ids
+    # generated since the last chunk, with return_token_ids
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True):
@@ -156,7 +166,8 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     model: str  # the name that the request used
     choices: list[ChatChunkChoice]  # one, or none in the chunk with the counts
     system_fingerprint: str  # the server's version
-    usage: Usage | UnsetType | None = UNSET  # token counts, with include_usage; null where they are not due
+    # token counts, with include_usage; null where they are not due
+    usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk, with return_token_ids
 
 
@@ -173,8 +184,10 @@ class TextChoice(Struct, frozen=True):
     index: int  # the prompt's number times n, and the choice's
     text: str  # the answer, or what is new of it
     logprobs: TextLogprobs | None  # with logprobs
-    finish_reason: str | None  # stop, length or abort; null in a stream before the last chunk of the choice
-    stop_reason: int | str | UnsetType | None = UNSET  # the stop string or the id of the stop token that ended it
+    # stop, length or abort; null in a stream before the last chunk of the choice
+    finish_reason: str | None
+    # the stop string or the id of the stop token that ended it
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET  # of the text, with return_token_ids
     # an object by token id for each prompt token, null for the first; with prompt_logprobs
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -188,9 +201,11 @@ class TextAnswer(Struct, frozen=True, kw_only=True):
     object: str = "text_completion"  # the kind of answer
     created: int  # seconds since 1970
     model: str  # the name that the request used
-    choices: list[TextChoice]  # n for each prompt, prompt by prompt; in a stream one, or none in the chunk with the counts
+    # n for each prompt, prompt by prompt; in a stream one, or none in the chunk with the counts
+    choices: list[TextChoice]
     system_fingerprint: str  # the server's version
-    usage: Usage | UnsetType | None = UNSET  # token counts; in a stream with include_usage, null where they are not due
+    # token counts; in a stream with include_usage, null where they are not due
+    usage: Usage | UnsetType | None = UNSET
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
@@ -243,6 +258,8 @@ def encode(answer: Struct) -> bytes:
     return _encoder.encode(answer)
 
 
-def error_answer(message: str, *, error_type: str, param: str | None = None, code: str | None = None) -> ErrorAnswer:
+def error_answer(
+    message: str, *, error_type: str, param: str | None = None, code: str | None = None
+) -> ErrorAnswer:
     """An error in the OpenAI shape."""
     return ErrorAnswer(ErrorBody(message, error_type, param, code))

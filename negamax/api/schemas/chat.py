@@ -11,7 +11,14 @@ from negamax.api.constraints import CallChoice, call_choice
 from negamax.api.schemas.common import RequestModel, refuse, shown
 from negamax.api.schemas.structure import StructuredRequest
 from negamax.api.schemas.tools import allowed_tools, check_function, check_tool_count
-from negamax.api.thinking import EFFORTS, MODES, ReasoningPlace, ThinkingChoice, switch, template_switch
+from negamax.api.thinking import (
+    EFFORTS,
+    MODES,
+    ReasoningPlace,
+    ThinkingChoice,
+    switch,
+    template_switch,
+)
 from negamax.text.messages import INSTRUCTION_ROLES
 
 MAX_MESSAGES = 16_384
@@ -28,7 +35,9 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_tools(tools: list[dict[str, Any]], *, field: str = "tools") -> list[dict[str, Any]]:
-    """Checks what the prompt and the parser rely on; the rest of a tool goes to the template as the client wrote it."""
+    """Checks what the prompt and the parser rely on; the rest of a tool goes to the template as the
+    client wrote it.
+    """
     check_tool_count(len(tools), field=field)
     for index, tool in enumerate(tools):
         where = f"{field}[{index}]"
@@ -46,10 +55,15 @@ def _check_tool_choice(choice: object) -> object:
     if _allows_some(choice):
         allowed_tools(choice)
         return choice
-    if choice in ("none", "auto", "required") or (isinstance(choice, dict) and _chosen_name(choice)):
+    if choice in ("none", "auto", "required") or (
+        isinstance(choice, dict) and _chosen_name(choice)
+    ):
         return choice
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    allowed = "'auto', 'none', 'required', {'type': 'function', 'function': {'name': ...}}, {'type': 'allowed_tools', ...}"
+    allowed = (
+        "'auto', 'none', 'required', {'type': 'function', 'function': {'name': ...}}, "
+        "{'type': 'allowed_tools', ...}"
+    )
     refuse("tool_choice", f"{shown(kind)}; allowed: {allowed}")
 
 
@@ -71,7 +85,9 @@ def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Refuse template variables that are none, or that the request itself sets."""
     for name in kwargs:
         if name in _RENDER_ARGUMENTS:
-            refuse("chat_template_kwargs", f"{name!r} is a field of the request itself; set it there")
+            refuse(
+                "chat_template_kwargs", f"{name!r} is a field of the request itself; set it there"
+            )
         if not name.isidentifier():
             refuse("chat_template_kwargs", f"{shown(name)} is not a variable name")
     return kwargs
@@ -99,11 +115,14 @@ class Thinking(RequestModel):
     """`thinking`, as in MiniMax's and Anthropic's APIs."""
 
     type: Annotated[str, _one_of("thinking.type", MODES)] = "enabled"  # adaptive: the model decides
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # tokens of reasoning after which it is closed; 0: none
+    # tokens of reasoning after which it is closed; 0: none
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
 class ChatRequest(StructuredRequest):
-    """One chat turn to answer. Messages and tools stay as the client wrote them: the template renders their key order."""
+    """One chat turn to answer. Messages and tools stay as the client wrote them: the template
+    renders their key order.
+    """
 
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         **StructuredRequest.unsupported_fields,
@@ -115,7 +134,8 @@ class ChatRequest(StructuredRequest):
         "chat_template": "the template is chosen when the server starts (--chat-template)",
         "input_ids": "this endpoint takes messages; use /v1/completions",
         **dict.fromkeys(
-            ("thread", "conversation", "previous_response_id"), "send the whole conversation; its prefix is cached"
+            ("thread", "conversation", "previous_response_id"),
+            "send the whole conversation; its prefix is cached",
         ),
         **dict.fromkeys(("system", "instructions"), "send a message with the role system"),
     }
@@ -124,10 +144,12 @@ class ChatRequest(StructuredRequest):
 
     # the conversation, the latest message last; at most 16,384
     messages: Annotated[list[dict[str, Any]], AfterValidator(check_messages)]
-    max_tokens: int | None = Field(default=None, ge=0)  # 0: read the prompt into the cache, answer nothing
+    # 0: read the prompt into the cache, answer nothing
+    max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)  # wins over max_tokens
     logprobs: bool = False  # the answer has the log-probability of each of its tokens
-    top_logprobs: int | None = Field(default=None, ge=0)  # so many of the likeliest tokens at each place too; needs logprobs
+    # so many of the likeliest tokens at each place too; needs logprobs
+    top_logprobs: int | None = Field(default=None, ge=0)
     tools: Tools | None = None  # functions that the model may call; at most 1,024
     # whether calls are possible or due, and of which tools
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
@@ -135,10 +157,14 @@ class ChatRequest(StructuredRequest):
     # what the answer is made of
     modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
     # variables of the chat template
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None
+    ) = None
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
-    continue_final_message: bool = False  # the answer goes on with the last message; needs add_generation_prompt=false
-    echo: bool = False  # with continue_final_message: the answer begins with the text of that message
+    # the answer goes on with the last message; needs add_generation_prompt=false
+    continue_final_message: bool = False
+    # with continue_final_message: the answer begins with the text of that message
+    echo: bool = False
     thinking: Thinking | None = None  # whether the model thinks, and how long
     # whether the model thinks, as in M3's template
     thinking_mode: Annotated[str, _one_of("thinking_mode", MODES)] | None = None
@@ -146,9 +172,12 @@ class ChatRequest(StructuredRequest):
     # how much is thought, where the template knows efforts; "none" is the mode disabled
     reasoning_effort: Annotated[str, _one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True  # false: the answer is without its reasoning
-    separate_reasoning: bool | None = None  # SGLang's; false: reasoning stays in the content, between think tags
-    reasoning_split: bool | None = None  # MiniMax's; false: the same; true: also in reasoning_details
-    stream_reasoning: bool = True  # SGLang's; false: reasoning comes in one piece when it is complete
+    # SGLang's; false: reasoning stays in the content, between think tags
+    separate_reasoning: bool | None = None
+    # MiniMax's; false: the same; true: also in reasoning_details
+    reasoning_split: bool | None = None
+    # SGLang's; false: reasoning comes in one piece when it is complete
+    stream_reasoning: bool = True
 
     @property
     def token_limit(self) -> int | None:
@@ -166,20 +195,26 @@ class ChatRequest(StructuredRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is shown, those that instructions bring along included: none with tool_choice 'none'."""
+        """The tools that the model is shown, those that instructions bring along included: none
+        with tool_choice 'none'.
+        """
         if self.tool_choice == "none":
             return None
         tools = list(self.tools or ())
         for index, message in enumerate(self.messages):
             brought = message.get("tools") if message.get("role") in INSTRUCTION_ROLES else None
             if brought:
-                if not isinstance(brought, list) or not all(isinstance(tool, dict) for tool in brought):
+                if not isinstance(brought, list) or not all(
+                    isinstance(tool, dict) for tool in brought
+                ):
                     refuse(f"messages[{index}].tools", "must be a list of tools")
                 tools += _check_tools(brought, field=f"messages[{index}].tools")
         return tools or None
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
-        """Which of the offered tools may and must be called. Errors: `InvalidRequestError` for one that is not among them."""
+        """Which of the offered tools may and must be called. Errors: `InvalidRequestError` for one
+        that is not among them.
+        """
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if _allows_some(choice):
             some = allowed_tools(choice)
@@ -190,7 +225,9 @@ class ChatRequest(StructuredRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        """What the request says about thinking, by whatever name; the earlier name in this list wins."""
+        """What the request says about thinking, by whatever name; the earlier name in this list
+        wins.
+        """
         modes = (
             None if self.thinking is None else self.thinking.type,
             self.thinking_mode,

@@ -29,7 +29,10 @@ def _as_prompts(value: object) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        refuse("prompt", f"must be a string, strings, token ids or lists of token ids; got {shown(value)}")
+        refuse(
+            "prompt",
+            f"must be a string, strings, token ids or lists of token ids; got {shown(value)}",
+        )
     if type(value[0]) is int:
         return [_token_ids(value, "prompt")]
     if len(value) > MAX_PROMPTS:
@@ -41,7 +44,9 @@ def _as_prompts(value: object) -> list[Prompt]:
         elif isinstance(part, list):
             prompts.append(_token_ids(part, f"prompt[{index}]"))
         else:
-            refuse(f"prompt[{index}]", f"must be a string or a list of token ids; got {shown(part)}")
+            refuse(
+                f"prompt[{index}]", f"must be a string or a list of token ids; got {shown(part)}"
+            )
     return prompts
 
 
@@ -55,7 +60,10 @@ def _token_ids(values: list[Any], where: str) -> list[int]:
 class CompletionRequest(StructuredRequest):
     """Text or token ids to continue, without a chat template."""
 
-    ignored_fields: ClassVar[frozenset[str]] = StructuredRequest.ignored_fields | {"parallel_tool_calls", "reasoning_effort"}
+    ignored_fields: ClassVar[frozenset[str]] = StructuredRequest.ignored_fields | {
+        "parallel_tool_calls",
+        "reasoning_effort",
+    }
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         **StructuredRequest.unsupported_fields,
         "suffix": "filling in the middle is not implemented yet",

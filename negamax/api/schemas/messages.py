@@ -20,7 +20,12 @@ from negamax.api.thinking import EFFORTS, ThinkingChoice, template_switch
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar
 
-_THINKING = {"enabled": "enabled", "disabled": "disabled", "adaptive": "adaptive", "between_tools": "adaptive"}
+_THINKING = {
+    "enabled": "enabled",
+    "disabled": "disabled",
+    "adaptive": "adaptive",
+    "between_tools": "adaptive",
+}
 _DISPLAYS = ("summarized", "omitted")
 THREAD_UNSUPPORTED = "thread_unsupported_request"  # the code of Anthropic's API
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
@@ -36,7 +41,9 @@ def _known(field: str, allowed: tuple[str, ...]) -> AfterValidator:
 
 
 def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
-    """With a thread `messages` would be a part of the conversation. Clients know this code and go on without it."""
+    """With a thread `messages` would be a part of the conversation. Clients know this code and go
+    on without it.
+    """
     raise InvalidRequestError(
         "thread: the server keeps no conversations",
         hint="send the whole conversation without thread; its prefix is cached",
@@ -48,9 +55,12 @@ def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
 class ThinkingConfig(RequestModel):
     """`thinking`: whether, how long, and whether it is shown."""
 
-    type: Annotated[str, _known("thinking.type", tuple(_THINKING))]  # adaptive and between_tools: the model decides
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # tokens of thinking after which it is closed; 0: none
-    display: Annotated[str, _known("thinking.display", _DISPLAYS)] = "summarized"  # this server never summarises
+    # adaptive and between_tools: the model decides
+    type: Annotated[str, _known("thinking.type", tuple(_THINKING))]
+    # tokens of thinking after which it is closed; 0: none
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    # this server never summarises
+    display: Annotated[str, _known("thinking.display", _DISPLAYS)] = "summarized"
 
 
 class OutputConfig(RequestModel):
@@ -58,7 +68,8 @@ class OutputConfig(RequestModel):
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
-    effort: Annotated[str, _known("output_config.effort", EFFORTS)] | None = None  # as reasoning_effort of chats
+    # as reasoning_effort of chats
+    effort: Annotated[str, _known("output_config.effort", EFFORTS)] | None = None
     format: dict[str, Any] | None = None  # `type` json_schema and its `schema`, for the text
 
 
@@ -72,18 +83,24 @@ class ToolChoice(RequestModel):
 
 
 class CountRequest(TurnRequest):
-    """A conversation to count, and what a conversation to answer begins with. Messages stay as the client wrote them."""
+    """A conversation to count, and what a conversation to answer begins with. Messages stay as the
+    client wrote them.
+    """
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {
-            "metadata", "service_tier", "betas", "anthropic_beta", "anthropic_version", "container", "context_management",
+            "metadata", "service_tier", "betas", "anthropic_beta", "anthropic_version", "container",
+            "context_management",
             "inference_geo", "speed", "diagnostics", "cache_control", "user_profile_id",
         }
     )  # fmt: skip
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         "mcp_servers": "the server calls no other servers; declare their tools in tools",
         "compaction": "the server writes no summaries by itself; ask for one in a message",
-        **dict.fromkeys(("conversation", "previous_response_id"), "send the whole conversation; its prefix is cached"),
+        **dict.fromkeys(
+            ("conversation", "previous_response_id"),
+            "send the whole conversation; its prefix is cached",
+        ),
     }
 
     model: str = Field()  # a name from /v1/models
@@ -100,8 +117,8 @@ class CountRequest(TurnRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is shown, as chat completions have them; tools that run on Anthropic's servers, and those
-        without a schema, are left out."""
+        """The tools that the model is shown, as chat completions have them; tools that run on
+        Anthropic's servers, and those without a schema, are left out."""
         check_tool_count(len(self.tools or ()))
         offered = []
         for index, tool in enumerate(self.tools or ()):
@@ -111,7 +128,11 @@ class CountRequest(TurnRequest):
                     refuse(f"{where}.input_schema", "is required and missing")
                 continue
             check_function(tool, where=where, schema_field="input_schema")
-            function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
+            function = {
+                "name": tool["name"],
+                "description": tool.get("description"),
+                "parameters": tool["input_schema"],
+            }
             if tool.get("strict") is True:
                 function["strict"] = True
             function = {key: value for key, value in function.items() if value is not None}
@@ -123,12 +144,21 @@ class CountRequest(TurnRequest):
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
         """Which of the offered tools must be called."""
         choice = self.tool_choice or ToolChoice(type="auto")
-        return call_choice(_CHOICES[choice.type], choice.name, tools=tools, parallel=not choice.disable_parallel_tool_use)
+        return call_choice(
+            _CHOICES[choice.type],
+            choice.name,
+            tools=tools,
+            parallel=not choice.disable_parallel_tool_use,
+        )
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
         """What the request says about thinking."""
-        mode = template_switch(self.chat_template_kwargs or {}) if self.thinking is None else _THINKING[self.thinking.type]
+        mode = (
+            template_switch(self.chat_template_kwargs or {})
+            if self.thinking is None
+            else _THINKING[self.thinking.type]
+        )
         budget = None if self.thinking is None else self.thinking.budget_tokens
         return ThinkingChoice(mode=mode, effort=self.output_config.effort, budget=budget)
 
@@ -144,7 +174,9 @@ class CountRequest(TurnRequest):
         if form is None:
             return None
         if form.get("type") != "json_schema":
-            refuse("output_config.format", f"type {shown(form.get('type'))}; allowed: 'json_schema'")
+            refuse(
+                "output_config.format", f"type {shown(form.get('type'))}; allowed: 'json_schema'"
+            )
         return form_grammar("json_schema", form.get("schema"), param="output_config.format.schema")
 
 
@@ -152,7 +184,8 @@ class MessagesRequest(CountRequest):
     """A conversation to answer."""
 
     max_tokens: int = Field(ge=0)  # 0: read the prompt into the cache, answer nothing
-    stop_sequences: StopStrings = Field(default_factory=list)  # texts that end the answer and are left out of it
+    # texts that end the answer and are left out of it
+    stop_sequences: StopStrings = Field(default_factory=list)
 
 
 class ThinkingTokens(Struct, frozen=True):
@@ -176,7 +209,8 @@ class TextBlock(Struct, frozen=True, tag="text", tag_field="type"):
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking", tag_field="type"):
     thinking: str  # the reasoning; empty where the block starts, and with display omitted
-    signature: str  # proves that the reasoning is the server's own, and holds it with display omitted
+    # proves that the reasoning is the server's own, and holds it with display omitted
+    signature: str
 
 
 class ToolUseBlock(Struct, frozen=True, tag="tool_use", tag_field="type"):
@@ -194,7 +228,8 @@ class MessageAnswer(Struct, frozen=True, kw_only=True):
     role: str = "assistant"  # who says it
     model: str  # the name that the request used
     content: list[ContentBlock]  # in the order in which the model wrote it
-    stop_reason: str | None  # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
+    # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
+    stop_reason: str | None
     stop_sequence: str | None  # the one that ended it
     usage: MessageUsage  # token counts
 
@@ -220,7 +255,8 @@ class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="typ
 
 
 class StopDelta(Struct, frozen=True):
-    stop_reason: str | None  # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
+    # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
+    stop_reason: str | None
     stop_sequence: str | None  # the one that ended it
 
 

@@ -8,7 +8,15 @@ from typing import Annotated, Any, ClassVar
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
-from negamax.api.schemas.common import LogitBias, RequestId, RequestModel, StopStrings, StopTokenIds, refuse, shown
+from negamax.api.schemas.common import (
+    LogitBias,
+    RequestId,
+    RequestModel,
+    StopStrings,
+    StopTokenIds,
+    refuse,
+    shown,
+)
 from negamax.api.schemas.completions import MAX_PROMPTS
 from negamax.api.schemas.structure import form_grammar
 from negamax.config.grammar import Grammar, GrammarKind
@@ -21,8 +29,12 @@ _PRIORITY_LIMIT = 2**31
 class NativeSampling(RequestModel):
     """`sampling_params`."""
 
-    ignored_fields: ClassVar[frozenset[str]] = frozenset({"spaces_between_special_tokens", "custom_params"})
-    unsupported_fields: ClassVar[Mapping[str, str]] = {"stop_regex": "it is not implemented yet; use stop"}
+    ignored_fields: ClassVar[frozenset[str]] = frozenset(
+        {"spaces_between_special_tokens", "custom_params"}
+    )
+    unsupported_fields: ClassVar[Mapping[str, str]] = {
+        "stop_regex": "it is not implemented yet; use stop"
+    }
 
     max_new_tokens: int = Field(default=128, ge=0)  # 0: read the prompt, generate nothing
     min_new_tokens: int = 0  # before so many, no end token is sampled and no stop counts
@@ -30,24 +42,30 @@ class NativeSampling(RequestModel):
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None  # the likeliest tokens that have this probability together
     top_k: int | None = None  # only so many of the likeliest tokens; 0 and -1: all
-    min_p: float | None = None  # tokens with less than this share of the likeliest one's probability are left out
+    # tokens with less than this share of the likeliest one's probability are left out
+    min_p: float | None = None
     frequency_penalty: float = 0.0  # taken from a token's logit for each time the answer has it
     presence_penalty: float = 0.0  # taken from a token's logit once the answer has it
-    repetition_penalty: float | None = None  # above 1: tokens of prompt and answer become less likely
+    # above 1: tokens of prompt and answer become less likely
+    repetition_penalty: float | None = None
     logit_bias: LogitBias | None = None  # added to logits, by token id
     sampling_seed: int | None = None  # the same seed gives the same draws
-    stop: StopStrings = Field(default_factory=list)  # texts that end the answer and are left out of it
+    # texts that end the answer and are left out of it
+    stop: StopStrings = Field(default_factory=list)
     stop_token_ids: StopTokenIds = Field(default_factory=list)  # tokens that end the answer
     no_stop_trim: bool = False  # the stop string or token stays in the answer
     ignore_eos: bool = False  # the end token does not end the answer
-    stream_interval: int | None = Field(default=None, ge=1)  # tokens of a stream that are sent together; default: the server's
+    # tokens of a stream that are sent together; default: the server's
+    stream_interval: int | None = Field(default=None, ge=1)
     skip_special_tokens: bool = True  # special tokens have no text in the answer
     json_schema: dict[str, Any] | str | bool | None = None  # a JSON schema for the text
     regex: str | None = None  # an expression that the whole text matches
     ebnf: str | None = None  # an EBNF grammar, whose start is `root`
     structural_tag: dict[str, Any] | str | None = None  # forms of parts of the text, between tags
 
-    def sampling_params(self, *, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+    def sampling_params(
+        self, *, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
         """The engine's parameters."""
         return SamplingParams(
             n=self.n,
@@ -77,17 +95,26 @@ class NativeSampling(RequestModel):
         named = [(kind, getattr(self, kind)) for kind in _FORMS if getattr(self, kind) is not None]
         if len(named) > 1:
             refuse(f"sampling_params.{named[1][0]}", "an answer has one form")
-        return form_grammar(named[0][0], named[0][1], param=f"sampling_params.{named[0][0]}") if named else None
+        return (
+            form_grammar(named[0][0], named[0][1], param=f"sampling_params.{named[0][0]}")
+            if named
+            else None
+        )
 
 
 class NativeRequest(RequestModel):
     """One prompt or several, as text or as token ids."""
 
-    ignored_fields: ClassVar[frozenset[str]] = frozenset({"log_metrics", "modalities", "model", "weight_version"})
+    ignored_fields: ClassVar[frozenset[str]] = frozenset(
+        {"log_metrics", "modalities", "model", "weight_version"}
+    )
     unsupported_fields: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("image_data", "video_data", "audio_data", "input_embeds"), "this model reads text only"),
         **dict.fromkeys(
-            ("bootstrap_host", "bootstrap_port", "bootstrap_room"), "prefill and decode are not done on different servers"
+            ("image_data", "video_data", "audio_data", "input_embeds"), "this model reads text only"
+        ),
+        **dict.fromkeys(
+            ("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+            "prefill and decode are not done on different servers",
         ),
         "token_ids_logprob": "it is not implemented yet; use top_logprobs_num",
         "session_params": "send the whole text; its prefix is cached",
@@ -97,24 +124,34 @@ class NativeRequest(RequestModel):
     }
 
     text: str | list[str] | None = None  # a prompt or up to 128, instead of input_ids
-    input_ids: list[int] | list[list[int]] | None = None  # the token ids of a prompt or of up to 128, instead of text
+    # the token ids of a prompt or of up to 128, instead of text
+    input_ids: list[int] | list[list[int]] | None = None
     # the same for every prompt, or one for each
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
     stream: bool = False  # answer with events instead of one body
-    rid: RequestId | list[RequestId] | None = None  # an id for /abort_request, or one for each prompt
+    # an id for /abort_request, or one for each prompt
+    rid: RequestId | list[RequestId] | None = None
     return_logprob: bool = False  # meta_info has the log-probability of each token
-    logprob_start_len: int = Field(default=-1, ge=-1)  # from which prompt token on; -1: of the answer only
-    top_logprobs_num: int = Field(default=0, ge=0)  # so many of the likeliest tokens at each place too
+    # from which prompt token on; -1: of the answer only
+    logprob_start_len: int = Field(default=-1, ge=-1)
+    # so many of the likeliest tokens at each place too
+    top_logprobs_num: int = Field(default=0, ge=0)
     return_text_in_logprobs: bool = False  # logprobs have the texts of their tokens
-    max_thinking_tokens: int | None = Field(default=None, ge=0)  # tokens of reasoning after which it is closed
-    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)  # lower numbers run earlier
+    # tokens of reasoning after which it is closed
+    max_thinking_tokens: int | None = Field(default=None, ge=0)
+    # lower numbers run earlier
+    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
     timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
-    cache_salt: Annotated[str, Field(max_length=256)] = ""  # cached prefixes are shared only within one salt
+    # cached prefixes are shared only within one salt
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
 
     @property
     def is_batch(self) -> bool:
         """Whether several prompts were sent, so that the answer is a list."""
-        return isinstance(self.text, list) or (bool(self.input_ids) and isinstance(self.input_ids[0], list))  # type: ignore[index]
+        ids = self.input_ids
+        return isinstance(self.text, list) or (
+            ids is not None and bool(ids) and isinstance(ids[0], list)
+        )
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -133,13 +170,19 @@ class NativeRequest(RequestModel):
         if isinstance(sent, dict):
             return [NativeSampling.parse(sent)] * count
         if len(sent) != count:
-            refuse("sampling_params", f"{len(sent)} of them for {count} prompts; send one, or one for each")
+            refuse(
+                "sampling_params",
+                f"{len(sent)} of them for {count} prompts; send one, or one for each",
+            )
         return [NativeSampling.parse(each) for each in sent]
 
     def ids(self, count: int) -> list[str | None]:
         """The client's id of each of `count` prompts."""
         if self.rid is None or isinstance(self.rid, str):
-            return [self.rid if count == 1 or self.rid is None else f"{self.rid}_{index}" for index in range(count)]
+            return [
+                self.rid if count == 1 or self.rid is None else f"{self.rid}_{index}"
+                for index in range(count)
+            ]
         if len(self.rid) != count:
             refuse("rid", f"{len(self.rid)} ids for {count} prompts; allowed: {shown(count)}")
         return list(self.rid)
@@ -159,7 +202,8 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     """What is known of an answer; the logprob fields are there where they were asked for."""
 
     id: str  # the client's rid, or a random one
-    finish_reason: dict[str, Any] | None  # `type` (stop, length, abort) and what matched; null while it goes on
+    # `type` (stop, length, abort) and what matched; null while it goes on
+    finish_reason: dict[str, Any] | None
     prompt_tokens: int  # of the prompt, cached ones included
     completion_tokens: int  # generated
     cached_tokens: int  # of the prompt, found in the cache
@@ -168,8 +212,10 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     # of the prompt, from logprob_start_len on: log-probability, token id, text or null
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # of the answer, in the same form
-    input_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET  # the likeliest tokens at each place of the prompt
-    output_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET  # the likeliest tokens at each place of the answer
+    # the likeliest tokens at each place of the prompt
+    input_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
+    # the likeliest tokens at each place of the answer
+    output_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
 
 
 class NativeAnswer(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,8 @@ class SummaryText(Struct, frozen=True, tag="summary_text", tag_field="type"):
 class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
     text: str  # the text
     annotations: tuple[()] = ()  # there are none
-    logprobs: list[ChatLogprob] = []  # one entry per token of the text, with include message.output_text.logprobs
+    # one entry per token of the text, with include message.output_text.logprobs
+    logprobs: list[ChatLogprob] = []
 
 
 class ReasoningItem(Struct, frozen=True, tag="reasoning", tag_field="type"):
@@ -30,7 +31,8 @@ class ReasoningItem(Struct, frozen=True, tag="reasoning", tag_field="type"):
     status: str  # in_progress, completed or incomplete
     summary: list[SummaryText]  # one part, with reasoning.summary
     content: list[ReasoningText]  # one part
-    encrypted_content: str | UnsetType | None = UNSET  # the reasoning in packed form, with include reasoning.encrypted_content
+    # the reasoning in packed form, with include reasoning.encrypted_content
+    encrypted_content: str | UnsetType | None = UNSET
 
 
 class MessageItem(Struct, frozen=True, tag="message", tag_field="type"):
@@ -204,5 +206,6 @@ class TextEvent(Struct, frozen=True, kw_only=True):
     arguments: str | UnsetType = UNSET  # all of them, in their done event
     input: str | UnsetType = UNSET  # all of it, in its done event
     name: str | UnsetType = UNSET  # of the tool, in the done event of the arguments
-    # of output_text: of the tokens of the delta, or of all when it is done; empty unless they were asked for
+    # of output_text: of the tokens of the delta, or of all when it is done; empty unless they were
+    # asked for
     logprobs: list[ChatLogprob] | UnsetType = UNSET

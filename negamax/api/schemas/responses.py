@@ -29,7 +29,9 @@ _SUMMARIES = ("auto", "concise", "detailed", "none")
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTool:
-    """A tool that the client runs, and how the model is shown it: as a function, of one text for a custom tool."""
+    """A tool that the client runs, and how the model is shown it: as a function, of one text for a
+    custom tool.
+    """
 
     name: str
     namespace: str | None
@@ -44,7 +46,11 @@ class DeclaredTool:
 
 def shown_name(namespace: object, name: Any) -> Any:
     """The name of a tool with its namespace; what is no name stays as it is."""
-    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace and isinstance(name, str) and name else name
+    return (
+        f"{namespace}.{name}"
+        if isinstance(namespace, str) and namespace and isinstance(name, str) and name
+        else name
+    )
 
 
 def _known(field: str, allowed: tuple[str, ...]) -> AfterValidator:
@@ -84,7 +90,8 @@ class ReasoningConfig(RequestModel):
 class TextConfig(RequestModel):
     """`text`: the form of the answer."""
 
-    format: dict[str, Any] | None = None  # `type` text, json_object or json_schema (then with a `schema`)
+    # `type` text, json_object or json_schema (then with a `schema`)
+    format: dict[str, Any] | None = None
     verbosity: str | None = None  # without effect
 
 
@@ -93,44 +100,56 @@ class ResponsesRequest(TurnRequest):
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {
-            "user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier",
-            "stream_options", "max_tool_calls", "truncation", "client_metadata", "context_management", "moderation",
+            "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+            "prompt_cache_options", "safety_identifier",
+            "stream_options", "max_tool_calls", "truncation", "client_metadata",
+            "context_management", "moderation",
         }
     )  # fmt: skip
     unsupported_fields: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("conversation", "thread"), "the server keeps responses, not conversations; use previous_response_id"),
+        **dict.fromkeys(
+            ("conversation", "thread"),
+            "the server keeps responses, not conversations; use previous_response_id",
+        ),
         "prompt": "the server has no prompt templates; send input",
         "messages": "this endpoint takes input; use /v1/chat/completions",
         "max_tokens": "it is called max_output_tokens here",
     }
     # a text, or items from the conversation; at most 65,536
     input: Annotated[str | list[dict[str, Any]], AfterValidator(_check_input)]
-    instructions: str | None = None  # the system message; those of the response before are not taken over
+    # the system message; those of the response before are not taken over
+    instructions: str | None = None
     previous_response_id: str | None = None  # a kept response to go on from
     store: bool = True  # the server keeps the response
     background: bool = False  # answer at once, to be fetched later; needs store
-    max_output_tokens: int | None = Field(default=None, ge=1)  # reasoning included; left out: the rest of the window
+    # reasoning included; left out: the rest of the window
+    max_output_tokens: int | None = Field(default=None, ge=1)
     stop: StopStrings = Field(default_factory=list)  # an extension
     # functions and custom tools, also in namespaces; other types have no effect; at most 1,024
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"  # auto, none, required, a tool, or allowed_tools
     parallel_tool_calls: bool = True  # false: at most one call
-    reasoning: ReasoningConfig = ReasoningConfig()  # how much, and whether it is also given as a summary
+    # how much, and whether it is also given as a summary
+    reasoning: ReasoningConfig = ReasoningConfig()
     text: TextConfig = TextConfig()  # the form of the answer
     # reasoning.encrypted_content and message.output_text.logprobs have an effect
     include: list[str] = Field(default_factory=list)
     # so many of the likeliest tokens at each place; needs include message.output_text.logprobs
     top_logprobs: int = Field(default=0, ge=0)
+    # comes back in the response; keys of up to 64 characters, texts of up to 512
     metadata: Annotated[
-        dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
+        dict[
+            Annotated[str, StringConstraints(max_length=64)],
+            Annotated[str, StringConstraints(max_length=512)],
+        ],
         Field(max_length=MAX_METADATA),
         BeforeValidator(_bounded_metadata),
-    ] = Field(default_factory=dict)  # comes back in the response; keys of up to 64 characters, texts of up to 512
+    ] = Field(default_factory=dict)
 
     @cached_property
     def declared_tools(self) -> list[DeclaredTool]:
-        """The tools that the model can be shown: functions, custom tools, and both of them from namespaces. Tools that run on
-        OpenAI's servers are left out."""
+        """The tools that the model can be shown: functions, custom tools, and both of them from
+        namespaces. Tools that run on OpenAI's servers are left out."""
         declared: list[DeclaredTool] = []
         for index, tool in enumerate(self.tools or ()):
             where = f"tools[{index}]"
@@ -148,7 +167,9 @@ class ResponsesRequest(TurnRequest):
         return declared
 
     def choice(self) -> tuple[list[dict[str, Any]] | None, CallChoice]:
-        """The tools that the model is shown, as chat completions have them, and which of them may and must be called."""
+        """The tools that the model is shown, as chat completions have them, and which of them may
+        and must be called.
+        """
         declared, mode, name = self.declared_tools, self.tool_choice, None
         allowed: dict[str, str] | None = None
         if isinstance(mode, dict):
@@ -157,25 +178,42 @@ class ResponsesRequest(TurnRequest):
                 some = allowed_tools(mode, may_run_elsewhere=True)
                 mode, allowed = some.mode, {}
                 for called, place in some.names.items():
-                    known = [tool.shown_name for tool in declared if called in (tool.name, tool.shown_name)]
+                    known = [
+                        tool.shown_name
+                        for tool in declared
+                        if called in (tool.name, tool.shown_name)
+                    ]
                     allowed.update(dict.fromkeys(known or [called], place))
             elif kind in ("function", "custom"):
                 described = mode.get("function", mode)
-                mode, name = "function", described.get("name") if isinstance(described, dict) else None
+                mode, name = (
+                    "function",
+                    described.get("name") if isinstance(described, dict) else None,
+                )
             else:
                 mode = str(kind)
-        if mode not in ("auto", "none", "required", "function") or (mode == "function" and isinstance(self.tool_choice, str)):
+        if mode not in ("auto", "none", "required", "function") or (
+            mode == "function" and isinstance(self.tool_choice, str)
+        ):
             refuse(
-                "tool_choice", f"{shown(mode)}; allowed: 'auto', 'none', 'required', a function, a custom tool, allowed_tools"
+                "tool_choice",
+                f"{shown(mode)}; allowed: 'auto', 'none', 'required', a function, a custom tool, "
+                f"allowed_tools",
             )
         tools = None if mode == "none" else [tool.as_function for tool in declared] or None
-        name = next((tool.shown_name for tool in declared if name in (tool.name, tool.shown_name)), name)
-        return tools, call_choice(mode, name, tools=tools, parallel=self.parallel_tool_calls, allowed=allowed)
+        name = next(
+            (tool.shown_name for tool in declared if name in (tool.name, tool.shown_name)), name
+        )
+        return tools, call_choice(
+            mode, name, tools=tools, parallel=self.parallel_tool_calls, allowed=allowed
+        )
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
         """What the request says about thinking."""
-        return ThinkingChoice(mode=template_switch(self.chat_template_kwargs or {}), effort=self.reasoning.effort)
+        return ThinkingChoice(
+            mode=template_switch(self.chat_template_kwargs or {}), effort=self.reasoning.effort
+        )
 
     @property
     def grammar(self) -> Grammar | None:
@@ -188,8 +226,13 @@ class ResponsesRequest(TurnRequest):
                 return Grammar(kind="json_object")
             case "json_schema":
                 is_strict = form.get("strict") is True
-                return form_grammar("json_schema", form.get("schema"), param="text.format.schema", strict=is_strict)
-        refuse("text.format", f"type {shown(form.get('type'))}; allowed: {', '.join(map(repr, _FORMS))}")
+                return form_grammar(
+                    "json_schema", form.get("schema"), param="text.format.schema", strict=is_strict
+                )
+        refuse(
+            "text.format",
+            f"type {shown(form.get('type'))}; allowed: {', '.join(map(repr, _FORMS))}",
+        )
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -207,19 +250,35 @@ def _declared(tool: dict[str, Any], *, where: str, namespace: str | None) -> lis
     kind = tool.get("type")
     if kind not in ("function", "custom"):
         if not isinstance(kind, str):
-            refuse(f"{where}.type", f"{shown(kind)}; allowed: the name of a type, such as 'function'")
+            refuse(
+                f"{where}.type", f"{shown(kind)}; allowed: the name of a type, such as 'function'"
+            )
         return []
     described = tool.get("function", tool)  # also in the shape of chat completions
     if not isinstance(described, dict):
         refuse(f"{where}.function", "must be an object with a name")
     check_function({**described, "name": shown_name(namespace, described.get("name"))}, where=where)
-    function = {"name": shown_name(namespace, described["name"]), "description": described.get("description")}
+    function = {
+        "name": shown_name(namespace, described["name"]),
+        "description": described.get("description"),
+    }
     if kind == "custom":
-        text = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+        text = {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: {"type": "string"}},
+            "required": [CUSTOM_INPUT],
+        }
         function["parameters"] = text
     else:
         function["parameters"] = described.get("parameters")
         if described.get("strict") is True:
             function["strict"] = True
     function = {key: value for key, value in function.items() if value is not None}
-    return [DeclaredTool(described["name"], namespace, kind == "custom", {"type": "function", "function": function})]
+    return [
+        DeclaredTool(
+            described["name"],
+            namespace,
+            kind == "custom",
+            {"type": "function", "function": function},
+        )
+    ]

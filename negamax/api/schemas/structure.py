@@ -1,4 +1,6 @@
-"""What a request says about the form of its answer, by the many names that clients have for it, as one `Grammar`."""
+"""What a request says about the form of its answer, by the many names that clients have for it, as
+one `Grammar`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from negamax.config.grammar import Grammar, GrammarKind
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
-# Fields of requests and keys of `structured_outputs`, and the kind of grammar that their value describes.
+# Fields of requests and keys of `structured_outputs`, and the kind of grammar that their value
+# describes.
 _FIELD_KINDS: dict[str, GrammarKind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -34,10 +37,12 @@ _STRUCTURED_KINDS: dict[str, GrammarKind] = {
 
 
 class StructuredRequest(GenerationRequest):
-    """A request that may ask for a form: by `response_format`, by `structured_outputs` and `guided_*` (vLLM), or by the single
-    fields of SGLang. A schema or a structural tag may also come as JSON text."""
+    """A request that may ask for a form: by `response_format`, by `structured_outputs` and
+    `guided_*` (vLLM), or by the single fields of SGLang. A schema or a structural tag may also come
+    as JSON text."""
 
-    response_format: dict[str, Any] | None = None  # OpenAI's: `type` is text, json_object, json_schema or structural_tag
+    # OpenAI's: `type` is text, json_object, json_schema or structural_tag
+    response_format: dict[str, Any] | None = None
     # vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag`
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None  # a JSON schema for the content
@@ -47,13 +52,15 @@ class StructuredRequest(GenerationRequest):
     json_schema: dict[str, Any] | str | bool | None = None  # SGLang's name for guided_json
     regex: str | None = None  # SGLang's name for guided_regex
     ebnf: str | None = None  # SGLang's name for guided_grammar
-    structural_tag: dict[str, Any] | str | None = None  # forms of parts of the content, between tags
+    # forms of parts of the content, between tags
+    structural_tag: dict[str, Any] | str | None = None
 
     @property
     def grammar(self) -> Grammar | None:
         """The form of the content, or None where any will do.
 
-        Errors: `InvalidRequestError` for a value that describes no form, and for more than one form.
+        Errors: `InvalidRequestError` for a value that describes no form, and for more than one
+        form.
         """
         found: dict[str, Grammar] = {}
         if self.response_format is not None:
@@ -70,7 +77,10 @@ class StructuredRequest(GenerationRequest):
             if value is not None:
                 found[name] = form_grammar(kind, value, param=name)
         if len(found) > 1:
-            refuse(list(found)[1], f"an answer has one form; the request asks for {' and '.join(found)}")
+            refuse(
+                list(found)[1],
+                f"an answer has one form; the request asks for {' and '.join(found)}",
+            )
         return next(iter(found.values()), None)
 
 
@@ -87,22 +97,30 @@ def _response_format(value: Mapping[str, Any]) -> Grammar | None:
             if not isinstance(described, Mapping) or schema is None:
                 refuse("response_format.json_schema", "must be an object with a schema")
             is_strict = described.get("strict") is True
-            return form_grammar("json_schema", schema, param="response_format.json_schema.schema", strict=is_strict)
+            return form_grammar(
+                "json_schema", schema, param="response_format.json_schema.schema", strict=is_strict
+            )
         case "structural_tag":
             return form_grammar("structural_tag", dict(value), param="response_format")
-    refuse("response_format", f"type {shown(kind)}; allowed: {', '.join(map(repr, RESPONSE_FORMATS))}")
+    refuse(
+        "response_format", f"type {shown(kind)}; allowed: {', '.join(map(repr, RESPONSE_FORMATS))}"
+    )
 
 
 def form_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = False) -> Grammar:
-    """A checked grammar from the value of field `param`. Schemas and structural tags may come as JSON text; schemas keep the
-    key order of the client."""
+    """A checked grammar from the value of field `param`. Schemas and structural tags may come as
+    JSON text; schemas keep the key order of the client."""
     if kind == "json_object":
         return Grammar(kind="json_object")
     text = value
     if not isinstance(value, str):
         allowed = {"json_schema": dict | bool, "structural_tag": dict, "choice": list}.get(kind)
         if allowed is None or not isinstance(value, allowed):
-            refuse(param, f"must be {'a list of strings' if kind == 'choice' else 'text'}; got {shown(value)}")
+            refuse(
+                param,
+                f"must be {'a list of strings' if kind == 'choice' else 'text'}; got "
+                f"{shown(value)}",
+            )
         text = json.dumps(value, ensure_ascii=False)
     elif kind == "choice":
         refuse(param, f"must be a list of strings; got {shown(value)}")
@@ -110,5 +128,7 @@ def form_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = Fa
     try:
         grammar.check()
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{param}: {error.message}", hint=error.hint, param=param, code=error.code) from None
+        raise InvalidRequestError(
+            f"{param}: {error.message}", hint=error.hint, param=param, code=error.code
+        ) from None
     return grammar

@@ -49,7 +49,8 @@ def _check_ids(ids: list[object], where: str) -> None:
 class TokenizeRequest(RequestModel):
     """Text, texts or a conversation to turn into tokens."""
 
-    ignored_fields: ClassVar[frozenset[str]] = frozenset({"add_special_tokens"})  # MiniMax's tokenizer adds none by itself
+    # MiniMax's tokenizer adds none by itself
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"add_special_tokens"})
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         "chat_template": "the template is chosen when the server starts (--chat-template)"
     }
@@ -59,7 +60,9 @@ class TokenizeRequest(RequestModel):
         Annotated[
             str | list[str],
             PlainValidator(_as_texts),
-            WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+            WithJsonSchema(
+                {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+            ),
         ]
         | None
     ) = None  # a text or up to 1,024, instead of messages
@@ -67,9 +70,12 @@ class TokenizeRequest(RequestModel):
     messages: Annotated[list[dict[str, Any]], AfterValidator(check_messages)] | None = None
     tools: Tools | None = None  # shown to the model with the messages
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
-    continue_final_message: bool = False  # the prompt ends within the last message; needs add_generation_prompt=false
+    # the prompt ends within the last message; needs add_generation_prompt=false
+    continue_final_message: bool = False
     # variables of the chat template
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None
+    ) = None
     return_token_strs: bool = False  # the answer has the texts of the tokens
 
 
@@ -91,7 +97,8 @@ class TokenizeAnswer(Struct, frozen=True):
     count: int | list[int]  # tokens
     max_model_len: int  # tokens of the window, answer included
     tokens: list[int] | list[list[int]]  # their ids
-    token_strs: list[str] | list[list[str]] | UnsetType | None = UNSET  # their texts, with return_token_strs
+    # their texts, with return_token_strs
+    token_strs: list[str] | list[list[str]] | UnsetType | None = UNSET
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):

@@ -1,5 +1,5 @@
-"""What every dialect demands of a declared function: a name that survives in the model's format, and a schema; and which of
-them a `tool_choice` allows."""
+"""What every dialect demands of a declared function: a name that survives in the model's format,
+and a schema; and which of them a `tool_choice` allows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,21 @@ def check_tool_count(count: int, *, field: str = "tools") -> None:
         refuse(field, f"{count} tools; allowed: at most {MAX_TOOLS}")
 
 
-def check_function(function: Mapping[str, Any], *, where: str, schema_field: str = "parameters") -> None:
-    """Refuse a function whose name, description or schema (in `schema_field`) the prompt or the parser could not use; `where`
-    is its place in the request. The rest of it goes to the template as the client wrote it."""
+def check_function(
+    function: Mapping[str, Any], *, where: str, schema_field: str = "parameters"
+) -> None:
+    """Refuse a function whose name, description or schema (in `schema_field`) the prompt or the
+    parser could not use; `where` is its place in the request. The rest of it goes to the template
+    as the client wrote it."""
     name = function.get("name")
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_TOOL_NAME_CHARS or not _NAME_BREAKERS.isdisjoint(name):
-        allowed = f"1 to {MAX_TOOL_NAME_CHARS} characters without quotes, angle brackets and line breaks"
+    if (
+        not isinstance(name, str)
+        or not 0 < len(name) <= MAX_TOOL_NAME_CHARS
+        or not _NAME_BREAKERS.isdisjoint(name)
+    ):
+        allowed = (
+            f"1 to {MAX_TOOL_NAME_CHARS} characters without quotes, angle brackets and line breaks"
+        )
         refuse(f"{where}.name", f"{shown(name)}; allowed: {allowed}")
     for key, kind in (("description", str), (schema_field, dict)):
         if not isinstance(function.get(key), kind | None):
@@ -35,16 +44,20 @@ def check_function(function: Mapping[str, Any], *, where: str, schema_field: str
 
 @dataclass(frozen=True, slots=True)
 class AllowedTools:
-    """A `tool_choice` of some of the declared tools. `names` has the place in the request for each name."""
+    """A `tool_choice` of some of the declared tools. `names` has the place in the request for each
+    name.
+    """
 
     mode: str
     names: dict[str, str]
 
 
 def allowed_tools(choice: Mapping[str, Any], *, may_run_elsewhere: bool = False) -> AllowedTools:
-    """What a `tool_choice` of the type "allowed_tools" says, in the shape of chat completions or of Responses.
+    """What a `tool_choice` of the type "allowed_tools" says, in the shape of chat completions or of
+    Responses.
 
-    `may_run_elsewhere`: tools that are neither functions nor custom tools are passed over, as where they are declared.
+    `may_run_elsewhere`: tools that are neither functions nor custom tools are passed over, as where
+    they are declared.
     """
     field, described = "tool_choice", choice
     if "allowed_tools" in choice:
@@ -73,5 +86,8 @@ def allowed_tools(choice: Mapping[str, Any], *, may_run_elsewhere: bool = False)
             refuse(f"{where}.name", f"must be the name of a tool; got {shown(name)}")
         names.setdefault(name, f"{where}.name")
     if not names:
-        refuse(f"{field}.tools", "has no tool that can be called here; name at least one, or use tool_choice 'none'")
+        refuse(
+            f"{field}.tools",
+            "has no tool that can be called here; name at least one, or use tool_choice 'none'",
+        )
     return AllowedTools(mode, names)

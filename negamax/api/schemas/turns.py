@@ -11,7 +11,11 @@ from negamax.api.schemas.common import SampledRequest
 
 
 class TurnRequest(SampledRequest):
-    """One answer to a conversation. What its dialect does not know itself is an extension, named as in chat completions."""
+    """One answer to a conversation. What its dialect does not know itself is an extension, named as
+    in chat completions.
+    """
 
     # variables of the chat template
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None
+    ) = None

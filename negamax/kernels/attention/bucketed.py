@@ -1,11 +1,15 @@
-"""Attention for the CPU: gathered keys, PyTorch's fused attention loop, lengths padded as the query's position alone says.
+"""Attention for the CPU: gathered keys, PyTorch's fused attention loop, lengths padded as the
+query's position alone says.
 
-A query at position p is computed over `padded_keys(p + 1)` keys, those after p masked. Sequences of one padded length run as
-one batch, a prefill in tiles of queries that share a padded length; the query heads of a KV head share its keys. What a query
-computes therefore does not change with the batch, with chunk borders, or between prefill and decode, as far as the loop
-treats its query rows alike; with 4 rows or more it does, to the bit (tests/cpu/test_batch_invariance.py), so fewer are padded.
+A query at position p is computed over `padded_keys(p + 1)` keys, those after p masked. Sequences of
+one padded length run as one batch, a prefill in tiles of queries that share a padded length; the
+query heads of a KV head share its keys. What a query computes therefore does not change with the
+batch, with chunk borders, or between prefill and decode, as far as the loop treats its query rows
+alike; with 4 rows or more it does, to the bit (tests/cpu/test_batch_invariance.py), so fewer are
+padded.
 
-Measured on two Zen 4 cores with caches cold (16 sequences, 384 keys, 2 KV heads of 128, bf16): 0.82 ms, of which the gathers
+Measured on two Zen 4 cores with caches cold (16 sequences, 384 keys, 2 KV heads of 128, bf16): 0.82
+ms, of which the gathers
 0.36 ms; as batched matrix products with an fp32 softmax 1.44 ms. Scores and sums are fp32.
 """
 
@@ -38,11 +42,14 @@ def padded_keys(length: int, block_size: int) -> int:
     return -(-(-(-length // step) * step) // block_size) * block_size
 
 
-def gather_index(tables: NDArray[np.int64], lengths: NDArray[np.int64], *, num_keys: int, shape: PagedShape) -> Tensor:
-    """Blocks to gather for sequences padded to `num_keys` keys, as indices into a cache seen as [-1, block_size, head_dim].
+def gather_index(
+    tables: NDArray[np.int64], lengths: NDArray[np.int64], *, num_keys: int, shape: PagedShape
+) -> Tensor:
+    """Blocks to gather for sequences padded to `num_keys` keys, as indices into a cache seen as
+    [-1, block_size, head_dim].
 
-    tables [S, max_blocks], lengths [S, 1] -> [S * kv_heads * num_keys / block_size] int64. Padding repeats a sequence's own
-    last block, whose contents are masked.
+    tables [S, max_blocks], lengths [S, 1] -> [S * kv_heads * num_keys / block_size] int64. Padding
+    repeats a sequence's own last block, whose contents are masked.
     """
     last_block = (lengths - 1) // shape.block_size
     columns = np.minimum(np.arange(num_keys // shape.block_size), last_block)  # [S, blocks]
@@ -51,12 +58,16 @@ def gather_index(tables: NDArray[np.int64], lengths: NDArray[np.int64], *, num_k
 
 
 def gather(cache: Tensor, index: Tensor, *, matrices: int) -> Tensor:
-    """cache [num_blocks, kv_heads, block_size, head_dim] -> [matrices, 1, gathered keys, head_dim]."""
+    """cache [num_blocks, kv_heads, block_size, head_dim] -> [matrices, 1, gathered keys,
+    head_dim].
+    """
     _, _, block_size, head_dim = cache.shape
-    return cache.view(-1, block_size, head_dim).index_select(0, index).view(matrices, 1, -1, head_dim)
+    return (
+        cache.view(-1, block_size, head_dim).index_select(0, index).view(matrices, 1, -1, head_dim)
+    )
 
 
-# --- decode ---------------------------------------------------------------------------------------------------------------
+# --- decode --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -78,13 +89,21 @@ def plan_decode(
     for row, length in enumerate(seq_lens):
         members.setdefault(padded_keys(length, shape.block_size), []).append(row)
     buckets = []
-    slices = [(keys, rows[i : i + _GATHER_ROWS]) for keys, rows in members.items() for i in range(0, len(rows), _GATHER_ROWS)]
+    slices = [
+        (keys, rows[i : i + _GATHER_ROWS])
+        for keys, rows in members.items()
+        for i in range(0, len(rows), _GATHER_ROWS)
+    ]
     for num_keys, rows in slices:
         every = len(rows) == len(seq_lens)
         lengths = np.array([seq_lens[row] for row in rows])[:, None]  # [S, 1]
-        blocks = gather_index(tables if every else tables[rows], lengths, num_keys=num_keys, shape=shape)
+        blocks = gather_index(
+            tables if every else tables[rows], lengths, num_keys=num_keys, shape=shape
+        )
         hidden = np.repeat(np.arange(num_keys) >= lengths, shape.kv_heads, 0)[:, None, None, :]
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(
+            torch.from_numpy(hidden), -torch.inf
+        )
         buckets.append(DecodeBucket(None if every else torch.tensor(rows), blocks, mask))
     return tuple(buckets)
 
@@ -97,31 +116,45 @@ def decode(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] of q's dtype -> [S, heads * head_dim]."""
-    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, "scaled caches are read on the GPU only"
+    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] of q's dtype ->
+    [S, heads * head_dim].
+    """
+    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, (
+        "scaled caches are read on the GPU only"
+    )
     num_seqs, heads, head_dim = q.shape
     if len(plan) == 1:
         return _decode_bucket(q, k_cache, v_cache, plan[0])
     out = q.new_empty(num_seqs, heads * head_dim)
     for bucket in plan:
         assert bucket.rows is not None
-        out.index_copy_(0, bucket.rows, _decode_bucket(q.index_select(0, bucket.rows), k_cache, v_cache, bucket))
+        out.index_copy_(
+            0, bucket.rows, _decode_bucket(q.index_select(0, bucket.rows), k_cache, v_cache, bucket)
+        )
     return out
 
 
 def _decode_bucket(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket) -> Tensor:
     num_seqs, heads, head_dim = q.shape
-    matrices = num_seqs * k_cache.shape[1]  # one product per sequence and KV head, its query heads as rows
+    # one product per sequence and KV head, its query heads as rows
+    matrices = num_seqs * k_cache.shape[1]
     group = heads // k_cache.shape[1]
     queries = q.reshape(matrices, 1, group, head_dim)
     if group % _ROW_MULTIPLE:
         queries = F.pad(queries, (0, 0, 0, -group % _ROW_MULTIPLE))
-    k, v = gather(k_cache, bucket.blocks, matrices=matrices), gather(v_cache, bucket.blocks, matrices=matrices)
+    k, v = (
+        gather(k_cache, bucket.blocks, matrices=matrices),
+        gather(v_cache, bucket.blocks, matrices=matrices),
+    )
     out = F.scaled_dot_product_attention(queries, k, v, attn_mask=bucket.mask)
-    return out[:, :, :group].reshape(num_seqs, heads * head_dim) if group % _ROW_MULTIPLE else out.view(num_seqs, -1)
+    return (
+        out[:, :, :group].reshape(num_seqs, heads * head_dim)
+        if group % _ROW_MULTIPLE
+        else out.view(num_seqs, -1)
+    )
 
 
-# --- prefill --------------------------------------------------------------------------------------------------------------
+# --- prefill -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -159,7 +192,9 @@ def plan_prefill(
     return tuple(runs)
 
 
-def _plan_tiles(start: int, end: int, *, block_size: int, dtype: torch.dtype) -> tuple[PrefillTile, ...]:
+def _plan_tiles(
+    start: int, end: int, *, block_size: int, dtype: torch.dtype
+) -> tuple[PrefillTile, ...]:
     """Queries at positions start to end - 1, cut where the padded length may change."""
     tiles = []
     first = start
@@ -182,8 +217,12 @@ def prefill(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] of q's dtype -> [T, heads * head_dim]."""
-    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, "scaled caches are read on the GPU only"
+    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] of q's dtype ->
+    [T, heads * head_dim].
+    """
+    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, (
+        "scaled caches are read on the GPU only"
+    )
     num_tokens, heads, head_dim = q.shape
     out = q.new_empty(num_tokens, heads * head_dim)
     for run in plan:
@@ -196,7 +235,10 @@ def _prefill_run(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: PrefillRun, o
     num_tokens, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
-    k, v = (gather(cache, run.blocks, matrices=kv_heads).expand(kv_heads, group, -1, head_dim) for cache in (k_cache, v_cache))
+    k, v = (
+        gather(cache, run.blocks, matrices=kv_heads).expand(kv_heads, group, -1, head_dim)
+        for cache in (k_cache, v_cache)
+    )
     out = out.view(num_tokens, kv_heads, group, head_dim)
     for tile in run.tiles:
         count = tile.last - tile.first
@@ -205,7 +247,9 @@ def _prefill_run(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: PrefillRun, o
         )  # [kv_heads, group, T, head_dim]
         if count % _ROW_MULTIPLE:
             queries = F.pad(queries, (0, 0, 0, -count % _ROW_MULTIPLE))
-        mixed = F.scaled_dot_product_attention(queries, k[:, :, : tile.num_keys], v[:, :, : tile.num_keys], attn_mask=tile.mask)
+        mixed = F.scaled_dot_product_attention(
+            queries, k[:, :, : tile.num_keys], v[:, :, : tile.num_keys], attn_mask=tile.mask
+        )
         out[tile.first : tile.last] = mixed[:, :, :count].permute(2, 0, 1, 3)
 
 

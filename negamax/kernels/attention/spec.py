@@ -1,9 +1,11 @@
 """Definitions of the attention ops.
 
-    out[t, h] = sum_j softmax_j(q[t, h] . k[j, h // group] * head_dim ** -0.5) v[j, h // group],   j <= position of t
+    out[t, h] = sum_j softmax_j(q[t, h] . k[j, h // group] * head_dim ** -0.5) v[j, h // group],   j
+    <= position of t
 
-Scores, softmax and sums are in fp32. Keys and values are read from the paged cache (layout: `kernels/kvcache/spec.py`)
-through a block table: position p of a sequence lies in block table[p // block_size] at offset p % block_size.
+Scores, softmax and sums are in fp32. Keys and values are read from the paged cache (layout:
+`kernels/kvcache/spec.py`) through a block table: position p of a sequence lies in block table[p //
+block_size] at offset p % block_size.
 """
 
 from __future__ import annotations
@@ -32,29 +34,38 @@ class PagedShape:
 
 @dataclass(frozen=True)
 class PagedQueries:
-    """T queries of S sequences whose keys are in the paged cache; a sequence's queries are its last tokens.
+    """T queries of S sequences whose keys are in the paged cache; a sequence's queries are its last
+    tokens.
 
-    Sequence s has the queries query_starts[s] to query_starts[s + 1] - 1 of the T, and its blocks are
-    block_tables[table_rows[s]]. Tensors are on the device of the cache; the host copies serve whoever plans on the host, and
-    are () while a graph is captured (decodes only: one query per sequence).
+    Sequence s has the queries query_starts[s] to query_starts[s + 1] - 1 of the T, and its blocks
+    are block_tables[table_rows[s]]. Tensors are on the device of the cache; the host copies serve
+    whoever plans on the host, and are () while a graph is captured (decodes only: one query per
+    sequence).
     """
 
     block_tables: Tensor  # [rows, max_blocks] int32 or int64
     table_rows: Tensor  # [S] int64
-    seq_lens: Tensor  # [S] int32, tokens including this step; 0: a row of padding, whose output is 0
+    # [S] int32, tokens including this step; 0: a row of padding, whose output is 0
+    seq_lens: Tensor
     query_starts: Tensor  # [S + 1] int32
     host_seq_lens: tuple[int, ...]  # [S]
     host_counts: tuple[int, ...]  # [S] queries of each sequence
     most_queries: int = 0  # where the host knows no counts
 
     def used_tables(self, block_size: int) -> Tensor:
-        """The tables of the S sequences, as wide as the longest of them needs. [S, blocks] int64, from the host's lengths."""
+        """The tables of the S sequences, as wide as the longest of them needs. [S, blocks] int64,
+        from the host's lengths.
+        """
         width = max(1, -(-max(self.host_seq_lens, default=0) // block_size))
         return self.block_tables[:, :width].index_select(0, self.table_rows).long()
 
 
-def paged_queries(block_tables: Tensor, seq_lens: Sequence[int], counts: Sequence[int]) -> PagedQueries:
-    """The last counts[s] tokens of each sequence of seq_lens[s] tokens, whose blocks are block_tables[s]."""
+def paged_queries(
+    block_tables: Tensor, seq_lens: Sequence[int], counts: Sequence[int]
+) -> PagedQueries:
+    """The last counts[s] tokens of each sequence of seq_lens[s] tokens, whose blocks are
+    block_tables[s].
+    """
     device = block_tables.device
     return PagedQueries(
         block_tables=block_tables,
@@ -66,7 +77,7 @@ def paged_queries(block_tables: Tensor, seq_lens: Sequence[int], counts: Sequenc
     )
 
 
-# --- QK norm, rope, cache write -------------------------------------------------------------------------------------------
+# --- QK norm, rope, cache write ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -82,10 +93,14 @@ class QkNorm:
 
 
 def prepare_qk_norm(weight: Tensor, *, heads: int, kv_heads: int, eps: float, ranks: int) -> QkNorm:
-    """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group has `ranks`."""
+    """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group
+    has `ranks`.
+    """
     head_dim = weight.shape[0] // (heads + kv_heads)
     q_count, k_count = float(heads * head_dim * ranks), float(kv_heads * head_dim * ranks)
-    constants = torch.tensor([q_count, k_count, eps], dtype=torch.float32, device=weight.device).unbind()
+    constants = torch.tensor(
+        [q_count, k_count, eps], dtype=torch.float32, device=weight.device
+    ).unbind()
     return QkNorm(weight, heads, kv_heads, *constants)
 
 
@@ -101,17 +116,19 @@ def qk_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """Full-width RMS norm of q and of k, rope on both, k and v into the cache; returns q [T, heads, head_dim].
+    """Full-width RMS norm of q and of k, rope on both, k and v into the cache; returns q [T, heads,
+    head_dim].
 
-    qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection (overwritten); cos, sin from `rope.spec.cos_sin`; rows
-    from `kvcache.spec.cache_rows`. The mean of squares runs over all heads of the attention `group`, whose ranks' fp32 sums of
-    squares [T, 2] are added; None: one rank. All arithmetic is in fp32 and rounded once, at the end. The cache holds
-    k / kv_scales[0] and v / kv_scales[1].
+    qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection (overwritten); cos, sin from
+    `rope.spec.cos_sin`; rows from `kvcache.spec.cache_rows`. The mean of squares runs over all
+    heads of the attention `group`, whose ranks' fp32 sums of squares [T, 2] are added; None: one
+    rank. All arithmetic is in fp32 and rounded once, at the end. The cache holds k / kv_scales[0]
+    and v / kv_scales[1].
     """
     num_tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     q_width, qk_width = norm.heads * head_dim, norm.weight.shape[0]
-    # A row that overflowed must not leave NaN or infinity in a block: whoever gets the block next multiplies the masked
-    # values by a probability of 0, and 0 * NaN is NaN.
+    # A row that overflowed must not leave NaN or infinity in a block: whoever gets the block next
+    # multiplies the masked values by a probability of 0, and 0 * NaN is NaN.
     wide = qkv.nan_to_num_().float()
     q, k = wide[:, :q_width], wide[:, q_width:qk_width]
     q_sum, k_sum = q.square().sum(-1, keepdim=True), k.square().sum(-1, keepdim=True)  # [T, 1]
@@ -119,7 +136,11 @@ def qk_norm_rope_write(
         q_sum, k_sum = torch.split(group.all_reduce(torch.cat((q_sum, k_sum), dim=-1)), 1, dim=-1)
     q.mul_(q_sum.div_(norm.q_count).add_(norm.eps).rsqrt_())
     k.mul_(k_sum.div_(norm.k_count).add_(norm.eps).rsqrt_())
-    half_split_(wide[:, :qk_width].mul_(norm.weight).view(num_tokens, norm.heads + norm.kv_heads, head_dim), cos, sin)
+    half_split_(
+        wide[:, :qk_width].mul_(norm.weight).view(num_tokens, norm.heads + norm.kv_heads, head_dim),
+        cos,
+        sin,
+    )
     heads = wide.view(num_tokens, norm.heads + 2 * norm.kv_heads, head_dim)
     q, k, v = torch.split(heads, [norm.heads, norm.kv_heads, norm.kv_heads], dim=1)
     write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
@@ -151,9 +172,14 @@ def _qknr_case(
         "positions": torch.randint(0, 1000, (num_tokens,), generator=generator, device=device),
         "k_cache": normal(num_blocks, kv_heads, block_size, head_dim).to(dtype),
         "v_cache": normal(num_blocks, kv_heads, block_size, head_dim).to(dtype),
-        "slots": torch.randperm(num_blocks * block_size, generator=generator, device=device)[:num_tokens],
+        "slots": torch.randperm(num_blocks * block_size, generator=generator, device=device)[
+            :num_tokens
+        ],
     }
-    label = f"T={num_tokens} heads={heads} kv_heads={kv_heads} head_dim={head_dim} rotary_dim={rotary_dim}"
+    label = (
+        f"T={num_tokens} heads={heads} kv_heads={kv_heads} head_dim={head_dim} "
+        f"rotary_dim={rotary_dim}"
+    )
     numbers = {"heads": heads, "rotary_dim": rotary_dim}
     if cache_dtype is not None:
         numbers |= {"cache_dtype": cache_dtype, "kv_scales": (0.5, 2.0)}
@@ -173,7 +199,11 @@ def _qknr_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             rotary_dim=rotary_dim,
             cache=(4, 8),
         )
-        for num_tokens, heads, kv_heads, head_dim, rotary_dim in ((0, 2, 1, 16, 8), (1, 8, 2, 128, 64), (11, 6, 3, 20, 10))
+        for num_tokens, heads, kv_heads, head_dim, rotary_dim in (
+            (0, 2, 1, 16, 8),
+            (1, 8, 2, 128, 64),
+            (11, 6, 3, 20, 10),
+        )
     ]
 
 
@@ -203,14 +233,32 @@ def _qknr_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def _qknr_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
-    """Caches of the dtype that the case names, else of the case's own: what is stored is rounded in the definition too."""
+    """Caches of the dtype that the case names, else of the case's own: what is stored is rounded in
+    the definition too.
+    """
     t, n = case.tensors, case.numbers
-    k_cache, v_cache = (t[name].to(n.get("cache_dtype", t[name].dtype), copy=True) for name in ("k_cache", "v_cache"))
-    cos, sin = cos_sin(t["positions"], signed_frequencies(n["rotary_dim"], 5e6).to(t["positions"].device))
+    k_cache, v_cache = (
+        t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
+        for name in ("k_cache", "v_cache")
+    )
+    cos, sin = cos_sin(
+        t["positions"], signed_frequencies(n["rotary_dim"], 5e6).to(t["positions"].device)
+    )
     rows = cache_rows(t["slots"], kv_heads=k_cache.shape[1], block_size=k_cache.shape[2])
     assert kernel.prepare is not None
-    norm = kernel.prepare(t["norm_weight"], heads=n["heads"], kv_heads=k_cache.shape[1], eps=1e-6, ranks=1)
-    q = kernel.run(t["qkv"].clone(), norm, cos, sin, k_cache, v_cache, rows, kv_scales=n.get("kv_scales", (1.0, 1.0)))
+    norm = kernel.prepare(
+        t["norm_weight"], heads=n["heads"], kv_heads=k_cache.shape[1], eps=1e-6, ranks=1
+    )
+    q = kernel.run(
+        t["qkv"].clone(),
+        norm,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        rows,
+        kv_scales=n.get("kv_scales", (1.0, 1.0)),
+    )
     return q, k_cache, v_cache
 
 
@@ -219,7 +267,7 @@ def _qknr_cost(case: Case) -> Cost:
     return Cost(num_bytes=2 * num_bytes(qkv), flops=7 * qkv.numel())
 
 
-# --- attention ------------------------------------------------------------------------------------------------------------
+# --- attention -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -231,8 +279,12 @@ class ReferencePlan:
     counts: tuple[int, ...]  # queries of each sequence
 
 
-def plan(queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False) -> ReferencePlan:
-    """`dtype` of the queries. `quantize` asks for `Activations` from `run`, which the definition does not make."""
+def plan(
+    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+) -> ReferencePlan:
+    """`dtype` of the queries. `quantize` asks for `Activations` from `run`, which the definition
+    does not make.
+    """
     assert not quantize, "the definition has no FP8 output"
     lengths, counts = queries.host_seq_lens, queries.host_counts
     firsts = tuple(length - count for length, count in zip(lengths, counts, strict=True))
@@ -240,16 +292,24 @@ def plan(queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quanti
 
 
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: ReferencePlan, *, kv_scales: tuple[float, float] = (1.0, 1.0)
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: ReferencePlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads * head_dim].
+    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads *
+    head_dim].
 
     A key is its cache row * kv_scales[0], a value its row * kv_scales[1].
     """
     heads, head_dim = q.shape[1:]
     kv_heads, block_size = k_cache.shape[1:3]
     outputs, first_query = [q.new_empty(0, heads * head_dim)], 0
-    for table, first, count in zip(plan.block_tables, plan.first_positions, plan.counts, strict=True):
+    for table, first, count in zip(
+        plan.block_tables, plan.first_positions, plan.counts, strict=True
+    ):
         length = first + count
         if first < 0:  # a row of padding
             outputs.append(q.new_zeros(count, heads * head_dim))
@@ -266,7 +326,10 @@ def attend(
         )
         queries = q[first_query : first_query + count].float()
         scores = torch.einsum("thd,jhd->htj", queries, k) * head_dim**-0.5
-        hidden = torch.arange(length, device=q.device) > torch.arange(first, length, device=q.device)[:, None]
+        hidden = (
+            torch.arange(length, device=q.device)
+            > torch.arange(first, length, device=q.device)[:, None]
+        )
         weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("htj,jhd->thd", weights, v).reshape(count, -1).to(q.dtype))
         first_query += count
@@ -275,18 +338,31 @@ def attend(
 
 def _rows_of(cache: Tensor, blocks: Tensor) -> Tensor:
     """A copy of `blocks` of the cache; indexing does not take FP8 itself."""
-    return cache.view(torch.uint8)[blocks].view(cache.dtype) if cache.element_size() == 1 else cache[blocks]
+    return (
+        cache.view(torch.uint8)[blocks].view(cache.dtype)
+        if cache.element_size() == 1
+        else cache[blocks]
+    )
 
 
 def _paged(
-    dtype: torch.dtype, generator: torch.Generator, *, lengths: Sequence[int], shape: PagedShape, head_dim: int
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    lengths: Sequence[int],
+    shape: PagedShape,
+    head_dim: int,
 ) -> dict[str, Tensor]:
-    """Caches and shuffled block tables for sequences of these lengths, on the generator's device."""
+    """Caches and shuffled block tables for sequences of these lengths, on the generator's
+    device.
+    """
     device = generator.device
     per_sequence = [-(-length // shape.block_size) for length in lengths]
     cache = (sum(per_sequence) + 2, shape.kv_heads, shape.block_size, head_dim)
     blocks = torch.randperm(cache[0], generator=generator, device=device)
-    tables = torch.zeros(len(lengths), max(per_sequence, default=1), dtype=torch.int64, device=device)
+    tables = torch.zeros(
+        len(lengths), max(per_sequence, default=1), dtype=torch.int64, device=device
+    )
     used = 0
     for row, count in enumerate(per_sequence):
         tables[row, :count] = blocks[used : used + count]
@@ -308,15 +384,32 @@ def _attention_case(
     head_dim: int = 128,
     cache_dtype: torch.dtype | None = None,
 ) -> Case:
-    """Queries of the last `counts` tokens of each sequence; a cache in FP8 has scales other than 1."""
-    tensors = _paged(cache_dtype or dtype, generator, lengths=lengths, shape=shape, head_dim=head_dim)
-    q = torch.randn(sum(counts), shape.kv_heads * shape.group, head_dim, generator=generator, device=generator.device)
+    """Queries of the last `counts` tokens of each sequence; a cache in FP8 has scales other than
+    1.
+    """
+    tensors = _paged(
+        cache_dtype or dtype, generator, lengths=lengths, shape=shape, head_dim=head_dim
+    )
+    q = torch.randn(
+        sum(counts),
+        shape.kv_heads * shape.group,
+        head_dim,
+        generator=generator,
+        device=generator.device,
+    )
     tensors["q"] = q.to(dtype)
     numbers = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
     if cache_dtype == FP8:
         numbers["kv_scales"] = (0.5, 2.0)
-    tokens = f"lengths={list(lengths)}" if len(lengths) < 5 else f"{len(lengths)} sequences of {sum(lengths)} tokens"
-    sizes = f"kv_heads={shape.kv_heads} group={shape.group} head_dim={head_dim} block_size={shape.block_size}"
+    tokens = (
+        f"lengths={list(lengths)}"
+        if len(lengths) < 5
+        else f"{len(lengths)} sequences of {sum(lengths)} tokens"
+    )
+    sizes = (
+        f"kv_heads={shape.kv_heads} group={shape.group} head_dim={head_dim} "
+        f"block_size={shape.block_size}"
+    )
     return Case(f"{tokens} queries={sum(counts)} {sizes} {cache_dtype or dtype}", tensors, numbers)
 
 
@@ -359,7 +452,9 @@ def _prefill_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]
 
 
 def _decode_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's slices (8, 4 and 2 KV heads), one to a hundred sequences, rows of padding, one very long sequence."""
+    """MiniMax-M2's slices (8, 4 and 2 KV heads), one to a hundred sequences, rows of padding, one
+    very long sequence.
+    """
     uneven = [1 + 37 * i % 2200 for i in range(99)] + [0]
     return [
         _attention_case(
@@ -408,17 +503,27 @@ def _attention_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     assert kernel.prepare is not None
     queries = paged_queries(t["block_tables"], n["lengths"], n["counts"])
     plan = kernel.prepare(queries, n["shape"], dtype=t["q"].dtype)
-    return (kernel.run(t["q"], t["k_cache"], t["v_cache"], plan, kv_scales=n.get("kv_scales", (1.0, 1.0))),)
+    return (
+        kernel.run(
+            t["q"], t["k_cache"], t["v_cache"], plan, kv_scales=n.get("kv_scales", (1.0, 1.0))
+        ),
+    )
 
 
 def _attention_cost(case: Case) -> Cost:
-    """Every key and value of the sequences read once, queries read and results written; the products of visible pairs."""
+    """Every key and value of the sequences read once, queries read and results written; the
+    products of visible pairs.
+    """
     q, n = case.tensors["q"], case.numbers
     row_bytes = n["shape"].kv_heads * q.shape[-1] * case.tensors["k_cache"].element_size()
     pairs = sum(
-        count * (length - count) + count * (count + 1) // 2 for length, count in zip(n["lengths"], n["counts"], strict=True)
+        count * (length - count) + count * (count + 1) // 2
+        for length, count in zip(n["lengths"], n["counts"], strict=True)
     )
-    return Cost(num_bytes=2 * sum(n["lengths"]) * row_bytes + 2 * num_bytes(q), flops=4 * pairs * q.shape[1] * q.shape[2])
+    return Cost(
+        num_bytes=2 * sum(n["lengths"]) * row_bytes + 2 * num_bytes(q),
+        flops=4 * pairs * q.shape[1] * q.shape[2],
+    )
 
 
 _ATTENTION_TOLERANCE = rounding_tolerance(
@@ -429,7 +534,9 @@ OPS = (
     Op(
         name="attention.qk_norm_rope_write",
         summary="full-width RMS norm of q and k, rope, keys and values into the paged cache",
-        reference=Kernel("attention.qk_norm_rope_write", "reference", qk_norm_rope_write, prepare_qk_norm),
+        reference=Kernel(
+            "attention.qk_norm_rope_write", "reference", qk_norm_rope_write, prepare_qk_norm
+        ),
         cases=_qknr_cases,
         wide=_qknr_wide,
         wide_error=5e-3,

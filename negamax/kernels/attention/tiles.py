@@ -15,7 +15,8 @@ class DecodeCut:
     keys: int  # per tile
     min_tiles: int  # that a program takes before another one helps it
     programs: float  # per multiprocessor
-    few: float  # programs per multiprocessor that read fast enough, each with a piece of one sequence
+    # programs per multiprocessor that read fast enough, each with a piece of one sequence
+    few: float
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,13 @@ _SHORT = 4096  # tokens; beyond it large tiles read keys less often
 
 
 def decode_programs(num_seqs: int, kv_heads: int, multiprocessors: int) -> tuple[int, bool]:
-    """Programs per KV head, and whether sequences are cut into pieces (of which a program has one) or run together."""
-    few, many = (max(1, int(multiprocessors * number // kv_heads)) for number in (DECODE.few, DECODE.programs))
+    """Programs per KV head, and whether sequences are cut into pieces (of which a program has one)
+    or run together.
+    """
+    few, many = (
+        max(1, int(multiprocessors * number // kv_heads))
+        for number in (DECODE.few, DECODE.programs)
+    )
     return (few, True) if num_seqs <= few else (many, False)
 
 
@@ -50,7 +56,9 @@ def decode_launch(cache_bytes: int, *, cut: bool) -> DecodeLaunch:
 
 
 def prefill_queries(longest: int) -> int:
-    """Queries per program where the longest sequence has `longest` tokens: small tiles waste less at the diagonal."""
+    """Queries per program where the longest sequence has `longest` tokens: small tiles waste less
+    at the diagonal.
+    """
     return 64 if longest <= _SHORT else 128
 
 

@@ -1,6 +1,8 @@
-"""Attention on the GPU: one launch for QK norm + rope + cache write, one for the decodes of a step, one for its prefills.
+"""Attention on the GPU: one launch for QK norm + rope + cache write, one for the decodes of a step,
+one for its prefills.
 
-Scores, softmax and sums are in fp32; FP8 keys and values are multiplied as fp16, which holds them exactly.
+Scores, softmax and sums are in fp32; FP8 keys and values are multiplied as fp16, which holds them
+exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ _GPU = ("cuda",)
 _DTYPES = (torch.bfloat16, torch.float16)
 
 KERNELS = (
-    Kernel("attention.qk_norm_rope_write", "triton", qk_norm_rope_write, prepare_qk_norm, platforms=_GPU, dtypes=_DTYPES),
+    Kernel(
+        "attention.qk_norm_rope_write",
+        "triton",
+        qk_norm_rope_write,
+        prepare_qk_norm,
+        platforms=_GPU,
+        dtypes=_DTYPES,
+    ),
     Kernel("attention.decode", "triton", decode, plan_decode, platforms=_GPU, dtypes=_DTYPES),
     Kernel("attention.prefill", "triton", prefill, plan_prefill, platforms=_GPU, dtypes=_DTYPES),
 )

@@ -1,11 +1,13 @@
 """Attention of one query per sequence over the paged cache.
 
-The keys of all sequences are cut into tiles; a kernel of one program shares them out, once per step, among a fixed number of
-programs per KV head: pieces of one sequence each where there are programs enough, else equal runs through all of them. One
-sequence of 100,000 tokens keeps the whole machine busy, and so do a hundred short ones; the lengths stay on the device. A
-program that holds only a part of a sequence leaves its result in a workspace; the one with the first tile combines the parts.
-At these sizes a program's own latency counts as much as its bytes: the fewest instructions are wanted, so a cache holds finite
-values everywhere, and is read without masks; and what earlier steps wrote is read before the kernel in front has ended.
+The keys of all sequences are cut into tiles; a kernel of one program shares them out, once per
+step, among a fixed number of programs per KV head: pieces of one sequence each where there are
+programs enough, else equal runs through all of them. One sequence of 100,000 tokens keeps the whole
+machine busy, and so do a hundred short ones; the lengths stay on the device. A program that holds
+only a part of a sequence leaves its result in a workspace; the one with the first tile combines the
+parts. At these sizes a program's own latency counts as much as its bytes: the fewest instructions
+are wanted, so a cache holds finite values everywhere, and is read without masks; and what earlier
+steps wrote is read before the kernel in front has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from negamax.kernels.attention.triton_shared import (
 )
 from negamax.kernels.launch.triton import launch_options, start_next, wait
 
-_RECORD = 16  # words per program in a decode plan: first tile, end, sequence, nothing, then the sequence's record
+# words per program in a decode plan: first tile, end, sequence, nothing, then the sequence's record
+_RECORD = 16
 _SEQUENCE = 8  # words per sequence: first tile, end, tokens, table row, first program, programs
 _SEQUENCES = 128  # sequences the planning program looks at together
 _EMPTY = -1  # a word of the workspace that nobody has written
@@ -40,7 +43,9 @@ _EMPTY = -1  # a word of the workspace that nobody has written
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The shares of the programs and the room for what they leave to each other; every layer of the step uses them."""
+    """The shares of the programs and the room for what they leave to each other; every layer of the
+    step uses them.
+    """
 
     queries: PagedQueries
     shape: PagedShape
@@ -60,7 +65,9 @@ class DecodePlan:
 
 @triton.jit
 def _tiles_of(seq_lens, start, num_seqs, KEYS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Tiles of the sequences from `start` on; an empty one has a tile too, so that it is answered (with zeros)."""
+    """Tiles of the sequences from `start` on; an empty one has a tile too, so that it is answered
+    (with zeros).
+    """
     seq = start + tl.arange(0, SEQUENCES)
     live = seq < num_seqs
     length = tl.load(seq_lens + seq, mask=live, other=0)
@@ -68,9 +75,17 @@ def _tiles_of(seq_lens, start, num_seqs, KEYS: tl.constexpr, SEQUENCES: tl.const
 
 
 @triton.jit
-def _share(seq_lens, num_seqs, programs, cut, MIN_TILES: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Tiles that a program takes at most, and how many there are: an equal share of all, or where sequences are cut into pieces
-    the least for which every piece finds a program."""
+def _share(
+    seq_lens,
+    num_seqs,
+    programs,
+    cut,
+    MIN_TILES: tl.constexpr,
+    KEYS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):
+    """Tiles that a program takes at most, and how many there are: an equal share of all, or where
+    sequences are cut into pieces the least for which every piece finds a program."""
     _, _, _, tiles = _tiles_of(seq_lens, 0, num_seqs, KEYS, SEQUENCES)
     total, most = tl.sum(tiles, axis=0), tl.max(tiles, axis=0)
     for start in range(SEQUENCES, num_seqs, SEQUENCES):
@@ -99,7 +114,8 @@ def _plan_decode_kernel(
     records,
     num_seqs,
     programs,
-    cut,  # 0: each program takes a run of tiles, no matter of which sequences; 1: a piece of one sequence
+    # 0: each program takes a run of tiles, no matter of which sequences; 1: a piece of one sequence
+    cut,
     KEYS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     PADDED_PROGRAMS: tl.constexpr,
@@ -107,10 +123,13 @@ def _plan_decode_kernel(
     SEQUENCE: tl.constexpr,
     RECORD: tl.constexpr,
 ):
-    """One program, which cuts each sequence into equal pieces, or all of them together into equal runs."""
+    """One program, which cuts each sequence into equal pieces, or all of them together into equal
+    runs.
+    """
     program = tl.arange(0, PADDED_PROGRAMS)
     for word in tl.static_range(3):
-        tl.store(records + program * RECORD + word, tl.zeros_like(program), mask=program < programs)  # no work
+        # no work
+        tl.store(records + program * RECORD + word, tl.zeros_like(program), mask=program < programs)
     tl.debug_barrier()
     share, total = _share(seq_lens, num_seqs, programs, cut, MIN_TILES, KEYS, SEQUENCES)
     tiles_before, programs_before = 0, 0
@@ -127,7 +146,8 @@ def _plan_decode_kernel(
         count = tl.where(cut != 0, pieces, (end - 1) // share - first + 1)
         to = sequences + seq * SEQUENCE
         _sequence_record(to, base, end, length, table_row, first, count, live)
-        # The programs that begin in a sequence; of many sequences' run of tiles, the first program began before.
+        # The programs that begin in a sequence; of many sequences' run of tiles, the first program
+        # began before.
         begins = tl.where(cut != 0, first, tl.cdiv(base, share))
         number = tl.where(live, first + count - begins, 0)
         piece = tl.where(cut != 0, tl.cdiv(tiles, tl.maximum(pieces, 1)), share)
@@ -155,18 +175,23 @@ def _sequence_record(to, base, end, length, table_row, first_program, count, mas
 
 @triton.jit
 def _sequence(at):
-    """What `_sequence_record` wrote: first tile, end, tokens, table row, first program, programs."""
+    """What `_sequence_record` wrote: first tile, end, tokens, table row, first program,
+    programs.
+    """
     base, end, length = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     return base, end, length, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
 
 
 @triton.jit
 def _multiplied_as(x, dtype: tl.constexpr):
-    """x in the dtype of the products. From FP8 before the tile goes to shared memory (what has side effects stays where it is):
-    the tensor cores take values of adjacent keys together, which would be gathered there byte by byte."""
+    """x in the dtype of the products. From FP8 before the tile goes to shared memory (what has side
+    effects stays where it is): the tensor cores take values of adjacent keys together, which would
+    be gathered there byte by byte.
+    """
     if x.dtype == tl.float8e4nv and dtype == tl.float16:
         x = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; "
+            "cvt.rn.f16x2.e4m3x2 $1, high; }",
             "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
         )  # fmt: skip
     else:
@@ -176,9 +201,11 @@ def _multiplied_as(x, dtype: tl.constexpr):
 
 @triton.jit
 def _tile_step(queries, k, v, visible, scale, peak, mass, acc, DOT: tl.constexpr):
-    """A tile's keys are dealt out to the WARPS, each of which has its own maximum, sum and result: none waits for another.
+    """A tile's keys are dealt out to the WARPS, each of which has its own maximum, sum and result:
+    none waits for another.
 
-    queries [WARPS, ROWS, columns], k and v [WARPS, keys, columns], visible [WARPS, 1, keys]; peak and mass [WARPS, ROWS].
+    queries [WARPS, ROWS, columns], k and v [WARPS, keys, columns], visible [WARPS, 1, keys]; peak
+    and mass [WARPS, ROWS].
     """
     scores = tl.where(visible, tl.dot(queries, tl.permute(k.to(DOT), (0, 2, 1))), float("-inf"))
     new = tl.maximum(peak, tl.max(scores, axis=2) * scale)
@@ -191,7 +218,9 @@ def _tile_step(queries, k, v, visible, scale, peak, mass, acc, DOT: tl.constexpr
 
 @triton.jit
 def _upper_half(x, ROWS: tl.constexpr, PART_ROWS: tl.constexpr):
-    """The first PART_ROWS, all or half, of x [WARPS, ROWS, columns]; in the layout of a product no value moves."""
+    """The first PART_ROWS, all or half, of x [WARPS, ROWS, columns]; in the layout of a product no
+    value moves.
+    """
     if PART_ROWS < ROWS:
         halves = tl.reshape(x, [x.shape[0], 2, PART_ROWS, x.shape[2]])
         x, _ = tl.split(tl.permute(halves, (0, 2, 3, 1)))
@@ -200,7 +229,9 @@ def _upper_half(x, ROWS: tl.constexpr, PART_ROWS: tl.constexpr):
 
 @triton.jit
 def _sum_of_warps(x, WARPS: tl.constexpr):
-    """x [WARPS, rows, columns] over its first dimension: halves side by side in a thread, which one exchange brings about."""
+    """x [WARPS, rows, columns] over its first dimension: halves side by side in a thread, which one
+    exchange brings about.
+    """
     for _ in tl.static_range(WARPS):
         if x.shape[0] > 1:
             halves = tl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2]])
@@ -243,7 +274,11 @@ def _leave_part(parts, slot, peak, mass, acc, GROUP: tl.constexpr, EMPTY: tl.con
     logarithm = (peak + tl.log2(mass)).to(tl.int32, bitcast=True)
     at = part + row[:, None] * COLUMNS + column[None, :]
     tl.store(at, tl.where(result == EMPTY, 0, result), mask=(row < GROUP)[:, None])
-    tl.store(part + PART_ROWS * COLUMNS + row, tl.where(logarithm == EMPTY, 0, logarithm), mask=row < GROUP)
+    tl.store(
+        part + PART_ROWS * COLUMNS + row,
+        tl.where(logarithm == EMPTY, 0, logarithm),
+        mask=row < GROUP,
+    )
 
 
 @triton.jit
@@ -257,12 +292,14 @@ def _combine(
     parts, slot, row, start, count, peak, mass, acc,
     GROUP: tl.constexpr, PART_ROWS: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Rows `row` [rows] of a sequence, whose parts `start` to `count` lie from `slot` on, together with what there is of them:
-    peak and mass [rows], acc [rows, columns]. Returns the sum and the result, still to be divided by it.
+    """Rows `row` [rows] of a sequence, whose parts `start` to `count` lie from `slot` on, together
+    with what there is of them: peak and mass [rows], acc [rows, columns]. Returns the sum and the
+    result, still to be divided by it.
 
-    A part is complete when none of its words is EMPTY, which no number has as its bits: no counter, no fence, one way through
-    memory. What was read is made EMPTY again, for the next layer. Reading is all latency, so many parts are read at a time: 32
-    rows of all parts. Of their logarithms every warp reads all, one a lane, and waits for itself; so the results come first.
+    A part is complete when none of its words is EMPTY, which no number has as its bits: no counter,
+    no fence, one way through memory. What was read is made EMPTY again, for the next layer. Reading
+    is all latency, so many parts are read at a time: 32 rows of all parts. Of their logarithms
+    every warp reads all, one a lane, and waits for itself; so the results come first.
     """
     COLUMNS: tl.constexpr = acc.shape[1]
     PARTS: tl.constexpr = 32 // row.shape[0]
@@ -287,7 +324,9 @@ def _combine(
         safe = tl.where(new == float("-inf"), 0.0, new)
         fade, weight = tl.exp2(peak - safe), tl.exp2(logarithm - safe[:, None])
         mass = mass * fade + tl.sum(weight, axis=1)
-        acc = acc * fade[:, None] + tl.sum(weight[:, :, None] * result.to(tl.float32, bitcast=True), axis=1)
+        acc = acc * fade[:, None] + tl.sum(
+            weight[:, :, None] * result.to(tl.float32, bitcast=True), axis=1
+        )
         peak = new
     return mass, acc
 
@@ -295,16 +334,21 @@ def _combine(
 @triton.jit
 def _piece(
     q, k_cache, v_cache, tables, parts, out, values, scales, qk_scale, v_scale, table_stride,
-    head, program, programs, tile, until, seq, base, length, table_row, first_program, count, early_k, early_v, newest,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    head, program, programs, tile, until, seq, base, length, table_row, first_program, count,
+    early_k, early_v, newest,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
     ROWS: tl.constexpr, PART_ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr,
-    EMPTY: tl.constexpr, EARLY: tl.constexpr, QUANTIZE: tl.constexpr, DOT: tl.constexpr, WARPS: tl.constexpr,
+    EMPTY: tl.constexpr, EARLY: tl.constexpr, QUANTIZE: tl.constexpr, DOT: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles from `tile` to `until` of one sequence and KV head, and what it takes to make a result of all its pieces.
+    """The tiles from `tile` to `until` of one sequence and KV head, and what it takes to make a
+    result of all its pieces.
 
-    SPREAD: its programs share out the rows, so that each reads less; they wait for each other, so all of them must be running.
-    Else the program with the first tiles waits for the others. EARLY: the first tile is there already, and the newest key,
-    which the kernel before this one wrote, goes in at last.
+    SPREAD: its programs share out the rows, so that each reads less; they wait for each other, so
+    all of them must be running. Else the program with the first tiles waits for the others. EARLY:
+    the first tile is there already, and the newest key, which the kernel before this one wrote,
+    goes in at last.
     """
     SHARE: tl.constexpr = KEYS // WARPS
     warp = tl.arange(0, WARPS)[:, None, None]
@@ -314,21 +358,31 @@ def _piece(
     row, column = tl.arange(0, PART_ROWS), tl.arange(0, COLUMNS)
     first_row = (seq * KV_HEADS + head) * GROUP
     q_mask = (row3 < GROUP) & (column3 < DIM) & (warp >= 0)
-    queries = tl.load(q + (first_row + row3) * DIM + column3 + warp * 0, mask=q_mask, other=0.0).to(DOT)
+    queries = tl.load(q + (first_row + row3) * DIM + column3 + warp * 0, mask=q_mask, other=0.0).to(
+        DOT
+    )
     newest_k, newest_v, query = early_k, early_v, early_k
     if EARLY:
         mine = (tile == base) & (length > 0) & (column < DIM)
-        newest_k = tl.load(k_cache + newest + column, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
-        newest_v = tl.load(v_cache + newest + column, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
+        newest_k = tl.load(
+            k_cache + newest + column, mask=mine, other=0.0, cache_modifier=".cg"
+        ).to(tl.float32)
+        newest_v = tl.load(
+            v_cache + newest + column, mask=mine, other=0.0, cache_modifier=".cg"
+        ).to(tl.float32)
         mask = (row < GROUP)[:, None] & mine[None, :]
-        query = tl.load(q + (first_row + row)[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        query = tl.load(
+            q + (first_row + row)[:, None] * DIM + column[None, :], mask=mask, other=0.0
+        ).to(tl.float32)
     peak = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([WARPS, ROWS], tl.float32)
     acc = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     old = length - 1 if EARLY else length
     first, after = tile - base, until - base
     if EARLY:
-        peak, mass, acc = _tile_step(queries, early_k, early_v, key < old - first * KEYS, qk_scale, peak, mass, acc, DOT)
+        peak, mass, acc = _tile_step(
+            queries, early_k, early_v, key < old - first * KEYS, qk_scale, peak, mass, acc, DOT
+        )
         first += 1
     if first < after:
         table = tables + table_row.to(tl.int64) * table_stride
@@ -336,30 +390,62 @@ def _piece(
         for t in range(first, after):
             k = load_tile(k_cache, start, lane, column3, DIM, BLOCK_SIZE, KEYS)
             v = load_tile(v_cache, start, lane, column3, DIM, BLOCK_SIZE, KEYS)
-            # The blocks of the next tile, a tile ahead: a load that waits for another one would halve the pipeline.
+            # The blocks of the next tile, a tile ahead: a load that waits for another one would
+            # halve the pipeline.
             start = tile_start(table, t + 1, lane, old, head, KV_HEADS, DIM, BLOCK_SIZE, KEYS)
-            peak, mass, acc = _tile_step(queries, k, v, key < old - t * KEYS, qk_scale, peak, mass, acc, DOT)
+            peak, mass, acc = _tile_step(
+                queries, k, v, key < old - t * KEYS, qk_scale, peak, mass, acc, DOT
+            )
     top, total, result = _over_warps(peak, mass, acc, ROWS, PART_ROWS)
     if EARLY:
         seen = (tile == base) & (length > 0)
-        top, total, result = _with_newest(query, newest_k, newest_v, seen, qk_scale, top, total, result)
+        top, total, result = _with_newest(
+            query, newest_k, newest_v, seen, qk_scale, top, total, result
+        )
     slot = head * programs + first_program
     if (count == 1) if SPREAD else (tile == base):
         if not SPREAD:
-            total, result = _combine(parts, slot, row, 1, count, top, total, result, GROUP, PART_ROWS, EMPTY)
+            total, result = _combine(
+                parts, slot, row, 1, count, top, total, result, GROUP, PART_ROWS, EMPTY
+            )
         result *= tl.where(total == 0.0, 0.0, v_scale / total)[:, None]
-        write_heads(result, first_row + row, column, row < GROUP, out, values, scales, DIM, QUANTIZE)
+        write_heads(
+            result, first_row + row, column, row < GROUP, out, values, scales, DIM, QUANTIZE
+        )
     else:
         _leave_part(parts, head * programs + program, top, total, result, GROUP, EMPTY)
         if SPREAD:
             one = tl.arange(0, 1)
             for i in range(program - first_program, GROUP, count):
-                none, nothing = tl.full([1], float("-inf"), tl.float32), tl.zeros([1, COLUMNS], tl.float32)
+                none, nothing = (
+                    tl.full([1], float("-inf"), tl.float32),
+                    tl.zeros([1, COLUMNS], tl.float32),
+                )
                 some, result_row = _combine(
-                    parts, slot, one + i, 0, count, none, tl.zeros([1], tl.float32), nothing, GROUP, PART_ROWS, EMPTY
+                    parts,
+                    slot,
+                    one + i,
+                    0,
+                    count,
+                    none,
+                    tl.zeros([1], tl.float32),
+                    nothing,
+                    GROUP,
+                    PART_ROWS,
+                    EMPTY,
                 )
                 result_row *= (v_scale / some)[:, None]
-                write_heads(result_row, first_row + one + i, column, one + i < GROUP, out, values, scales, DIM, QUANTIZE)
+                write_heads(
+                    result_row,
+                    first_row + one + i,
+                    column,
+                    one + i < GROUP,
+                    out,
+                    values,
+                    scales,
+                    DIM,
+                    QUANTIZE,
+                )
 
 
 @triton.jit
@@ -396,11 +482,12 @@ def _decode_kernel(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A run of tiles of one KV head: the end of one sequence, perhaps some whole ones, the beginning of another. Or, where
-    sequences are CUT, a piece of one.
+    """A run of tiles of one KV head: the end of one sequence, perhaps some whole ones, the
+    beginning of another. Or, where sequences are CUT, a piece of one.
 
-    A program waits for parts of those after it in the plan, which therefore are launched before it: all of them run, or have.
-    EARLY: every sequence has one new key in this step, and all others are read before the kernel in front has ended.
+    A program waits for parts of those after it in the plan, which therefore are launched before it:
+    all of them run, or have. EARLY: every sequence has one new key in this step, and all others are
+    read before the kernel in front has ended.
     """
     head, programs = tl.program_id(0), tl.num_programs(1)
     program = programs - 1 - tl.program_id(1)
@@ -414,44 +501,63 @@ def _decode_kernel(
             wait(PDL)
             return
         if EARLY:
-            lane = (tl.arange(0, WARPS) * (KEYS // WARPS))[:, None, None] + tl.arange(0, KEYS // WARPS)[None, :, None]
+            lane = (tl.arange(0, WARPS) * (KEYS // WARPS))[:, None, None] + tl.arange(
+                0, KEYS // WARPS
+            )[None, :, None]
             column = tl.arange(0, COLUMNS)[None, None, :]
             table = tables + table_row.to(tl.int64) * table_stride
-            start = tile_start(table, tile - base, lane, length - 1, head, KV_HEADS, DIM, BLOCK_SIZE, KEYS)
+            start = tile_start(
+                table, tile - base, lane, length - 1, head, KV_HEADS, DIM, BLOCK_SIZE, KEYS
+            )
             early_k = load_tile(k_cache, start, lane, column, DIM, BLOCK_SIZE, KEYS)
             early_v = load_tile(v_cache, start, lane, column, DIM, BLOCK_SIZE, KEYS)
-            newest = tile_start(table, tl.maximum(length - 1, 0), 0, length, head, KV_HEADS, DIM, BLOCK_SIZE, 1)
+            newest = tile_start(
+                table, tl.maximum(length - 1, 0), 0, length, head, KV_HEADS, DIM, BLOCK_SIZE, 1
+            )
     wait(PDL)  # the plan and the tables are from before this step's first layer
     if CUT:
         _piece(
-            q, k_cache, v_cache, tables, parts, out, values, scales, qk_scale, v_scale, table_stride,
+            q, k_cache, v_cache, tables, parts, out, values, scales, qk_scale, v_scale,
+            table_stride,
             head, program, programs, tile, stop, seq, base, length, table_row, first_program, count,
             early_k, early_v, newest,
-            KV_HEADS, GROUP, DIM, BLOCK_SIZE, KEYS, ROWS, PART_ROWS, COLUMNS, SPREAD, EMPTY, EARLY, QUANTIZE, DOT, WARPS,
+            KV_HEADS, GROUP, DIM, BLOCK_SIZE, KEYS, ROWS, PART_ROWS, COLUMNS, SPREAD, EMPTY, EARLY,
+            QUANTIZE, DOT, WARPS,
         )  # fmt: skip
     else:
         while tile < stop:
             until = tl.minimum(stop, end)
             _piece(
-                q, k_cache, v_cache, tables, parts, out, values, scales, qk_scale, v_scale, table_stride,
-                head, program, programs, tile, until, seq, base, length, table_row, first_program, count,
+                q, k_cache, v_cache, tables, parts, out, values, scales, qk_scale, v_scale,
+                table_stride,
+                head, program, programs, tile, until, seq, base, length, table_row, first_program,
+                count,
                 early_k, early_v, newest,
-                KV_HEADS, GROUP, DIM, BLOCK_SIZE, KEYS, ROWS, PART_ROWS, COLUMNS, SPREAD, EMPTY, EARLY, QUANTIZE, DOT, WARPS,
+                KV_HEADS, GROUP, DIM, BLOCK_SIZE, KEYS, ROWS, PART_ROWS, COLUMNS, SPREAD, EMPTY,
+                EARLY, QUANTIZE, DOT, WARPS,
             )  # fmt: skip
             tile = until
             if tile < stop:
                 seq += 1
-                base, end, length, table_row, first_program, count = _sequence(sequences + seq * SEQUENCE)
+                base, end, length, table_row, first_program, count = _sequence(
+                    sequences + seq * SEQUENCE
+                )
 
 
 @cache
 def _runs_all(device: torch.device) -> bool:
-    """Whether all programs with a piece each run at once: up to two a multiprocessor, with 82 KB of shared memory each."""
+    """Whether all programs with a piece each run at once: up to two a multiprocessor, with 82 KB of
+    shared memory each.
+    """
     assert DECODE.few <= 2
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= 2 * 84 * 1024
+    return (
+        torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= 2 * 84 * 1024
+    )
 
 
-def plan_decode(queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False) -> DecodePlan:
+def plan_decode(
+    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+) -> DecodePlan:
     """One query per sequence, at position seq_len - 1. Reads the lengths on the device only."""
     num_seqs, device = queries.seq_lens.shape[0], queries.seq_lens.device
     programs, cut = decode_programs(num_seqs, shape.kv_heads, multiprocessors(device))
@@ -478,17 +584,29 @@ def plan_decode(queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype,
 
 
 def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, *, kv_scales: tuple[float, float] = (1.0, 1.0)
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: DecodePlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor | Activations:
-    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [S, heads * head_dim]."""
+    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [S, heads *
+    head_dim].
+    """
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     output = Output.empty(q, quantize=plan.quantize)
     if q.shape[0] == 0:
         return output.result()
     head_dim, shape, tables = q.shape[2], plan.shape, plan.queries.block_tables
-    rows, columns = max(16, triton.next_power_of_2(shape.group)), triton.next_power_of_2(max(16, head_dim))
+    rows, columns = (
+        max(16, triton.next_power_of_2(shape.group)),
+        triton.next_power_of_2(max(16, head_dim)),
+    )
     part_rows = 8 if shape.group <= 8 else rows
-    assert rows <= 32, f"{shape.group} query heads per KV head: more than the 32 rows that are combined at a time"
+    assert rows <= 32, (
+        f"{shape.group} query heads per KV head: more than the 32 rows that are combined at a time"
+    )
     parts = plan.workspace(shape.kv_heads * plan.programs * part_rows * (columns + 4), q.device)
     launch, options = decode_launch(k_cache.element_size(), cut=plan.cut), launch_options(q.device)
     _decode_kernel[(shape.kv_heads, plan.programs)](
@@ -517,9 +635,13 @@ def decode(
         RECORD=_RECORD,
         EMPTY=_EMPTY,
         CUT=plan.cut,
-        SPREAD=plan.cut and options["PDL"] and rows == 16 and columns <= 128 and _runs_all(q.device),
-        # Without counts, that is while a graph is captured, there is one query per sequence; else a step may have several, and
-        # their keys are all new.
+        SPREAD=plan.cut
+        and options["PDL"]
+        and rows == 16
+        and columns <= 128
+        and _runs_all(q.device),
+        # Without counts, that is while a graph is captured, there is one query per sequence; else a
+        # step may have several, and their keys are all new.
         EARLY=plan.cut and not plan.queries.host_counts,
         QUANTIZE=plan.quantize,
         DOT=dot_dtype(q.dtype, k_cache.dtype),

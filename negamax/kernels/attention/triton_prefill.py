@@ -1,7 +1,7 @@
 """Attention of runs of queries, each on top of its cached prefix.
 
-One program per tile of queries and query head, over the paged keys; the tiles are listed on the host, those with the most keys
-first.
+One program per tile of queries and query head, over the paged keys; the tiles are listed on the
+host, those with the most keys first.
 """
 
 from __future__ import annotations
@@ -36,19 +36,33 @@ class PrefillPlan:
     shape: PagedShape
     quantize: bool
     tile_queries: int  # per tile at most
-    tiles: Tensor  # [tiles, 4] int32: first query among the T, queries, position of the first, sequence
+    # [tiles, 4] int32: first query among the T, queries, position of the first, sequence
+    tiles: Tensor
 
 
-def plan_prefill(queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False) -> PrefillPlan:
+def plan_prefill(
+    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+) -> PrefillPlan:
     """A run of queries per sequence, each at the last positions of its sequence."""
     if queries.most_queries:
         size = prefill_queries(queries.most_queries)
         return PrefillPlan(queries, shape, quantize, size, _tiles_on_device(queries, size))
-    rows, first, size = [np.empty((0, 4), dtype=np.int32)], 0, prefill_queries(max(queries.host_seq_lens, default=0))
-    for seq, (length, count) in enumerate(zip(queries.host_seq_lens, queries.host_counts, strict=True)):
+    rows, first, size = (
+        [np.empty((0, 4), dtype=np.int32)],
+        0,
+        prefill_queries(max(queries.host_seq_lens, default=0)),
+    )
+    for seq, (length, count) in enumerate(
+        zip(queries.host_seq_lens, queries.host_counts, strict=True)
+    ):
         offsets = np.arange(0, count, size, dtype=np.int32)
         sizes = np.minimum(size, count - offsets)
-        rows.append(np.stack((first + offsets, sizes, length - count + offsets, np.full_like(offsets, seq)), axis=1))
+        rows.append(
+            np.stack(
+                (first + offsets, sizes, length - count + offsets, np.full_like(offsets, seq)),
+                axis=1,
+            )
+        )
         first += count
     tiles = np.concatenate(rows)
     tiles = torch.from_numpy(tiles[np.argsort(-(tiles[:, 1] + tiles[:, 2]), kind="stable")])
@@ -59,7 +73,8 @@ def plan_prefill(queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype
 
 
 def _tiles_on_device(queries: PagedQueries, size: int) -> Tensor:
-    """The tiles [most_queries / size + S, 4] of sequences whose counts only the device knows; the last ones may be empty.
+    """The tiles [most_queries / size + S, 4] of sequences whose counts only the device knows; the
+    last ones may be empty.
 
     They are numbered from the end, so that within a sequence those with the most keys come first.
     """
@@ -67,7 +82,9 @@ def _tiles_on_device(queries: PagedQueries, size: int) -> Tensor:
     counts = starts.diff()
     tiles = (counts + (size - 1)) // size
     ends = tiles.cumsum(0)
-    number = ends[-1] - 1 - torch.arange(queries.most_queries // size + num_seqs, device=starts.device)
+    number = (
+        ends[-1] - 1 - torch.arange(queries.most_queries // size + num_seqs, device=starts.device)
+    )
     seq = torch.searchsorted(ends, number, right=True)
     offset = (number - (ends - tiles)[seq]) * size
     left = (counts[seq] - offset).clamp_max_(size)
@@ -99,16 +116,25 @@ def _prefill_kernel(
     QUANTIZE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One tile of queries of one head. Program 0 is the query head, so that the heads of a KV head run side by side."""
+    """One tile of queries of one head. Program 0 is the query head, so that the heads of a KV head
+    run side by side.
+    """
     query_head = tl.program_id(0)
     head = query_head // GROUP
     record = tiles + tl.program_id(1) * 4
-    first, count, start, seq = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    first, count, start, seq = (
+        tl.load(record),
+        tl.load(record + 1),
+        tl.load(record + 2),
+        tl.load(record + 3),
+    )
     table = tables + tl.load(table_rows + seq).to(tl.int64) * table_stride
     row, column = tl.arange(0, QUERIES), tl.arange(0, COLUMNS)
     out_row = (first + row) * (KV_HEADS * GROUP) + query_head
     mask = (row < count)[:, None] & (column < DIM)[None, :]
-    queries = tl.load(q + out_row.to(tl.int64)[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(DOT)
+    queries = tl.load(
+        q + out_row.to(tl.int64)[:, None] * DIM + column[None, :], mask=mask, other=0.0
+    ).to(DOT)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, COLUMNS], tl.float32)
@@ -122,17 +148,28 @@ def _prefill_kernel(
         scores = tl.dot(queries, tl.trans(k))
         if (t + 1) * KEYS > start:
             visible = position - t * KEYS
-            scores = tl.where(tl.arange(0, KEYS)[None, :] <= visible[:, None], scores, float("-inf"))
+            scores = tl.where(
+                tl.arange(0, KEYS)[None, :] <= visible[:, None], scores, float("-inf")
+            )
         p, fade, peak, mass = softmax_step(scores, qk_scale, peak, mass)
         acc = tl.dot(p.to(DOT), v, acc * fade[:, None])
     result = acc * (v_scale / mass)[:, None]
-    write_heads(result, out_row.to(tl.int64), column, row < count, out, values, scales, DIM, QUANTIZE)
+    write_heads(
+        result, out_row.to(tl.int64), column, row < count, out, values, scales, DIM, QUANTIZE
+    )
 
 
 def prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PrefillPlan, *, kv_scales: tuple[float, float] = (1.0, 1.0)
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: PrefillPlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor | Activations:
-    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads * head_dim]."""
+    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads *
+    head_dim].
+    """
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     output = Output.empty(q, quantize=plan.quantize)
     if q.shape[0] == 0:

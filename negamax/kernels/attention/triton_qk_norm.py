@@ -1,4 +1,6 @@
-"""QK norm, rope and the write to the paged cache, in one launch; its sums of squares cross the ranks inside it."""
+"""QK norm, rope and the write to the paged cache, in one launch; its sums of squares cross the
+ranks inside it.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,21 @@ class TritonQkNorm:
     eps: float
 
 
-def prepare_qk_norm(weight: Tensor, *, heads: int, kv_heads: int, eps: float, ranks: int) -> TritonQkNorm:
-    """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group has `ranks`."""
+def prepare_qk_norm(
+    weight: Tensor, *, heads: int, kv_heads: int, eps: float, ranks: int
+) -> TritonQkNorm:
+    """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group
+    has `ranks`.
+    """
     head_dim = weight.shape[0] // (heads + kv_heads)
-    return TritonQkNorm(weight, heads, kv_heads, float(heads * head_dim * ranks), float(kv_heads * head_dim * ranks), eps)
+    return TritonQkNorm(
+        weight,
+        heads,
+        kv_heads,
+        float(heads * head_dim * ranks),
+        float(kv_heads * head_dim * ranks),
+        eps,
+    )
 
 
 @triton.jit
@@ -52,12 +65,16 @@ def _stored(x, dtype: tl.constexpr):
 @triton.jit
 def _q_and_k(rows, head, HEADS: tl.constexpr):
     """The sums of the query heads' and of the key heads' `rows` [heads]."""
-    return tl.sum(tl.where(head < HEADS, rows, 0.0), axis=0), tl.sum(tl.where(head < HEADS, 0.0, rows), axis=0)
+    return tl.sum(tl.where(head < HEADS, rows, 0.0), axis=0), tl.sum(
+        tl.where(head < HEADS, 0.0, rows), axis=0
+    )
 
 
 @triton.jit
 def _over_ranks(q_sum, k_sum, addresses, epochs, token, region_rows, rank, WORLD: tl.constexpr):
-    """Both sums over all ranks, exchanged through the peers' memory; the same order of summation on every rank."""
+    """Both sums over all ranks, exchanged through the peers' memory; the same order of summation on
+    every rank.
+    """
     epoch = tl.load(epochs + token) + 1
     row = ((epoch & 1) * region_rows + token).to(tl.int64) * (WORLD * 2)
     word = tl.arange(0, 2)
@@ -65,21 +82,35 @@ def _over_ranks(q_sum, k_sum, addresses, epochs, token, region_rows, rank, WORLD
     push(addresses, row + rank * 2, word, bits, epoch, word < 2, WORLD)
     own = copy_of(addresses, rank)
     index = tl.arange(0, WORLD * 2)
-    got = poll(own + row, index, epoch, index < WORLD * 2, addresses + WORLD).to(tl.float32, bitcast=True)
+    got = poll(own + row, index, epoch, index < WORLD * 2, addresses + WORLD).to(
+        tl.float32, bitcast=True
+    )
     tl.debug_barrier()
     tl.store(epochs + token, epoch)
-    return tl.sum(tl.where(index % 2 == 0, got, 0.0), axis=0), tl.sum(tl.where(index % 2 == 1, got, 0.0), axis=0)
+    return tl.sum(tl.where(index % 2 == 0, got, 0.0), axis=0), tl.sum(
+        tl.where(index % 2 == 1, got, 0.0), axis=0
+    )
 
 
 @triton.jit
 def _sums_kernel(
-    qkv, sums, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    qkv,
+    sums,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """sums [T, 2] fp32: squares of a token's q and of its k."""
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     mask = (head < HEADS + KV_HEADS)[:, None] & (column < DIM)[None, :]
-    x = tl.load(qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + head[:, None] * DIM + column[None, :], mask=mask, other=0.0)
+    x = tl.load(
+        qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + head[:, None] * DIM + column[None, :],
+        mask=mask,
+        other=0.0,
+    )
     x = _finite(x, qkv.dtype.element_ty)
     q_sum, k_sum = _q_and_k(tl.sum(x * x, axis=1), head, HEADS)
     tl.store(sums + token * 2, q_sum)
@@ -91,22 +122,43 @@ def _token_sums(
     squares, head, sums, addresses, epochs, token, region_rows, rank,
     HEADS: tl.constexpr, SUMS: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Sums of squares of a token's q and of its k over all ranks: those in `sums`, or from `squares` [heads] of this rank."""
+    """Sums of squares of a token's q and of its k over all ranks: those in `sums`, or from
+    `squares` [heads] of this rank.
+    """
     if SUMS:
         q_sum, k_sum = tl.load(sums + token * 2), tl.load(sums + token * 2 + 1)
     else:
         q_sum, k_sum = _q_and_k(squares, head, HEADS)
         if WORLD > 1:
-            q_sum, k_sum = _over_ranks(q_sum, k_sum, addresses, epochs, token, region_rows, rank, WORLD)
+            q_sum, k_sum = _over_ranks(
+                q_sum, k_sum, addresses, epochs, token, region_rows, rank, WORLD
+            )
     return q_sum, k_sum
 
 
 @triton.jit
-def _rows_out(x, q_out, k_rows, cache_row, head, column, mask, inverse_k_scale, HEADS: tl.constexpr, DIM: tl.constexpr):
+def _rows_out(
+    x,
+    q_out,
+    k_rows,
+    cache_row,
+    head,
+    column,
+    mask,
+    inverse_k_scale,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+):
     """x [heads of q and k, columns]: query heads to q_out, key heads to their rows of the cache."""
-    tl.store(q_out + head[:, None] * DIM + column[None, :], x.to(q_out.dtype.element_ty), mask=mask & (head < HEADS)[:, None])
+    tl.store(
+        q_out + head[:, None] * DIM + column[None, :],
+        x.to(q_out.dtype.element_ty),
+        mask=mask & (head < HEADS)[:, None],
+    )
     keys = mask & ((head >= HEADS) & (cache_row >= 0))[:, None]
-    tl.store(k_rows + column[None, :], _stored(x * inverse_k_scale, k_rows.dtype.element_ty), mask=keys)
+    tl.store(
+        k_rows + column[None, :], _stored(x * inverse_k_scale, k_rows.dtype.element_ty), mask=keys
+    )
 
 
 @triton.jit
@@ -124,7 +176,9 @@ def _values_out(
     head, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     row = tl.load(cache_rows + head, mask=head < KV_HEADS, other=-1)
     mask = (row >= 0)[:, None] & (column < DIM)[None, :]
-    x = _finite(tl.load(v + head[:, None] * DIM + column[None, :], mask=mask, other=0.0), v.dtype.element_ty)
+    x = _finite(
+        tl.load(v + head[:, None] * DIM + column[None, :], mask=mask, other=0.0), v.dtype.element_ty
+    )
     to = v_cache + row[:, None] * DIM + column[None, :]
     tl.store(to, _stored(x * inverse_scale, v_cache.dtype.element_ty), mask=mask)
 
@@ -197,15 +251,43 @@ def _qk_norm_rope_write_kernel(
     squares = tl.sum(low * low + high * high, axis=1)
     if REST_COLUMNS > 0:
         squares += tl.sum(rest * rest, axis=1)
-    q_sum, k_sum = _token_sums(squares, head, sums, addresses, epochs, token, region_rows, rank, HEADS, SUMS, WORLD)
-    norm = tl.where(head < HEADS, tl.rsqrt(q_sum / q_count + eps), tl.rsqrt(k_sum / k_count + eps))[:, None]
+    q_sum, k_sum = _token_sums(
+        squares, head, sums, addresses, epochs, token, region_rows, rank, HEADS, SUMS, WORLD
+    )
+    norm = tl.where(head < HEADS, tl.rsqrt(q_sum / q_count + eps), tl.rsqrt(k_sum / k_count + eps))[
+        :, None
+    ]
     low, high = low * norm * low_weight, high * norm * high_weight
     k_row = k_cache + cache_row[:, None] * DIM
-    _rows_out(low * c - high * s, q_out, k_row, cache_row, head, i, half_mask, inverse_k_scale, HEADS, DIM)
-    _rows_out(high * c + low * s, q_out + HALF, k_row + HALF, cache_row, head, i, half_mask, inverse_k_scale, HEADS, DIM)
+    _rows_out(
+        low * c - high * s, q_out, k_row, cache_row, head, i, half_mask, inverse_k_scale, HEADS, DIM
+    )
+    _rows_out(
+        high * c + low * s,
+        q_out + HALF,
+        k_row + HALF,
+        cache_row,
+        head,
+        i,
+        half_mask,
+        inverse_k_scale,
+        HEADS,
+        DIM,
+    )
     if REST_COLUMNS > 0:
         rest = rest * norm * rest_weight
-        _rows_out(rest, q_out + 2 * HALF, k_row + 2 * HALF, cache_row, head, j, rest_mask, inverse_k_scale, HEADS, DIM)
+        _rows_out(
+            rest,
+            q_out + 2 * HALF,
+            k_row + 2 * HALF,
+            cache_row,
+            head,
+            j,
+            rest_mask,
+            inverse_k_scale,
+            HEADS,
+            DIM,
+        )
 
 
 def qk_norm_rope_write(
@@ -220,9 +302,11 @@ def qk_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As the definition, but `qkv` is left as it is, and tokens whose `rows` are negative are not written to the cache.
+    """As the definition, but `qkv` is left as it is, and tokens whose `rows` are negative are not
+    written to the cache.
 
-    With several ranks: one launch where their memory has a row for every token, else the sums go through the group between two.
+    With several ranks: one launch where their memory has a row for every token, else the sums go
+    through the group between two.
     """
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     num_tokens, head_dim, half = qkv.shape[0], k_cache.shape[-1], cos.shape[-1] // 2
@@ -239,7 +323,9 @@ def qk_norm_rope_write(
             region, world, rank = group.peers.stats, group.size, group.rank
         else:
             sums = torch.empty(num_tokens, 2, dtype=torch.float32, device=qkv.device)
-            _sums_kernel[(num_tokens,)](qkv, sums, heads, kv_heads, head_dim, padded, columns, num_warps=warps)
+            _sums_kernel[(num_tokens,)](
+                qkv, sums, heads, kv_heads, head_dim, padded, columns, num_warps=warps
+            )
             sums = group.all_reduce(sums)
     _qk_norm_rope_write_kernel[(num_tokens,)](
         qkv,

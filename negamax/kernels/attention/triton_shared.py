@@ -25,12 +25,18 @@ def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
 
 
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 2
+    )
 
 
 @dataclass(frozen=True)
 class Output:
-    """The result of a call: in the model's dtype and, if asked for, in FP8 with a scale per token and head."""
+    """The result of a call: in the model's dtype and, if asked for, in FP8 with a scale per token
+    and head.
+    """
 
     plain: Tensor  # [T, heads * head_dim]
     values: Tensor | None
@@ -54,7 +60,9 @@ class Output:
 
 
 @triton.jit
-def write_heads(x, row, column, mask, out, values, scales, DIM: tl.constexpr, QUANTIZE: tl.constexpr):
+def write_heads(
+    x, row, column, mask, out, values, scales, DIM: tl.constexpr, QUANTIZE: tl.constexpr
+):
     """x [rows, columns] fp32 to the heads `row` (token * heads + head) of the output."""
     at = row[:, None] * DIM + column[None, :]
     inside = mask[:, None] & (column < DIM)[None, :]
@@ -71,18 +79,31 @@ def write_heads(x, row, column, mask, out, values, scales, DIM: tl.constexpr, QU
 
 @triton.jit
 def tile_start(
-    table, tile, lane, length, head, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr
+    table,
+    tile,
+    lane,
+    length,
+    head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """Where a tile of KEYS keys begins in a cache, of which `table` lists the sequence's blocks: one offset where a block holds
-    the whole tile, else one for each key of `lane`. Keys that the sequence does not have are read from block 0."""
+    """Where a tile of KEYS keys begins in a cache, of which `table` lists the sequence's blocks:
+    one offset where a block holds the whole tile, else one for each key of `lane`. Keys that the
+    sequence does not have are read from block 0.
+    """
     key = tile * KEYS if BLOCK_SIZE % KEYS == 0 else tile * KEYS + lane
     block = tl.load(table + key // BLOCK_SIZE, mask=key < length, other=0).to(tl.int64)
     return (block * KV_HEADS + head) * (BLOCK_SIZE * DIM) + (key % BLOCK_SIZE) * DIM
 
 
 @triton.jit
-def load_tile(cache, start, lane, column, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """The tile that begins at `start`: rows `lane`, which are 0 to KEYS - 1 in any shape, of columns `column`.
+def load_tile(
+    cache, start, lane, column, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr
+):
+    """The tile that begins at `start`: rows `lane`, which are 0 to KEYS - 1 in any shape, of
+    columns `column`.
 
     No key is masked: a cache holds finite values everywhere, and who reads it masks the scores.
     """
@@ -94,7 +115,9 @@ def load_tile(cache, start, lane, column, DIM: tl.constexpr, BLOCK_SIZE: tl.cons
 
 @triton.jit
 def softmax_step(scores, scale, peak, mass):
-    """A tile of scores into the running maximum (times `scale`) and sum; returns what exp2 makes of it, and of the old ones."""
+    """A tile of scores into the running maximum (times `scale`) and sum; returns what exp2 makes of
+    it, and of the old ones.
+    """
     new = tl.maximum(peak, tl.max(scores, axis=1) * scale)
     safe = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
     p = tl.exp2(scores * scale - safe[:, None])

@@ -1,7 +1,9 @@
-"""What kernels see of other ranks: a group that sums and concatenates, and memory that every rank of it can write.
+"""What kernels see of other ranks: a group that sums and concatenates, and memory that every rank
+of it can write.
 
-`Collective` is implemented in `negamax.parallel`; kernels get one as an argument. The one op of this family is the sum over
-ranks of a layer's output, fused with the residual add and the norm that follow it.
+`Collective` is implemented in `negamax.parallel`; kernels get one as an argument. The one op of
+this family is the sum over ranks of a layer's output, fused with the residual add and the norm that
+follow it.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from negamax.kernels.op import Case, Kernel, Op, rounding_tolerance
 class PeerRegion:
     """A part of symmetric memory through which the ranks of a group exchange rows of 4-byte words.
 
-    Every rank's copy is laid out [2 buffers, rows, senders, words] int64; a stored word is `tag << 32 | payload`, so a reader
-    knows from the word itself that it has arrived. Row r keeps its own epoch: the program of row r reads `epochs[r]`, uses the
-    next number as its tag and `number & 1` as its buffer, and stores it back when it is done. Two buffers are enough and
-    nothing is ever cleared: a rank writes epoch e + 2 only after every peer has pushed e + 1, which a
-    peer does after it has read e.
+    Every rank's copy is laid out [2 buffers, rows, senders, words] int64; a stored word is `tag <<
+    32 | payload`, so a reader knows from the word itself that it has arrived. Row r keeps its own
+    epoch: the program of row r reads `epochs[r]`, uses the next number as its tag and `number & 1`
+    as its buffer, and stores it back when it is done. Two buffers are enough and nothing is ever
+    cleared: a rank writes epoch e + 2 only after every peer has pushed e + 1, which a peer does
+    after it has read e.
     """
 
-    addresses: Tensor  # [world + 1] int64: each rank's copy, in the address space of this one; `PollControl.words`
+    # [world + 1] int64: each rank's copy, in the address space of this one; `PollControl.words`
+    addresses: Tensor
     epochs: Tensor  # [rows] int32, local to this rank
     rows: int
     words: int  # per row and sender
@@ -37,15 +41,18 @@ class PeerRegion:
 
 @dataclass(frozen=True)
 class ShardRegion:
-    """A part of symmetric memory through which the ranks of a group share out the rows of many tokens: rank r completes and
-    normalises rows r * shard .. (r + 1) * shard - 1, with shard = ceil(T / world).
+    """A part of symmetric memory through which the ranks of a group share out the rows of many
+    tokens: rank r completes and normalises rows r * shard .. (r + 1) * shard - 1, with shard =
+    ceil(T / world).
 
-    Every rank's copy has two parts. `parts` [world senders, shard, words] int32 takes what each rank adds to the rows of this
-    one. `gathered` takes what the ranks make of their rows, for all T of them: [T, words] int32 where that is plain values,
-    else [T, 2 * words] e4m3, [T, 2 * words / 128] fp32 scales and, from the next multiple of 16 bytes on, what `moe.route`
-    makes of them. Nothing is tagged: a `barrier` follows each of the two kernels that write, and that is enough. Whoever
-    writes `parts` has passed the second barrier of the call before, to which the readers of `parts` came when they had read;
-    whoever writes `gathered` has passed the first one of this call, to which every rank came with all it had read before.
+    Every rank's copy has two parts. `parts` [world senders, shard, words] int32 takes what each
+    rank adds to the rows of this one. `gathered` takes what the ranks make of their rows, for all T
+    of them: [T, words] int32 where that is plain values, else [T, 2 * words] e4m3, [T, 2 * words /
+    128] fp32 scales and, from the next multiple of 16 bytes on, what `moe.route` makes of them.
+    Nothing is tagged: a `barrier` follows each of the two kernels that write, and that is enough.
+    Whoever writes `parts` has passed the second barrier of the call before, to which the readers of
+    `parts` came when they had read; whoever writes `gathered` has passed the first one of this
+    call, to which every rank came with all it had read before.
     """
 
     parts: Tensor  # [world] int64, where each rank's copy begins, in the address space of this rank
@@ -53,7 +60,8 @@ class ShardRegion:
     own_gathered: Tensor  # uint8, this rank's copy
     rows: int  # at most
     words: int  # of a row, two values each: exactly
-    barrier: Callable[[], None]  # on the stream: when it is over, what every rank wrote before it is there
+    # on the stream: when it is over, what every rank wrote before it is there
+    barrier: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -77,18 +85,21 @@ class Collective(Protocol):
     peers: PeerMemory | None  # None: the ranks have no memory in common
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's `tensor`, on every rank. May be written into `tensor`, or into memory that the next call
-        overwrites: use the result, and soon."""
+        """The sum of every rank's `tensor`, on every rank. May be written into `tensor`, or into
+        memory that the next call overwrites: use the result, and soon."""
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """tensor [T, ...], T a multiple of the size -> rows rank * T / size .. of the sum, [T / size, ...]."""
+        """tensor [T, ...], T a multiple of the size -> rows rank * T / size .. of the sum, [T /
+        size, ...].
+        """
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
         """Every rank's `tensor` (of one shape), concatenated along `dim` in rank order."""
 
 
 def all_reduce_add_rms(
-    x: Tensor,  # [T, width] or [T, P, width], this rank's partial result; its content is undefined afterwards
+    # [T, width] or [T, P, width], this rank's partial result; its content is undefined afterwards
+    x: Tensor,
     residual: Tensor,  # [T, width], changed in place
     norm: NormWeight,
     group: Collective | None,  # None: one rank
@@ -105,13 +116,26 @@ def all_reduce_add_rms(
 
 def _apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     residual = case.tensors["residual"].clone()
-    out = kernel.run(case.tensors["x"].clone(), residual, norm_spec.prepare_case(kernel, case), case.numbers["group"])
+    out = kernel.run(
+        case.tensors["x"].clone(),
+        residual,
+        norm_spec.prepare_case(kernel, case),
+        case.numbers["group"],
+    )
     return (*norm_spec.case_outputs(out, case), residual)
 
 
 def _cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Those of `norm.add_rms` on one rank. What several ranks make of it needs several processes: tests/gpu and tests/dist."""
-    return [_alone(case) for case in (*norm_spec.add_cases(dtype, generator), *norm_spec.part_cases(dtype, generator))]
+    """Those of `norm.add_rms` on one rank. What several ranks make of it needs several processes:
+    tests/gpu and tests/dist.
+    """
+    return [
+        _alone(case)
+        for case in (
+            *norm_spec.add_cases(dtype, generator),
+            *norm_spec.part_cases(dtype, generator),
+        )
+    ]
 
 
 def _wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -126,7 +150,9 @@ OPS = (
     Op(
         name="collectives.all_reduce_add_rms",
         summary="sum over ranks, residual += it, then RMS norm of the residual",
-        reference=Kernel("collectives.all_reduce_add_rms", "reference", all_reduce_add_rms, norm_spec.prepare),
+        reference=Kernel(
+            "collectives.all_reduce_add_rms", "reference", all_reduce_add_rms, norm_spec.prepare
+        ),
         cases=_cases,
         apply=_apply,
         tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),

@@ -1,14 +1,16 @@
-"""Triton kernels that exchange rows with other ranks through memory that all of them can write (protocols: `spec.py`).
+"""Triton kernels that exchange rows with other ranks through memory that all of them can write
+(protocols: `spec.py`).
 
-Few rows (`PeerRegion`): a row is one program. It writes its words straight into the memory of every peer, each with a tag
-beside it, and waits until the words of all peers have arrived in its own memory. There is no barrier and no second kernel;
-what the sum does not depend on is loaded before the wait. No program waits for another one of its own rank, so any number of
-rows may run.
+Few rows (`PeerRegion`): a row is one program. It writes its words straight into the memory of every
+peer, each with a tag beside it, and waits until the words of all peers have arrived in its own
+memory. There is no barrier and no second kernel; what the sum does not depend on is loaded before
+the wait. No program waits for another one of its own rank, so any number of rows may run.
 
-Many rows (`ShardRegion`): each rank sends its part of every row to the one rank that completes and normalises the row, and
-that rank sends the norm, in FP8 where it can, to all. The links carry 2 + 1 bytes a value instead of 2 + 2, the norm and what
-is computed from plain rows are done once and not on every rank, and bits do not depend on the number of rows. A rank's
-residual holds only its own rows then; so it does in all calls of a step, for whether rows are shared out depends on their
+Many rows (`ShardRegion`): each rank sends its part of every row to the one rank that completes and
+normalises the row, and that rank sends the norm, in FP8 where it can, to all. The links carry 2 + 1
+bytes a value instead of 2 + 2, the norm and what is computed from plain rows are done once and not
+on every rank, and bits do not depend on the number of rows. A rank's residual holds only its own
+rows then; so it does in all calls of a step, for whether rows are shared out depends on their
 number and the group alone.
 """
 
@@ -38,7 +40,8 @@ from negamax.kernels.norm.triton import (
 )
 from negamax.kernels.op import Kernel
 
-_SPINS = tl.constexpr(1024)  # between two looks at the abort flag, which is host memory: about a millisecond
+# between two looks at the abort flag, which is host memory: about a millisecond
+_SPINS = tl.constexpr(1024)
 
 
 @triton.jit
@@ -64,7 +67,9 @@ def tagged(payload, tag):
 
 @triton.jit
 def push(addresses, offset, index, payload, tag, mask, WORLD: tl.constexpr):
-    """Store `payload` (int32 words) with `tag` at words `offset + index` of every rank's copy, the own one included."""
+    """Store `payload` (int32 words) with `tag` at words `offset + index` of every rank's copy, the
+    own one included.
+    """
     word = tagged(payload, tag)
     bases = copies(addresses, WORLD)
     for peer in tl.static_range(WORLD):
@@ -73,15 +78,17 @@ def push(addresses, offset, index, payload, tag, mask, WORLD: tl.constexpr):
 
 @triton.jit
 def _missing(word, tag, mask):
-    """Whether some of the words do not carry `tag`: in which bits their tags differ from it, the largest (two instructions a
-    word, and this is what a rank does last before it goes on)."""
+    """Whether some of the words do not carry `tag`: in which bits their tags differ from it, the
+    largest (two instructions a word, and this is what a rank does last before it goes on)."""
     differs = tl.where(mask, (word >> 32).to(tl.int32) ^ tag.to(tl.int32), 0)
     return tl.max(differs.to(tl.uint32, bitcast=True)) != 0
 
 
 @triton.jit
 def _gives_up(control, since, is_first):
-    """Whether to wait no longer, and since when the program waits. Sets the abort flag where the time is up."""
+    """Whether to wait no longer, and since when the program waits. Sets the abort flag where the
+    time is up.
+    """
     clock = tl.load(control, volatile=True)
     since = tl.where(is_first, clock, since)
     if clock - since > tl.load(control + 1):
@@ -91,11 +98,11 @@ def _gives_up(control, since, is_first):
 
 @triton.jit
 def poll(base, index, tag, mask, control):
-    """The payloads (int32 words) at `base + index` of this rank's copy, once all of them carry `tag`; whatever is there
-    where the wait was given up.
+    """The payloads (int32 words) at `base + index` of this rank's copy, once all of them carry
+    `tag`; whatever is there where the wait was given up.
 
-    `control`: where the address of `PollControl.words` is kept; None: the words are those of this rank's own launch, whose
-    programs all run, and always come.
+    `control`: where the address of `PollControl.words` is kept; None: the words are those of this
+    rank's own launch, whose programs all run, and always come.
     """
     word = tl.load(base + index, mask=mask, other=0, volatile=True)
     is_missing = _missing(word, tag, mask)
@@ -164,19 +171,47 @@ def _all_reduce_add_rms(
         for peer in tl.static_range(WORLD):
             tl.store(bases[peer] + offset + rank * SLOT + part_index, slices[peer], mask=part_mask)
         arrived = poll(
-            own + offset, sender * SLOT + part_index[None, :], tag, part_mask[None, :] & (sender >= 0), addresses + WORLD
+            own + offset,
+            sender * SLOT + part_index[None, :],
+            tag,
+            part_mask[None, :] & (sender >= 0),
+            addresses + WORLD,
         )
         part_even, part_odd = _sum_over_ranks(arrived, dtype)
         # The sums travel in the second part of the slots.
-        push(addresses, offset + rank * SLOT + share, part_index, pack(part_even, part_odd, dtype), tag, part_mask, WORLD)
-        residual_words = tl.load(words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0)
-        total = poll(own + offset, (index // share) * SLOT + share + index % share, tag, mask, addresses + WORLD)
+        push(
+            addresses,
+            offset + rank * SLOT + share,
+            part_index,
+            pack(part_even, part_odd, dtype),
+            tag,
+            part_mask,
+            WORLD,
+        )
+        residual_words = tl.load(
+            words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0
+        )
+        total = poll(
+            own + offset,
+            (index // share) * SLOT + share + index % share,
+            tag,
+            mask,
+            addresses + WORLD,
+        )
         x_even, x_odd = unpack(tl.where(mask, total, 0), dtype)
     else:
         words = sum_parts(x, row, index, mask, PARTS, WORDS, dtype)
         push(addresses, offset + rank * SLOT, index, words, tag, mask, WORLD)
-        residual_words = tl.load(words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0)
-        arrived = poll(own + offset, sender * SLOT + index[None, :], tag, mask[None, :] & (sender >= 0), addresses + WORLD)
+        residual_words = tl.load(
+            words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0
+        )
+        arrived = poll(
+            own + offset,
+            sender * SLOT + index[None, :],
+            tag,
+            mask[None, :] & (sender >= 0),
+            addresses + WORLD,
+        )
         x_even, x_odd = _sum_over_ranks(arrived, dtype)
     add_and_normalise(
         x_even, x_odd, residual_words, weight_words, row, index, mask,
@@ -186,7 +221,9 @@ def _all_reduce_add_rms(
 
 
 @triton.jit
-def _sum_parts(x, out, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sum_parts(
+    x, out, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0)
     index = word_indices(BLOCK)
     mask = index < WORDS
@@ -208,8 +245,8 @@ def _scatter_rows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Send one row, summed over its parts, to the rank that completes it: neighbouring programs to different ones, and the
-    ranks too, so that all links are busy at all times."""
+    """Send one row, summed over its parts, to the rank that completes it: neighbouring programs to
+    different ones, and the ranks too, so that all links are busy at all times."""
     wait_for_inputs(PDL)
     owner = (tl.program_id(0) + rank) % WORLD
     place = tl.program_id(0) // WORLD
@@ -219,7 +256,9 @@ def _scatter_rows(
         mask = index < WORDS
         words = sum_parts(x, row, index, mask, PARTS, WORDS, x.dtype.element_ty)
         at = (rank * shard + place).to(tl.int64) * WORDS + index
-        tl.store(copy_of(to, owner).to(tl.pointer_type(tl.int32), bitcast=True) + at, words, mask=mask)
+        tl.store(
+            copy_of(to, owner).to(tl.pointer_type(tl.int32), bitcast=True) + at, words, mask=mask
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows", "shard", "rank"])
@@ -239,7 +278,9 @@ def _complete_rows(
     QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of this rank: the sum of what arrived, the residual and the norm, sent to every rank in FP8, else plain."""
+    """One row of this rank: the sum of what arrived, the residual and the norm, sent to every rank
+    in FP8, else plain.
+    """
     dtype: tl.constexpr = residual.dtype.element_ty
     place = tl.program_id(0).to(tl.int64)
     index = word_indices(BLOCK)
@@ -256,18 +297,26 @@ def _complete_rows(
         even += more_even
         odd += more_odd
     even, odd = unpack(pack(even, odd, dtype), dtype)
-    normed = normalise(even, odd, residual_words, weight_words, place, index, mask, residual, eps, WORDS, dtype)
+    normed = normalise(
+        even, odd, residual_words, weight_words, place, index, mask, residual, eps, WORDS, dtype
+    )
     row = place + rank * shard
     if QUANTIZE:
         tl.store(words_of(out) + place * WORDS + index, normed, mask=mask)
         scale, in_order = quantise(normed, BLOCK, dtype)
         for peer in tl.static_range(WORLD):
             values = bases[peer].to(tl.pointer_type(tl.float8e4nv), bitcast=True)
-            scales = bases[peer].to(tl.pointer_type(tl.float32), bitcast=True) + num_rows.to(tl.int64) * (WORDS // 2)
+            scales = bases[peer].to(tl.pointer_type(tl.float32), bitcast=True) + num_rows.to(
+                tl.int64
+            ) * (WORDS // 2)
             store_quantised(values, scales, row, scale, in_order, WORDS, BLOCK)
     else:
         for peer in tl.static_range(WORLD):
-            tl.store(bases[peer].to(tl.pointer_type(tl.int32), bitcast=True) + row * WORDS + index, normed, mask=mask)
+            tl.store(
+                bases[peer].to(tl.pointer_type(tl.int32), bitcast=True) + row * WORDS + index,
+                normed,
+                mask=mask,
+            )
 
 
 @triton.jit(do_not_specialize=["first_at", "second_at", "num_words"])
@@ -294,15 +343,18 @@ def _send_words(
 
 
 def all_reduce_add_rms(
-    x: Tensor,  # [T, width] or [T, P, width], this rank's partial result; its content is undefined afterwards
-    residual: Tensor,  # [T, width], changed in place: from tiles.SHARD_ROWS rows on only the rows of this rank
+    # [T, width] or [T, P, width], this rank's partial result; its content is undefined afterwards
+    x: Tensor,
+    # [T, width], changed in place: from tiles.SHARD_ROWS rows on only the rows of this rank
+    residual: Tensor,
     norm: NormWeight,
     group: Collective | None,
 ) -> Tensor | Activations:  # [T, width]
-    """residual += the sum of x over its parts and the ranks of `group`, in place; the norm of the residual.
+    """residual += the sum of x over its parts and the ranks of `group`, in place; the norm of the
+    residual.
 
-    With many rows and `norm.quantize` the result is `ShardedActivations`; either way it then may lie in memory that the next
-    call overwrites.
+    With many rows and `norm.quantize` the result is `ShardedActivations`; either way it then may
+    lie in memory that the next call overwrites.
     """
     if group is None or group.size == 1:
         return norm_kernels.add_rms(x, residual, norm)
@@ -310,7 +362,12 @@ def all_reduce_add_rms(
     if width % 2:  # no whole words
         return spec.all_reduce_add_rms(x, residual, norm, group)
     peers = group.peers
-    if num_tokens and peers is not None and num_tokens <= peers.reduce.rows and width // 2 <= peers.reduce.words:
+    if (
+        num_tokens
+        and peers is not None
+        and num_tokens <= peers.reduce.rows
+        and width // 2 <= peers.reduce.words
+    ):
         return _through_peers(x, residual, norm, peers)
     if tiles.shards(num_tokens):
         region = None if peers is None else peers.shards
@@ -321,13 +378,16 @@ def all_reduce_add_rms(
     return norm_kernels.add_rms(group.all_reduce(_summed(x)), residual, norm)
 
 
-def _through_peers(x: Tensor, residual: Tensor, norm: NormWeight, peers: PeerMemory) -> Tensor | Activations:
+def _through_peers(
+    x: Tensor, residual: Tensor, norm: NormWeight, peers: PeerMemory
+) -> Tensor | Activations:
     assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
     num_tokens, words = residual.shape[0], residual.shape[1] // 2
     region = peers.reduce
     out, values, scales = norm_kernels.outputs(residual, norm)
     _all_reduce_add_rms[(num_tokens,)](
-        x, residual, norm.weight, out, values, scales, norm.eps_value, region.addresses, region.epochs, peers.rank,
+        x, residual, norm.weight, out, values, scales, norm.eps_value, region.addresses,
+        region.epochs, peers.rank,
         WORLD=peers.world,
         ROWS=region.rows,
         SLOT=region.words,
@@ -349,9 +409,15 @@ def _through_shards(
     (num_tokens, width), world = residual.shape, group.size
     shard = triton.cdiv(num_tokens, world)
     first = group.rank * shard
-    rows = residual[first : first + shard]  # fewer on the last rank where T is no multiple of the ranks
+    # fewer on the last rank where T is no multiple of the ranks
+    rows = residual[first : first + shard]
     block = max(triton.next_power_of_2(width // 2), GROUP // 2)
-    shared = {"WORLD": world, "WORDS": width // 2, "BLOCK": block, **launch_options(residual.device)}
+    shared = {
+        "WORLD": world,
+        "WORDS": width // 2,
+        "BLOCK": block,
+        **launch_options(residual.device),
+    }
     _scatter_rows[(shard * world,)](
         x, region.parts, num_tokens, shard, group.rank,
         PARTS=x.shape[1] if x.dim() == 3 else 1, num_warps=tiles.SCATTER_WARPS, **shared,
@@ -360,13 +426,21 @@ def _through_shards(
     out = torch.empty_like(rows) if norm.quantize else rows
     if len(rows):
         _complete_rows[(len(rows),)](
-            region.parts, region.gathered, rows, norm.weight, out, norm.eps_value, num_tokens, shard, group.rank,
+            region.parts, region.gathered, rows, norm.weight, out, norm.eps_value, num_tokens,
+            shard, group.rank,
             QUANTIZE=norm.quantize, num_warps=tiles.SHARD_WARPS, **shared,
         )  # fmt: skip
     region.barrier()
     if not norm.quantize:
-        return region.own_gathered[: 2 * num_tokens * width].view(residual.dtype).view(num_tokens, width)
-    values, rest = region.own_gathered[: num_tokens * width], region.own_gathered[num_tokens * width :]
+        return (
+            region.own_gathered[: 2 * num_tokens * width]
+            .view(residual.dtype)
+            .view(num_tokens, width)
+        )
+    values, rest = (
+        region.own_gathered[: num_tokens * width],
+        region.own_gathered[num_tokens * width :],
+    )
     groups = width // GROUP
     return ShardedActivations(
         out,
@@ -377,11 +451,17 @@ def _through_shards(
     )
 
 
-def _through_group(x: Tensor, residual: Tensor, norm: NormWeight, group: Collective) -> Tensor | Activations:
-    """The same by collectives of the group, where the ranks have no memory in common or too little of it."""
+def _through_group(
+    x: Tensor, residual: Tensor, norm: NormWeight, group: Collective
+) -> Tensor | Activations:
+    """The same by collectives of the group, where the ranks have no memory in common or too little
+    of it.
+    """
     shard = len(residual) // group.size
     first = group.rank * shard
-    out = norm_kernels.add_rms(group.reduce_scatter(_summed(x)), residual[first : first + shard], norm)
+    out = norm_kernels.add_rms(
+        group.reduce_scatter(_summed(x)), residual[first : first + shard], norm
+    )
     if not isinstance(out, Activations):
         return group.all_gather(out, dim=0)
     values = group.all_gather(out.values.view(torch.uint8), dim=0).view(torch.float8_e4m3fn)
@@ -389,20 +469,27 @@ def _through_group(x: Tensor, residual: Tensor, norm: NormWeight, group: Collect
 
 
 def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[Tensor, Tensor]:
-    """What each rank has made of its rows of x, [rows of the rank, width] of 4-byte values each -> all rows of it, [T, width].
+    """What each rank has made of its rows of x, [rows of the rank, width] of 4-byte values each ->
+    all rows of it, [T, width].
 
     Valid until the group's next sum over ranks; once between two of them.
     """
     assert first.shape == second.shape and first.is_contiguous() and second.is_contiguous()
     num_tokens, width, peers = x.values.shape[0], first.shape[1], x.group.peers
     region = None if peers is None else peers.shards
-    if region is None or x.values.untyped_storage().data_ptr() != region.own_gathered.untyped_storage().data_ptr():
+    if (
+        region is None
+        or x.values.untyped_storage().data_ptr() != region.own_gathered.untyped_storage().data_ptr()
+    ):
         packed = torch.cat((first.view(torch.int32), second.view(torch.int32)), dim=1)
         one, other = x.group.all_gather(packed, dim=0).split(width, dim=1)
         return one.contiguous().view(first.dtype), other.contiguous().view(second.dtype)
-    begin = -(-(x.values.numel() + 4 * x.scales.numel()) // 16) * 16  # behind values and scales, in bytes
+    # behind values and scales, in bytes
+    begin = -(-(x.values.numel() + 4 * x.scales.numel()) // 16) * 16
     size = 4 * num_tokens * width
-    assert begin + 2 * size <= 2 * x.values.numel(), f"{width} values a row find no room behind {x.values.shape[1]} columns"
+    assert begin + 2 * size <= 2 * x.values.numel(), (
+        f"{width} values a row find no room behind {x.values.shape[1]} columns"
+    )
     at = begin // 4 + x.first * width
     if first.numel():
         _send_words[(triton.cdiv(first.numel(), tiles.PUSH_WORDS),)](
@@ -410,8 +497,13 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
             WORLD=x.group.size, BLOCK=tiles.PUSH_WORDS, num_warps=4, **launch_options(first.device),
         )  # fmt: skip
     region.barrier()
-    one, other = region.own_gathered[begin : begin + size], region.own_gathered[begin + size : begin + 2 * size]
-    return one.view(first.dtype).view(num_tokens, width), other.view(second.dtype).view(num_tokens, width)
+    one, other = (
+        region.own_gathered[begin : begin + size],
+        region.own_gathered[begin + size : begin + 2 * size],
+    )
+    return one.view(first.dtype).view(num_tokens, width), other.view(second.dtype).view(
+        num_tokens, width
+    )
 
 
 def _summed(x: Tensor) -> Tensor:
@@ -423,7 +515,8 @@ def _summed(x: Tensor) -> Tensor:
     if num_tokens:
         assert x.is_contiguous(), "rows are read as they lie in memory"
         _sum_parts[(num_tokens,)](
-            x, out, PARTS=parts, WORDS=width // 2, BLOCK=triton.next_power_of_2(width // 2), num_warps=4,
+            x, out, PARTS=parts, WORDS=width // 2, BLOCK=triton.next_power_of_2(width // 2),
+            num_warps=4,
             **launch_options(x.device),
         )  # fmt: skip
     return out

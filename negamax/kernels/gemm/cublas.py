@@ -1,5 +1,5 @@
-"""Products of many tokens through cuBLAS, by way of PyTorch's public functions. Measured on an H200 against the Triton kernels
-at [8192, 3072] x [2048, 3072]: FP8 blocks 1155 TFLOP/s (Triton 917)."""
+"""Products of many tokens through cuBLAS, by way of PyTorch's public functions. Measured on an H200
+against the Triton kernels at [8192, 3072] x [2048, 3072]: FP8 blocks 1155 TFLOP/s (Triton 917)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
 
 
 def linear_blocks(x: Activations, weight: Tensor, scale: Tensor) -> Tensor:
-    """x [T, K] with T a multiple of 4, weight [N, K] e4m3, scale [ceil(N / 128), K / 128] fp32 -> [T, N] bf16."""
+    """x [T, K] with T a multiple of 4, weight [N, K] e4m3, scale [ceil(N / 128), K / 128] fp32 ->
+    [T, N] bf16.
+    """
     if scale.shape[1] % 4:  # cuBLAS reads rows of scales 16 bytes at a time
         scale = F.pad(scale, (0, -scale.shape[1] % 4))
     out: Tensor = F.scaled_mm(

@@ -1,9 +1,10 @@
 """fp32 F.linear whose rows do not depend on how many there are.
 
-A BLAS takes other paths for a few rows: with MKL on Zen 4, over 1, 2 and 4 threads, 1 to 3, 5 to 7 and 9 to 11 rows gave last
-bits that all other counts up to 300 did not. Such batches are padded to the next multiple of 4 (measured at one row: 1.35
-times the time of the plain call). This is for machines without the oneDNN kernel, which needs no padding and is faster;
-16-bit products of F.linear were alike for all counts.
+A BLAS takes other paths for a few rows: with MKL on Zen 4, over 1, 2 and 4 threads, 1 to 3, 5 to 7
+and 9 to 11 rows gave last bits that all other counts up to 300 did not. Such batches are padded to
+the next multiple of 4 (measured at one row: 1.35 times the time of the plain call). This is for
+machines without the oneDNN kernel, which needs no padding and is faster; 16-bit products of
+F.linear were alike for all counts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def prepare(weight: Tensor, scale: Tensor | None = None) -> Tensor:
     return weight
 
 
-def linear(x: Tensor | Activations, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(
+    x: Tensor | Activations, weight: Tensor, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """x [T, in] fp32, weight [out, in] fp32 -> [T, out] in `out_dtype` (None: fp32)."""
     x = plain(x)
     num_rows = x.shape[0]

@@ -1,4 +1,6 @@
-"""y = x W^T with W stored [out, in], as in a checkpoint: in the activations' dtype, or as FP8 blocks with their scales."""
+"""y = x W^T with W stored [out, in], as in a checkpoint: in the activations' dtype, or as FP8
+blocks with their scales.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,12 @@ from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, roundin
 from negamax.kernels.quantize.spec import dequantize_block, quantize_activations, scale_shape
 
 
-def linear(x: Tensor | Activations, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out] in `out_dtype` (None: that of x). Of FP8 activations the plain form counts."""
+def linear(
+    x: Tensor | Activations, weight: Tensor, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [T, in], weight [out, in] -> [T, out] in `out_dtype` (None: that of x). Of FP8 activations
+    the plain form counts.
+    """
     values = plain(x)
     dtype = out_dtype or values.dtype
     if weight.dtype != values.dtype:
@@ -21,18 +27,28 @@ def linear(x: Tensor | Activations, weight: Tensor, *, out_dtype: torch.dtype | 
 
 
 def keep(weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The weight as it is: the definition reads the checkpoint's own layout. With block scales, its fp32 values."""
+    """The weight as it is: the definition reads the checkpoint's own layout. With block scales, its
+    fp32 values.
+    """
     return weight if scale is None else dequantize_block(weight, scale)
 
 
 def refuse_scale(scale: Tensor | None) -> None:
-    """The kernels of the CPU multiply with plain weights; an FP8 weight is turned into one at load."""
+    """The kernels of the CPU multiply with plain weights; an FP8 weight is turned into one at
+    load.
+    """
     assert scale is None, "a weight with block scales needs a kernel of the GPU"
 
 
 def _cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     cases = []
-    for num_tokens, inputs, outputs in ((0, 64, 32), (1, 256, 1536), (3, 37, 5), (16, 512, 256), (130, 56, 96)):
+    for num_tokens, inputs, outputs in (
+        (0, 64, 32),
+        (1, 256, 1536),
+        (3, 37, 5),
+        (16, 512, 256),
+        (130, 56, 96),
+    ):
         tensors = {
             "x": randn(num_tokens, inputs, dtype=dtype, generator=generator),
             "weight": randn(outputs, inputs, dtype=dtype, generator=generator, scale=inputs**-0.5),
@@ -46,15 +62,24 @@ def _cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def fp8_case(
-    num_tokens: int, inputs: int, outputs: int, *, dtype: torch.dtype, generator: torch.Generator, label: str = ""
+    num_tokens: int,
+    inputs: int,
+    outputs: int,
+    *,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    label: str = "",
 ) -> Case:
-    """A case with an FP8 weight. The activations are e4m3 values times a power of two, 7 the largest of each 128, so that
-    their FP8 form is exact and kernels that read either form have one result."""
+    """A case with an FP8 weight. The activations are e4m3 values times a power of two, 7 the
+    largest of each 128, so that their FP8 form is exact and kernels that read either form have one
+    result."""
     device = generator.device
     x = torch.randn(num_tokens, inputs, device=device, generator=generator).clamp(-6.5, 6.5)
     x = (x * 64).to(torch.float8_e4m3fn).float() / 64
     x[:, ::GROUP] = 7.0
-    weight = torch.randn(outputs, inputs, device=device, generator=generator).mul_(80).clamp_(-448, 448)
+    weight = (
+        torch.randn(outputs, inputs, device=device, generator=generator).mul_(80).clamp_(-448, 448)
+    )
     grid = scale_shape(outputs, inputs)
     scale = (torch.rand(*grid, device=device, generator=generator) + 0.5) * (inputs**-0.5 / 80)
     tensors = {"x": x.to(dtype), "weight": weight.to(torch.float8_e4m3fn), "scale": scale}
@@ -77,12 +102,27 @@ def _wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     cases = []
     for label, (inputs, outputs) in _M2_SHAPES.items():
         tokens = _M2_TOKENS if "TP4" in label else _M2_TOKENS[:-1]
-        cases += [fp8_case(n, inputs, outputs, dtype=dtype, generator=generator, label=label) for n in tokens]
+        cases += [
+            fp8_case(n, inputs, outputs, dtype=dtype, generator=generator, label=label)
+            for n in tokens
+        ]
     for label, rows in _HEAD_ROWS.items():
-        weight = torch.randn(rows, 3072, device=generator.device, generator=generator).mul_(3072**-0.5).to(dtype)
+        weight = (
+            torch.randn(rows, 3072, device=generator.device, generator=generator)
+            .mul_(3072**-0.5)
+            .to(dtype)
+        )
         for num_tokens in (1, 16, 63, 128):
-            x = torch.randn(num_tokens, 3072, device=generator.device, generator=generator).to(dtype)
-            cases.append(Case(f"{label} T={num_tokens}", {"x": x, "weight": weight}, {"out_dtype": torch.float32}))
+            x = torch.randn(num_tokens, 3072, device=generator.device, generator=generator).to(
+                dtype
+            )
+            cases.append(
+                Case(
+                    f"{label} T={num_tokens}",
+                    {"x": x, "weight": weight},
+                    {"out_dtype": torch.float32},
+                )
+            )
     return cases
 
 
@@ -97,7 +137,9 @@ def _cost(case: Case) -> Cost:
     x, weight = case.tensors["x"], case.tensors["weight"]
     scales = [case.tensors["scale"]] if "scale" in case.tensors else []
     out_bytes = x.shape[0] * weight.shape[0] * case.numbers.get("out_dtype", x.dtype).itemsize
-    return Cost(num_bytes=num_bytes(x, weight, *scales) + out_bytes, flops=2 * x.shape[0] * weight.numel())
+    return Cost(
+        num_bytes=num_bytes(x, weight, *scales) + out_bytes, flops=2 * x.shape[0] * weight.numel()
+    )
 
 
 OPS = (
@@ -107,7 +149,9 @@ OPS = (
         reference=Kernel("gemm.linear", "reference", linear, keep),
         cases=_cases,
         apply=_apply,
-        tolerance=rounding_tolerance(reason="fp32 sums in another order, one rounding to the dtype; |y| about 1"),
+        tolerance=rounding_tolerance(
+            reason="fp32 sums in another order, one rounding to the dtype; |y| about 1"
+        ),
         cost=_cost,
         wide=_wide,
         wide_error=4e-3,  # one rounding to bf16 is 1.7e-3

@@ -1,16 +1,19 @@
-"""Tile sizes of the products, measured on an H200 at the slices of MiniMax-M2 on 1, 2 and 4 ranks (hidden 3072).
+"""Tile sizes of the products, measured on an H200 at the slices of MiniMax-M2 on 1, 2 and 4 ranks
+(hidden 3072).
 
-What counts is the time between the norm before qkv and the end of o_proj, as a layer runs it: norm, qkv, QK norm, attention,
-o_proj, with dependent launches and weights that are not in cache. Microseconds of that chain at 1,064 tokens of context, in
-brackets those without the two products (reading the weights takes 10.4 on one rank, 2.6 on each of four):
+What counts is the time between the norm before qkv and the end of o_proj, as a layer runs it: norm,
+qkv, QK norm, attention, o_proj, with dependent launches and weights that are not in cache.
+Microseconds of that chain at 1,064 tokens of context, in brackets those without the two products
+(reading the weights takes 10.4 on one rank, 2.6 on each of four):
 
-tokens      1            2            4            8            16           32           63           100
-one rank    28.8 (13.1)  29.0 (13.4)  31.5 (16.2)  35.4 (19.8)  56.5 (33.0)               84.9 (58.2)  106 (79.7)
-four        16.6 (10.7)               18.7 (12.3)               24.2 (15.5)  32.9 (19.7)  52.5 (36.7)  51.7 (37.5)
+tokens      1            2            4            8            16           32           63
+100 one rank    28.8 (13.1)  29.0 (13.4)  31.5 (16.2)  35.4 (19.8)  56.5 (33.0)               84.9
+(58.2)  106 (79.7) four        16.6 (10.7)               18.7 (12.3)               24.2 (15.5)  32.9
+(19.7)  52.5 (36.7)  51.7 (37.5)
 
-Back to back, with no other kernel between them, qkv and o_proj of one rank take 14.3 at one token and 17.2 at 4. That order of
-kernels does not occur, and it prefers other tiles: programs that leave room for those of the next kernel are 2 us faster there
-and 4 to 7 us slower in a layer.
+Back to back, with no other kernel between them, qkv and o_proj of one rank take 14.3 at one token
+and 17.2 at 4. That order of kernels does not occur, and it prefers other tiles: programs that leave
+room for those of the next kernel are 2 us faster there and 4 to 7 us slower in a layer.
 """
 
 from __future__ import annotations
@@ -21,14 +24,18 @@ MULTIPROCESSORS = 132
 DOT_TOKENS = 1  # FP8: up to here products and sums on the plain cores
 NARROW_TOKENS = 64  # FP8: up to here weights are the tall operand
 NARROW_TOKENS_16BIT = 64  # 16-bit weights: from here on cuBLAS
-CUBLAS_PRODUCTS = 1024 * 2048 * 3072  # FP8: above so many, cuBLAS; its scales need a token count that is a multiple of
+# FP8: above so many, cuBLAS; its scales need a token count that is a multiple of
+CUBLAS_PRODUCTS = 1024 * 2048 * 3072
 CUBLAS_MULTIPLE = 4
-DEPENDENT_WIDE_WEIGHTS = 4096 * 3072  # FP8: up to so many, dependent launch gains 0.9 us at 100 tokens; above, it loses 0.5
+# FP8: up to so many, dependent launch gains 0.9 us at 100 tokens; above, it loses 0.5
+DEPENDENT_WIDE_WEIGHTS = 4096 * 3072
 
 
 @dataclass(frozen=True)
 class DotTile:
-    """`rows` rows of the weight by `warps` warps, which share the columns; every weight is fetched before one is used."""
+    """`rows` rows of the weight by `warps` warps, which share the columns; every weight is fetched
+    before one is used.
+    """
 
     rows: int
     warps: int
@@ -36,8 +43,10 @@ class DotTile:
 
 @dataclass(frozen=True)
 class FewTile:
-    """`rows` rows of the weight against up to `tokens` tokens, by `warps` warps, which share the columns. `registers` per
-    thread, so that all programs of the largest weight fit on the GPU together; None: what the compiler takes."""
+    """`rows` rows of the weight against up to `tokens` tokens, by `warps` warps, which share the
+    columns. `registers` per thread, so that all programs of the largest weight fit on the GPU
+    together; None: what the compiler takes.
+    """
 
     rows: int
     tokens: int
@@ -47,8 +56,8 @@ class FewTile:
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` of the weight against `tokens` tokens, `columns` at a time, `stages` of them under way; `splits` programs share
-    the columns."""
+    """`rows` of the weight against `tokens` tokens, `columns` at a time, `stages` of them under
+    way; `splits` programs share the columns."""
 
     rows: int
     tokens: int
@@ -62,14 +71,18 @@ WIDE_GROUP = 8  # token tiles that go through the weight together, for the L2 ca
 
 
 def dot_products(columns: int) -> DotTile:
-    """The tile for rows of `columns` FP8 weights: of MiniMax-M2's widths a thread has 3 x 16 per row."""
+    """The tile for rows of `columns` FP8 weights: of MiniMax-M2's widths a thread has 3 x 16 per
+    row.
+    """
     return DotTile(rows=4, warps=4 if columns >= 6144 else 2 if columns >= 3072 else 1)
 
 
 def few_tokens(*, num_tokens: int, rows: int, columns: int) -> FewTile | None:
-    """The tile for FP8 weights of which every program's part fits into registers, all programs running at once; else None.
+    """The tile for FP8 weights of which every program's part fits into registers, all programs
+    running at once; else None.
 
-    A warp has up to six blocks of 128 columns: 96 of a thread's registers. With 128 in all, 25 MB are on their way together.
+    A warp has up to six blocks of 128 columns: 96 of a thread's registers. With 128 in all, 25 MB
+    are on their way together.
     """
     warps = _power_of_two(-(-columns // 768))
     if warps > 16:
@@ -82,8 +95,10 @@ def few_tokens(*, num_tokens: int, rows: int, columns: int) -> FewTile | None:
 
 
 def narrow(*, num_tokens: int, rows: int, columns: int) -> Tile:
-    """The tile for FP8 weights [rows, columns]. The columns are split while multiprocessors would idle; with many tokens not
-    into less than 12 blocks of 128, since what the programs of a tile exchange grows with the tokens."""
+    """The tile for FP8 weights [rows, columns]. The columns are split while multiprocessors would
+    idle; with many tokens not into less than 12 blocks of 128, since what the programs of a tile
+    exchange grows with the tokens.
+    """
     tokens = max(8, min(64, _power_of_two(num_tokens)))
     programs = -(-rows // 64) * -(-num_tokens // tokens)
     most = 200 // programs
@@ -103,13 +118,19 @@ def narrow_16bit(num_tokens: int) -> Tile:
 
 
 def wide(*, num_tokens: int, rows: int) -> Tile:
-    """The tile for FP8 weights of `rows` rows and many tokens; the small one while two programs per multiprocessor hold it."""
+    """The tile for FP8 weights of `rows` rows and many tokens; the small one while two programs per
+    multiprocessor hold it.
+    """
     small = -(-rows // 64) * -(-num_tokens // 64) <= 2 * MULTIPROCESSORS
-    return Tile(rows=64 if small else 128, tokens=64, columns=128, warps=4, stages=5 if small else 4)
+    return Tile(
+        rows=64 if small else 128, tokens=64, columns=128, warps=4, stages=5 if small else 4
+    )
 
 
 def cublas_is_faster(num_tokens: int, num_weights: int) -> bool:
-    """Whether an FP8 product is for cuBLAS: at [8192, 3072] x [3072, 2048] 89 us against 112, at 512 tokens 16 against 11."""
+    """Whether an FP8 product is for cuBLAS: at [8192, 3072] x [3072, 2048] 89 us against 112, at
+    512 tokens 16 against 11.
+    """
     return num_tokens % CUBLAS_MULTIPLE == 0 and num_tokens * num_weights > CUBLAS_PRODUCTS
 
 

@@ -1,19 +1,23 @@
 """Products with FP8-block and 16-bit weights on NVIDIA GPUs, in Triton.
 
-Few tokens: the time is that of reading the weight once, 1 byte per FP8 weight and 2 per 16-bit one, and of starting up. Then
+Few tokens: the time is that of reading the weight once, 1 byte per FP8 weight and 2 per 16-bit one,
+and of starting up. Then
 
-- one token: no tensor cores, plain activations. A program owns a few rows of the weight, fetches all their columns before it
-  uses the first, and sums in fp32 registers;
-- few tokens: a program has 16 rows of the weight and each of its warps its share of the blocks of 128 columns (a batched
-  product whose batch is the warps), all of it in registers before the kernel before this one has ended. All programs run at
-  once, so a weight of up to 25 MB arrives while the GPU computes a norm or attention;
-- more: tiles of the weight are the tall operand of the tensor cores and the tokens the short one. Where that leaves
-  multiprocessors idle, programs share the columns of a tile and the last to arrive adds up, in a fixed order;
-- many: tokens are the tall operand, and both come through the tensor memory accelerator; from some size on cuBLAS.
+- one token: no tensor cores, plain activations. A program owns a few rows of the weight, fetches
+  all their columns before it uses the first, and sums in fp32 registers;
+- few tokens: a program has 16 rows of the weight and each of its warps its share of the blocks of
+  128 columns (a batched product whose batch is the warps), all of it in registers before the kernel
+  before this one has ended. All programs run at once, so a weight of up to 25 MB arrives while the
+  GPU computes a norm or attention;
+- more: tiles of the weight are the tall operand of the tensor cores and the tokens the short one.
+  Where that leaves multiprocessors idle, programs share the columns of a tile and the last to
+  arrive adds up, in a fixed order;
+- many: tokens are the tall operand, and both come through the tensor memory accelerator; from some
+  size on cuBLAS.
 
-FP8 weights meet FP8 activations in all but the first: the tensor cores add up 128 columns, then the sum takes the scales of the
-block and of the token's 128 columns and is added in fp32. Measured: ||error|| / ||y|| 1.7e-3 with bf16 results, which is their
-rounding, and 2.6e-4 with fp16 ones.
+FP8 weights meet FP8 activations in all but the first: the tensor cores add up 128 columns, then the
+sum takes the scales of the block and of the token's 128 columns and is added in fp32. Measured:
+||error|| / ||y|| 1.7e-3 with bf16 results, which is their rounding, and 2.6e-4 with fp16 ones.
 """
 
 from __future__ import annotations
@@ -28,7 +32,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from negamax.kernels.activations import GROUP, Activations, model_dtype, plain
 from negamax.kernels.gemm import cublas, tiles
-from negamax.kernels.launch.triton import launch_options, start_next, wait, wait_for_inputs, wait_then_start_next
+from negamax.kernels.launch.triton import (
+    launch_options,
+    start_next,
+    wait,
+    wait_for_inputs,
+    wait_then_start_next,
+)
 from negamax.kernels.op import Kernel
 from negamax.kernels.quantize import triton as quantize
 
@@ -43,7 +53,8 @@ class PreparedLinear:
 
     weight: Tensor  # e4m3, bf16 or fp16
     scale: Tensor | None  # [ceil(N / 128), K / 128] fp32; None: 16-bit weights
-    arrivals: Tensor  # [MULTIPROCESSORS] int32, how many programs of a tile are done; zero between calls
+    # [MULTIPROCESSORS] int32, how many programs of a tile are done; zero between calls
+    arrivals: Tensor
 
 
 @triton.jit
@@ -85,9 +96,14 @@ def _dot_products(
         sums += (tl.zeros((threads,), tl.float32),)
     for i in tl.static_range(steps):
         more = ()
-        values = tl.load(x + i * span + columns, mask=columns < K - i * span, other=0.0).to(tl.float32)
+        values = tl.load(x + i * span + columns, mask=columns < K - i * span, other=0.0).to(
+            tl.float32
+        )
         for row in tl.static_range(ROWS):
-            more += (sums[row] + tl.sum(tiles[i * ROWS + row].to(tl.float32) * values, axis=1) * factors[i],)
+            more += (
+                sums[row]
+                + tl.sum(tiles[i * ROWS + row].to(tl.float32) * values, axis=1) * factors[i],
+            )
         sums = more
     # One reduction over the threads for all rows: [threads, 2, 2, ...]
     for level in tl.static_range(LEVELS):
@@ -100,10 +116,12 @@ def _dot_products(
     tl.store(out + row, y.to(out.dtype.element_ty), mask=row < N)
 
 
-# What a step of `_few_tokens` takes from a matrix of FP8 rows, ROWS of them and 128 columns for each warp, is fetched as
-# [8, WARPS, 2, ROWS / 8, 64]: a thread has 16 neighbouring columns, four threads 64, and eight times four 8 rows. The tensor
-# cores give a thread the same row but other columns. The order of the columns is no matter as long as weights and activations
-# share it, so they are renumbered: every thread multiplies what it fetched, and nothing passes through shared memory.
+# What a step of `_few_tokens` takes from a matrix of FP8 rows, ROWS of them and 128 columns for
+# each warp, is fetched as [8, WARPS, 2, ROWS / 8, 64]: a thread has 16 neighbouring columns, four
+# threads 64, and eight times four 8 rows. The tensor cores give a thread the same row but other
+# columns. The order of the columns is no matter as long as weights and activations share it, so
+# they are renumbered: every thread multiplies what it fetched, and nothing passes through shared
+# memory.
 
 
 @triton.jit
@@ -121,17 +139,25 @@ def _step_columns(WARPS: tl.constexpr):
 
 @triton.jit
 def _fetch(at, i: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr):
-    """Step i of the K columns of the rows at `at`; the last one may not have a block for every warp."""
+    """Step i of the K columns of the rows at `at`; the last one may not have a block for every
+    warp.
+    """
     if (i + 1) * (WARPS * _BLOCK) <= K:
         fetched = tl.load(at + i * (WARPS * _BLOCK))
     else:
-        fetched = tl.load(at + i * (WARPS * _BLOCK), mask=_step_columns(WARPS) < K - i * (WARPS * _BLOCK), other=0.0)
+        fetched = tl.load(
+            at + i * (WARPS * _BLOCK),
+            mask=_step_columns(WARPS) < K - i * (WARPS * _BLOCK),
+            other=0.0,
+        )
     return fetched
 
 
 @triton.jit
 def _operand(fetched, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """[8, WARPS, 2, ROWS / 8, 64] -> [WARPS, ROWS, 128], the columns of each half in the order of the tensor cores' threads."""
+    """[8, WARPS, 2, ROWS / 8, 64] -> [WARPS, ROWS, 128], the columns of each half in the order of
+    the tensor cores' threads.
+    """
     pieces = tl.reshape(fetched, (8, WARPS, 2, ROWS // 8, 4, 4, 4))
     return tl.reshape(tl.permute(pieces, (1, 3, 0, 2, 5, 4, 6)), (WARPS, ROWS, _BLOCK))
 
@@ -158,20 +184,25 @@ def _few_tokens(
     rows = first + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     warp = tl.arange(0, WARPS)
-    weights_at = weight + tl.minimum(first + _step_rows(ROWS), N - 1).to(tl.int64) * K + _step_columns(WARPS)
+    weights_at = (
+        weight + tl.minimum(first + _step_rows(ROWS), N - 1).to(tl.int64) * K + _step_columns(WARPS)
+    )
     scale_at = scale + (first // _BLOCK) * blocks + warp
     weights, weight_scales = (), ()
     for i in tl.static_range(steps):
         weights += (_fetch(weights_at, i, K, WARPS),)
         weight_scales += (tl.load(scale_at + i * WARPS, mask=warp < blocks - i * WARPS, other=0.0),)
     wait(PDL)
-    # Past the end from the start again: many reads of one row would wait for each other, and masks take registers
+    # Past the end from the start again: many reads of one row would wait for each other, and masks
+    # take registers
     values_at = values + _step_rows(TOKENS) % num_tokens * K + _step_columns(WARPS)
     scales_at = scales + (tokens % num_tokens)[None, :] * blocks + warp[:, None]
     acc = tl.zeros((WARPS, ROWS, TOKENS), tl.float32)
     for i in tl.static_range(steps):
         x = tl.permute(_operand(_fetch(values_at, i, K, WARPS), TOKENS, WARPS), (0, 2, 1))
-        factor = tl.load(scales_at + i * WARPS, mask=(warp < blocks - i * WARPS)[:, None], other=0.0)
+        factor = tl.load(
+            scales_at + i * WARPS, mask=(warp < blocks - i * WARPS)[:, None], other=0.0
+        )
         factor *= weight_scales[i][:, None]
         acc += tl.dot(_operand(weights[i], ROWS, WARPS), x) * factor[:, None, :]
     y = tl.sum(acc, axis=0)
@@ -203,7 +234,8 @@ def _narrow(
     first = tl.program_id(0) * ROWS
     rows = first + tl.arange(0, ROWS)
     tokens = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    token = tokens % num_tokens  # past the end from the start again: many reads of one row would wait for each other
+    # past the end from the start again: many reads of one row would wait for each other
+    token = tokens % num_tokens
     columns = tl.arange(0, COLUMNS)
     steps = tl.cdiv(K, COLUMNS)
     share = tl.cdiv(steps, SPLITS)
@@ -213,10 +245,13 @@ def _narrow(
     x_at = x + token[None, :] * K + columns[:, None]
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     if FP8:
-        wait_for_inputs(PDL)  # this order gains up to 1.3 us for qkv and o_proj; for the head it has not been measured
+        # this order gains up to 1.3 us for qkv and o_proj; for the head it has not been measured
+        wait_for_inputs(PDL)
         scale += (first // _BLOCK) * steps
         scales_at = scales + token * steps
-        factor = tl.load(scale + tl.minimum(start, steps - 1)) * tl.load(scales_at + tl.minimum(start, steps - 1))
+        factor = tl.load(scale + tl.minimum(start, steps - 1)) * tl.load(
+            scales_at + tl.minimum(start, steps - 1)
+        )
     else:
         wait_then_start_next(PDL)
     for step in range(start, stop):
@@ -228,7 +263,8 @@ def _narrow(
             w = tl.load(weights_at + step * COLUMNS, mask=inside[None, :], other=0.0)
             v = tl.load(x_at + step * COLUMNS, mask=inside[:, None], other=0.0)
         if FP8:
-            following = tl.minimum(step + 1, steps - 1)  # its scales arrive while this step computes
+            # its scales arrive while this step computes
+            following = tl.minimum(step + 1, steps - 1)
             next_factor = tl.load(scale + following) * tl.load(scales_at + following)
             acc += tl.dot(w, v) * factor[None, :]
             factor = next_factor
@@ -286,17 +322,30 @@ def _wide(
         factor = tl.load(scales_at + block) * tl.load(scale + block)
         acc += tl.dot(x, w.T) * factor[:, None]
     inside = (tokens < num_tokens)[:, None] & (rows < N)[None, :]
-    tl.store(out + tokens.to(tl.int64)[:, None] * N + rows[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + tokens.to(tl.int64)[:, None] * N + rows[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=inside,
+    )
 
 
 def prepare(weight: Tensor, scale: Tensor | None = None) -> PreparedLinear:
-    """weight [N, K] in the activations' dtype, or e4m3 with `scale` [ceil(N / 128), K / 128] fp32 and K a multiple of 128."""
+    """weight [N, K] in the activations' dtype, or e4m3 with `scale` [ceil(N / 128), K / 128] fp32
+    and K a multiple of 128.
+    """
     rows, columns = weight.shape
     fp8 = weight.dtype is torch.float8_e4m3fn
-    assert fp8 == (scale is not None), f"a {weight.dtype} weight {'needs' if fp8 else 'has no'} block scales"
+    assert fp8 == (scale is not None), (
+        f"a {weight.dtype} weight {'needs' if fp8 else 'has no'} block scales"
+    )
     if scale is not None:
-        assert columns % GROUP == 0, f"FP8 weights need a multiple of {GROUP} columns, not {columns}"
-        assert scale.shape == (-(-rows // GROUP), columns // GROUP), (tuple(weight.shape), tuple(scale.shape))
+        assert columns % GROUP == 0, (
+            f"FP8 weights need a multiple of {GROUP} columns, not {columns}"
+        )
+        assert scale.shape == (-(-rows // GROUP), columns // GROUP), (
+            tuple(weight.shape),
+            tuple(scale.shape),
+        )
         assert scale.dtype is torch.float32, scale.dtype
         scale = scale.contiguous()
     arrivals = torch.zeros(tiles.MULTIPROCESSORS, dtype=torch.int32, device=weight.device)
@@ -310,12 +359,16 @@ def linear(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K] -> x W^T [T, N] in `out_dtype` (None: that of the plain activations), rounded once from fp32 sums.
+    """x [T, K] -> x W^T [T, N] in `out_dtype` (None: that of the plain activations), rounded once
+    from fp32 sums.
 
     `out`: contiguous, of that shape and dtype; for 16-bit weights.
     """
     dtype = out_dtype or model_dtype(x)
-    num_tokens, rows = (x.values if isinstance(x, Activations) else x).shape[0], prepared.weight.shape[0]
+    num_tokens, rows = (
+        (x.values if isinstance(x, Activations) else x).shape[0],
+        prepared.weight.shape[0],
+    )
     if num_tokens == 0:
         return prepared.weight.new_empty((0, rows), dtype=dtype)
     if prepared.scale is None:
@@ -329,14 +382,20 @@ def linear(
     assert out is None, "products with FP8 weights make their own result"
     if num_tokens > tiles.DOT_TOKENS and not isinstance(x, Activations):
         x = quantize.rows(x.contiguous())
-    if isinstance(x, Activations) and dtype is torch.bfloat16 and tiles.cublas_is_faster(num_tokens, prepared.weight.numel()):
+    if (
+        isinstance(x, Activations)
+        and dtype is torch.bfloat16
+        and tiles.cublas_is_faster(num_tokens, prepared.weight.numel())
+    ):
         return cublas.linear_blocks(x, prepared.weight, prepared.scale)
     out = prepared.weight.new_empty((num_tokens, rows), dtype=dtype)
     _multiply_fp8(x, prepared, prepared.scale, out)
     return out
 
 
-def _multiply_fp8(x: Tensor | Activations, prepared: PreparedLinear, scale: Tensor, out: Tensor) -> None:
+def _multiply_fp8(
+    x: Tensor | Activations, prepared: PreparedLinear, scale: Tensor, out: Tensor
+) -> None:
     """out = x W^T with the kernel for its sizes; more than DOT_TOKENS come as `Activations`."""
     weight = prepared.weight
     (num_tokens, rows), columns = out.shape, weight.shape[1]
@@ -345,51 +404,78 @@ def _multiply_fp8(x: Tensor | Activations, prepared: PreparedLinear, scale: Tens
         dots = tiles.dot_products(columns)
         _dot_products[(triton.cdiv(rows, dots.rows),)](
             plain(x).contiguous(), weight, scale, out, rows,
-            K=columns, ROWS=dots.rows, LEVELS=dots.rows.bit_length() - 1, WARPS=dots.warps, num_warps=dots.warps, **options,
+            K=columns, ROWS=dots.rows, LEVELS=dots.rows.bit_length() - 1, WARPS=dots.warps,
+            num_warps=dots.warps, **options,
         )  # fmt: skip
         return
     assert isinstance(x, Activations)
-    assert x.values.is_contiguous() and x.scales.is_contiguous(), "activations are read as they lie in memory"
+    assert x.values.is_contiguous() and x.scales.is_contiguous(), (
+        "activations are read as they lie in memory"
+    )
     if few := tiles.few_tokens(num_tokens=num_tokens, rows=rows, columns=columns):
         _few_tokens[(triton.cdiv(rows, few.rows),)](
             x.values, x.scales, weight, scale, out, num_tokens, rows,
-            K=columns, TOKENS=few.tokens, ROWS=few.rows, WARPS=few.warps, num_warps=few.warps, maxnreg=few.registers, **options,
+            K=columns, TOKENS=few.tokens, ROWS=few.rows, WARPS=few.warps, num_warps=few.warps,
+            maxnreg=few.registers, **options,
         )  # fmt: skip
     elif num_tokens <= tiles.NARROW_TOKENS:
-        _launch_narrow(x.values, x.scales, prepared, out, tile=tiles.narrow(num_tokens=num_tokens, rows=rows, columns=columns))
+        _launch_narrow(
+            x.values,
+            x.scales,
+            prepared,
+            out,
+            tile=tiles.narrow(num_tokens=num_tokens, rows=rows, columns=columns),
+        )
     else:
         tile = tiles.wide(num_tokens=num_tokens, rows=rows)
         _wide[(triton.cdiv(rows, tile.rows) * triton.cdiv(num_tokens, tile.tokens),)](
             TensorDescriptor.from_tensor(x.values, [tile.tokens, tile.columns]), x.scales,
-            TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns]), scale, out, num_tokens, rows, columns,
-            TOKENS=tile.tokens, ROWS=tile.rows, GROUP_TILES=tiles.WIDE_GROUP, num_warps=tile.warps, num_stages=tile.stages,
+            TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns]), scale, out, num_tokens,
+            rows, columns,
+            TOKENS=tile.tokens, ROWS=tile.rows, GROUP_TILES=tiles.WIDE_GROUP, num_warps=tile.warps,
+            num_stages=tile.stages,
             **(options if weight.numel() <= tiles.DEPENDENT_WIDE_WEIGHTS else {"PDL": False}),
         )  # fmt: skip
 
 
-def _launch_narrow(x: Tensor, scales: Tensor | None, prepared: PreparedLinear, out: Tensor, *, tile: tiles.Tile) -> None:
+def _launch_narrow(
+    x: Tensor, scales: Tensor | None, prepared: PreparedLinear, out: Tensor, *, tile: tiles.Tile
+) -> None:
     (num_tokens, rows), columns = out.shape, x.shape[1]
     grid = (triton.cdiv(rows, tile.rows), tile.splits, triton.cdiv(num_tokens, tile.tokens))
     fp8, parts = scales is not None, out
     if tile.splits > 1:
-        parts = out.new_empty((grid[0] * grid[2], tile.splits, tile.rows, tile.tokens), dtype=torch.float32)
+        parts = out.new_empty(
+            (grid[0] * grid[2], tile.splits, tile.rows, tile.tokens), dtype=torch.float32
+        )
         assert grid[0] * grid[2] <= prepared.arrivals.shape[0], grid
     _narrow[grid](
-        x, scales if fp8 else out, prepared.weight, prepared.scale if fp8 else out, out, parts, prepared.arrivals,
+        x, scales if fp8 else out, prepared.weight, prepared.scale if fp8 else out, out, parts,
+        prepared.arrivals,
         num_tokens, rows, columns,
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, FP8=fp8,
-        WHOLE=columns % tile.columns == 0, DOT_DTYPE=_dot_dtype(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        WHOLE=columns % tile.columns == 0, DOT_DTYPE=_dot_dtype(x.dtype), num_warps=tile.warps,
+        num_stages=tile.stages,
         **launch_options(out.device),
     )  # fmt: skip
 
 
 def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """What `tl.dot` multiplies: the operands' own dtype, but fp32 in the interpreter, whose bf16 products are wrong."""
+    """What `tl.dot` multiplies: the operands' own dtype, but fp32 in the interpreter, whose bf16
+    products are wrong.
+    """
     if triton.knobs.runtime.interpret:
         return tl.float32
     return tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("gemm.linear", "triton", linear, prepare, platforms=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
+    Kernel(
+        "gemm.linear",
+        "triton",
+        linear,
+        prepare,
+        platforms=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+    ),
 )

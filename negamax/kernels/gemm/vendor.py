@@ -1,15 +1,17 @@
 """oneDNN's linear with a weight that was put into its blocked layout at load.
 
-Measured on two Zen 4 cores, one row, [256 -> 1536], weights not in cache: bf16 25 us, F.linear 46 us; fp32 90 us, F.linear
-184 us. Rows do not depend on how many there are, to the bit, in bf16 and in fp32 (for fp32 the layout must not be the one
-chosen for a single row); with AMX only as `env.settle_cpu_products` has it. PyTorch carries oneDNN; the two ops
-used are those its own compiler emits for CPU linears.
+Measured on two Zen 4 cores, one row, [256 -> 1536], weights not in cache: bf16 25 us, F.linear 46
+us; fp32 90 us, F.linear 184 us. Rows do not depend on how many there are, to the bit, in bf16 and
+in fp32 (for fp32 the layout must not be the one chosen for a single row); with AMX only as
+`env.settle_cpu_products` has it. PyTorch carries oneDNN; the two ops used are those its own
+compiler emits for CPU linears.
 
-oneDNN compiles a kernel for every count of rows and every weight shape: 0.6 ms and 0.56 MiB of heap each. It keeps the last
-1024 of them, and the heap between them, which steps of other sizes leave behind, cannot be given back: with rows as they came a
-small model's process took 1.5 GiB after a minute of mixed requests and went on growing. So rows are cut into tiles of at most
-256, and a tile is padded to one of 80 sizes; with that the same minute ends at 0.7 GiB (docs/serving.md). Mixed requests, each
-step run both ways: 1.015 times the speed, because fewer kernels are compiled.
+oneDNN compiles a kernel for every count of rows and every weight shape: 0.6 ms and 0.56 MiB of heap
+each. It keeps the last 1024 of them, and the heap between them, which steps of other sizes leave
+behind, cannot be given back: with rows as they came a small model's process took 1.5 GiB after a
+minute of mixed requests and went on growing. So rows are cut into tiles of at most 256, and a tile
+is padded to one of 80 sizes; with that the same minute ends at 0.7 GiB (docs/serving.md). Mixed
+requests, each step run both ways: 1.015 times the speed, because fewer kernels are compiled.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def _padded_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _runs(dtype: torch.dtype) -> bool:
-    """Whether this build and this machine run both ops in `dtype`, found out by running them once."""
+    """Whether this build and this machine run both ops in `dtype`, found out by running them
+    once.
+    """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     try:
@@ -78,7 +82,15 @@ def _runs(dtype: torch.dtype) -> bool:
 
 
 def _kernel(dtype: torch.dtype) -> Kernel:
-    return Kernel("gemm.linear", "onednn", linear, pack, platforms=("cpu",), dtypes=(dtype,), available=lambda: _runs(dtype))
+    return Kernel(
+        "gemm.linear",
+        "onednn",
+        linear,
+        pack,
+        platforms=("cpu",),
+        dtypes=(dtype,),
+        available=lambda: _runs(dtype),
+    )
 
 
 KERNELS = (_kernel(torch.bfloat16), _kernel(torch.float32))

@@ -1,9 +1,10 @@
 """Where tokens lie in the paged cache, and writing their keys and values there.
 
-A layer's cache is two tensors [num_blocks, kv_heads, block_size, head_dim]. Token slot s lives in block s // block_size at
-offset s % block_size. Within a block the tokens of one head are adjacent, so that gathering the blocks of a sequence gives
-each head a contiguous [tokens, head_dim] matrix, which is what matrix products read fastest. A cache starts as zeros and only
-ever holds finite values: kernels read past the end of a sequence and give what they find there a probability of 0.
+A layer's cache is two tensors [num_blocks, kv_heads, block_size, head_dim]. Token slot s lives in
+block s // block_size at offset s % block_size. Within a block the tokens of one head are adjacent,
+so that gathering the blocks of a sequence gives each head a contiguous [tokens, head_dim] matrix,
+which is what matrix products read fastest. A cache starts as zeros and only ever holds finite
+values: kernels read past the end of a sequence and give what they find there a probability of 0.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negamax.kernels.op import FLOAT_DTYPES, Case, Cost, Kernel, Op, Tolerance, num_bytes, randn, rounding_tolerance
+from negamax.kernels.op import (
+    FLOAT_DTYPES,
+    Case,
+    Cost,
+    Kernel,
+    Op,
+    Tolerance,
+    num_bytes,
+    randn,
+    rounding_tolerance,
+)
 from negamax.kernels.rope.spec import cos_sin, signed_frequencies
 
 FP8 = torch.float8_e4m3fn
@@ -20,7 +31,8 @@ FP8_MAX = 448.0  # largest e4m3 value; beyond it are only NaNs
 
 
 def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
-    """slots [T] int64 -> [T * kv_heads] int64: row of (token, head) in the cache seen as [-1, head_dim].
+    """slots [T] int64 -> [T * kv_heads] int64: row of (token, head) in the cache seen as [-1,
+    head_dim].
 
     Slot -1 (a token of padding) gives negative rows, which GPU kernels skip.
     """
@@ -44,36 +56,54 @@ def locate(
     kv_heads: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What every layer of a step must know of its T tokens: cos, sin [T, 1, rotary_dim] fp32, and their cache rows
-    [T * kv_heads] int64 (`cache_rows`).
+    """What every layer of a step must know of its T tokens: cos, sin [T, 1, rotary_dim] fp32, and
+    their cache rows [T * kv_heads] int64 (`cache_rows`).
 
-    positions, token_rows [T] int64: token t is at positions[t] of the sequence whose blocks are block_tables[token_rows[t]];
-    frequencies [rotary_dim] from `rope.spec.signed_frequencies`.
+    positions, token_rows [T] int64: token t is at positions[t] of the sequence whose blocks are
+    block_tables[token_rows[t]]; frequencies [rotary_dim] from `rope.spec.signed_frequencies`.
     """
     blocks = block_tables[token_rows, positions // block_size].long()
     slots = blocks * block_size + positions % block_size
-    return (*cos_sin(positions, frequencies), cache_rows(slots, kv_heads=kv_heads, block_size=block_size))
+    return (
+        *cos_sin(positions, frequencies),
+        cache_rows(slots, kv_heads=kv_heads, block_size=block_size),
+    )
 
 
 def write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, *, kv_scales: tuple[float, float] = (1.0, 1.0)
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """k, v [T, kv_heads, head_dim] into the caches at `rows` [T * kv_heads] int64 (from `cache_rows`).
+    """k, v [T, kv_heads, head_dim] into the caches at `rows` [T * kv_heads] int64 (from
+    `cache_rows`).
 
-    Stored are k / kv_scales[0] and v / kv_scales[1], rounded to the dtype of the cache; FP8 saturates.
+    Stored are k / kv_scales[0] and v / kv_scales[1], rounded to the dtype of the cache; FP8
+    saturates.
     """
     for x, cache, scale in ((k, k_cache, kv_scales[0]), (v, v_cache, kv_scales[1])):
         head_dim = x.shape[-1]
         if scale != 1.0:
             x = x.float() / scale
         if cache.dtype == FP8:  # copied as bytes: index_copy_ does not take FP8
-            x, cache = x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8), cache.view(torch.uint8)
+            x, cache = (
+                x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8),
+                cache.view(torch.uint8),
+            )
         cache.view(-1, head_dim).index_copy_(0, rows, x.reshape(-1, head_dim).to(cache.dtype))
 
 
 def _cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     cases = []
-    for num_tokens, kv_heads, block_size, head_dim in ((0, 1, 16, 8), (1, 2, 16, 128), (21, 3, 5, 12)):
+    for num_tokens, kv_heads, block_size, head_dim in (
+        (0, 1, 16, 8),
+        (1, 2, 16, 128),
+        (21, 3, 5, 12),
+    ):
         num_blocks = 8
         cache = (num_blocks, kv_heads, block_size, head_dim)
         tensors = {
@@ -83,7 +113,12 @@ def _cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             "v_cache": randn(*cache, dtype=dtype, generator=generator),
             "slots": torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens],
         }
-        cases.append(Case(f"T={num_tokens} kv_heads={kv_heads} block_size={block_size} head_dim={head_dim}", tensors))
+        cases.append(
+            Case(
+                f"T={num_tokens} kv_heads={kv_heads} block_size={block_size} head_dim={head_dim}",
+                tensors,
+            )
+        )
     return cases
 
 
@@ -91,7 +126,13 @@ def _apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     t = case.tensors
     k_cache, v_cache = t["k_cache"].clone(), t["v_cache"].clone()
     _, kv_heads, block_size, _ = k_cache.shape
-    kernel.run(t["k"], t["v"], k_cache, v_cache, cache_rows(t["slots"], kv_heads=kv_heads, block_size=block_size))
+    kernel.run(
+        t["k"],
+        t["v"],
+        k_cache,
+        v_cache,
+        cache_rows(t["slots"], kv_heads=kv_heads, block_size=block_size),
+    )
     return k_cache, v_cache
 
 
@@ -101,14 +142,22 @@ def _cost(case: Case) -> Cost:
 
 def _locate_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     cases = []
-    for num_tokens, rows, kv_heads, block_size, rotary_dim in ((0, 1, 1, 16, 8), (1, 3, 2, 64, 64), (37, 5, 3, 5, 10)):
+    for num_tokens, rows, kv_heads, block_size, rotary_dim in (
+        (0, 1, 1, 16, 8),
+        (1, 3, 2, 64, 64),
+        (37, 5, 3, 5, 10),
+    ):
         tensors = {
             "positions": torch.randint(0, 12 * block_size, (num_tokens,), generator=generator),
             "token_rows": torch.randint(0, rows, (num_tokens,), generator=generator),
-            "block_tables": torch.randint(0, 1000, (rows, 12), generator=generator, dtype=torch.int32),
+            "block_tables": torch.randint(
+                0, 1000, (rows, 12), generator=generator, dtype=torch.int32
+            ),
             "frequencies": signed_frequencies(rotary_dim, 5e6),
         }
-        label = f"T={num_tokens} kv_heads={kv_heads} block_size={block_size} rotary_dim={rotary_dim}"
+        label = (
+            f"T={num_tokens} kv_heads={kv_heads} block_size={block_size} rotary_dim={rotary_dim}"
+        )
         cases.append(Case(label, tensors, {"kv_heads": kv_heads, "block_size": block_size}))
     return cases
 
@@ -132,7 +181,10 @@ OPS = (
         reference=Kernel("kvcache.locate", "reference", locate),
         cases=_locate_cases,
         apply=_locate_apply,
-        tolerance={dtype: Tolerance(2e-5, 0.0, "angles up to 1e3 in fp32, one cosine") for dtype in FLOAT_DTYPES},
+        tolerance={
+            dtype: Tolerance(2e-5, 0.0, "angles up to 1e3 in fp32, one cosine")
+            for dtype in FLOAT_DTYPES
+        },
         cost=_locate_cost,
     ),
     Op(

@@ -51,7 +51,9 @@ def locate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the definition."""
     num_tokens, rotary_dim, device = positions.shape[0], frequencies.shape[0], positions.device
-    cos, sin = torch.empty(2, num_tokens, 1, rotary_dim, dtype=torch.float32, device=device).unbind()
+    cos, sin = torch.empty(
+        2, num_tokens, 1, rotary_dim, dtype=torch.float32, device=device
+    ).unbind()
     rows = torch.empty(num_tokens * kv_heads, dtype=torch.int64, device=device)
     if num_tokens:
         _locate_kernel[(num_tokens,)](
@@ -73,4 +75,12 @@ def locate(
     return cos, sin, rows
 
 
-KERNELS = (Kernel("kvcache.locate", "triton", locate, platforms=("cuda",), dtypes=(torch.bfloat16, torch.float16)),)
+KERNELS = (
+    Kernel(
+        "kvcache.locate",
+        "triton",
+        locate,
+        platforms=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+    ),
+)

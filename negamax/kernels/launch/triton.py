@@ -1,24 +1,29 @@
-"""How kernels are launched: each before the one in front has ended, and compiled before the first is launched at all.
+"""How kernels are launched: each before the one in front has ended, and compiled before the first
+is launched at all.
 
-Dependent launch: a kernel starts up, and fetches its weights, while the kernel before it still runs.
+Dependent launch: a kernel starts up, and fetches its weights, while the kernel before it still
+runs.
 
-After an ordinary launch a kernel starts when the one before it in the stream has ended, which leaves the GPU idle for a few
-microseconds: long, where a decode step is hundreds of kernels of 3 to 30 us. NVIDIA GPUs from Hopper on can start the next
-kernel as soon as every program of the running one has allowed it (`start_next`, or its end); a kernel that was started so
-itself waits, where it has to, until the one before it has ended and what that wrote can be read. CUDA graphs keep both.
+After an ordinary launch a kernel starts when the one before it in the stream has ended, which
+leaves the GPU idle for a few microseconds: long, where a decode step is hundreds of kernels of 3 to
+30 us. NVIDIA GPUs from Hopper on can start the next kernel as soon as every program of the running
+one has allowed it (`start_next`, or its end); a kernel that was started so itself waits, where it
+has to, until the one before it has ended and what that wrote can be read. CUDA graphs keep both.
 
 A kernel that is launched with `launch_options`
 
-- waits in every program, also in those that have nothing to do: the wait of a kernel is for the one before it alone, so all
-  that came earlier has ended only because each of them waited in turn;
-- waits before it reads what a kernel has computed, and before it writes anything at all: memory it writes may still be
-  read by its predecessors, of which several may be running;
-- may read before the wait what no kernel since the last ordinary launch has written: weights, and whatever the step
-  prepared ahead of its first layer (PyTorch launches all its kernels in the ordinary way).
+- waits in every program, also in those that have nothing to do: the wait of a kernel is for the one
+  before it alone, so all that came earlier has ended only because each of them waited in turn;
+- waits before it reads what a kernel has computed, and before it writes anything at all: memory it
+  writes may still be read by its predecessors, of which several may be running;
+- may read before the wait what no kernel since the last ordinary launch has written: weights, and
+  whatever the step prepared ahead of its first layer (PyTorch launches all its kernels in the
+  ordinary way).
 
 Elsewhere, and in Triton's interpreter, PDL is False and nothing of this is compiled.
 
-How kernels are compiled is settled here, too, where Triton's default may change: products and sums are fused.
+How kernels are compiled is settled here, too, where Triton's default may change: products and sums
+are fused.
 """
 
 from __future__ import annotations
@@ -42,8 +47,14 @@ triton.knobs.language.default_fp_fusion = True  # off, the kernels' last bits an
 
 @cache
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """What a kernel with a parameter `PDL: tl.constexpr` is launched with on `device`, besides its own arguments."""
-    return {"PDL": True, "launch_pdl": True} if platform_of(device).has_dependent_launch else {"PDL": False}
+    """What a kernel with a parameter `PDL: tl.constexpr` is launched with on `device`, besides its
+    own arguments.
+    """
+    return (
+        {"PDL": True, "launch_pdl": True}
+        if platform_of(device).has_dependent_launch
+        else {"PDL": False}
+    )
 
 
 @triton.jit
@@ -69,8 +80,9 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def wait_then_start_next(PDL: tl.constexpr):
-    """The other order, for kernels that keep all of the GPU busy: what the next one fetches at its start does not take
-    bandwidth from the one before this, and its programs do not hold registers for as long.
+    """The other order, for kernels that keep all of the GPU busy: what the next one fetches at its
+    start does not take bandwidth from the one before this, and its programs do not hold registers
+    for as long.
 
     The products of many columns and the experts were measured, and their tiles chosen, with it.
     """
@@ -79,13 +91,17 @@ def wait_then_start_next(PDL: tl.constexpr):
 
 
 class _Share(triton.AsyncCompileMode):
-    """Compiles share number `index` of `count` of what is asked for. Who asks for the rest finds it in Triton's cache later."""
+    """Compiles share number `index` of `count` of what is asked for. Who asks for the rest finds it
+    in Triton's cache later.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor, *, index: int, count: int) -> None:
         super().__init__(pool)
         self._index, self._count = index, count
 
-    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+    def submit(
+        self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]
+    ) -> Any:
         if crc32(key.encode()) % self._count != self._index:
             return None
         return super().submit(key, compile_fn, finalize_fn)
@@ -93,11 +109,14 @@ class _Share(triton.AsyncCompileMode):
 
 @contextmanager
 def compiling(*, share: int, shares: int, threads: int) -> Iterator[None]:
-    """Inside, launches run nothing: this process compiles its share of their kernels, `threads` of them at a time, and has done
-    so when the context ends. One by one, at their first launches, they take several times as long.
+    """Inside, launches run nothing: this process compiles its share of their kernels, `threads` of
+    them at a time, and has done so when the context ends. One by one, at their first launches, they
+    take several times as long.
     """
     with ThreadPoolExecutor(threads) as pool, _Share(pool, index=share, count=shares):
-        triton.JITFunction.__getitem__ = lambda kernel, grid: partial(kernel.run, grid=grid, warmup=True)
+        triton.JITFunction.__getitem__ = lambda kernel, grid: partial(
+            kernel.run, grid=grid, warmup=True
+        )
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """Expert networks over tokens sorted by expert: each expert that was hit runs once, on one slice.
 
-A token's outputs are summed in the order of its choices, whatever else is in the batch. The products are the table's own
-`gemm.linear`, one prepared weight per expert and projection.
+A token's outputs are summed in the order of its choices, whatever else is in the batch. The
+products are the table's own `gemm.linear`, one prepared weight per expert and projection.
 """
 
 from __future__ import annotations
@@ -32,17 +32,38 @@ def kernel(linear: Kernel) -> Kernel:
     assert prepare_weight is not None
 
     def prepare(
-        gate_up: Tensor, down: Tensor, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_scale: Tensor | None = None,
+        down_scale: Tensor | None = None,
     ) -> PreparedExperts:
         refuse_scales(gate_up_scale, down_scale)
-        return PreparedExperts(tuple(prepare_weight(w) for w in gate_up), tuple(prepare_weight(w) for w in down))
+        return PreparedExperts(
+            tuple(prepare_weight(w) for w in gate_up), tuple(prepare_weight(w) for w in down)
+        )
 
-    def run(x: Tensor, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int) -> Tensor:
+    def run(
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        prepared: PreparedExperts,
+        *,
+        first: int,
+        count: int,
+    ) -> Tensor:
         if x.shape[0] == 1:
             return _one_token(x, ids, weights, prepared, first=first, count=count, product=product)
         return _many_tokens(x, ids, weights, prepared, first=first, count=count, product=product)
 
-    return Kernel("moe.experts", f"sorted+{linear.provider}", run, prepare, linear.platforms, linear.dtypes, linear.available)
+    return Kernel(
+        "moe.experts",
+        f"sorted+{linear.provider}",
+        run,
+        prepare,
+        linear.platforms,
+        linear.dtypes,
+        linear.available,
+    )
 
 
 def _one_token(
@@ -77,7 +98,9 @@ def _many_tokens(
     count: int,
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """Gather all (token, choice) pairs of the local experts in expert order, run each expert on its slice, put back."""
+    """Gather all (token, choice) pairs of the local experts in expert order, run each expert on its
+    slice, put back.
+    """
     num_tokens, top_k = ids.shape
     if num_tokens == 0:
         return torch.zeros_like(x)
@@ -87,20 +110,34 @@ def _many_tokens(
     low, high = bounds[0], bounds[-1]
     pairs = order[low:high]
     rows = x.index_select(0, pairs.div(top_k, rounding_mode="floor"))
-    slices = [(expert, start - low, stop - low) for expert, (start, stop) in enumerate(pairwise(bounds)) if stop > start]
+    slices = [
+        (expert, start - low, stop - low)
+        for expert, (start, stop) in enumerate(pairwise(bounds))
+        if stop > start
+    ]
     if not slices:
         return torch.zeros_like(x)
-    hidden = torch.cat([product(rows[start:stop], prepared.gate_up[expert]) for expert, start, stop in slices])
+    hidden = torch.cat(
+        [product(rows[start:stop], prepared.gate_up[expert]) for expert, start, stop in slices]
+    )
     gate, up = hidden.chunk(2, dim=-1)
     mixed = F.silu(gate).mul_(up)
-    y = torch.cat([product(mixed[start:stop], prepared.down[expert]) for expert, start, stop in slices])
+    y = torch.cat(
+        [product(mixed[start:stop], prepared.down[expert]) for expert, start, stop in slices]
+    )
     local = high - low == num_tokens * top_k
-    placed = y.new_empty(num_tokens * top_k, x.shape[1]) if local else y.new_zeros(num_tokens * top_k, x.shape[1])
+    placed = (
+        y.new_empty(num_tokens * top_k, x.shape[1])
+        if local
+        else y.new_zeros(num_tokens * top_k, x.shape[1])
+    )
     return _combine(placed.index_copy_(0, pairs, y), weights)
 
 
 def _combine(outputs: Tensor, weights: Tensor) -> Tensor:
-    """outputs [T * top_k, hidden] in choice order, weights [T, top_k] fp32 -> the weighted sums [T, hidden]."""
+    """outputs [T * top_k, hidden] in choice order, weights [T, top_k] fp32 -> the weighted sums [T,
+    hidden].
+    """
     num_tokens, top_k = weights.shape
     weighted = outputs.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)
     return weighted.sum(1).to(outputs.dtype)

@@ -1,9 +1,10 @@
 """Definitions of the mixture-of-experts ops.
 
-    s = sigmoid(gate x)   (fp32)        ids = top-k of s + bias        weights = s[ids] / sum(s[ids])
-    out = sum_i weights[i] * down[ids[i]] (silu(gate[ids[i]] x) * (up[ids[i]] x))
+    s = sigmoid(gate x)   (fp32)        ids = top-k of s + bias        weights = s[ids] /
+    sum(s[ids]) out = sum_i weights[i] * down[ids[i]] (silu(gate[ids[i]] x) * (up[ids[i]] x))
 
-The bias decides who is chosen, never how much a chosen expert counts; no epsilon in the renormalisation.
+The bias decides who is chosen, never how much a chosen expert counts; no epsilon in the
+renormalisation.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ def pair(gate: Tensor, bias: Tensor) -> Gate:
     return gate, bias
 
 
-def route(x: Activated, prepared: Gate, *, top_k: int, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    x: Activated, prepared: Gate, *, top_k: int, active: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """x [T, hidden] -> ids [T, top_k] int32, weights [T, top_k] fp32.
 
-    `active` [1] int32: rows from there on are padding and get ids -1 and weights 0. Rows are padded so that a token's scores
-    do not depend on how many others there are (`rowwise`, `gemm/padded.py`).
+    `active` [1] int32: rows from there on are padding and get ids -1 and weights 0. Rows are padded
+    so that a token's scores do not depend on how many others there are (`rowwise`,
+    `gemm/padded.py`).
     """
     gate, bias = prepared
     x = plain(x)
@@ -60,8 +64,15 @@ def mask_padding(ids: Tensor, weights: Tensor, active: Tensor | None) -> tuple[T
 Experts = tuple[Tensor, Tensor]
 
 
-def stack(gate_up: Tensor, down: Tensor, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None) -> Experts:
-    """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width], as they are."""
+def stack(
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> Experts:
+    """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width], as
+    they are.
+    """
     refuse_scales(gate_up_scale, down_scale)
     return gate_up, down
 
@@ -71,10 +82,14 @@ def refuse_scales(*scales: Tensor | None) -> None:
     assert all(scale is None for scale in scales), "experts with scales need a kernel of the GPU"
 
 
-def experts(x: Activated, ids: Tensor, weights: Tensor, prepared: Experts, *, first: int, count: int) -> Tensor:
-    """x [T, hidden], ids [T, top_k] int32, weights [T, top_k] fp32 -> [T, hidden], or [T, P, hidden] to be summed over P.
+def experts(
+    x: Activated, ids: Tensor, weights: Tensor, prepared: Experts, *, first: int, count: int
+) -> Tensor:
+    """x [T, hidden], ids [T, top_k] int32, weights [T, top_k] fp32 -> [T, hidden], or [T, P,
+    hidden] to be summed over P.
 
-    `prepared` holds experts first .. first + count - 1; the choices of other experts (and -1) add nothing.
+    `prepared` holds experts first .. first + count - 1; the choices of other experts (and -1) add
+    nothing.
     """
     gate_up, down = prepared
     x = plain(x)
@@ -120,11 +135,16 @@ def _experts_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]
             "x": randn(num_tokens, hidden, dtype=dtype, generator=generator),
             "ids": scores.topk(top_k, dim=-1).indices.int(),
             "weights": weights / weights.sum(-1, keepdim=True),
-            "gate_up": randn(count, 2 * width, hidden, dtype=dtype, generator=generator, scale=hidden**-0.5),
-            "down": randn(count, hidden, width, dtype=dtype, generator=generator, scale=width**-0.5),
+            "gate_up": randn(
+                count, 2 * width, hidden, dtype=dtype, generator=generator, scale=hidden**-0.5
+            ),
+            "down": randn(
+                count, hidden, width, dtype=dtype, generator=generator, scale=width**-0.5
+            ),
         }
         label = (
-            f"T={num_tokens} hidden={hidden} width={width} top_k={top_k} experts {first}..{first + count - 1} of {num_experts}"
+            f"T={num_tokens} hidden={hidden} width={width} top_k={top_k} experts "
+            f"{first}..{first + count - 1} of {num_experts}"
         )
         cases.append(Case(label, tensors, {"first": first, "count": count}))
     return cases
@@ -135,11 +155,18 @@ _WIDE_WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts whole, and cut for two a
 
 
 def _wide_route(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    gate, bias = _wide_randn(256, 3072, generator=generator) * 3072**-0.5, _wide_randn(256, generator=generator)
+    gate, bias = (
+        _wide_randn(256, 3072, generator=generator) * 3072**-0.5,
+        _wide_randn(256, generator=generator),
+    )
     return [
         Case(
             f"T={num_tokens} hidden=3072 experts=256 top_k=8",
-            {"x": _wide_randn(num_tokens, 3072, generator=generator).to(dtype), "gate": gate, "bias": bias},
+            {
+                "x": _wide_randn(num_tokens, 3072, generator=generator).to(dtype),
+                "gate": gate,
+                "bias": bias,
+            },
             {"top_k": 8},
         )
         for num_tokens in _WIDE_TOKENS
@@ -156,14 +183,22 @@ def _wide_experts(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             shares = torch.rand(num_tokens, 8, generator=generator, device=generator.device) + 0.1
             tensors = {
                 "x": _wide_randn(num_tokens, 3072, generator=generator).to(dtype),
-                "ids": torch.rand(num_tokens, 256, generator=generator, device=generator.device).topk(8).indices.int(),
+                "ids": torch.rand(num_tokens, 256, generator=generator, device=generator.device)
+                .topk(8)
+                .indices.int(),
                 "weights": shares / shares.sum(-1, keepdim=True),
                 "gate_up": gate_up,
                 "down": down,
                 "gate_up_scale": gate_up_scale,
                 "down_scale": down_scale,
             }
-            cases.append(Case(f"fp8 T={num_tokens} hidden=3072 width={width}", tensors, {"first": 0, "count": 256}))
+            cases.append(
+                Case(
+                    f"fp8 T={num_tokens} hidden=3072 width={width}",
+                    tensors,
+                    {"first": 0, "count": 256},
+                )
+            )
     return cases
 
 
@@ -171,32 +206,47 @@ def _wide_randn(*shape: int, generator: torch.Generator) -> Tensor:
     return torch.randn(*shape, generator=generator, device=generator.device)
 
 
-def _wide_weight(count: int, rows: int, columns: int, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _wide_weight(
+    count: int, rows: int, columns: int, *, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """`count` FP8 matrices [rows, columns] of standard deviation columns^-1/2, and their scales."""
     values = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn, device=generator.device)
     for matrix in values:
         matrix.copy_(_wide_randn(rows, columns, generator=generator).mul_(100).clamp_(-448, 448))
-    spread = torch.rand(count, rows // 128, columns // 128, generator=generator, device=generator.device) + 0.5
+    spread = (
+        torch.rand(count, rows // 128, columns // 128, generator=generator, device=generator.device)
+        + 0.5
+    )
     return values, spread * (columns**-0.5 / 100)
 
 
 def quantize_rows(x: Tensor) -> Activations:
     """x [T, width] with its FP8 form, one scale for 128 columns."""
-    groups = x.float().view(x.shape[0], -1, GROUP) if x.numel() else x.new_zeros(0, x.shape[1] // GROUP, GROUP)
+    groups = (
+        x.float().view(x.shape[0], -1, GROUP)
+        if x.numel()
+        else x.new_zeros(0, x.shape[1] // GROUP, GROUP)
+    )
     scales = (groups.abs().amax(-1) / E4M3_MAX).clamp_min(1e-30).float()
-    return Activations(x, (groups / scales.unsqueeze(-1)).view_as(x).to(torch.float8_e4m3fn), scales)
+    return Activations(
+        x, (groups / scales.unsqueeze(-1)).view_as(x).to(torch.float8_e4m3fn), scales
+    )
 
 
 def _route_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     t = case.tensors
     assert kernel.prepare is not None
-    ids, weights = kernel.run(t["x"], kernel.prepare(t["gate"], t["bias"]), active=t.get("active"), **case.numbers)
+    ids, weights = kernel.run(
+        t["x"], kernel.prepare(t["gate"], t["bias"]), active=t.get("active"), **case.numbers
+    )
     order = ids.argsort(dim=-1, stable=True)  # the order of the choices is the provider's own
     return ids.gather(1, order), weights.gather(1, order)
 
 
 def _experts_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
-    """FP8 weights go with FP8 activations; once upcast (see `Case.upcast`), they are multiplied by their scales."""
+    """FP8 weights go with FP8 activations; once upcast (see `Case.upcast`), they are multiplied by
+    their scales.
+    """
     t = case.tensors
     assert kernel.prepare is not None
     x: Activated = t["x"]
@@ -211,12 +261,17 @@ def _experts_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
 
 def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
     count, rows, columns = scale.shape
-    return (weight.view(count, rows, 128, columns, 128) * scale[:, :, None, :, None]).view_as(weight)
+    return (weight.view(count, rows, 128, columns, 128) * scale[:, :, None, :, None]).view_as(
+        weight
+    )
 
 
 def _route_cost(case: Case) -> Cost:
     t = case.tensors
-    return Cost(num_bytes=num_bytes(t["x"], t["gate"], t["bias"]), flops=2 * t["x"].shape[0] * t["gate"].numel())
+    return Cost(
+        num_bytes=num_bytes(t["x"], t["gate"], t["bias"]),
+        flops=2 * t["x"].shape[0] * t["gate"].numel(),
+    )
 
 
 def _experts_cost(case: Case) -> Cost:
@@ -225,7 +280,9 @@ def _experts_cost(case: Case) -> Cost:
     hit = chosen.unique().numel()
     per_expert = t["gate_up"][0].numel() + t["down"][0].numel()
     weight_bytes = hit * per_expert * t["gate_up"].element_size()
-    return Cost(num_bytes=weight_bytes + 2 * num_bytes(t["x"]), flops=2 * chosen.numel() * per_expert)
+    return Cost(
+        num_bytes=weight_bytes + 2 * num_bytes(t["x"]), flops=2 * chosen.numel() * per_expert
+    )
 
 
 OPS = (
@@ -246,9 +303,12 @@ OPS = (
         reference=Kernel("moe.experts", "reference", experts, stack),
         cases=_experts_cases,
         apply=_experts_apply,
-        tolerance=rounding_tolerance(reason="three products and the activation are rounded to the dtype; |out| about 0.5"),
+        tolerance=rounding_tolerance(
+            reason="three products and the activation are rounded to the dtype; |out| about 0.5"
+        ),
         cost=_experts_cost,
         wide=_wide_experts,
-        wide_error=6e-2,  # both factors of both products in FP8: 4.3e-2 measured; FP8 weights alone: 0.3e-2
+        # both factors of both products in FP8: 4.3e-2 measured; FP8 weights alone: 0.3e-2
+        wide_error=6e-2,
     ),
 )

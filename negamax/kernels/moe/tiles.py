@@ -1,4 +1,6 @@
-"""Tile sizes of the Triton kernels, measured on an H200 at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8)."""
+"""Tile sizes of the Triton kernels, measured on an H200 at the shapes of MiniMax-M2 (hidden 3072,
+256 experts, top 8).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ROUTE_FEW_WARPS = 4
 
 @dataclass(frozen=True)
 class RouteTile:
-    """One program of the router: `rows` experts, one of `splits` parts of the columns, `tokens` tokens."""
+    """One program of the router: `rows` experts, one of `splits` parts of the columns, `tokens`
+    tokens.
+    """
 
     tokens: int
     rows: int
@@ -44,10 +48,13 @@ class TokenTile:
 
 @dataclass(frozen=True)
 class Tile:
-    """One program of the tile kernels: `rows` of the weight against `tokens` tokens, `columns` at a time."""
+    """One program of the tile kernels: `rows` of the weight against `tokens` tokens, `columns` at a
+    time.
+    """
 
     tokens: int
-    gate_up_rows: int  # as many gate rows and up rows; with FP8 the columns of h that share a scale (in sorted: 128)
+    # as many gate rows and up rows; with FP8 the columns of h that share a scale (in sorted: 128)
+    gate_up_rows: int
     gate_up_columns: int
     gate_up_stages: int
     gate_up_warps: int
@@ -74,7 +81,9 @@ def route(num_tokens: int) -> RouteTile:
 
 
 def max_token(width: int) -> int:
-    """Tokens up to which each choice runs on its own; beyond, an expert's weights are better read once for all its tokens."""
+    """Tokens up to which each choice runs on its own; beyond, an expert's weights are better read
+    once for all its tokens.
+    """
     return 8 if width <= 384 else 4
 
 
@@ -88,7 +97,9 @@ def token(width: int) -> TokenTile:
 
 
 def scan(*, width: int, num_tokens: int, fp8: bool) -> Tile:
-    """At width 384 and 13 to 20 tokens, three small programs on a multiprocessor leave a shorter tail than two large ones."""
+    """At width 384 and 13 to 20 tokens, three small programs on a multiprocessor leave a shorter
+    tail than two large ones.
+    """
     if not fp8:
         return Tile(16, 64, 64, 3, 4, 64, 64, 3, 4)
     stages = 2 if width <= 384 and 12 < num_tokens <= 20 else 3
@@ -96,7 +107,9 @@ def scan(*, width: int, num_tokens: int, fp8: bool) -> Tile:
 
 
 def sort(*, width: int, num_tokens: int, fp8: bool) -> Tile:
-    """Tiles of 64 tokens waste less than larger ones: of 8,192 tokens, an expert gets 256, give or take 16."""
+    """Tiles of 64 tokens waste less than larger ones: of 8,192 tokens, an expert gets 256, give or
+    take 16.
+    """
     if not fp8:
         return Tile(64, 128, 64, 4, 4, 64, 64, 3, 4)
     if width <= 384:

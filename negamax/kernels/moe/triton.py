@@ -1,14 +1,18 @@
-"""Triton kernels of the mixture of experts: routing in one launch, the experts in two (four for prefills).
+"""Triton kernels of the mixture of experts: routing in one launch, the experts in two (four for
+prefills).
 
 Three ways through the experts, by the number of tokens T (`tiles.py`):
 
-- *token* (a handful): one program per (choice, few rows), products on the CUDA cores, FP8 weights against plain activations.
-- *scan* (decode): one program per (expert, rows). It finds the expert's tokens by looking through `ids`, and multiplies W8A8
-  with the weights as the tall operand, so that few tokens waste no tensor-core rows. No sorting launch.
-- *sorted* (prefill): the pairs (token, choice) are first put in expert order; then the same tiles over many tokens.
+- *token* (a handful): one program per (choice, few rows), products on the CUDA cores, FP8 weights
+  against plain activations.
+- *scan* (decode): one program per (expert, rows). It finds the expert's tokens by looking through
+  `ids`, and multiplies W8A8 with the weights as the tall operand, so that few tokens waste no
+  tensor-core rows. No sorting launch.
+- *sorted* (prefill): the pairs (token, choice) are first put in expert order; then the same tiles
+  over many tokens.
 
-The intermediate h = silu(gate x) * (up x) is kept per pair, in FP8 with one scale per GROUP columns where the weights are FP8.
-A pair is numbered token * top_k + choice.
+The intermediate h = silu(gate x) * (up x) is kept per pair, in FP8 with one scale per GROUP columns
+where the weights are FP8. A pair is numbered token * top_k + choice.
 """
 
 from __future__ import annotations
@@ -28,25 +32,42 @@ from negamax.kernels.op import Kernel
 
 
 def prepare_experts(
-    gate_up: Tensor, down: Tensor, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> PreparedExperts:
-    """The stacked weights stay as they are; scales [experts, rows / 128, columns / 128] fp32 come with FP8."""
+    """The stacked weights stay as they are; scales [experts, rows / 128, columns / 128] fp32 come
+    with FP8.
+    """
     assert gate_up.is_contiguous() and down.is_contiguous()
     if gate_up_scale is None or down_scale is None:
         assert gate_up.dtype != FP8, "FP8 experts need scales"
         return PreparedExperts(gate_up, down, gate_up, down, fp8=False)
     hidden, width = down.shape[1:]
     assert gate_up.dtype == FP8 and down.dtype == FP8
-    assert hidden % GROUP == 0 and width % GROUP == 0, f"FP8 experts of hidden {hidden}, width {width}: not whole blocks"
+    assert hidden % GROUP == 0 and width % GROUP == 0, (
+        f"FP8 experts of hidden {hidden}, width {width}: not whole blocks"
+    )
     assert gate_up_scale.shape[1:] == (2 * width // GROUP, hidden // GROUP)
     assert down_scale.shape[1:] == (hidden // GROUP, width // GROUP)
-    return PreparedExperts(gate_up, down, gate_up_scale.float().contiguous(), down_scale.float().contiguous(), fp8=True)
+    return PreparedExperts(
+        gate_up, down, gate_up_scale.float().contiguous(), down_scale.float().contiguous(), fp8=True
+    )
 
 
 def experts(
-    x: Tensor | Activations, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int
+    x: Tensor | Activations,
+    ids: Tensor,
+    weights: Tensor,
+    prepared: PreparedExperts,
+    *,
+    first: int,
+    count: int,
 ) -> Tensor:
-    """x [T, hidden], ids [T, top_k] int32, weights [T, top_k] fp32 -> [T, P, hidden], to be summed over P."""
+    """x [T, hidden], ids [T, top_k] int32, weights [T, top_k] fp32 -> [T, P, hidden], to be summed
+    over P.
+    """
     num_tokens, width = ids.shape[0], prepared.down.shape[2]
     assert ids.is_contiguous() and weights.is_contiguous() and ids.dtype == torch.int32
     if num_tokens == 0:

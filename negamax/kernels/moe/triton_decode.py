@@ -1,4 +1,6 @@
-"""The experts for a decode step's tokens: *token* for a handful, *scan* for the rest (`kernels/moe/triton.py`)."""
+"""The experts for a decode step's tokens: *token* for a handful, *scan* for the rest
+(`kernels/moe/triton.py`).
+"""
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
 
@@ -12,24 +14,35 @@ from torch import Tensor
 from negamax.kernels.activations import Activations, model_dtype
 from negamax.kernels.launch.triton import launch_options, wait_then_start_next
 from negamax.kernels.moe import tiles
-from negamax.kernels.moe.triton_shared import BLOCK, E4M3_MAX, INTERPRETED, SMALLEST, PreparedExperts, dot, even, operands
+from negamax.kernels.moe.triton_shared import (
+    BLOCK,
+    E4M3_MAX,
+    INTERPRETED,
+    SMALLEST,
+    PreparedExperts,
+    dot,
+    even,
+    operands,
+)
 
 _UNIT = tl.constexpr(16)  # neighbouring columns one thread multiplies in the token kernels
 
 
-# --- experts, a handful of tokens -----------------------------------------------------------------------------------------
+# --- experts, a handful of tokens ----------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["first", "count"])
 def _gate_up_token(
     x, ids, weight, scale, h, first, count,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     FP8: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h of ROWS intermediate columns of one pair: silu(gate x) * (up x).
 
-    Tiles of the weights are [units, rows, _UNIT], not rows first: Triton lays the threads of a warp along the axis that comes
-    first, so they read neighbouring units of one row, and a thread uses what it has of x for all its rows.
+    Tiles of the weights are [units, rows, _UNIT], not rows first: Triton lays the threads of a warp
+    along the axis that comes first, so they read neighbouring units of one row, and a thread uses
+    what it has of x for all its rows.
     """
     TILES: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
@@ -55,7 +68,9 @@ def _gate_up_token(
         if FP8:
             block = (start + unit * _UNIT) // BLOCK
             gate_scales = gate_scales + (tl.load(scale + block, mask=block < BLOCKS, other=0.0),)
-            up_scales = up_scales + (tl.load(scale + (WIDTH // BLOCK) * BLOCKS + block, mask=block < BLOCKS, other=0.0),)
+            up_scales = up_scales + (
+                tl.load(scale + (WIDTH // BLOCK) * BLOCKS + block, mask=block < BLOCKS, other=0.0),
+            )
     gate = tl.zeros([COLUMNS // _UNIT, ROWS], tl.float32)
     up = tl.zeros([COLUMNS // _UNIT, ROWS], tl.float32)
     for step in tl.static_range((HIDDEN + COLUMNS - 1) // COLUMNS):
@@ -75,12 +90,15 @@ def _gate_up_token(
 @triton.jit(do_not_specialize=["first", "count"])
 def _down_token(
     h, ids, weights, weight, scale, out, first, count,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS outputs of one token: the weighted sum over CHOICES of its experts. The weights are in flight before h is finished.
+    """ROWS outputs of one token: the weighted sum over CHOICES of its experts. The weights are in
+    flight before h is finished.
 
-    `ids` and `weights` are older than the kernel before this one, so they may be read ahead of it (past L1).
+    `ids` and `weights` are older than the kernel before this one, so they may be read ahead of it
+    (past L1).
     """
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
@@ -96,40 +114,56 @@ def _down_token(
     known = (expert >= 0) & (expert < count)
     expert = tl.where(known, expert, 0)
     share = tl.load(weights + pair, mask=known, other=0.0, cache_modifier=".cg")
-    w_base = weight + expert.to(tl.int64)[:, None, None] * (HIDDEN * WIDTH) + rows[None, :, None] * WIDTH
+    w_base = (
+        weight + expert.to(tl.int64)[:, None, None] * (HIDDEN * WIDTH) + rows[None, :, None] * WIDTH
+    )
     s_base = scale + (expert * ((HIDDEN + BLOCK - 1) // BLOCK) + tile * ROWS // BLOCK) * BLOCKS
     inner = tl.arange(0, _UNIT)
     ws, scales, hs = (), (), ()
     for step in tl.static_range(STEPS):
         first_k = step * COLUMNS + (unit % UNITS) * _UNIT
         k = first_k[:, None] + inner[None, :]
-        inside = known[:, None, None] & (((rows < HIDDEN)[None, :, None] & (k < WIDTH)[:, None, :]) | EVEN)
+        inside = known[:, None, None] & (
+            ((rows < HIDDEN)[None, :, None] & (k < WIDTH)[:, None, :]) | EVEN
+        )
         ws = ws + (tl.load(w_base + k[:, None, :], mask=inside, other=0.0),)
         if FP8:
-            scales = scales + (tl.load(s_base + first_k // BLOCK, mask=known & (first_k < WIDTH), other=0.0) * share,)
+            scales = scales + (
+                tl.load(s_base + first_k // BLOCK, mask=known & (first_k < WIDTH), other=0.0)
+                * share,
+            )
         else:
             scales = scales + (share,)
     wait_then_start_next(PDL)
     for step in tl.static_range(STEPS):
         k = (step * COLUMNS + (unit % UNITS) * _UNIT)[:, None] + inner[None, :]
-        hs = hs + (tl.load(h + pair[:, None] * WIDTH + k, mask=known[:, None] & ((k < WIDTH) | EVEN), other=0.0),)
+        hs = hs + (
+            tl.load(
+                h + pair[:, None] * WIDTH + k, mask=known[:, None] & ((k < WIDTH) | EVEN), other=0.0
+            ),
+        )
     acc = tl.zeros([CHOICES * UNITS, ROWS], tl.float32)
     for step in tl.static_range(STEPS):
         part = tl.sum(ws[step].to(tl.float32) * hs[step].to(tl.float32)[:, None, :], 2)
         acc += part * scales[step][:, None]
-    tl.store(out + slot * HIDDEN + rows, tl.sum(acc, 0).to(out.dtype.element_ty), mask=rows < HIDDEN)
+    tl.store(
+        out + slot * HIDDEN + rows, tl.sum(acc, 0).to(out.dtype.element_ty), mask=rows < HIDDEN
+    )
 
 
-# --- experts, tiles of tokens ---------------------------------------------------------------------------------------------
+# --- experts, tiles of tokens --------------------------------------------------------------------
 
 
 @triton.jit
 def _gate_up_tile(
     x, x_scale, weight, scale, h, h_scale, expert, column, tokens, places, valid,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Intermediate columns column .. column + ROWS - 1 of `expert` for the rows `tokens` of x, into the rows `places` of h."""
+    """Intermediate columns column .. column + ROWS - 1 of `expert` for the rows `tokens` of x, into
+    the rows `places` of h.
+    """
     rows = column + tl.arange(0, ROWS)
     ks = tl.arange(0, COLUMNS)
     BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
@@ -152,7 +186,9 @@ def _gate_up_tile(
             block = k // BLOCK
             s = tl.load(x_scale + tokens * BLOCKS + block, mask=valid, other=0.0)
             gate += tl.dot(w_gate, xt) * (s * tl.load(scale + block))[None, :]
-            up += tl.dot(w_up, xt) * (s * tl.load(scale + (WIDTH // BLOCK) * BLOCKS + block))[None, :]
+            up += (
+                tl.dot(w_up, xt) * (s * tl.load(scale + (WIDTH // BLOCK) * BLOCKS + block))[None, :]
+            )
         else:
             gate = dot(w_gate, xt, gate, WIDE)
             up = dot(w_up, xt, up, WIDE)
@@ -169,10 +205,12 @@ def _gate_up_tile(
 @triton.jit
 def _down_tile(
     h, h_scale, weights, weight, scale, out, expert, row, places, pairs, valid,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Outputs row .. row + ROWS - 1 of `expert` for the rows `places` of h, times the routing weight, into rows `pairs`.
+    """Outputs row .. row + ROWS - 1 of `expert` for the rows `places` of h, times the routing
+    weight, into rows `pairs`.
 
     FP8: COLUMNS is the group of columns that share a scale in h.
     """
@@ -204,7 +242,9 @@ def _down_tile(
 
 @triton.jit
 def _find_pairs(ids, num_pairs, wanted, begin, TOKENS: tl.constexpr, CHUNK: tl.constexpr):
-    """The pairs that chose expert `wanted`, in order: number begin .. begin + TOKENS - 1 of them, and how many there are."""
+    """The pairs that chose expert `wanted`, in order: number begin .. begin + TOKENS - 1 of them,
+    and how many there are.
+    """
     slots = begin + tl.arange(0, TOKENS)
     found = tl.zeros([TOKENS], tl.int32)
     total = tl.zeros([], tl.int32)
@@ -223,13 +263,17 @@ def _find_pairs(ids, num_pairs, wanted, begin, TOKENS: tl.constexpr, CHUNK: tl.c
 @triton.jit(do_not_specialize=["num_pairs", "first", "count", "by_pair"])
 def _gate_up_scan(
     x, x_scale, ids, weight, scale, h, h_scale, lists, counts, num_pairs, first, count, by_pair,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One (expert, ROWS columns), over all tokens that chose it. Leaves the expert's pairs in `lists` for the down kernel.
+    """One (expert, ROWS columns), over all tokens that chose it. Leaves the expert's pairs in
+    `lists` for the down kernel.
 
-    With `by_pair` a program stands for a pair and works for its expert if it is the first to name it; else for an expert.
+    With `by_pair` a program stands for a pair and works for its expert if it is the first to name
+    it; else for an expert.
     """
     TILES: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     who, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
@@ -252,7 +296,8 @@ def _gate_up_scan(
         valid = slots < total
         if tile == 0:
             tl.store(lists + expert * (num_pairs // TOP_K) + slots, pairs, mask=valid)
-        _gate_up_tile(x, x_scale, weight, scale, h, h_scale, expert, tile * ROWS, pairs // TOP_K, pairs, valid,
+        _gate_up_tile(x, x_scale, weight, scale, h, h_scale, expert, tile * ROWS, pairs // TOP_K,
+            pairs, valid,
                       HIDDEN, WIDTH, ROWS, TOKENS, COLUMNS, FP8, EVEN, WIDE, STAGES)  # fmt: skip
         begin += TOKENS
         if begin < total:
@@ -260,7 +305,17 @@ def _gate_up_scan(
 
 
 @triton.jit
-def _clear(ids, out, num_pairs, first, count, row, HIDDEN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+def _clear(
+    ids,
+    out,
+    num_pairs,
+    first,
+    count,
+    row,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Zeros for columns row .. row + ROWS - 1 of the pairs that name no expert of ours."""
     rows = row + tl.arange(0, ROWS)
     for start in range(0, num_pairs, CHUNK):
@@ -275,11 +330,15 @@ def _clear(ids, out, num_pairs, first, count, row, HIDDEN: tl.constexpr, ROWS: t
 @triton.jit(do_not_specialize=["num_pairs", "first", "count", "by_pair"])
 def _down_scan(
     h, h_scale, ids, weights, weight, scale, out, lists, counts, num_pairs, first, count, by_pair,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One (expert, ROWS outputs) over the pairs that `_gate_up_scan` listed; the first programs write the zeros."""
+    """One (expert, ROWS outputs) over the pairs that `_gate_up_scan` listed; the first programs
+    write the zeros.
+    """
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
     who, tile = tl.program_id(0) // TILES - 1, tl.program_id(0) % TILES
     wait_then_start_next(PDL)
@@ -300,19 +359,28 @@ def _down_scan(
         slots = begin + tl.arange(0, TOKENS)
         valid = slots < total
         pairs = tl.load(entries + slots, mask=valid, other=0)
-        _down_tile(h, h_scale, weights, weight, scale, out, expert, tile * ROWS, pairs, pairs, valid,
+        _down_tile(h, h_scale, weights, weight, scale, out, expert, tile * ROWS, pairs, pairs,
+            valid,
                    HIDDEN, WIDTH, ROWS, TOKENS, COLUMNS, FP8, EVEN, WIDE, STAGES)  # fmt: skip
         begin += TOKENS
 
 
-# --- host side ------------------------------------------------------------------------------------------------------------
+# --- host side -----------------------------------------------------------------------------------
 
 
-def token(x: Tensor, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int) -> Tensor:
+def token(
+    x: Tensor, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int
+) -> Tensor:
     (num_tokens, hidden), top_k, width = x.shape, ids.shape[1], prepared.down.shape[2]
     assert x.is_contiguous()
     tile = tiles.token(width)
-    shared = {"HIDDEN": hidden, "WIDTH": width, "TOP_K": top_k, "FP8": prepared.fp8, **launch_options(x.device)}
+    shared = {
+        "HIDDEN": hidden,
+        "WIDTH": width,
+        "TOP_K": top_k,
+        "FP8": prepared.fp8,
+        **launch_options(x.device),
+    }
     h = x.new_empty(num_tokens * top_k, width)
     _gate_up_token[(num_tokens * top_k * triton.cdiv(width, tile.gate_up_rows),)](
         x, ids, prepared.gate_up, prepared.gate_up_scale, h, first, count,
@@ -330,7 +398,15 @@ def token(x: Tensor, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *,
     return out
 
 
-def scan(x: Tensor | Activations, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int) -> Tensor:
+def scan(
+    x: Tensor | Activations,
+    ids: Tensor,
+    weights: Tensor,
+    prepared: PreparedExperts,
+    *,
+    first: int,
+    count: int,
+) -> Tensor:
     (num_tokens, top_k), (hidden, width), device = ids.shape, prepared.down.shape[1:], ids.device
     values, scales = operands(x, prepared)
     num_pairs = num_tokens * top_k
@@ -340,10 +416,18 @@ def scan(x: Tensor | Activations, ids: Tensor, weights: Tensor, prepared: Prepar
     columns = tile.gate_up_rows if prepared.fp8 else tile.down_columns
     even_gate_up, even_down = even(prepared, tile, columns)
     h = torch.empty(num_pairs, width, dtype=values.dtype, device=device)
-    h_scale = torch.empty(num_pairs, triton.cdiv(width, tile.gate_up_rows), dtype=torch.float32, device=device)
+    h_scale = torch.empty(
+        num_pairs, triton.cdiv(width, tile.gate_up_rows), dtype=torch.float32, device=device
+    )
     lists = torch.empty(count * (num_tokens + 1), dtype=torch.int32, device=device)
     counts = lists[count * num_tokens :]
-    shared = {"HIDDEN": hidden, "WIDTH": width, "TOP_K": top_k, "TOKENS": tile.tokens, "CHUNK": tiles.SCAN_CHUNK}
+    shared = {
+        "HIDDEN": hidden,
+        "WIDTH": width,
+        "TOP_K": top_k,
+        "TOKENS": tile.tokens,
+        "CHUNK": tiles.SCAN_CHUNK,
+    }
     shared |= {"FP8": prepared.fp8, "WIDE": INTERPRETED, **launch_options(device)}
     _gate_up_scan[(who * triton.cdiv(width, tile.gate_up_rows),)](
         values, scales, ids, prepared.gate_up, prepared.gate_up_scale, h, h_scale, lists, counts,

@@ -1,4 +1,6 @@
-"""The experts for prefills: pairs are put in expert order, then tiles over many tokens (`kernels/moe/triton.py`)."""
+"""The experts for prefills: pairs are put in expert order, then tiles over many tokens
+(`kernels/moe/triton.py`).
+"""
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
 
@@ -15,19 +17,31 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from negamax.kernels.activations import GROUP, Activations, model_dtype
 from negamax.kernels.launch.triton import launch_options, wait_then_start_next
 from negamax.kernels.moe import tiles
-from negamax.kernels.moe.triton_shared import BLOCK, E4M3_MAX, INTERPRETED, SMALLEST, PreparedExperts, dot, even, operands
+from negamax.kernels.moe.triton_shared import (
+    BLOCK,
+    E4M3_MAX,
+    INTERPRETED,
+    SMALLEST,
+    PreparedExperts,
+    dot,
+    even,
+    operands,
+)
 
 
 @triton.jit
 def _experts_of(ids, pairs, end, first, count):
-    """Which of our experts each pair chose: 0 .. count - 1, or -1 for one of another rank or none at all."""
+    """Which of our experts each pair chose: 0 .. count - 1, or -1 for one of another rank or none
+    at all.
+    """
     named = tl.load(ids + pairs, mask=pairs < end, other=-1) - first
     return tl.where((named >= 0) & (named < count), named, -1)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "span", "first", "count"])
 def _count_pairs(
-    ids, table, num_pairs, span, first, count, EXPERTS_2: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+    ids, table, num_pairs, span, first, count, EXPERTS_2: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     """table[p, e]: how many of the `span` pairs of program p chose expert first + e."""
     wait_then_start_next(PDL)
@@ -45,7 +59,9 @@ def _sort_pairs(
     ids, table, order, counts, num_pairs, span, first, count,
     EXPERTS_2: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Put `span` pairs in their places in `order`: by expert, then by number, those that chose none of ours last."""
+    """Put `span` pairs in their places in `order`: by expert, then by number, those that chose none
+    of ours last.
+    """
     wait_then_start_next(PDL)
     experts, slots = tl.arange(0, EXPERTS_2), tl.arange(0, CHUNK)
     mine, programs = tl.program_id(0), tl.num_programs(0)
@@ -53,7 +69,9 @@ def _sort_pairs(
     hits_before = tl.zeros([BLOCK, EXPERTS_2], tl.int32)  # those of the programs before this one
     for program in range(0, programs, BLOCK):
         others = program + tl.arange(0, BLOCK)[:, None]
-        hits = tl.load(table + others * EXPERTS_2 + experts[None, :], mask=others < programs, other=0)
+        hits = tl.load(
+            table + others * EXPERTS_2 + experts[None, :], mask=others < programs, other=0
+        )
         all_hits += hits
         hits_before += tl.where(others < mine, hits, 0)
     sizes, before = tl.sum(all_hits, 0), tl.sum(hits_before, 0)
@@ -66,7 +84,9 @@ def _sort_pairs(
     for start in range(begin, end, CHUNK):
         pairs = start + slots
         named = _experts_of(ids, pairs, end, first, count)
-        rank = tl.sum(((named[None, :] == named[:, None]) & (slots[None, :] < slots[:, None])).to(tl.int32), 1)
+        rank = tl.sum(
+            ((named[None, :] == named[:, None]) & (slots[None, :] < slots[:, None])).to(tl.int32), 1
+        )
         at = tl.where(named < 0, rest, tl.gather(base, tl.maximum(named, 0), 0)) + rank
         tl.store(order + at, pairs, mask=pairs < end)
         base += tl.histogram(named, EXPERTS_2, mask=named >= 0)
@@ -75,9 +95,11 @@ def _sort_pairs(
 
 @triton.jit
 def _sorted_tile(counts, tile, count, EXPERTS_2: tl.constexpr, TOKENS: tl.constexpr):
-    """Which expert token tile number `tile` belongs to, its first place in the order, and the place behind that expert's.
+    """Which expert token tile number `tile` belongs to, its first place in the order, and the place
+    behind that expert's.
 
-    An expert >= count: the tile is one of the pairs that chose none of ours, or lies behind all pairs.
+    An expert >= count: the tile is one of the pairs that chose none of ours, or lies behind all
+    pairs.
     """
     experts = tl.arange(0, EXPERTS_2)
     sizes = tl.load(counts + experts, mask=experts < count, other=0)
@@ -96,20 +118,27 @@ def _product(
     HIDDEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[TOKENS, ROWS] fp32: the rows at xs times rows row .. row + ROWS - 1 (up to last_row) of the weight."""
+    """[TOKENS, ROWS] fp32: the rows at xs times rows row .. row + ROWS - 1 (up to last_row) of the
+    weight.
+    """
     acc = tl.zeros([TOKENS, ROWS], tl.float32)
     if FP8:
         for k in tl.range(0, HIDDEN, COLUMNS, num_stages=STAGES):
             xt = tl.load(xs + k, mask=valid[:, None], other=0.0)
             s = tl.load(x_scale + tokens * (HIDDEN // BLOCK) + k // BLOCK, mask=valid, other=0.0)
-            acc += tl.dot(xt, tl.trans(weight.load([row, k]))) * (s * tl.load(scale + k // BLOCK))[:, None]
+            acc += (
+                tl.dot(xt, tl.trans(weight.load([row, k])))
+                * (s * tl.load(scale + k // BLOCK))[:, None]
+            )
     else:
         rows, ks = row + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
         w = weight + rows.to(tl.int64)[:, None] * HIDDEN + ks[None, :]
         for k in tl.range(0, HIDDEN, COLUMNS, num_stages=STAGES):
             fits = (k + ks < HIDDEN)[None, :] | EVEN
             xt = tl.load(xs + k, mask=valid[:, None] & fits, other=0.0)
-            wt = tl.trans(tl.load(w + k, mask=((rows <= last_row)[:, None] & fits) | EVEN, other=0.0))
+            wt = tl.trans(
+                tl.load(w + k, mask=((rows <= last_row)[:, None] & fits) | EVEN, other=0.0)
+            )
             acc = dot(xt, wt, acc, WIDE)
     return acc
 
@@ -140,7 +169,8 @@ def _gate_up_sorted(
 ):
     """One (token tile of an expert, ROWS columns of h). Here the tokens are the tall operand.
 
-    Gate and up one after the other: x is read twice, but a multiprocessor holds two programs with long pipelines.
+    Gate and up one after the other: x is read twice, but a multiprocessor holds two programs with
+    long pipelines.
     """
     TILES: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
@@ -158,7 +188,8 @@ def _gate_up_sorted(
     gate = _product(xs, x_scale, weight, scale, tokens, valid, row + column, row + WIDTH - 1,
                     HIDDEN, ROWS, TOKENS, COLUMNS, FP8, EVEN, WIDE, STAGES)  # fmt: skip
     row += WIDTH
-    up = _product(xs, x_scale, weight, scale + (WIDTH // BLOCK) * BLOCKS, tokens, valid, row + column, row + WIDTH - 1,
+    up = _product(xs, x_scale, weight, scale + (WIDTH // BLOCK) * BLOCKS, tokens, valid,
+        row + column, row + WIDTH - 1,
                   HIDDEN, ROWS, TOKENS, COLUMNS, FP8, EVEN, WIDE, STAGES)  # fmt: skip
     y = gate / (1.0 + tl.exp(-gate)) * up
     if FP8:
@@ -170,26 +201,46 @@ def _gate_up_sorted(
 
 
 @triton.jit
-def _clear(order, out, begin, end, row, HIDDEN: tl.constexpr, ROWS: tl.constexpr, REPEAT: tl.constexpr, TOKENS: tl.constexpr):
+def _clear(
+    order,
+    out,
+    begin,
+    end,
+    row,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     """Zeros in the results of the pairs at places begin .. of the order, REPEAT row tiles."""
     places, rows = begin + tl.arange(0, TOKENS), row + tl.arange(0, ROWS)
     valid = places < end
-    to = out + tl.load(order + places, mask=valid, other=0).to(tl.int64)[:, None] * HIDDEN + rows[None, :]
+    to = (
+        out
+        + tl.load(order + places, mask=valid, other=0).to(tl.int64)[:, None] * HIDDEN
+        + rows[None, :]
+    )
     zeros = tl.zeros([TOKENS, ROWS], tl.float32).to(out.dtype.element_ty)
     for tile in range(REPEAT):
-        tl.store(to + tile * ROWS, zeros, mask=valid[:, None] & (rows + tile * ROWS < HIDDEN)[None, :])
+        tl.store(
+            to + tile * ROWS, zeros, mask=valid[:, None] & (rows + tile * ROWS < HIDDEN)[None, :]
+        )
 
 
 @triton.jit(do_not_specialize=["num_pairs", "count"])
 def _down_sorted(
     h, h_scale, weights, weight, scale, out, order, counts, num_pairs, count,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS_2: tl.constexpr, ROWS: tl.constexpr, REPEAT: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS_2: tl.constexpr, ROWS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
     STAGES: tl.constexpr, RESIDENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token tile of an expert times REPEAT row tiles; the results go to the pairs' own rows. Zeros for those of no expert.
+    """One token tile of an expert times REPEAT row tiles; the results go to the pairs' own rows.
+    Zeros for those of no expert.
 
-    RESIDENT (FP8, narrow experts): the tokens' h stays in shared memory; else it is read again for every row tile.
+    RESIDENT (FP8, narrow experts): the tokens' h stays in shared memory; else it is read again for
+    every row tile.
     """
     TILES: tl.constexpr = (HIDDEN + ROWS * REPEAT - 1) // (ROWS * REPEAT)
     STEPS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -231,26 +282,47 @@ def _down_sorted(
             fits = (k + ks < WIDTH)[None, :] | EVEN
             row_fits = rows + tile * ROWS < HIDDEN
             ht = tl.load(hs + k, mask=valid[:, None] & fits, other=0.0)
-            wt = tl.trans(tl.load(w + tile * (ROWS * WIDTH) + k, mask=(row_fits[:, None] & fits) | EVEN, other=0.0))
+            wt = tl.trans(
+                tl.load(
+                    w + tile * (ROWS * WIDTH) + k, mask=(row_fits[:, None] & fits) | EVEN, other=0.0
+                )
+            )
             if FP8:
-                s = tl.load(h_scale + places * (WIDTH // COLUMNS) + k // COLUMNS, mask=valid, other=0.0) * share
+                s = (
+                    tl.load(
+                        h_scale + places * (WIDTH // COLUMNS) + k // COLUMNS, mask=valid, other=0.0
+                    )
+                    * share
+                )
                 s *= tl.load(scale + (row + tile * ROWS) // BLOCK * BLOCKS + k // BLOCK)
                 acc += tl.dot(ht, wt) * s[:, None]
             else:
                 acc = dot(ht, wt, acc, WIDE)
             if step % STEPS == STEPS - 1:
                 y = acc if FP8 else acc * share[:, None]
-                tl.store(to + tile * ROWS, y.to(out.dtype.element_ty), mask=valid[:, None] & row_fits[None, :])
+                tl.store(
+                    to + tile * ROWS,
+                    y.to(out.dtype.element_ty),
+                    mask=valid[:, None] & row_fits[None, :],
+                )
                 acc = tl.zeros([TOKENS, ROWS], tl.float32)
 
 
-# --- host side ------------------------------------------------------------------------------------------------------------
+# --- host side -----------------------------------------------------------------------------------
 
 
 def experts_sorted(
-    x: Tensor | Activations, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int
+    x: Tensor | Activations,
+    ids: Tensor,
+    weights: Tensor,
+    prepared: PreparedExperts,
+    *,
+    first: int,
+    count: int,
 ) -> Tensor:
-    """-> [T, top_k, hidden]. Whoever reads that next adds up the choices on the way: a launch and 2 x 2 bytes a value less."""
+    """-> [T, top_k, hidden]. Whoever reads that next adds up the choices on the way: a launch and 2
+    x 2 bytes a value less.
+    """
     (num_tokens, top_k), (hidden, width), device = ids.shape, prepared.down.shape[1:], ids.device
     values, scales = operands(x, prepared)
     num_pairs = num_tokens * top_k
@@ -264,28 +336,36 @@ def experts_sorted(
     shared = {"HIDDEN": hidden, "WIDTH": width, "EXPERTS_2": triton.next_power_of_2(count)}
     shared |= {"FP8": prepared.fp8, "WIDE": INTERPRETED, **options}
     weight = prepared.gate_up.view(-1, hidden)
-    token_tiles = min(num_pairs, num_pairs // tile.tokens + count)  # an upper bound: each expert may waste one
+    # an upper bound: each expert may waste one
+    token_tiles = min(num_pairs, num_pairs // tile.tokens + count)
     _gate_up_sorted[(token_tiles * triton.cdiv(width, tile.gate_up_rows),)](
         values, scales,
-        TensorDescriptor.from_tensor(weight, [tile.gate_up_rows, tile.gate_up_columns]) if prepared.fp8 else weight,
+        TensorDescriptor.from_tensor(weight, [tile.gate_up_rows,
+            tile.gate_up_columns]) if prepared.fp8 else weight,
         prepared.gate_up_scale, h, h_scale, order, counts, count,
-        TOP_K=top_k, ROWS=tile.gate_up_rows, TOKENS=tile.tokens, COLUMNS=tile.gate_up_columns, EVEN=even_gate_up,
+        TOP_K=top_k, ROWS=tile.gate_up_rows, TOKENS=tile.tokens, COLUMNS=tile.gate_up_columns,
+        EVEN=even_gate_up,
         STAGES=tile.gate_up_stages, num_warps=tile.gate_up_warps, **shared,
     )  # fmt: skip
     out = torch.empty(num_tokens, top_k, hidden, dtype=model_dtype(x), device=device)
-    token_tiles = min(num_pairs, num_pairs // tile.down_tokens + count + 1)  # and so may the pairs that chose none of ours
+    # and so may the pairs that chose none of ours
+    token_tiles = min(num_pairs, num_pairs // tile.down_tokens + count + 1)
     row_tiles = triton.cdiv(hidden, tile.down_rows)
     repeat = gcd(tile.down_repeat, row_tiles)  # without a rest
     _down_sorted[(token_tiles * row_tiles // repeat,)](
-        h, h_scale, weights, prepared.down, prepared.down_scale, out, order, counts, num_pairs, count,
+        h, h_scale, weights, prepared.down, prepared.down_scale, out, order, counts, num_pairs,
+        count,
         ROWS=tile.down_rows, REPEAT=repeat, RESIDENT=tile.down_resident, TOKENS=tile.down_tokens,
-        COLUMNS=columns, EVEN=even_down, STAGES=tile.down_stages, num_warps=tile.down_warps, **shared,
+        COLUMNS=columns, EVEN=even_down, STAGES=tile.down_stages, num_warps=tile.down_warps,
+        **shared,
     )  # fmt: skip
     return out
 
 
 def expert_order(ids: Tensor, *, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """ids [T, top_k] -> the pairs in expert order [T * top_k] int32 (those of other experts last), counts [count] int32."""
+    """ids [T, top_k] -> the pairs in expert order [T * top_k] int32 (those of other experts last),
+    counts [count] int32.
+    """
     num_pairs, device = ids.numel(), ids.device
     span = max(1, triton.cdiv(num_pairs, tiles.SORT_PROGRAMS * tiles.SORT_CHUNK)) * tiles.SORT_CHUNK
     programs, experts_2 = triton.cdiv(num_pairs, span), triton.next_power_of_2(count)
@@ -293,8 +373,20 @@ def expert_order(ids: Tensor, *, first: int, count: int) -> tuple[Tensor, Tensor
     table = torch.empty(programs, experts_2, dtype=torch.int32, device=device)
     counts = torch.empty(count, dtype=torch.int32, device=device)
     shared = {"EXPERTS_2": experts_2, "num_warps": 8, **launch_options(device)}
-    _count_pairs[(programs,)](ids, table, num_pairs, span, first, count, CHUNK=tiles.COUNT_CHUNK, **shared)
+    _count_pairs[(programs,)](
+        ids, table, num_pairs, span, first, count, CHUNK=tiles.COUNT_CHUNK, **shared
+    )
     _sort_pairs[(programs,)](
-        ids, table, order, counts, num_pairs, span, first, count, CHUNK=tiles.SORT_CHUNK, BLOCK=tiles.SORT_BLOCK, **shared
+        ids,
+        table,
+        order,
+        counts,
+        num_pairs,
+        span,
+        first,
+        count,
+        CHUNK=tiles.SORT_CHUNK,
+        BLOCK=tiles.SORT_BLOCK,
+        **shared,
     )
     return order, counts

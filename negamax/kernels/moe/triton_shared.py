@@ -21,8 +21,10 @@ SMALLEST = tl.constexpr(1e-30)  # a scale's lower bound
 
 @triton.jit
 def dot(a, b, acc, WIDE: tl.constexpr):
-    """acc + a b; WIDE multiplies in fp32 on the CUDA cores, for what the tensor cores (or the interpreter) cannot do."""
-    if WIDE:  # noqa: SIM108  (the other branch must not be compiled)
+    """acc + a b; WIDE multiplies in fp32 on the CUDA cores, for what the tensor cores (or the
+    interpreter) cannot do.
+    """
+    if WIDE:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         acc = tl.dot(a, b, acc)
@@ -35,13 +37,16 @@ class PreparedExperts:
 
     gate_up: Tensor  # [experts, 2 * width, hidden], gate rows first
     down: Tensor  # [experts, hidden, width]
-    gate_up_scale: Tensor  # [experts, 2 * width / 128, hidden / 128] fp32; without FP8 anything, it is not read
+    # [experts, 2 * width / 128, hidden / 128] fp32; without FP8 anything, it is not read
+    gate_up_scale: Tensor
     down_scale: Tensor  # [experts, hidden / 128, width / 128] fp32; likewise
     fp8: bool
 
 
 def operands(x: Tensor | Activations, prepared: PreparedExperts) -> tuple[Tensor, Tensor]:
-    """What the tile kernels multiply: values and scales, or the plain activations (twice; the second is not read)."""
+    """What the tile kernels multiply: values and scales, or the plain activations (twice; the
+    second is not read).
+    """
     if not prepared.fp8:
         values = scales = plain(x)
     else:

@@ -17,7 +17,16 @@ from negamax.base.log import get_logger
 logger = get_logger(__name__)
 
 SOURCE = Path(__file__).with_name("rows.c")
-FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = (
+    "-std=c11",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+)
 COMPILE_SECONDS = 60.0
 
 
@@ -33,16 +42,26 @@ def load(*, fp32: bool = False) -> ctypes.PyDLL | None:
         logger.info("no C compiler found: the CPU runs without the native row kernels")
         return None
     try:
-        return ctypes.PyDLL(str(_compiled(compiler, flags=(*FLAGS, "-DELEMENT_FP32") if fp32 else FLAGS)))
+        return ctypes.PyDLL(
+            str(_compiled(compiler, flags=(*FLAGS, "-DELEMENT_FP32") if fp32 else FLAGS))
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("the native row kernels cannot be built, the CPU runs without them: %s", error)
+        logger.warning(
+            "the native row kernels cannot be built, the CPU runs without them: %s", error
+        )
         return None
 
 
 def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
-    """The shared object for this source, compiler and processor, from the user's cache or made now."""
+    """The shared object for this source, compiler and processor, from the user's cache or made
+    now.
+    """
     version = subprocess.run(
-        [compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True, env=env.for_child()
+        [compiler, "--version"],
+        capture_output=True,
+        timeout=COMPILE_SECONDS,
+        check=True,
+        env=env.for_child(),
     ).stdout
     identity = b"\0".join((SOURCE.read_bytes(), version, " ".join(flags).encode(), _processor()))
     folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "negamax" / "native"
@@ -52,7 +71,13 @@ def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = Path(scratch) / "rows.so"
             command = [compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm"]
-            subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS, check=True, env=env.for_child())
+            subprocess.run(
+                command,
+                capture_output=True,
+                timeout=COMPILE_SECONDS,
+                check=True,
+                env=env.for_child(),
+            )
             fresh.replace(library)
     return library
 
@@ -62,5 +87,9 @@ def _processor() -> bytes:
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return f"{platform.machine()} {platform.processor()}".encode()
-    facts = [line for line in cpuinfo.read_bytes().splitlines() if line.startswith((b"model name", b"flags", b"Features"))]
+    facts = [
+        line
+        for line in cpuinfo.read_bytes().splitlines()
+        if line.startswith((b"model name", b"flags", b"Features"))
+    ]
     return b"\n".join(sorted(set(facts)))

@@ -1,4 +1,6 @@
-"""The kernels of `rows.c` behind the signatures of their ops: bf16 or fp32 on the CPU; tensors are contiguous."""
+"""The kernels of `rows.c` behind the signatures of their ops: bf16 or fp32 on the CPU; tensors are
+contiguous.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     return function
 
 
-# --- norms ----------------------------------------------------------------------------------------------------------------
+# --- norms ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ def rms(x: Tensor, norm: NormWeight) -> Tensor:
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
-    """residual += x, in place; returns the norm of the residual. x [T, width] or its parts [T, P, width]."""
+    """residual += x, in place; returns the norm of the residual. x [T, width] or its parts [T, P,
+    width].
+    """
     x = sum_parts(x)
     assert x.is_contiguous()
     return _add_rms(x.data_ptr(), residual, norm)
@@ -77,11 +81,13 @@ def _add_rms(x: int | None, residual: Tensor, norm: NormWeight) -> Tensor:
     assert residual.is_contiguous()
     out = torch.empty_like(residual)
     rows, width = residual.shape
-    _function("add_rms", residual.dtype)(x, residual.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width, norm.eps)
+    _function("add_rms", residual.dtype)(
+        x, residual.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width, norm.eps
+    )
     return out
 
 
-# --- QK norm, rope, cache write -------------------------------------------------------------------------------------------
+# --- QK norm, rope, cache write ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -92,9 +98,15 @@ class NativeQkNorm:
     eps: float
 
 
-def prepare_qk_norm(weight: Tensor, *, heads: int, kv_heads: int, eps: float, ranks: int) -> NativeQkNorm:
-    """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group has `ranks`."""
-    return NativeQkNorm(attention.prepare_qk_norm(weight, heads=heads, kv_heads=kv_heads, eps=eps, ranks=ranks), eps)
+def prepare_qk_norm(
+    weight: Tensor, *, heads: int, kv_heads: int, eps: float, ranks: int
+) -> NativeQkNorm:
+    """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group
+    has `ranks`.
+    """
+    return NativeQkNorm(
+        attention.prepare_qk_norm(weight, heads=heads, kv_heads=kv_heads, eps=eps, ranks=ranks), eps
+    )
 
 
 def qk_norm_rope_write(
@@ -109,8 +121,14 @@ def qk_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As the definition. With several ranks the sums cross the group halfway, so the definition itself runs."""
-    if (group is not None and group.size > 1) or k_cache.dtype != qkv.dtype or kv_scales != (1.0, 1.0):
+    """As the definition. With several ranks the sums cross the group halfway, so the definition
+    itself runs.
+    """
+    if (
+        (group is not None and group.size > 1)
+        or k_cache.dtype != qkv.dtype
+        or kv_scales != (1.0, 1.0)
+    ):
         return attention.qk_norm_rope_write(
             qkv, norm.shared, cos, sin, k_cache, v_cache, rows, group=group, kv_scales=kv_scales
         )
@@ -136,7 +154,7 @@ def qk_norm_rope_write(
     return q
 
 
-# --- decode ---------------------------------------------------------------------------------------------------------------
+# --- decode --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -147,21 +165,34 @@ class DecodePlan:
     lengths: Tensor
 
 
-def plan_decode(queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False) -> DecodePlan:
+def plan_decode(
+    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+) -> DecodePlan:
     """One query per sequence, at position seq_len - 1."""
     assert not quantize, "FP8 output is made on the GPU only"
-    return DecodePlan(queries.used_tables(shape.block_size), torch.tensor(queries.host_seq_lens, dtype=torch.int64))
+    return DecodePlan(
+        queries.used_tables(shape.block_size),
+        torch.tensor(queries.host_seq_lens, dtype=torch.int64),
+    )
 
 
 def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, *, kv_scales: tuple[float, float] = (1.0, 1.0)
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: DecodePlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [S, heads * head_dim].
+    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [S, heads *
+    head_dim].
 
     Keys and values are read once, where they lie; gathering them first moves three times the bytes.
     """
     assert q.is_contiguous()
-    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, "scaled caches are read on the GPU only"
+    assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, (
+        "scaled caches are read on the GPU only"
+    )
     num_seqs, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     out = q.new_empty(num_seqs, heads * head_dim)
@@ -182,11 +213,15 @@ def decode(
     return out
 
 
-# --- mixture of experts ---------------------------------------------------------------------------------------------------
+# --- mixture of experts --------------------------------------------------------------------------
 
 
-def route(x: Activated, prepared: Gate, *, top_k: int, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [T, hidden] -> ids [T, top_k] int32, weights [T, top_k] fp32; rows from active[0] on are padding (-1 and 0)."""
+def route(
+    x: Activated, prepared: Gate, *, top_k: int, active: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [T, hidden] -> ids [T, top_k] int32, weights [T, top_k] fp32; rows from active[0] on are
+    padding (-1 and 0).
+    """
     gate, bias = prepared
     x = plain(x)
     assert x.is_contiguous()
@@ -216,29 +251,46 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def experts_kernel(linear: Kernel) -> Kernel:
-    """`moe.experts` over the products of `linear`, a `gemm.linear` kernel; everything between them in C."""
+    """`moe.experts` over the products of `linear`, a `gemm.linear` kernel; everything between them
+    in C.
+    """
     product = linear.run
 
-    def run(x: Tensor, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int) -> Tensor:
+    def run(
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        prepared: PreparedExperts,
+        *,
+        first: int,
+        count: int,
+    ) -> Tensor:
         num_tokens, top_k = ids.shape
         pairs = num_tokens * top_k
         plan = torch.empty(2 * pairs + count + 1, dtype=torch.int64)  # source, place, bounds
         source = plan.data_ptr()
         place, bounds = source + 8 * pairs, source + 16 * pairs
-        _function("group_pairs", x.dtype)(ids.data_ptr(), source, place, bounds, num_tokens, top_k, first, count)
+        _function("group_pairs", x.dtype)(
+            ids.data_ptr(), source, place, bounds, num_tokens, top_k, first, count
+        )
         edges = plan[2 * pairs :].tolist()  # host-sync: rows of each expert
         if edges[-1] == 0:
             return torch.zeros_like(x)
         rows = x.index_select(0, plan[: edges[-1]]) if num_tokens > 1 else x.expand(edges[-1], -1)
         y = torch.cat(
             [
-                product(swiglu(product(rows[start:stop], prepared.gate_up[expert])), prepared.down[expert])
+                product(
+                    swiglu(product(rows[start:stop], prepared.gate_up[expert])),
+                    prepared.down[expert],
+                )
                 for expert, (start, stop) in enumerate(pairwise(edges))
                 if stop > start
             ]
         )
         out = torch.empty_like(x)
-        _function("combine", x.dtype)(y.data_ptr(), place, weights.data_ptr(), out.data_ptr(), num_tokens, top_k, x.shape[1])
+        _function("combine", x.dtype)(
+            y.data_ptr(), place, weights.data_ptr(), out.data_ptr(), num_tokens, top_k, x.shape[1]
+        )
         return out
 
     return Kernel(
@@ -252,11 +304,17 @@ def experts_kernel(linear: Kernel) -> Kernel:
 
 
 def kernels(linear: Kernel) -> tuple[Kernel, ...]:
-    """All kernels of this file for the one dtype of `linear`, the `gemm.linear` that the experts use."""
+    """All kernels of this file for the one dtype of `linear`, the `gemm.linear` that the experts
+    use.
+    """
     (dtype,) = linear.dtypes
 
-    def kernel(op: str, run: Callable[..., Any], prepare: Callable[..., Any] | None = None) -> Kernel:
-        return Kernel(op, "native", run, prepare, dtypes=(dtype,), available=lambda: _available(dtype))
+    def kernel(
+        op: str, run: Callable[..., Any], prepare: Callable[..., Any] | None = None
+    ) -> Kernel:
+        return Kernel(
+            op, "native", run, prepare, dtypes=(dtype,), available=lambda: _available(dtype)
+        )
 
     return (
         kernel("norm.rms", rms, prepare_norm),

@@ -1,4 +1,5 @@
-"""RMS normalisation: y = x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 over the last dimension.
+"""RMS normalisation: y = x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 over the last
+dimension.
 
 x-hat is rounded to the dtype of x before it is multiplied by the weight, as transformers does.
 """
@@ -19,7 +20,9 @@ E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
 
 @dataclass(frozen=True)
 class NormWeight:
-    """A norm's weight with its constants as tensors, which spares their conversion in every call."""
+    """A norm's weight with its constants as tensors, which spares their conversion in every
+    call.
+    """
 
     weight: Tensor  # [width]
     width: Tensor  # [] fp32
@@ -31,7 +34,9 @@ class NormWeight:
 def norm_weight(weight: Tensor, eps: float, *, quantize: bool) -> NormWeight:
     """weight [width], eps under the root."""
     width = torch.tensor(float(weight.shape[0]), device=weight.device)
-    return NormWeight(weight, width, torch.tensor(eps, device=weight.device), eps_value=eps, quantize=quantize)
+    return NormWeight(
+        weight, width, torch.tensor(eps, device=weight.device), eps_value=eps, quantize=quantize
+    )
 
 
 def prepare(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight:
@@ -48,12 +53,16 @@ def rms(x: Tensor, norm: NormWeight) -> Tensor:
 
 
 def sum_parts(x: Tensor) -> Tensor:
-    """x [T, P, width] summed over its P partial results in fp32 and rounded once; x [T, width] as it is."""
+    """x [T, P, width] summed over its P partial results in fp32 and rounded once; x [T, width] as
+    it is.
+    """
     return x if x.dim() == 2 else x.float().sum(dim=1).to(x.dtype)
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
-    """residual += x, in place; returns the norm of the residual. x [T, width] or its parts [T, P, width]."""
+    """residual += x, in place; returns the norm of the residual. x [T, width] or its parts [T, P,
+    width].
+    """
     return rms(residual.add_(sum_parts(x)), norm)
 
 
@@ -65,16 +74,37 @@ def add_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 def part_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     """x [T, P, width]."""
-    return [_case(shape, dtype, generator) for shape in ((0, 8, 64), (1, 8, 256), (5, 3, 136), (3, 1, 200))]
+    return [
+        _case(shape, dtype, generator)
+        for shape in ((0, 8, 64), (1, 8, 256), (5, 3, 136), (3, 1, 200))
+    ]
 
 
 def wide_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's hidden states: one token to a prompt's chunk, as one part or one per chosen expert, plain and FP8."""
-    shapes: tuple[tuple[int, ...], ...] = ((1, 3072), (1, 8, 3072), (16, 8, 3072), (100, 3072), (8192, 3072))
-    return [_case(shape, dtype, generator, quantize=quantize) for shape in shapes for quantize in (False, True)]
+    """MiniMax-M2's hidden states: one token to a prompt's chunk, as one part or one per chosen
+    expert, plain and FP8.
+    """
+    shapes: tuple[tuple[int, ...], ...] = (
+        (1, 3072),
+        (1, 8, 3072),
+        (16, 8, 3072),
+        (100, 3072),
+        (8192, 3072),
+    )
+    return [
+        _case(shape, dtype, generator, quantize=quantize)
+        for shape in shapes
+        for quantize in (False, True)
+    ]
 
 
-def _case(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, *, quantize: bool = False) -> Case:
+def _case(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    quantize: bool = False,
+) -> Case:
     def normal(*sizes: int, scale: float) -> Tensor:
         return (torch.randn(*sizes, generator=generator, device=generator.device) * scale).to(dtype)
 
@@ -84,20 +114,27 @@ def _case(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
         "residual": normal(num_tokens, width, scale=4.0),
         "weight": 1 + normal(width, scale=0.2),
     }
-    label = f"T={num_tokens} width={width}" + (f" P={shape[1]}" if len(shape) == 3 else "") + " fp8" * quantize
+    label = (
+        f"T={num_tokens} width={width}"
+        + (f" P={shape[1]}" if len(shape) == 3 else "")
+        + " fp8" * quantize
+    )
     return Case(label, tensors, {"eps": 1e-6, "quantize": quantize})
 
 
 def prepare_case(kernel: Kernel, case: Case) -> Any:
     """The norm of a case; with FP8 where the case asks for it, but for the reference."""
     assert kernel.prepare is not None
-    option = {"quantize": True} if case.numbers["quantize"] and kernel.provider != "reference" else {}
+    option = (
+        {"quantize": True} if case.numbers["quantize"] and kernel.provider != "reference" else {}
+    )
     return kernel.prepare(case.tensors["weight"], case.numbers["eps"], **option)
 
 
 def case_outputs(out: Tensor | Activations, case: Case) -> tuple[Tensor, ...]:
-    """What a norm returned, as tensors to compare: the plain values and, where the case asks for FP8, the same once more with
-    NaN wherever the FP8 form is further away from them than its rounding explains."""
+    """What a norm returned, as tensors to compare: the plain values and, where the case asks for
+    FP8, the same once more with NaN wherever the FP8 form is further away from them than its
+    rounding explains."""
     values = plain(out)
     if not case.numbers["quantize"]:
         return (values,)
@@ -105,9 +142,12 @@ def case_outputs(out: Tensor | Activations, case: Case) -> tuple[Tensor, ...]:
         return values, values
     wide = values.float()
     largest = wide.unflatten(-1, (-1, GROUP)).abs().amax(dim=-1)
-    scales_fit = (out.scales - torch.where(largest > 0, largest / E4M3_MAX, 1.0)).abs() <= 1e-5 * out.scales
+    scales_fit = (
+        out.scales - torch.where(largest > 0, largest / E4M3_MAX, 1.0)
+    ).abs() <= 1e-5 * out.scales
     spread = out.scales.repeat_interleave(GROUP, dim=-1)
-    values_fit = (out.values.float() * spread - wide).abs() <= wide.abs() / 15.9 + spread / 1023  # half a step
+    # half a step
+    values_fit = (out.values.float() * spread - wide).abs() <= wide.abs() / 15.9 + spread / 1023
     fits = values_fit & scales_fit.repeat_interleave(GROUP, dim=-1)
     return values, values.where(fits, torch.nan)
 
@@ -135,7 +175,9 @@ def cost_add(case: Case) -> Cost:
     return Cost(num_bytes=moved, flops=x.numel() + 5 * residual.numel())
 
 
-_TOLERANCE = rounding_tolerance(scale=2.0, reason="x-hat and the product are rounded to the dtype once each; |y| up to 5")
+_TOLERANCE = rounding_tolerance(
+    scale=2.0, reason="x-hat and the product are rounded to the dtype once each; |y| up to 5"
+)
 WIDE_ERROR = 5e-3  # bf16 keeps 8 bits, and three roundings add up
 
 OPS = (

@@ -1,10 +1,12 @@
 """Residual add and RMS norm of a row in one program, in Triton.
 
-A row is read and written as 4-byte words of two values each, the form in which rows also travel between ranks
-(`kernels/collectives`), and computed in two fp32 halves: the even columns and the odd ones. Statistics stay in registers: a
-row is read once. With `quantize`, the same program writes the row in FP8 with a scale per 128 columns.
+A row is read and written as 4-byte words of two values each, the form in which rows also travel
+between ranks (`kernels/collectives`), and computed in two fp32 halves: the even columns and the odd
+ones. Statistics stay in registers: a row is read once. With `quantize`, the same program writes the
+row in FP8 with a scale per 128 columns.
 
-Moves per row of width W, in bytes: 2W per part, 2W residual in, 2W residual out, 2W out, and W + W/32 with FP8.
+Moves per row of width W, in bytes: 2W per part, 2W residual in, 2W residual out, 2W out, and W +
+W/32 with FP8.
 """
 
 from __future__ import annotations
@@ -22,16 +24,21 @@ from negamax.kernels.op import Kernel
 
 _GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
 _E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
-# Whether two values are rounded by one PTX instruction. What ptxas makes of two single ones runs on the slowest of the units:
-# in the program of a row, 36 conversions of 8 cycles a warp, one after the other.
-_IN_PAIRS: tl.constexpr = tl.constexpr(torch.version.cuda is not None and not triton.knobs.runtime.interpret)
-_TINY: tl.constexpr = tl.constexpr(1e-30)  # a scale's lower bound, far above what fp32 cannot invert
+# Whether two values are rounded by one PTX instruction. What ptxas makes of two single ones runs on
+# the slowest of the units: in the program of a row, 36 conversions of 8 cycles a warp, one after
+# the other.
+_IN_PAIRS: tl.constexpr = tl.constexpr(
+    torch.version.cuda is not None and not triton.knobs.runtime.interpret
+)
+# a scale's lower bound, far above what fp32 cannot invert
+_TINY: tl.constexpr = tl.constexpr(1e-30)
 
 
 @triton.jit
 def word_indices(BLOCK: tl.constexpr):
-    """0 .. BLOCK - 1, such that a thread holds two neighbours and a warp the 64 words of a scale: whatever a program reads and
-    writes then lies in one layout, and no shared memory is spent on moving it between two."""
+    """0 .. BLOCK - 1, such that a thread holds two neighbours and a warp the 64 words of a scale:
+    whatever a program reads and writes then lies in one layout, and no shared memory is spent on
+    moving it between two."""
     return tl.max_contiguous(tl.arange(0, BLOCK), 2)
 
 
@@ -43,7 +50,9 @@ def words_of(pointer):
 
 @triton.jit
 def unpack(words, DTYPE: tl.constexpr):
-    """The two values of each word as fp32: of the lower (even column) and of the upper half (odd column)."""
+    """The two values of each word as fp32: of the lower (even column) and of the upper half (odd
+    column).
+    """
     if tl.bfloat16 == DTYPE:
         even = (words << 16).to(tl.float32, bitcast=True)
         odd = (words & -65536).to(tl.float32, bitcast=True)
@@ -57,8 +66,14 @@ def unpack(words, DTYPE: tl.constexpr):
 def pack(even, odd, DTYPE: tl.constexpr):
     """fp32 pairs rounded to DTYPE, two to a word."""
     if _IN_PAIRS:
-        convert: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $2;" if tl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32 $0, $1, $2;"
-        words = tl.inline_asm_elementwise(convert, "=r,f,f", [odd, even], dtype=tl.int32, is_pure=True, pack=1)
+        convert: tl.constexpr = (
+            "cvt.rn.bf16x2.f32 $0, $1, $2;"
+            if tl.bfloat16 == DTYPE
+            else "cvt.rn.f16x2.f32 $0, $1, $2;"
+        )
+        words = tl.inline_asm_elementwise(
+            convert, "=r,f,f", [odd, even], dtype=tl.int32, is_pure=True, pack=1
+        )
     else:
         low = even.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         high = odd.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -68,7 +83,9 @@ def pack(even, odd, DTYPE: tl.constexpr):
 
 @triton.jit
 def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr):
-    """Row `row` of x [T, PARTS, 2 * WORDS] summed over its parts in fp32 and rounded once, as words."""
+    """Row `row` of x [T, PARTS, 2 * WORDS] summed over its parts in fp32 and rounded once, as
+    words.
+    """
     parts = words_of(x) + row.to(tl.int64) * (PARTS * WORDS) + index
     words = tl.load(parts, mask=mask, other=0)
     if PARTS > 1:
@@ -85,8 +102,9 @@ def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTY
 def fetch_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr):
     """The parts of row `row` of x [T, PARTS, 2 * WORDS] as a tuple of words, for `add_parts`.
 
-    Volatile: ptxas otherwise moves most of these loads behind the first sums, and waits for memory three times instead of once.
-    It keeps them together if, besides, what uses them is in a branch whose condition it does not know.
+    Volatile: ptxas otherwise moves most of these loads behind the first sums, and waits for memory
+    three times instead of once. It keeps them together if, besides, what uses them is in a branch
+    whose condition it does not know.
     """
     parts = words_of(x) + row.to(tl.int64) * (PARTS * WORDS) + index
     fetched = ()
@@ -122,7 +140,9 @@ def normalise(
     WORDS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """residual += x, written where it belongs; the norm of the residual, as words. All of one row."""
+    """residual += x, written where it belongs; the norm of the residual, as words. All of one
+    row.
+    """
     at = row.to(tl.int64) * WORDS + index
     even, odd = unpack(residual_words, DTYPE)
     total = pack(even + x_even, odd + x_odd, DTYPE)
@@ -136,7 +156,9 @@ def normalise(
 
 @triton.jit
 def quantise(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """A row of `normed` words in FP8: its scales [BLOCK / 64] and its columns in order, [2 * BLOCK] e4m3."""
+    """A row of `normed` words in FP8: its scales [BLOCK / 64] and its columns in order, [2 * BLOCK]
+    e4m3.
+    """
     even, odd = unpack(normed, DTYPE)
     groups: tl.constexpr = BLOCK // _GROUP_WORDS
     even = tl.reshape(even, [groups, _GROUP_WORDS])
@@ -144,28 +166,35 @@ def quantise(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
     scale = tl.where(largest > 0, tl.maximum(largest / _E4M3_MAX, _TINY), 1.0)
     factor = (1.0 / scale)[:, None]
-    # Columns side by side before the conversion, which takes neighbours in pairs: ptxas 12.8 loses every fourth
-    # byte where the halves of such pairs are taken apart again.
+    # Columns side by side before the conversion, which takes neighbours in pairs: ptxas 12.8 loses
+    # every fourth byte where the halves of such pairs are taken apart again.
     in_order = tl.reshape(tl.join(even * factor, odd * factor), [2 * BLOCK])
     return scale, in_order.to(tl.float8e4nv)
 
 
 @triton.jit
 def store_quantised(values, scales, row, scale, in_order, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write what `quantise` made of a row as row `row` (int64) of values [T, 2 * WORDS] and scales [T, WORDS / 64]."""
+    """Write what `quantise` made of a row as row `row` (int64) of values [T, 2 * WORDS] and scales
+    [T, WORDS / 64].
+    """
     group = tl.arange(0, BLOCK // _GROUP_WORDS)
-    tl.store(scales + row * (WORDS // _GROUP_WORDS) + group, scale, mask=group < WORDS // _GROUP_WORDS)
+    tl.store(
+        scales + row * (WORDS // _GROUP_WORDS) + group, scale, mask=group < WORDS // _GROUP_WORDS
+    )
     column = tl.max_contiguous(tl.arange(0, 2 * BLOCK), 4)
     tl.store(values + row * (2 * WORDS) + column, in_order, mask=column < 2 * WORDS)
 
 
 @triton.jit
 def add_and_normalise(
-    x_even, x_odd, residual_words, weight_words, row, index, mask, residual, out, values, scales, eps,
+    x_even, x_odd, residual_words, weight_words, row, index, mask, residual, out, values, scales,
+    eps,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """`normalise`, with the norm and its FP8 form written where they belong."""
-    normed = normalise(x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps, WORDS, DTYPE)
+    normed = normalise(
+        x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps, WORDS, DTYPE
+    )
     tl.store(words_of(out) + row.to(tl.int64) * WORDS + index, normed, mask=mask)
     if QUANTIZE:
         scale, in_order = quantise(normed, BLOCK, DTYPE)
@@ -193,7 +222,9 @@ def _add_rms(
     mask = index < WORDS
     weight_words = tl.load(words_of(weight) + index, mask=mask, other=0)
     wait_for_inputs(PDL)
-    residual_words = tl.load(words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0, volatile=True)
+    residual_words = tl.load(
+        words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0, volatile=True
+    )
     fetched = fetch_parts(x, row, index, mask, PARTS, WORDS)
     if eps >= 0:  # always: see `fetch_parts`
         x_even, x_odd = add_parts(fetched, PARTS, dtype)
@@ -204,13 +235,19 @@ def _add_rms(
 
 
 def outputs(residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a norm kernel writes: out, and the FP8 values and scales (`out` stands in for both where nothing is quantised)."""
+    """Where a norm kernel writes: out, and the FP8 values and scales (`out` stands in for both
+    where nothing is quantised).
+    """
     out = torch.empty_like(residual)
     if not norm.quantize:
         return out, out, out
     num_tokens, width = residual.shape
     values = torch.empty((num_tokens, width), dtype=torch.float8_e4m3fn, device=residual.device)
-    return out, values, torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=residual.device)
+    return (
+        out,
+        values,
+        torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=residual.device),
+    )
 
 
 def result(out: Tensor, values: Tensor, scales: Tensor, norm: NormWeight) -> Tensor | Activations:
@@ -219,13 +256,19 @@ def result(out: Tensor, values: Tensor, scales: Tensor, norm: NormWeight) -> Ten
 
 
 def prepare(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight:
-    """weight [width], eps under the root; `quantize`: the consumer wants `Activations`, width a multiple of 128."""
-    assert not quantize or weight.shape[0] % GROUP == 0, f"a norm {weight.shape[0]} wide has no whole FP8 groups of {GROUP}"
+    """weight [width], eps under the root; `quantize`: the consumer wants `Activations`, width a
+    multiple of 128.
+    """
+    assert not quantize or weight.shape[0] % GROUP == 0, (
+        f"a norm {weight.shape[0]} wide has no whole FP8 groups of {GROUP}"
+    )
     return spec.norm_weight(weight, eps, quantize=quantize)
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Activations:
-    """residual += x (or the sum of its parts), in place; the norm of the residual. x [T, width] or [T, P, width]."""
+    """residual += x (or the sum of its parts), in place; the norm of the residual. x [T, width] or
+    [T, P, width].
+    """
     num_tokens, width = residual.shape
     if width % 2:  # no whole words
         return spec.add_rms(x, residual, norm)
@@ -245,4 +288,13 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Activatio
     return result(out, values, scales, norm)
 
 
-KERNELS = (Kernel("norm.add_rms", "triton", add_rms, prepare, platforms=("cuda",), dtypes=(torch.bfloat16, torch.float16)),)
+KERNELS = (
+    Kernel(
+        "norm.add_rms",
+        "triton",
+        add_rms,
+        prepare,
+        platforms=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+    ),
+)

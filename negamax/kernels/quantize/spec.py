@@ -1,8 +1,9 @@
-"""Block-FP8: e4m3 values with one fp32 multiplier for each `block` of rows and columns. PyTorch reference.
+"""Block-FP8: e4m3 values with one fp32 multiplier for each `block` of rows and columns. PyTorch
+reference.
 
-`weight[n, k] = value[n, k] * scale[n // block_rows, k // block_columns]`. Blocks at the lower and right edge may be ragged.
-NaN in a stored value stays NaN; a block whose source holds NaN or an infinity becomes NaN as a whole, so that a broken weight
-is never taken for a large one.
+`weight[n, k] = value[n, k] * scale[n // block_rows, k // block_columns]`. Blocks at the lower and
+right edge may be ragged. NaN in a stored value stays NaN; a block whose source holds NaN or an
+infinity becomes NaN as a whole, so that a broken weight is never taken for a large one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, Activations
-from negamax.kernels.op import Case, Cost, Kernel, Op, Tolerance, num_bytes, randn, rounding_tolerance
+from negamax.kernels.op import (
+    Case,
+    Cost,
+    Kernel,
+    Op,
+    Tolerance,
+    num_bytes,
+    randn,
+    rounding_tolerance,
+)
 
 E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
 BLOCK = (128, 128)  # rows, columns
@@ -31,7 +41,10 @@ def dequantize_block(
 ) -> Tensor:  # [N, K] dtype
     """The plain weight: multiplied in fp32 and rounded once to `dtype`."""
     rows, columns = weight.shape
-    assert tuple(scale.shape) == scale_shape(rows, columns, block=block), (tuple(weight.shape), tuple(scale.shape))
+    assert tuple(scale.shape) == scale_shape(rows, columns, block=block), (
+        tuple(weight.shape),
+        tuple(scale.shape),
+    )
     plain = weight.to(torch.float32)
     return plain.mul_(_spread(scale.to(torch.float32), rows, columns, block=block)).to(dtype)
 
@@ -40,21 +53,28 @@ def quantize_block(
     weight: Tensor,  # [N, K] any float dtype
     *,
     block: tuple[int, int] = BLOCK,
-) -> tuple[Tensor, Tensor]:  # [N, K] float8_e4m3fn, [ceil(N / block rows), ceil(K / block columns)] fp32
-    """Values and scales with scale = largest magnitude of the block / 448 (1 for a block of zeros)."""
+    # [N, K] float8_e4m3fn, [ceil(N / block rows), ceil(K / block columns)] fp32
+) -> tuple[Tensor, Tensor]:
+    """Values and scales with scale = largest magnitude of the block / 448 (1 for a block of
+    zeros).
+    """
     rows, columns = weight.shape
     grid = scale_shape(rows, columns, block=block)
     padding = (0, grid[1] * block[1] - columns, 0, grid[0] * block[0] - rows)
     padded = torch.nn.functional.pad(weight.to(torch.float32), padding)
     largest = padded.view(grid[0], block[0], grid[1], block[1]).abs().amax(dim=(1, 3))
-    smallest_scale = torch.finfo(torch.float32).tiny  # where the quotient underflows to 0, zeros would become NaN
-    scale = torch.where(largest == 0, torch.ones_like(largest), (largest / E4M3_MAX).clamp_min(smallest_scale))
+    # where the quotient underflows to 0, zeros would become NaN
+    smallest_scale = torch.finfo(torch.float32).tiny
+    scale = torch.where(
+        largest == 0, torch.ones_like(largest), (largest / E4M3_MAX).clamp_min(smallest_scale)
+    )
     values = weight.to(torch.float32) / _spread(scale, rows, columns, block=block)
     return values.to(torch.float8_e4m3fn), scale
 
 
 def quantize_activations(x: Tensor) -> Activations:
-    """x [T, K] any float dtype, K a multiple of 128 -> x with its FP8 form, one scale per token and 128 columns.
+    """x [T, K] any float dtype, K a multiple of 128 -> x with its FP8 form, one scale per token and
+    128 columns.
 
     scale = largest magnitude / 448 (1 for zeros), as for weights.
     """
@@ -62,7 +82,11 @@ def quantize_activations(x: Tensor) -> Activations:
     assert width % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns, not {width}"
     wide = x.float().view(num_tokens, width // GROUP, GROUP)
     largest = wide.abs().amax(dim=-1)
-    scales = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).masked_fill(largest == 0, 1.0)
+    scales = (
+        (largest / E4M3_MAX)
+        .clamp_min(torch.finfo(torch.float32).tiny)
+        .masked_fill(largest == 0, 1.0)
+    )
     values = (wide / scales[..., None]).to(torch.float8_e4m3fn).view(num_tokens, width)
     return Activations(x, values, scales)
 
@@ -70,20 +94,28 @@ def quantize_activations(x: Tensor) -> Activations:
 def dequantize_activations(x: Activations) -> Tensor:
     """What the FP8 form stands for: [T, K] fp32."""
     num_tokens, width = x.values.shape
-    return (x.values.float().view(num_tokens, width // GROUP, GROUP) * x.scales[..., None]).view(num_tokens, width)
+    return (x.values.float().view(num_tokens, width // GROUP, GROUP) * x.scales[..., None]).view(
+        num_tokens, width
+    )
 
 
 def _spread(scale: Tensor, rows: int, columns: int, *, block: tuple[int, int]) -> Tensor:
     """`scale` repeated to one entry per weight element."""
-    return scale.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
+    return scale.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[
+        :, :columns
+    ]
 
 
-_SHAPES = ((1, 1), (128, 128), (192, 320), (5, 300), (384, 256))  # multiples of a block and ragged edges
+# multiples of a block and ragged edges
+_SHAPES = ((1, 1), (128, 128), (192, 320), (5, 300), (384, 256))
 
 
 def _plain_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     return [
-        Case(f"N={rows} K={columns}", {"weight": randn(rows, columns, dtype=dtype, generator=generator, scale=columns**-0.5)})
+        Case(
+            f"N={rows} K={columns}",
+            {"weight": randn(rows, columns, dtype=dtype, generator=generator, scale=columns**-0.5)},
+        )
         for rows, columns in _SHAPES
     ]
 
@@ -135,16 +167,23 @@ def _cost_activations(case: Case) -> Cost:
 def _cost_dequantize(case: Case) -> Cost:
     weight = case.tensors["weight"]
     out_bytes = weight.numel() * case.numbers["dtype"].itemsize
-    return Cost(num_bytes=weight.numel() + num_bytes(case.tensors["scale"]) + out_bytes, flops=weight.numel())
+    return Cost(
+        num_bytes=weight.numel() + num_bytes(case.tensors["scale"]) + out_bytes,
+        flops=weight.numel(),
+    )
 
 
 def _cost_quantize(case: Case) -> Cost:
     weight = case.tensors["weight"]
     rows, columns = scale_shape(*weight.shape)
-    return Cost(num_bytes=num_bytes(weight) + weight.numel() + 4 * rows * columns, flops=2 * weight.numel())
+    return Cost(
+        num_bytes=num_bytes(weight) + weight.numel() + 4 * rows * columns, flops=2 * weight.numel()
+    )
 
 
-_ONE_STEP = Tolerance(1e-6, 0.13, "a quotient half-way between two e4m3 values may round to either; a step is 1/8")
+_ONE_STEP = Tolerance(
+    1e-6, 0.13, "a quotient half-way between two e4m3 values may round to either; a step is 1/8"
+)
 
 OPS = (
     Op(
@@ -153,7 +192,9 @@ OPS = (
         reference=Kernel("quantize.dequantize_block", "reference", dequantize_block),
         cases=_stored_cases,
         apply=_apply_dequantize,
-        tolerance=rounding_tolerance(reason="one product in fp32, one rounding to the dtype; |w| below 1"),
+        tolerance=rounding_tolerance(
+            reason="one product in fp32, one rounding to the dtype; |w| below 1"
+        ),
         cost=_cost_dequantize,
     ),
     Op(

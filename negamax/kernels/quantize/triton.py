@@ -1,4 +1,6 @@
-"""Activations to FP8 in Triton, for where the kernel before could not do it on the way. Moves 3 bytes per element."""
+"""Activations to FP8 in Triton, for where the kernel before could not do it on the way. Moves 3
+bytes per element.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,27 @@ def _rows(x, values, scales, num_groups, GROUPS: tl.constexpr):
 
 
 def rows(x: Tensor) -> Activations:
-    """x [T, K] bf16 or fp16, K a multiple of 128 -> x, its e4m3 values and one fp32 scale per 128 columns."""
+    """x [T, K] bf16 or fp16, K a multiple of 128 -> x, its e4m3 values and one fp32 scale per 128
+    columns.
+    """
     num_tokens, width = x.shape
     assert width % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns, not {width}"
     assert x.is_contiguous()
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=x.device)
     if num_tokens > 0:
-        _rows[(triton.cdiv(scales.numel(), _GROUPS),)](x, values, scales, scales.numel(), GROUPS=_GROUPS, num_warps=4)
+        _rows[(triton.cdiv(scales.numel(), _GROUPS),)](
+            x, values, scales, scales.numel(), GROUPS=_GROUPS, num_warps=4
+        )
     return Activations(x, values, scales)
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("quantize.activations", "triton", rows, platforms=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
+    Kernel(
+        "quantize.activations",
+        "triton",
+        rows,
+        platforms=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+    ),
 )

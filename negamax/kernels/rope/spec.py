@@ -1,9 +1,10 @@
 """Rotary position embedding, half-split: dimension i of a head is paired with i + rotary_dim / 2.
 
-    out[i]        = x[i] * cos - x[i + half] * sin        angle = position * theta ** (-2 i / rotary_dim), i < half
-    out[i + half] = x[i + half] * cos + x[i] * sin
+    out[i]        = x[i] * cos - x[i + half] * sin        angle = position * theta ** (-2 i /
+    rotary_dim), i < half out[i + half] = x[i + half] * cos + x[i] * sin
 
-Dimensions from rotary_dim up pass through. Angles are computed in fp32 from the position, so there is no table to size.
+Dimensions from rotary_dim up pass through. Angles are computed in fp32 from the position, so there
+is no table to size.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from negamax.kernels.rowwise import apply, padded_rows
 
 
 def signed_frequencies(rotary_dim: int, theta: float) -> Tensor:
-    """[rotary_dim] fp32: minus the frequencies for the first half of the dimensions, plus the frequencies for the second."""
+    """[rotary_dim] fp32: minus the frequencies for the first half of the dimensions, plus the
+    frequencies for the second.
+    """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     frequencies = 1.0 / theta**exponents
     return torch.cat([-frequencies, frequencies])
 
 
 def cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """positions [T] int64, frequencies from `signed_frequencies` -> cos, sin [T, 1, rotary_dim] fp32.
+    """positions [T] int64, frequencies from `signed_frequencies` -> cos, sin [T, 1, rotary_dim]
+    fp32.
 
     The sign of the first half rides on the frequency: cos(-a) = cos(a) and sin(-a) = -sin(a).
     """
@@ -38,7 +42,9 @@ def cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def half_split_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first rotary_dim dimensions of x [T, heads, head_dim] in place; cos, sin [T, 1, rotary_dim] fp32."""
+    """Rotate the first rotary_dim dimensions of x [T, heads, head_dim] in place; cos, sin [T, 1,
+    rotary_dim] fp32.
+    """
     rotary_dim = cos.shape[-1]
     rotated = x[..., :rotary_dim]
     swapped = rotated.roll(rotary_dim // 2, -1)
@@ -48,11 +54,18 @@ def half_split_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     cases = []
-    for num_tokens, heads, head_dim, rotary_dim in ((0, 2, 16, 8), (1, 10, 128, 64), (9, 3, 20, 20), (5, 4, 12, 2)):
+    for num_tokens, heads, head_dim, rotary_dim in (
+        (0, 2, 16, 8),
+        (1, 10, 128, 64),
+        (9, 3, 20, 20),
+        (5, 4, 12, 2),
+    ):
         positions = torch.randint(0, 200_000, (num_tokens,), generator=generator)
         x = randn(num_tokens, heads, head_dim, dtype=dtype, generator=generator)
         label = f"T={num_tokens} heads={heads} head_dim={head_dim} rotary_dim={rotary_dim}"
-        cases.append(Case(label, {"x": x, "positions": positions}, {"rotary_dim": rotary_dim, "theta": 5e6}))
+        cases.append(
+            Case(label, {"x": x, "positions": positions}, {"rotary_dim": rotary_dim, "theta": 5e6})
+        )
     return cases
 
 
@@ -65,7 +78,9 @@ def _apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
 def _cost(case: Case) -> Cost:
     x = case.tensors["x"]
     rotated = x.numel() // x.shape[-1] * case.numbers["rotary_dim"]
-    return Cost(num_bytes=2 * num_bytes(x) * case.numbers["rotary_dim"] // x.shape[-1], flops=3 * rotated)
+    return Cost(
+        num_bytes=2 * num_bytes(x) * case.numbers["rotary_dim"] // x.shape[-1], flops=3 * rotated
+    )
 
 
 OPS = (

@@ -1,10 +1,11 @@
-"""Random numbers that are a function of (seed, position, token id): whoever holds a token's logit, in whatever batch and on
-however many ranks, gives it the same noise.
+"""Random numbers that are a function of (seed, position, token id): whoever holds a token's logit,
+in whatever batch and on however many ranks, gives it the same noise.
 
-A row's key is 64 bits of `seed + golden * (position + 1)` put through the SplitMix64 finaliser (public domain); a token's
-number is its id, multiplied, offset by one half of the key, and put through a 32-bit finaliser of three multiplications with
-the other half between its rounds. The multipliers are those of MurmurHash3's finaliser and of Knuth's multiplicative hash.
-Everything is integer arithmetic modulo 2^32 or 2^64, so the Triton kernel computes the same bits.
+A row's key is 64 bits of `seed + golden * (position + 1)` put through the SplitMix64 finaliser
+(public domain); a token's number is its id, multiplied, offset by one half of the key, and put
+through a 32-bit finaliser of three multiplications with the other half between its rounds. The
+multipliers are those of MurmurHash3's finaliser and of Knuth's multiplicative hash. Everything is
+integer arithmetic modulo 2^32 or 2^64, so the Triton kernel computes the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ MIX32_ID = 0x9E3779B1
 MIX32_A = 0x85EBCA6B
 MIX32_B = 0xC2B2AE35
 LARGEST_UNIFORM = 1 - 2.0**-24
-SMALL_UNIFORM = 2.0**-7  # below, -log(1 - v) is taken from its series, which keeps the bits that 1 - v would drop
+# below, -log(1 - v) is taken from its series, which keeps the bits that 1 - v would drop
+SMALL_UNIFORM = 2.0**-7
 LARGEST_SCORE = 3e38  # for quotients that overflow
 
 
@@ -33,7 +35,9 @@ def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """A number in [0, 1) for each row, [R] fp32: the leading 24 bits of its key. seeds, positions [R] int64."""
+    """A number in [0, 1) for each row, [R] fp32: the leading 24 bits of its key. seeds, positions
+    [R] int64.
+    """
     return (row_keys(seeds, positions)[1] >> 8).float() * 2.0**-24
 
 
@@ -46,7 +50,8 @@ def token_bits(keys: tuple[Tensor, Tensor], token_ids: Tensor) -> Tensor:
 
 
 def exponentials(bits: Tensor) -> Tensor:
-    """Exponentially distributed numbers above 0, fp32: -log(1 - v) of v = (bits + 1/2) / 2^32 up to 1 - 2^-24.
+    """Exponentially distributed numbers above 0, fp32: -log(1 - v) of v = (bits + 1/2) / 2^32 up to
+    1 - 2^-24.
 
     The smallest is 2^-33, so a token is never drawn whose probability is below about that.
     """

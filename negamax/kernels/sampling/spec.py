@@ -1,10 +1,12 @@
 """Sampling ops, defined in PyTorch: edits of logits, and the draw of one token per row.
 
-A row's draw depends on that row alone. `draw`: one uniform number per row decides it by inverting the cumulative distribution
-over the row's tokens in falling order of probability. Filters are applied in the order temperature, min-p, top-k, top-p.
-`pick`, for logits split over ranks and rows without filters: every token gets its own noise and the largest sum wins (the
-Gumbel-max trick: P(i wins) is softmax(logits / T)[i]), so that ranks need to exchange a value and an index only.
-`draw_leading`: what `draw` does, for split logits and rows with a small top_k, which need only the leading tokens.
+A row's draw depends on that row alone. `draw`: one uniform number per row decides it by inverting
+the cumulative distribution over the row's tokens in falling order of probability. Filters are
+applied in the order temperature, min-p, top-k, top-p. `pick`, for logits split over ranks and rows
+without filters: every token gets its own noise and the largest sum wins (the Gumbel-max trick: P(i
+wins) is softmax(logits / T)[i]), so that ranks need to exchange a value and an index only.
+`draw_leading`: what `draw` does, for split logits and rows with a small top_k, which need only the
+leading tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
 from negamax.kernels.sampling import noise
 
-# Rows with 1 <= top_k <= CANDIDATES are drawn from this many leading tokens; all others from the sorted vocabulary.
+# Rows with 1 <= top_k <= CANDIDATES are drawn from this many leading tokens; all others from the
+# sorted vocabulary.
 CANDIDATES = 64
 
 
@@ -37,7 +40,15 @@ def sample(
 ) -> Tensor:  # [R] int64
     """Draw one token per row from the `candidates` most likely ones."""
     values, token_ids = torch.topk(logits, candidates, dim=-1)  # sorted, falling
-    return draw_from(values, token_ids, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, uniforms=uniforms)
+    return draw_from(
+        values,
+        token_ids,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        uniforms=uniforms,
+    )
 
 
 def draw_from(
@@ -57,7 +68,8 @@ def draw_from(
     limit = torch.where(top_k > 0, top_k, float(candidates)).unsqueeze(-1)
     keep = (ranks < limit) & (probs >= min_p.unsqueeze(-1) * probs[:, :1])
     probs = probs * keep
-    # top-p over what top-k and min-p left: keep a token while the mass before it is below top_p of the total.
+    # top-p over what top-k and min-p left: keep a token while the mass before it is below top_p of
+    # the total.
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1:]
     probs = probs * (cumulative - probs < top_p.unsqueeze(-1) * total)
@@ -78,29 +90,43 @@ def pick(
     positions: Tensor,  # [R] int64
     group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
 ) -> Tensor:  # [R] int64
-    """The token with the largest logit / T + Gumbel(seed, position, token), the lowest id of several; on every rank the same.
+    """The token with the largest logit / T + Gumbel(seed, position, token), the lowest id of
+    several; on every rank the same.
 
-    -1 where a row's largest logit is not finite: it holds NaN or infinity, or nothing above minus infinity.
+    -1 where a row's largest logit is not finite: it holds NaN or infinity, or nothing above minus
+    infinity.
     """
     ids = first_id + torch.arange(logits.shape[1], device=logits.device)
     keys = noise.row_keys(seeds, positions)
-    exponentials = noise.exponentials(noise.token_bits((keys[0].unsqueeze(1), keys[1].unsqueeze(1)), ids))
+    exponentials = noise.exponentials(
+        noise.token_bits((keys[0].unsqueeze(1), keys[1].unsqueeze(1)), ids)
+    )
     noisy = (logits / temperature.unsqueeze(1)).clamp_max(noise.LARGEST_SCORE) - exponentials.log()
     scores = torch.where(temperature.unsqueeze(1) > 0, noisy, logits)
     broken = logits.isnan() | (logits == torch.inf)
     scores = scores.masked_fill(broken, torch.inf)
     best = scores.max(dim=1).values  # [R]
-    chosen = torch.where(scores == best.unsqueeze(1), ids, torch.iinfo(torch.int64).max).min(dim=1).values
+    chosen = (
+        torch.where(scores == best.unsqueeze(1), ids, torch.iinfo(torch.int64).max)
+        .min(dim=1)
+        .values
+    )
     return best_of_ranks(best, chosen, group)
 
 
 def best_of_ranks(best: Tensor, chosen: Tensor, group: Collective | None) -> Tensor:
-    """The token of the rank with the largest score. best [R] fp32, chosen [R] int64: this rank's -> [R] int64."""
+    """The token of the rank with the largest score. best [R] fp32, chosen [R] int64: this rank's ->
+    [R] int64.
+    """
     if group is not None and group.size > 1:
         scores = group.all_gather(best.unsqueeze(1), dim=1)  # [R, ranks]
         ids = group.all_gather(chosen.unsqueeze(1), dim=1)
         best = scores.max(dim=1).values
-        chosen = torch.where(scores == best.unsqueeze(1), ids, torch.iinfo(torch.int64).max).min(dim=1).values
+        chosen = (
+            torch.where(scores == best.unsqueeze(1), ids, torch.iinfo(torch.int64).max)
+            .min(dim=1)
+            .values
+        )
     return torch.where(best.isfinite(), chosen, -1)
 
 
@@ -114,16 +140,21 @@ def draw_leading(
     otherwise: Tensor,  # [R] int64
     group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
 ) -> Tensor:  # [R] int64
-    """The token drawn for each row with 1 <= top_k <= CANDIDATES and a temperature, on every rank the same; for the other rows
-    `otherwise`. Of equal logits the lower ids count as larger. -1 where a row holds NaN or infinity, or nothing above minus
-    infinity.
+    """The token drawn for each row with 1 <= top_k <= CANDIDATES and a temperature, on every rank
+    the same; for the other rows `otherwise`. Of equal logits the lower ids count as larger. -1
+    where a row holds NaN or infinity, or nothing above minus infinity.
     """
     logits = logits.masked_fill(logits.isnan(), torch.inf)
     values, columns = torch.sort(logits, dim=-1, descending=True, stable=True)
     values, ids = values[:, :CANDIDATES], columns[:, :CANDIDATES] + first_id
     if group is not None and group.size > 1:
-        values, order = torch.sort(group.all_gather(values, dim=1), dim=-1, descending=True, stable=True)
-        values, ids = values[:, :CANDIDATES], group.all_gather(ids, dim=1).gather(1, order[:, :CANDIDATES])
+        values, order = torch.sort(
+            group.all_gather(values, dim=1), dim=-1, descending=True, stable=True
+        )
+        values, ids = (
+            values[:, :CANDIDATES],
+            group.all_gather(ids, dim=1).gather(1, order[:, :CANDIDATES]),
+        )
     temperature, top_k, top_p, min_p = filters.unbind(1)
     drawn = draw_from(
         values,
@@ -147,13 +178,23 @@ def apply_penalties(
     frequency: float,
     presence: float,
 ) -> None:
-    """Repetition penalty over prompt and output (divide positive, multiply negative logits), then OpenAI's frequency
-    (per occurrence) and presence (once) penalties over the output."""
+    """Repetition penalty over prompt and output (divide positive, multiply negative logits), then
+    OpenAI's frequency (per occurrence) and presence (once) penalties over the output."""
     if repetition != 1.0:  # written so that a GPU's host waits for nothing
-        seen = torch.zeros_like(logits, dtype=torch.bool).index_fill_(0, prompt_ids, True).index_fill_(0, output_ids, True)
-        logits.copy_(torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits))
+        seen = (
+            torch.zeros_like(logits, dtype=torch.bool)
+            .index_fill_(0, prompt_ids, True)
+            .index_fill_(0, output_ids, True)
+        )
+        logits.copy_(
+            torch.where(
+                seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits
+            )
+        )
     if frequency or presence:
-        counts = torch.zeros_like(logits).index_add_(0, output_ids, torch.ones_like(output_ids, dtype=logits.dtype))
+        counts = torch.zeros_like(logits).index_add_(
+            0, output_ids, torch.ones_like(output_ids, dtype=logits.dtype)
+        )
         logits -= frequency * counts + presence * (counts > 0)
 
 
@@ -162,8 +203,11 @@ def token_logprobs(
     token_ids: Tensor,  # [R] int64
     *,
     num_top: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [R] fp32, [R] int64, [R, num_top] int64, [R, num_top] fp32
-    """Log-probability and rank (1 = most likely) of `token_ids`, and the `num_top` most likely tokens of each row."""
+    # [R] fp32, [R] int64, [R, num_top] int64, [R, num_top] fp32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability and rank (1 = most likely) of `token_ids`, and the `num_top` most likely
+    tokens of each row.
+    """
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     values, ids = torch.topk(logprobs, num_top, dim=-1)
@@ -173,7 +217,10 @@ def token_logprobs(
 def _greedy_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     sizes = ((0, 16), (1, 4160), (9, 331))
     return [
-        Case(f"R={rows} V={vocab}", {"logits": randn(rows, vocab, dtype=torch.float32, generator=generator, scale=3.0)})
+        Case(
+            f"R={rows} V={vocab}",
+            {"logits": randn(rows, vocab, dtype=torch.float32, generator=generator, scale=3.0)},
+        )
         for rows, vocab in sizes
     ]
 
@@ -194,10 +241,18 @@ def _draw_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def _pick_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    cases = [_pick_case(rows, vocab, generator) for rows, vocab in ((0, 16), (1, 4160), (9, 331), (5, 2048))]
+    cases = [
+        _pick_case(rows, vocab, generator)
+        for rows, vocab in ((0, 16), (1, 4160), (9, 331), (5, 2048))
+    ]
     broken = _pick_case(6, 300, generator)
     logits = broken.tensors["logits"]
-    logits[0, 7], logits[1, 299], logits[2], logits[3, :299] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    logits[0, 7], logits[1, 299], logits[2], logits[3, :299] = (
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        -torch.inf,
+    )
     logits[4, 5] = logits[4, 250] = 50.0
     broken.tensors["temperature"][4] = 0.0
     return [*cases, Case("NaN, infinities, a tie", broken.tensors, broken.numbers)]
@@ -205,7 +260,11 @@ def _pick_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 def _pick_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     """MiniMax-M2's vocabulary on one, two and four ranks."""
-    return [_pick_case(rows, 200_064 // ranks, generator) for ranks in (1, 2, 4) for rows in (1, 16, 100)]
+    return [
+        _pick_case(rows, 200_064 // ranks, generator)
+        for ranks in (1, 2, 4)
+        for rows in (1, 16, 100)
+    ]
 
 
 def _pick_case(rows: int, vocab: int, generator: torch.Generator) -> Case:
@@ -223,7 +282,8 @@ def _pick_case(rows: int, vocab: int, generator: torch.Generator) -> Case:
 
 def _leading_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     cases = [
-        _leading_case(rows, vocab, generator=generator) for rows, vocab in ((0, 100), (1, 700), (3, 331), (7, 64), (2, 20))
+        _leading_case(rows, vocab, generator=generator)
+        for rows, vocab in ((0, 100), (1, 700), (3, 331), (7, 64), (2, 20))
     ]
     broken = _leading_case(4, 300, generator=generator)
     logits = broken.tensors["logits"]
@@ -234,7 +294,11 @@ def _leading_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]
 
 
 def _leading_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [_leading_case(rows, 200_064 // ranks, generator=generator) for ranks in (1, 4) for rows in (1, 16, 100)]
+    return [
+        _leading_case(rows, 200_064 // ranks, generator=generator)
+        for ranks in (1, 4)
+        for rows in (1, 16, 100)
+    ]
 
 
 def _leading_case(rows: int, vocab: int, *, generator: torch.Generator) -> Case:

@@ -10,5 +10,7 @@ DRAW_WARPS = 8
 
 
 def strip(vocab: int) -> int:
-    """Logits that share a maximum: there are some thousand strips in a row, and some thousand logits in the leading ones."""
+    """Logits that share a maximum: there are some thousand strips in a row, and some thousand
+    logits in the leading ones.
+    """
     return 32 if vocab <= 1 << 17 else 64

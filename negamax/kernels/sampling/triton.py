@@ -1,9 +1,11 @@
 """Sampling from logits that are split over ranks, in Triton.
 
-`pick` is two launches: programs over tiles of each row find the tile's best score, with noise made where it is used; then one
-program per row takes the best tile and exchanges (score, token) with the other ranks through `PeerRegion`s. Both read what
-they need once: 4 bytes per logit. `draw_leading` is two launches, too: the maxima of short strips of each row, then one program
-per row that finds the leading tokens in the strips with the largest maxima, exchanges them, and draws. Nothing is sorted.
+`pick` is two launches: programs over tiles of each row find the tile's best score, with noise made
+where it is used; then one program per row takes the best tile and exchanges (score, token) with the
+other ranks through `PeerRegion`s. Both read what they need once: 4 bytes per logit. `draw_leading`
+is two launches, too: the maxima of short strips of each row, then one program per row that finds
+the leading tokens in the strips with the largest maxima, exchanges them, and draws. Nothing is
+sorted.
 """
 
 from __future__ import annotations
@@ -31,13 +33,16 @@ _MIX32_B = tl.constexpr(noise.MIX32_B)
 _LARGEST_UNIFORM = tl.constexpr(noise.LARGEST_UNIFORM)
 _SMALL_UNIFORM = tl.constexpr(noise.SMALL_UNIFORM)
 _LARGEST_SCORE = tl.constexpr(noise.LARGEST_SCORE)
-# One value a row, wherever they begin: else a kernel is compiled anew, under load, for columns that a graph never had.
+# One value a row, wherever they begin: else a kernel is compiled anew, under load, for columns that
+# a graph never had.
 _ROW_VALUES = ("temperature", "filters", "seeds", "positions", "otherwise")
 
 
 @triton.jit
 def row_keys(seed, position):
-    """The halves of a row's key as uint32; the same bits as `noise.row_keys`. seed, position: int64."""
+    """The halves of a row's key as uint32; the same bits as `noise.row_keys`. seed, position:
+    int64.
+    """
     x = (seed + (position + 1) * _GOLDEN64).to(tl.uint64)
     x = (x ^ (x >> 30)) * tl.full([], _MIX64_A, tl.int64).to(tl.uint64)
     x = (x ^ (x >> 27)) * tl.full([], _MIX64_B, tl.int64).to(tl.uint64)
@@ -88,12 +93,16 @@ def _best_of_tiles(
     column = tile * TILE + tl.arange(0, TILE)
     wait_for_inputs(PDL)
     heat = tl.load(temperature + row)
-    score = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY)
+    score = tl.load(
+        logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY
+    )
     broken = (score != score) | (score == _INFINITY)
     if heat > 0:
         low_key, high_key = row_keys(tl.load(seeds + row), tl.load(positions + row))
         bits = token_bits(low_key, high_key, (first_id + column).to(tl.uint32))
-        score = tl.minimum(score * (1 / heat), _LARGEST_SCORE) - logarithm(exponentials(bits, ON_CUDA), ON_CUDA)
+        score = tl.minimum(score * (1 / heat), _LARGEST_SCORE) - logarithm(
+            exponentials(bits, ON_CUDA), ON_CUDA
+        )
     score = tl.where(broken, _INFINITY, score)
     best = tl.max(score, axis=0)
     slot = row * tl.num_programs(0) + tile
@@ -130,7 +139,8 @@ def _best_of_row(
         payload = tl.where(word == 0, best.to(tl.int32, bitcast=True), chosen)
         push(addresses, offset + rank * SLOT, word, payload, tag, word < 2, WORLD)
         index = tl.arange(0, WORLD)[:, None] * SLOT + word[None, :]
-        arrived = poll(copy_of(addresses, rank) + offset, index, tag, index >= 0, addresses + WORLD)  # [WORLD, 2]
+        # [WORLD, 2]
+        arrived = poll(copy_of(addresses, rank) + offset, index, tag, index >= 0, addresses + WORLD)
         is_score = word[None, :] == 0
         score = tl.sum(tl.where(is_score, arrived, 0), axis=1).to(tl.float32, bitcast=True)
         token = tl.sum(tl.where(is_score, 0, arrived), axis=1)
@@ -150,19 +160,24 @@ def pick(
     positions: Tensor,  # [R] int64
     group: Collective | None = None,
 ) -> Tensor:  # [R] int64
-    """As the definition; logits / T and the noise may differ in their last bits, and so may a choice between near equals."""
+    """As the definition; logits / T and the noise may differ in their last bits, and so may a
+    choice between near equals.
+    """
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    assert logits.stride(1) == 1 and all(column.is_contiguous() for column in (temperature, seeds, positions))
+    assert logits.stride(1) == 1 and all(
+        column.is_contiguous() for column in (temperature, seeds, positions)
+    )
     num_tiles = triton.cdiv(vocab, tiles.PICK_TILE)
     scores = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=logits.device)
     options = launch_options(logits.device)
     _best_of_tiles[(num_tiles, num_rows)](
         logits, temperature, seeds, positions, scores, ids, logits.stride(0), vocab, first_id,
-        TILE=tiles.PICK_TILE, ON_CUDA=logits.is_cuda and torch.version.hip is None, num_warps=tiles.PICK_WARPS, **options,
+        TILE=tiles.PICK_TILE, ON_CUDA=logits.is_cuda and torch.version.hip is None,
+        num_warps=tiles.PICK_WARPS, **options,
     )  # fmt: skip
     peers = None if group is None or group.size == 1 else group.peers
     if group is not None and group.size > 1 and (peers is None or num_rows > peers.pick.rows):
@@ -202,8 +217,8 @@ def _value(key):
 
 @triton.jit
 def _places(key, COUNT: tl.constexpr):
-    """The COUNT largest of key [N] uint32, of equal ones the first, in the order in which they stand: each one's place among
-    them [N], COUNT for those left out. N is at most 2^15.
+    """The COUNT largest of key [N] uint32, of equal ones the first, in the order in which they
+    stand: each one's place among them [N], COUNT for those left out. N is at most 2^15.
 
     The COUNT-th largest is found two bits at a time, by counting what is at least as large.
     """
@@ -213,7 +228,11 @@ def _places(key, COUNT: tl.constexpr):
         one = threshold | (tl.full([], 1, tl.uint32) << shift)
         two = threshold | (tl.full([], 2, tl.uint32) << shift)
         three = one | two
-        reach = (key >= one).to(tl.int64) + ((key >= two).to(tl.int64) << 16) + ((key >= three).to(tl.int64) << 32)
+        reach = (
+            (key >= one).to(tl.int64)
+            + ((key >= two).to(tl.int64) << 16)
+            + ((key >= three).to(tl.int64) << 32)
+        )
         reach = tl.sum(reach, axis=0)
         threshold = tl.where(reach & 0xFFFF >= COUNT, one, threshold)
         threshold = tl.where((reach >> 16) & 0xFFFF >= COUNT, two, threshold)
@@ -250,10 +269,14 @@ def _largest_of_strips(
     column = tile * TILE + tl.arange(0, TILE)
     wait_for_inputs(PDL)
     if _is_drawn(filters, row, COUNT):
-        value = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY)
+        value = tl.load(
+            logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY
+        )
         strip = tile * (TILE // STRIP) + tl.arange(0, TILE // STRIP)
         best = tl.max(tl.reshape(_key(value), [TILE // STRIP, STRIP]), axis=1)
-        tl.store(largest + row * strips + strip, best.to(tl.int32, bitcast=True), mask=strip < strips)
+        tl.store(
+            largest + row * strips + strip, best.to(tl.int32, bitcast=True), mask=strip < strips
+        )
 
 
 @triton.jit
@@ -261,7 +284,9 @@ def _of_ranks(
     key, token, place, addresses, epochs, row, rank,
     WORLD: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Keys and tokens of all ranks, [WORLD * COUNT] each in the order of the tokens, of which this one's go to `place`."""
+    """Keys and tokens of all ranks, [WORLD * COUNT] each in the order of the tokens, of which this
+    one's go to `place`.
+    """
     tag = tl.load(epochs + row) + 1
     offset = ((tag & 1) * ROWS + row) * (WORLD * SLOT)
     mine = offset + rank * SLOT
@@ -279,15 +304,17 @@ def _of_ranks(
 
 @triton.jit
 def _draw(key, filters, uniform, COUNT: tl.constexpr):
-    """As `spec.draw_from`, for the leading tokens of one row in any order, equal ones in that of their ids: the place of the
-    token that is drawn. -1 where the largest logit is not finite."""
+    """As `spec.draw_from`, for the leading tokens of one row in any order, equal ones in that of
+    their ids: the place of the token that is drawn. -1 where the largest logit is not finite."""
     heat, top_k = tl.load(filters), tl.load(filters + 1)
     top_p, min_p = tl.load(filters + 2), tl.load(filters + 3)
     place = tl.arange(0, COUNT)
     value = _value(key)
     best = tl.max(tl.where(value == value, value, _INFINITY), axis=0)
     # [which, others]: whether the other token is the more likely one
-    leads = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (place[None, :] < place[:, None]))
+    leads = (key[None, :] > key[:, None]) | (
+        (key[None, :] == key[:, None]) & (place[None, :] < place[:, None])
+    )
     rank = tl.sum(leads.to(tl.int32), axis=1)
     probs = tl.exp((value - best) / heat)
     probs = tl.where((rank < top_k) & (probs >= min_p), probs, 0.0)
@@ -325,7 +352,9 @@ def _draw_of_row(
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The leading tokens lie in the COUNT strips with the largest maxima: nothing else of the row is looked at."""
+    """The leading tokens lie in the COUNT strips with the largest maxima: nothing else of the row
+    is looked at.
+    """
     row = tl.program_id(0)
     wait_for_inputs(PDL)
     drawn = tl.load(otherwise + row)
@@ -333,17 +362,23 @@ def _draw_of_row(
         entry = tl.arange(0, COUNT)
         chosen += row * (3 * COUNT)
         strip = tl.arange(0, BLOCK)
-        best = tl.load(largest + row * strips + strip, mask=strip < strips, other=0).to(tl.uint32, bitcast=True)
+        best = tl.load(largest + row * strips + strip, mask=strip < strips, other=0).to(
+            tl.uint32, bitcast=True
+        )
         place = _places(best, COUNT)
         tl.store(chosen + place, strip, mask=place < COUNT)
         tl.debug_barrier()
         leading = tl.load(chosen + entry, cache_modifier=".cg")
-        column = tl.reshape(leading[:, None] * STRIP + tl.arange(0, STRIP)[None, :], [COUNT * STRIP])
+        column = tl.reshape(
+            leading[:, None] * STRIP + tl.arange(0, STRIP)[None, :], [COUNT * STRIP]
+        )
         value = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=0.0)
         key, token = tl.where(column < vocab, _key(value), 0), first_id + column
         place = _places(key, COUNT)
         if WORLD > 1:
-            key, token = _of_ranks(key, token, place, addresses, epochs, row, rank, WORLD, ROWS, SLOT, COUNT)
+            key, token = _of_ranks(
+                key, token, place, addresses, epochs, row, rank, WORLD, ROWS, SLOT, COUNT
+            )
             place = _places(key, COUNT)
         tl.store(chosen + COUNT + place, key.to(tl.int32, bitcast=True), mask=place < COUNT)
         tl.store(chosen + 2 * COUNT + place, token, mask=place < COUNT)
@@ -375,7 +410,13 @@ def draw_leading(
         and (peers is None or num_rows > peers.pick.rows or peers.pick.words < 2 * spec.CANDIDATES)
     ):
         return spec.draw_leading(
-            logits, first_id=first_id, filters=filters, seeds=seeds, positions=positions, otherwise=otherwise, group=group
+            logits,
+            first_id=first_id,
+            filters=filters,
+            seeds=seeds,
+            positions=positions,
+            otherwise=otherwise,
+            group=group,
         )
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
@@ -388,11 +429,20 @@ def draw_leading(
     chosen = torch.empty((num_rows, 3, spec.CANDIDATES), dtype=torch.int32, device=logits.device)
     shared = {"STRIP": strip, "COUNT": spec.CANDIDATES, **launch_options(logits.device)}
     _largest_of_strips[(triton.cdiv(vocab, tiles.STRIP_TILE), num_rows)](
-        logits, filters, largest, logits.stride(0), vocab, strips, TILE=tiles.STRIP_TILE, num_warps=tiles.STRIP_WARPS, **shared
+        logits,
+        filters,
+        largest,
+        logits.stride(0),
+        vocab,
+        strips,
+        TILE=tiles.STRIP_TILE,
+        num_warps=tiles.STRIP_WARPS,
+        **shared,
     )
     region = None if peers is None else peers.pick
     _draw_of_row[(num_rows,)](
-        logits, largest, filters, seeds, positions, otherwise, chosen, out, logits.stride(0), vocab, strips, first_id,
+        logits, largest, filters, seeds, positions, otherwise, chosen, out, logits.stride(0), vocab,
+        strips, first_id,
         out if region is None else region.addresses,
         out if region is None else region.epochs,
         0 if peers is None else peers.rank,
