@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from negamax.api.playground import browser_key
 from negamax.base.errors import AuthenticationError, ConfigError, ForbiddenError
 from negamax.config.key_file import keys_of_file
 from negamax.config.options import ServerOptions
+from negamax.engine.generation import Owner
 
 _ALL = "*"
 _Headers = Sequence[tuple[bytes, bytes]]
@@ -42,13 +43,14 @@ class Access:
         self._keys = [key.encode() for key in keys]
 
     def identify(self, scope: Scope) -> None:
-        """Note the tenant in the request's state, and whether it is an administrator. Errors:
-        `AuthenticationError` for a key that is missing or wrong."""
+        """Note the tenant in the request's state, whether it is an administrator, and whether there
+        are other tenants. Errors: `AuthenticationError` for a key that is missing or wrong."""
         state = scope.setdefault("state", {})
         given = _given_key(scope["headers"]) or browser_key(scope["path"], scope["headers"])
         is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
         state["is_admin"] = is_admin or (self._admin_key is None and not self.has_keys)
         state["tenant"] = ""
+        state["shares_queue"] = len(set(self._keys)) > 1
         if not self.has_keys:
             return
         if not given:
@@ -91,6 +93,13 @@ def tenant_of(request: Request) -> str:
     """Whose request this is: one word per key, empty where no keys are set."""
     tenant: str = request.scope["state"]["tenant"]
     return tenant
+
+
+def owner_of(request: Request, names: Iterable[str] = ()) -> Owner:
+    """Whose request this is in the engine; `names` are what the client may call it."""
+    return Owner(
+        tenant_of(request), frozenset(names), shares_queue=request.scope["state"]["shares_queue"]
+    )
 
 
 def salt_of(request: Request, cache_salt: str) -> str:

@@ -52,7 +52,7 @@ def completions_router(context: ApiContext) -> APIRouter:
         prompts = await context.prompts.plain(
             wanted.prompt, cache_salt=salt_of(request, wanted.cache_salt)
         )
-        context.engine.check_room(len(prompts) * sampling.n, sum(map(len, prompts)))
+        context.check_room(request, [(prompt, sampling) for prompt in prompts])
         samplings = [
             _constrained(sampling, wanted, prompt, voice=context.voice) for prompt in prompts
         ]

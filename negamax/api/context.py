@@ -13,7 +13,7 @@ import msgspec
 from fastapi import Request
 
 from negamax import __version__
-from negamax.api.access import Access, salt_of, tenant_of
+from negamax.api.access import Access, owner_of, salt_of
 from negamax.api.conversation import PromptBuilder, Voice
 from negamax.api.lifecycle import Lifecycle
 from negamax.api.metrics import ServerMetrics
@@ -29,7 +29,7 @@ from negamax.api.tracing import RequestTracer
 from negamax.base.errors import InvalidRequestError, NotFoundError
 from negamax.config.options import ServerOptions
 from negamax.engine.client import AsyncEngine
-from negamax.engine.generation import Generation, Observer, Owner
+from negamax.engine.generation import Generation, Observer
 from negamax.engine.output import TextReader
 from negamax.scheduler.request import SamplingParams
 from negamax.text.formats import output_style
@@ -156,6 +156,17 @@ class ApiContext:
             max_logprobs=self.engine.info.max_logprobs, vocab_size=self.engine.info.vocab_size
         )
 
+    def check_room(
+        self, http: Request, prompts: Sequence[tuple[Sequence[int], SamplingParams]]
+    ) -> None:
+        """Refuse several prompts which together find no room: the errors of
+        `AsyncEngine.check_room`.
+        """
+        tokens: list[int] = []
+        for prompt, sampling in prompts:
+            tokens += self.engine.prefill_tokens(len(prompt), sampling, num_choices=sampling.n)
+        self.engine.check_room(tokens, owner=owner_of(http))
+
     def generate(
         self,
         prompt_token_ids: Sequence[int],
@@ -208,7 +219,7 @@ class ApiContext:
             deadline=arrival + min(limits) if limits else None,
             observer=observer,
             readers=readers,
-            owner=Owner(tenant_of(http), frozenset(names)),
+            owner=owner_of(http, names),
             interval=(stream_interval or self.options.stream_interval)
             if wanted.stream
             else _WHOLE_INTERVAL,

@@ -13,6 +13,7 @@ import time
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from negamax.api.access import owner_of
 from negamax.api.border import negamax_error
 from negamax.api.context import ApiContext
 from negamax.api.request_body import too_large
@@ -117,7 +118,7 @@ class Guard:
         self._context.lifecycle.check_accepting()
         if path in GENERATION_PATHS:
             self._context.engine.check_alive()
-            self._context.engine.check_room(1)
+            self._context.engine.check_room([1], owner=owner_of(Request(scope)))
 
 
 class _Body:

@@ -105,6 +105,7 @@ _OTHER = "other"
 _REJECTIONS = (  # codes of refusals with a time to come back
     "queue_full",
     "queue_tokens_full",
+    "queue_share_full",
     "memory",
     "draining",
     "engine_restarting",

@@ -73,9 +73,7 @@ def native_router(context: ApiContext) -> APIRouter:
         prompts = await context.prompts.plain(
             wanted.prompts, cache_salt=salt_of(request, wanted.cache_salt)
         )
-        context.engine.check_room(
-            sum(limit.n for limit in limits), sum(len(prompt) for prompt in prompts)
-        )
+        context.check_room(request, list(zip(prompts, limits, strict=True)))
         parts = [
             context.generate(
                 prompt,

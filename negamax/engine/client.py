@@ -14,7 +14,7 @@ from negamax.base.errors import EngineDeadError, UnavailableError
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
-from negamax.engine.admission import Admission
+from negamax.engine.admission import Admission, prefill_tokens
 from negamax.engine.connection import BEAT_SECONDS, EngineChannel
 from negamax.engine.generation import NOBODY, Generation, Observer, Owner, joined
 from negamax.engine.output import ChoiceStream, TextReader, admit
@@ -152,10 +152,18 @@ class AsyncEngine:
             f"{self._death}; it is being started again", code="engine_restarting", retry_after=wait
         )
 
-    def check_room(self, num_sequences: int, num_tokens: int = 1) -> None:
-        """Refuse a request for `num_sequences` sequences with `num_tokens` prompt tokens in all:
-        `InvalidRequestError` where they never fit, `OverloadedError` where they do not fit now."""
-        self.admission.check(num_sequences, num_tokens, now=time.monotonic())
+    def check_room(self, tokens: Sequence[int], *, owner: Owner) -> None:
+        """Refuse sequences with so many prompt tokens each: `InvalidRequestError` where they never
+        fit, `OverloadedError` where they do not fit now."""
+        sharer = owner.tenant if owner.shares_queue else None
+        self.admission.check(len(tokens), sum(tokens), now=time.monotonic(), sharer=sharer)
+
+    def prefill_tokens(
+        self, num_prompt_tokens: int, sampling: SamplingParams, *, num_choices: int
+    ) -> list[int]:
+        """The prompt tokens that each of so many choices has to compute."""
+        shares_prompt = self._options.enable_prefix_caching and sampling.prompt_logprobs is None
+        return prefill_tokens(num_prompt_tokens, num_choices, shares_prompt=shares_prompt)
 
     def generate(
         self,
@@ -181,7 +189,8 @@ class AsyncEngine:
         """
         self.check_alive()
         sampling = admit(prompt_token_ids, sampling, info=self.info)
-        self.check_room(sampling.n, len(prompt_token_ids))
+        tokens = self.prefill_tokens(len(prompt_token_ids), sampling, num_choices=sampling.n)
+        self.check_room(tokens, owner=owner)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         choices = [sampling.of_choice(index, seed=seed) for index in range(sampling.n)]
         prompt = tuple(prompt_token_ids)
@@ -223,12 +232,14 @@ class AsyncEngine:
         `OverloadedError`; the engine may have died, and other requests may have come, since
         `generate`."""
         self.check_alive()
-        num_tokens = len(requests[0].prompt_token_ids)
-        self.check_room(len(requests), num_tokens)
-        for index, request in enumerate(requests):
+        owner, first = generation.owner, requests[0]
+        tokens = self.prefill_tokens(
+            len(first.prompt_token_ids), first.sampling, num_choices=len(requests)
+        )
+        self.check_room(tokens, owner=owner)
+        for request, num_tokens in zip(requests, tokens, strict=True):
             self._open[request.request_id] = generation
-            # the others find the prompt in the cache
-            self.admission.enter(request.request_id, 1 if index else num_tokens)
+            self.admission.enter(request.request_id, num_tokens, tenant=owner.tenant)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Send sequences that were taken in to the engine."""

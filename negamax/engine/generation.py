@@ -29,10 +29,12 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose request it is, and the names by which the client knows it."""
+    """Whose request it is, the names by which the client knows it, and whether other tenants have
+    the same queue."""
 
     tenant: str = ""
     names: frozenset[str] = frozenset()
+    shares_queue: bool = False
 
 
 NOBODY = Owner()

@@ -107,6 +107,23 @@ def test_queue_takes_so_many_requests_and_so_many_tokens(small: Server) -> None:
             connection.close()
 
 
+def test_choices_that_cannot_share_their_prompt_count_it_once_each(small: Server) -> None:
+    """With `prompt_logprobs` nothing is taken from the prefix cache."""
+    connections = [open_stream(small, LONG) for _ in range(2)]
+    body = {"prompt": "word " * 100, "n": 2, "max_tokens": 1}
+    try:
+        for fields, low, high in (({}, 90, 150), ({"prompt_logprobs": 0}, 190, 250)):
+            with socket.create_connection(address(small)) as connection:
+                connection.sendall(post_bytes(body | fields, path="/v1/completions"))
+                assert eventually(
+                    lambda low=low, high=high: low < small.gauge("negamax:waiting_tokens") < high
+                )
+            assert eventually(lambda: small.gauge("negamax:waiting_tokens") == 0)
+    finally:
+        for connection in connections:
+            connection.close()
+
+
 def test_request_is_refused_before_its_body_has_come_while_the_queue_is_full(small: Server) -> None:
     running = [open_stream(small, LONG) for _ in range(2)]
     try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from negamax.base.errors import InvalidRequestError, OverloadedError
 from negamax.base.shared_numbers import SharedNumbers
-from negamax.engine.admission import NUM_COLUMNS, Admission
+from negamax.engine.admission import NUM_COLUMNS, Admission, prefill_tokens
 
 
 def admission(*, running: int = 2, waiting: int = 3, tokens: int | None = 1000) -> Admission:
@@ -146,3 +148,87 @@ def test_server_processes_share_one_queue() -> None:
     numbers.clear(1)  # the other process is gone
     assert (mine.num_open, mine.waiting_tokens) == (2, 20)
     mine.check(1, 41, now=1.0)
+
+
+_numbers = itertools.count()
+
+
+def fill_as(queue: Admission, tenant: str, count: int, *, tokens: int = 1) -> int:
+    """How many of `count` sequences are taken."""
+    for taken in range(count):
+        try:
+            queue.check(1, tokens, now=0.0, sharer=tenant)
+        except OverloadedError as refused:
+            assert refused.code in ("queue_full", "queue_share_full")
+            assert refused.retry_after is not None and refused.retry_after >= 1
+            return taken
+        queue.enter(f"{tenant}{next(_numbers)}", tokens, tenant=tenant)
+    return count
+
+
+def test_each_tenant_leaves_as_much_of_the_queue_as_it_holds() -> None:
+    queue = admission(running=2, waiting=12, tokens=10**6)
+    fill(queue, 2)
+    queue.start("s0")
+    queue.start("s1")
+    assert fill_as(queue, "anna", 20) == 6
+    assert fill_as(queue, "bert", 20) == 3
+    assert fill_as(queue, "carl", 20) == 2
+    with pytest.raises(OverloadedError) as refused:
+        queue.check(1, 1, now=0.0, sharer="anna")
+    assert refused.value.code == "queue_share_full"
+    queue.check(1, 1, now=0.0)  # who shares with nobody may have the rest
+    assert fill_as(queue, "dora", 20) == 1
+
+
+@given(st.integers(1, 8), st.integers(2, 40), st.lists(st.integers(1, 12), min_size=1, max_size=30))
+def test_one_tenant_never_fills_the_queue(running: int, waiting: int, sizes: list[int]) -> None:
+    queue = admission(running=running, waiting=waiting, tokens=10**6)
+    for number, size in enumerate(sizes):
+        try:
+            queue.check(size, size, now=0.0, sharer="anna")
+        except (OverloadedError, InvalidRequestError):
+            continue
+        for choice in range(size):
+            queue.enter(f"{number}/{choice}", 1, tenant="anna")
+    queue.check(1, 1, now=0.0, sharer="bert")
+
+
+def test_places_in_the_batch_are_no_share_of_the_queue() -> None:
+    queue = admission(running=8, waiting=2, tokens=10**6)
+    queue.check(9, 9, now=0.0, sharer="anna")
+    with pytest.raises(InvalidRequestError, match="allowed: 9"):
+        queue.check(10, 10, now=0.0, sharer="anna")
+    assert fill_as(queue, "anna", 20) == 9
+    assert fill_as(queue, "bert", 20) == 1
+
+
+def test_tenants_share_the_tokens_that_may_wait() -> None:
+    queue = admission(running=2, waiting=100, tokens=100)
+    assert fill_as(queue, "anna", 20, tokens=10) == 5
+    assert fill_as(queue, "bert", 20, tokens=10) == 2
+    queue.check(1, 30, now=0.0, sharer="carl")
+
+
+def test_tenants_have_one_share_whichever_process_they_ask() -> None:
+    numbers = SharedNumbers(NUM_COLUMNS, num_rows=2)
+    one, other = (
+        Admission(
+            max_running=1,
+            max_waiting=8,
+            max_waiting_tokens=100,
+            pool_tokens=1,
+            numbers=numbers,
+            index=index,
+        )
+        for index in range(2)
+    )
+    assert fill_as(one, "anna", 3) == 3
+    assert fill_as(other, "anna", 20) == 2  # one of five is about to run
+    numbers.clear(0)
+    assert fill_as(other, "anna", 20) == 3
+
+
+def test_choices_count_their_prompt_where_they_cannot_share_it() -> None:
+    assert prefill_tokens(100, 3, shares_prompt=True) == [100, 1, 1]
+    assert prefill_tokens(100, 3, shares_prompt=False) == [100, 100, 100]

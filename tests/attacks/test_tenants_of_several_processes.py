@@ -1,0 +1,177 @@
+"""Keys are tenants whichever of several server processes is asked, and none of them fills the queue
+of all.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.attacks.test_tenants import CHAT, FOREVER, MESSAGES, RESPONSES, as_holder, begin
+from tests.e2e.conftest import Server, eventually, serving
+from tests.e2e.test_api_errors import error_of
+
+COUNT = 2
+QUEUE = 8
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log_file = tmp_path_factory.mktemp("keyed") / "log"
+    keys = (
+        "--api-key",
+        "anna",
+        "--api-key",
+        "bert",
+        "--api-key",
+        "carl",
+        "--admin-api-key",
+        "root",
+    )
+    limits = ("--max-num-seqs", "2", "--max-queued-requests", str(QUEUE))
+    with serving(*keys, *limits, "--api-server-count", str(COUNT), log_file=log_file) as running:
+        yield running
+        assert "Traceback" not in running.log
+
+
+@contextlib.contextmanager
+def holder(server: Server, key: str, index: int) -> Iterator[httpx.Client]:
+    """A client with a key, whose first connection goes to process `index`."""
+    for _ in range(100):
+        with as_holder(server, key) as http:
+            answer = http.post(RESPONSES, json={"input": "Hello", "max_output_tokens": 1})
+            if int(answer.json()["id"][-2:], 16) == index:
+                yield http
+                return
+    raise AssertionError(f"process {index} answers nothing")
+
+
+BOTH = list(itertools.product(range(COUNT), repeat=2))
+
+
+@pytest.mark.parametrize(("one", "other"), BOTH)
+def test_responses_are_their_own_keys(keyed: Server, one: int, other: int) -> None:
+    with holder(keyed, "anna", one) as anna:
+        kept = anna.post(RESPONSES, json={"input": "Hello", "max_output_tokens": 4}).json()
+        assert int(kept["id"][-2:], 16) == one
+    place = f"{RESPONSES}/{kept['id']}"
+    reference = {"type": "item_reference", "id": kept["output"][0]["id"]}
+    for key in ("bert", "root"):
+        with holder(keyed, key, other) as stranger:
+            for method, end in (
+                ("GET", ""),
+                ("GET", "/input_items"),
+                ("DELETE", ""),
+                ("POST", "/cancel"),
+            ):
+                assert stranger.request(method, place + end).status_code == 404, (method, end)
+            for body in (
+                {"input": "And?", "previous_response_id": kept["id"]},
+                {"input": [reference]},
+            ):
+                for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+                    assert stranger.post(path, json=body).status_code == 404
+    with holder(keyed, "anna", other) as anna:
+        assert anna.get(place).json() == kept
+        going_on = {"input": "And?", "previous_response_id": kept["id"], "max_output_tokens": 1}
+        assert anna.post(RESPONSES, json=going_on).status_code == 200
+        referring = {"input": [reference], "max_output_tokens": 1}
+        assert anna.post(RESPONSES, json=referring).status_code == 200
+        assert anna.delete(place).status_code == 200
+
+
+@pytest.mark.parametrize(("one", "other"), BOTH)
+def test_responses_in_the_background_are_cancelled_by_their_own_key(
+    keyed: Server, one: int, other: int
+) -> None:
+    wanted = {"input": "Hello", "background": True, "max_output_tokens": 3000, "ignore_eos": True}
+    with holder(keyed, "anna", one) as anna:
+        place = f"{RESPONSES}/{anna.post(RESPONSES, json=wanted).json()['id']}"
+    with holder(keyed, "bert", other) as bert:
+        assert bert.post(f"{place}/cancel").status_code == 404
+    with holder(keyed, "anna", other) as anna:
+        assert anna.get(place).json()["status"] == "in_progress"
+        assert anna.post(f"{place}/cancel").json()["status"] == "cancelled"
+
+
+@pytest.mark.parametrize(("one", "other"), BOTH)
+def test_aborts_end_what_their_own_key_asked_for(keyed: Server, one: int, other: int) -> None:
+    with holder(keyed, "anna", one) as anna:
+        running = begin(anna, rid="mine")
+        next(running)
+        with holder(keyed, "bert", other) as bert:
+            assert bert.post("/abort_request", json={"rid": "mine"}).json() == {"num_aborted": 0}
+            answer = bert.post("/abort_request", json={"abort_all": True})
+            assert error_of(answer, 403)["code"] == "admin_key_needed"
+        next(running)
+        with holder(keyed, "anna", other) as same:
+            assert same.post("/abort_request", json={"rid": "mine"}).json() == {"num_aborted": 1}
+        assert len(list(running)) < FOREVER["max_tokens"]
+
+
+def test_what_the_processes_ask_each_other_is_nobody_elses(keyed: Server) -> None:
+    for index in range(COUNT):
+        with holder(keyed, "root", index) as root:
+            for path in ("/internal/abort", "/internal/item"):
+                answer = root.post(path, json={"name": None, "tenant": None, "id": ""})
+                assert answer.status_code == 404
+
+
+def test_prefixes_are_found_again_by_their_own_key(keyed: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "word " * 200}], "max_tokens": 1}
+
+    def cached(key: str, index: int, **fields: Any) -> bool:
+        with holder(keyed, key, index) as http:
+            usage = http.post(CHAT, json=body | fields).json()["usage"]
+        return int((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0) > 100
+
+    assert not cached("anna", 0) and cached("anna", 0) and cached("anna", 1)
+    assert not cached("bert", 1) and cached("bert", 0)
+    assert not cached("anna", 1, cache_salt="s") and cached("anna", 0, cache_salt="s")
+    assert not cached("bert", 0, cache_salt="s")
+
+
+def waiting_of(server: Server) -> float:
+    with as_holder(server, "root") as http:
+        text = http.get("/metrics").text
+    (found,) = re.findall(r"^vllm:num_requests_waiting\{\S* (\S+)$", text, re.MULTILINE)
+    return float(found)
+
+
+def test_one_key_leaves_room_in_the_queue_for_the_next(keyed: Server) -> None:
+    """Whichever process its requests come to."""
+    body = {"messages": MESSAGES, **FOREVER, "stream": False}
+
+    def last_status(http: httpx.Client) -> int:
+        return http.post(CHAT, json=body).status_code
+
+    with contextlib.ExitStack() as stack:
+        first, *annas = [stack.enter_context(holder(keyed, "anna", i % COUNT)) for i in range(6)]
+        berts = [stack.enter_context(holder(keyed, "bert", i)) for i in range(COUNT)]
+        carl = stack.enter_context(holder(keyed, "carl", 0))
+        root = stack.enter_context(as_holder(keyed, "root"))
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(7))
+        running = begin(first, n=2)
+        next(running)
+        answers = []
+        for number, http in enumerate((*annas[:4], *berts, carl)):
+            if http is berts[0]:
+                refused = annas[4].post(CHAT, json=body)
+                error = error_of(refused, 429)
+                assert error["code"] == "queue_share_full" and "leaves free" in error["message"]
+                assert int(refused.headers["retry-after"]) >= 1
+            answers.append(pool.submit(last_status, http))
+            assert eventually(lambda expected=number + 1: waiting_of(keyed) == expected)
+        assert annas[4].post(CHAT, json=body).status_code == 429
+        while not all(answer.done() for answer in answers):
+            root.post("/abort_request", json={"abort_all": True})
+        assert {answer.result() for answer in answers} == {200}
+        list(running)
+    assert eventually(lambda: waiting_of(keyed) == 0)
