@@ -79,9 +79,8 @@ def chat_router(context: ApiContext) -> APIRouter:
         tools = chat.offered_tools
         calls = chat.call_choice(tools)
         thinking = chat.thinking_choice
-        content = chat.grammar
         grammar = await off_loop(
-            lambda: answer_grammar(context.voice, tools=tools, choice=calls, content=content),
+            lambda: answer_grammar(context.voice, tools=tools, choice=calls, content=chat.grammar),
             num_bytes=num_bytes,
         )
         conversation = _conversation(chat, tools, thinking)

@@ -20,6 +20,7 @@ from negamax.api.conversation import (
     UsageMeter,
     Voice,
     check_failed,
+    off_loop,
     prompt_in_reasoning,
     without_tokens,
 )
@@ -45,13 +46,14 @@ def completions_router(context: ApiContext) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         arrival = time.monotonic()
-        wanted, _ = await read_request(request, CompletionRequest, context.body_limits)
+        wanted, num_bytes = await read_request(request, CompletionRequest, context.body_limits)
         model = context.model_name(wanted.model)
         sampling = _sampling(wanted)
         context.check_sampling(sampling)
         prompts = await context.prompts.plain(
             wanted.prompt, cache_salt=salt_of(request, wanted.cache_salt)
         )
+        await off_loop(lambda: wanted.grammar, num_bytes=num_bytes)  # once, for all prompts
         context.check_room(request, [(prompt, sampling) for prompt in prompts])
         samplings = [
             _constrained(sampling, wanted, prompt, voice=context.voice) for prompt in prompts

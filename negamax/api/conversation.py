@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from negamax.api.request_body import max_chars
 from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from negamax.api.thinking import (
     NO_CHOICE,
@@ -26,6 +27,7 @@ from negamax.api.thinking import (
     template_switch,
 )
 from negamax.base.errors import ContextLengthError, EngineError, InvalidRequestError
+from negamax.base.pieces import num_chars
 from negamax.config.grammar import Marker
 from negamax.engine.output import RequestOutput
 from negamax.text.chat_template import ChatTemplate
@@ -33,7 +35,7 @@ from negamax.text.detokenizer import TextPiece
 from negamax.text.encoding_cache import EncodingCache
 from negamax.text.escaping import unescaped
 from negamax.text.formats import OutputStyle
-from negamax.text.messages import normalize_messages, plain_text
+from negamax.text.messages import is_unseen, normalize_messages, plain_text
 from negamax.text.minimax_m2_format import MINIMAX_M2
 from negamax.text.output_parser import (
     ContentDelta,
@@ -43,11 +45,13 @@ from negamax.text.output_parser import (
     Thinking,
     ToolCallStart,
 )
-from negamax.text.tokenizer import Tokenizer
+from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
 _INLINE_BYTES = 8192  # work on larger requests runs in a thread, so that other requests go on
 # text of more characters than this per token of the window is probed before it is tokenised
-_PROBE_CHARS_PER_TOKEN = 16
+_PROBE_CHARS_PER_TOKEN = 8
+# that a text may have however small the window is: it may be wanted for its tokens alone
+_LEAST_TOKENS = 2**18
 
 T = TypeVar("T")
 
@@ -162,17 +166,15 @@ class PromptBuilder:
 
         def build() -> ChatPrompt:
             try:
+                shown = (conversation.messages, conversation.tools, conversation.template_kwargs)
+                self._check_chars(num_chars(shown, is_left_out=is_unseen))
                 text, reasoning, continued = self._render(conversation)
             except RecursionError:
                 raise InvalidRequestError(
                     "the messages or tools are nested too deeply", param="messages"
                 ) from None
-            return ChatPrompt(
-                unescaped(text),
-                self._encode(text, cache_salt, is_escaped=True),
-                reasoning,
-                continued,
-            )
+            token_ids = self._encode(text, cache_salt, is_escaped=True)
+            return ChatPrompt(unescaped(text), token_ids, reasoning, continued)
 
         return await off_loop(build, num_bytes=num_bytes)
 
@@ -232,14 +234,31 @@ class PromptBuilder:
         all of it.
         """
         encode = self._encodings.encode_escaped if is_escaped else self._encodings.encode
-        probe_chars = _PROBE_CHARS_PER_TOKEN * self._max_model_len
-        if len(text) > probe_chars:
-            probed = len(encode(text[:probe_chars], salt=cache_salt))
-            if probed > 2 * self._max_model_len:
-                raise ContextLengthError.of_prompt(
-                    probed, window=self._max_model_len, param="messages", is_counted=False
-                )
-        return encode(text, salt=cache_salt)
+        if not is_escaped:
+            self._check_chars(len(text))
+        try:
+            probe_chars = _PROBE_CHARS_PER_TOKEN * self._max_model_len
+            if len(text) > probe_chars:
+                encode(text[:probe_chars], salt=cache_salt, max_tokens=2 * self._max_model_len)
+            return encode(
+                text, salt=cache_salt, max_tokens=max(_LEAST_TOKENS, 2 * self._max_model_len)
+            )
+        except TooManyTokensError as error:
+            window = self._max_model_len
+            raise ContextLengthError.of_prompt(
+                error.count, window=window, param="messages", is_counted=False
+            ) from None
+
+    def _check_chars(self, count: int) -> None:
+        """Refuse texts that cannot fit before any of them is copied: each copy holds Python's
+        lock.
+        """
+        allowed = max_chars(self._max_model_len)
+        if count > allowed:
+            num_tokens = count // _PROBE_CHARS_PER_TOKEN
+            raise ContextLengthError.of_prompt(
+                num_tokens, window=self._max_model_len, param="messages", is_counted=False
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class AssistantParts:
     """What one assistant message says, part by part. Single writer: its history."""
 
     reasoning: list[str | HiddenThought] = field(default_factory=list)
-    content: str = ""
+    texts: list[str] = field(default_factory=list)  # of the content
     calls: list[dict[str, Any]] = field(default_factory=list)
     _is_text_last: bool = False
 
@@ -78,7 +78,8 @@ class AssistantParts:
     def add_text(self, text: str, *, is_apart: bool = False) -> None:
         """Add text; with other parts between, or with `is_apart`, it is a paragraph of its own."""
         joins = self._is_text_last and not is_apart
-        self.content += text if joins or not self.content or not text else f"\n\n{text}"
+        if text:
+            self.texts.append(text if joins or not self.texts else f"\n\n{text}")
         self._is_text_last = True
 
     def add_call(self, call_id: Any, name: Any, arguments: Any) -> None:
@@ -98,7 +99,7 @@ class AssistantParts:
                 continue
             hidden = None if thoughts is None else thoughts.unpack(thought.signature, param=place)
             texts.append(hidden or thought.otherwise)
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
         # Also "": then none is looked for in the content.
         message["reasoning_content"] = "\n\n".join(text for text in texts if text)
         if self.calls:

@@ -21,6 +21,7 @@ from negamax.api.context import ApiContext
 from negamax.api.conversation import (
     ReasoningState,
     check_failed,
+    off_loop,
     prompt_in_reasoning,
     without_tokens,
 )
@@ -64,7 +65,7 @@ def native_router(context: ApiContext) -> APIRouter:
     async def generate(request: Request) -> Response:
         """Continue one or several prompts."""
         arrival = time.monotonic()
-        wanted, _ = await read_request(request, NativeRequest, context.body_limits)
+        wanted, num_bytes = await read_request(request, NativeRequest, context.body_limits)
         samplings = wanted.samplings(len(wanted.prompts))
         ids = [given or secrets.token_hex(16) for given in wanted.ids(len(wanted.prompts))]
         limits = [_engine_sampling(wanted, sampling) for sampling in samplings]
@@ -73,6 +74,7 @@ def native_router(context: ApiContext) -> APIRouter:
         prompts = await context.prompts.plain(
             wanted.prompts, cache_salt=salt_of(request, wanted.cache_salt)
         )
+        await off_loop(lambda: [sampling.grammar for sampling in samplings], num_bytes=num_bytes)
         context.check_room(request, list(zip(prompts, limits, strict=True)))
         parts = [
             context.generate(

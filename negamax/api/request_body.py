@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -20,6 +21,8 @@ from negamax.base.errors import InvalidRequestError, PayloadTooLargeError
 from negamax.base.unicode import valid_escapes
 
 MAX_JSON_DEPTH = 64
+_LEAST_CHARS = 2**22  # that a text may have however small the window is
+_CHARS_PER_TOKEN = 8
 _LEAST_COMMAS = 2**20  # that a body may have however small the window is
 _LEAST_OPENERS = 2**18
 _INLINE_BYTES = 32 * 1024  # larger bodies are decoded in a thread
@@ -27,6 +30,12 @@ _PIECE_BYTES = 256 * 1024  # larger values are decoded piece by piece
 _PIECE_LEVELS = 4  # messages, a message, its parts, a part
 _DENSE = 16  # bytes per comma: what has fewer is not worth its pieces
 _NULL = b"null"
+_QUOTE = b'"'
+_LONGEST_CHARACTER = 12  # bytes of a pair of escaped surrogates
+_CHARACTER = re.compile(
+    rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|[\x00-\x7f]|[\xc0-\xff][\x80-\xbf]+",
+    re.DOTALL,
+)
 
 _RawFields = dict[str, msgspec.Raw]
 
@@ -37,6 +46,7 @@ class BodyLimits:
     within a text cost tokens."""
 
     num_bytes: int
+    chars: int  # of one text, unless it is ASCII: Python takes up to four bytes for each
     commas: int  # elements
     openers: int  # '[', '{' and ':': lists, objects and their members, which cost more than numbers
 
@@ -44,8 +54,18 @@ class BodyLimits:
     def of(cls, *, max_bytes: int, max_model_len: int) -> BodyLimits:
         """Those for a window of `max_model_len` tokens."""
         return cls(
-            max_bytes, max(_LEAST_COMMAS, 4 * max_model_len), max(_LEAST_OPENERS, 2 * max_model_len)
+            max_bytes,
+            chars=max_chars(max_model_len),
+            commas=max(_LEAST_COMMAS, 4 * max_model_len),
+            openers=max(_LEAST_OPENERS, 2 * max_model_len),
         )
+
+
+def max_chars(max_model_len: int) -> int:
+    """The most characters that a conversation or a prompt may have, for a window of `max_model_len`
+    tokens.
+    """
+    return max(_LEAST_CHARS, _CHARS_PER_TOKEN * max_model_len)
 
 
 async def read_request(
@@ -54,7 +74,7 @@ async def read_request(
     """The request of type `model` in a JSON body, and the size of the body in bytes. Errors: those
     of `receive` and `understand`."""
     body = await receive(request, limits)
-    return await understand(body, model), len(body)
+    return await understand(body, model, limits), len(body)
 
 
 async def receive(request: Request, limits: BodyLimits) -> bytes:
@@ -95,12 +115,12 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
     return b"".join(parts)
 
 
-async def understand(body: bytes, model: type[RequestT]) -> RequestT:
+async def understand(body: bytes, model: type[RequestT], limits: BodyLimits) -> RequestT:
     """The request in `body`. Errors: `InvalidRequestError` for malformed or absurd JSON (NaN,
-    numbers that overflow, nesting), and those of `RequestModel.parse`."""
+    numbers that overflow, nesting, texts), and those of `RequestModel.parse`."""
     if len(body) <= _INLINE_BYTES:
-        return model.parse(_decoded(body, model))
-    return await asyncio.to_thread(lambda: model.parse(_decoded(body, model)))
+        return model.parse(_decoded(body, model, limits))
+    return await asyncio.to_thread(lambda: model.parse(_decoded(body, model, limits)))
 
 
 def too_large(size: int, max_bytes: int) -> PayloadTooLargeError:
@@ -110,14 +130,18 @@ def too_large(size: int, max_bytes: int) -> PayloadTooLargeError:
     )
 
 
-def _decoded(body: bytes, model: type[RequestModel]) -> dict[str, object]:
+def _decoded(body: bytes, model: type[RequestModel], limits: BodyLimits) -> dict[str, object]:
     """The fields in `body`. Of those that the model does not read only name and syntax are
     checked.
     """
     try:
         fields = _fields(body)
         decoded = {
-            name: _value(raw) if model.reads(name) else None if bytes(raw) == _NULL else ...
+            name: _value(raw, limits)
+            if model.reads(name)
+            else None
+            if memoryview(raw) == _NULL
+            else ...
             for name, raw in fields.items()
         }
     except msgspec.MsgspecError as error:
@@ -145,21 +169,59 @@ def _fields(body: bytes) -> _RawFields:
         return msgspec.json.decode(mended, type=_RawFields)
 
 
-def _value(raw: msgspec.Raw, *, levels: int = _PIECE_LEVELS) -> object:
+def _value(raw: msgspec.Raw, limits: BodyLimits, *, levels: int = _PIECE_LEVELS) -> object:
     """The value in `raw`; a large one comes in pieces, between which other threads have their
     turns.
     """
     text = memoryview(raw)
-    if len(text) <= _PIECE_BYTES or levels == 0 or bytes(text).count(b",") * _DENSE > len(text):
+    if len(text) <= _PIECE_BYTES:
+        return msgspec.json.decode(raw)
+    if text[0] == ord(_QUOTE):
+        return _text(text[1:-1], limits)
+    if levels == 0 or bytes(text).count(b",") * _DENSE > len(text):
         return msgspec.json.decode(raw)
     match text[0]:
         case 0x5B:  # [
             parts = msgspec.json.decode(raw, type=list[msgspec.Raw])
-            return [_value(part, levels=levels - 1) for part in parts]
+            return [_value(part, limits, levels=levels - 1) for part in parts]
         case 0x7B:  # {
             members = msgspec.json.decode(raw, type=_RawFields)
-            return {name: _value(part, levels=levels - 1) for name, part in members.items()}
+            return {name: _value(part, limits, levels=levels - 1) for name, part in members.items()}
     return msgspec.json.decode(raw)
+
+
+def _text(literal: memoryview, limits: BodyLimits) -> str:
+    """The text of a JSON string, given without its quotes."""
+    pieces: list[str] = []
+    num_chars = start = 0
+    is_ascii = True
+    while start < len(literal):
+        piece = bytes(literal[start : start + _PIECE_BYTES + _LONGEST_CHARACTER])
+        end = _cut(piece) if len(piece) > _PIECE_BYTES else len(piece)
+        pieces.append(msgspec.json.decode(_QUOTE + piece[:end] + _QUOTE, type=str))
+        start += end
+        num_chars += len(pieces[-1])
+        is_ascii = is_ascii and pieces[-1].isascii()
+        if not is_ascii and num_chars > limits.chars:
+            raise InvalidRequestError(
+                f"a text has more than {limits.chars} characters", code="text_too_long"
+            )
+    return "".join(pieces)
+
+
+def _cut(piece: bytes) -> int:
+    """The last place within the first `_PIECE_BYTES` of `piece`, a part of a JSON string that
+    begins with a character, at which another one begins."""
+    start = _PIECE_BYTES - _LONGEST_CHARACTER
+    while piece[start] & 0xC0 == 0x80:  # within a character
+        start -= 1
+    before = piece[:start]
+    num_backslashes = start - len(before.rstrip(b"\\"))
+    start -= num_backslashes % 2  # the last one begins an escape
+    for match in _CHARACTER.finditer(piece, start):
+        if match.end() > _PIECE_BYTES:
+            return match.start()
+    return _PIECE_BYTES
 
 
 def _num_openers(text: bytes) -> int:

@@ -109,7 +109,7 @@ async def _read(context: ApiContext, request: Request) -> tuple[ResponsesRequest
     """The request and its size in bytes, or the answer of the server process that keeps what it
     goes on from."""
     body = await receive(request, context.body_limits)
-    wanted = await understand(body, ResponsesRequest)
+    wanted = await understand(body, ResponsesRequest, context.body_limits)
     keeper = context.seat.keeper_of(wanted.previous_response_id)
     if keeper != context.seat.index:
         return await context.peers.relay(request, to=keeper, body=body)

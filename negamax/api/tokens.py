@@ -47,18 +47,24 @@ def tokens_router(context: ApiContext) -> APIRouter:
             texts = await context.prompts.plain(given, cache_salt=salt_of(request, ""))
         is_list = isinstance(wanted.prompt, list)
         counts = [len(ids) for ids in texts]
-        strings = (
-            [[context.engine.tokenizer.token_text(i) for i in ids] for ids in texts]
-            if wanted.return_token_strs
-            else None
-        )
-        answer = TokenizeAnswer(
-            count=counts if is_list else counts[0],
-            max_model_len=context.engine.info.max_model_len,
-            tokens=texts if is_list else texts[0],
-            token_strs=UNSET if strings is None else strings if is_list else strings[0],
-        )
-        return json_response(answer)
+        token_text = context.engine.tokenizer.token_text
+
+        def answer() -> Response:
+            strings = (
+                [[token_text(i) for i in ids] for ids in texts]
+                if wanted.return_token_strs
+                else None
+            )
+            return json_response(
+                TokenizeAnswer(
+                    count=counts if is_list else counts[0],
+                    max_model_len=context.engine.info.max_model_len,
+                    tokens=texts if is_list else texts[0],
+                    token_strs=UNSET if strings is None else strings if is_list else strings[0],
+                )
+            )
+
+        return await off_loop(answer, num_bytes=sum(counts))
 
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
@@ -66,17 +72,18 @@ def tokens_router(context: ApiContext) -> APIRouter:
         context.model_name(wanted.model)
         is_nested = bool(wanted.tokens) and isinstance(wanted.tokens[0], list)
         sequences: list[Any] = wanted.tokens if is_nested else [wanted.tokens]
-        _check_vocabulary(sequences, vocab_size=context.engine.info.vocab_size)
         tokenizer = context.engine.tokenizer
-        texts = await off_loop(
-            lambda: [
+
+        def answer() -> Response:
+            _check_vocabulary(sequences, vocab_size=context.engine.info.vocab_size)
+            texts = [
                 tokenizer.decode(ids, skip_special_tokens=wanted.skip_special_tokens)
                 for ids in sequences
-            ],
-            num_bytes=num_bytes,
-        )
-        text = texts if is_nested else texts[0]
-        return json_response(DetokenizeAnswer(prompt=text, text=text))
+            ]
+            text = texts if is_nested else texts[0]
+            return json_response(DetokenizeAnswer(prompt=text, text=text))
+
+        return await off_loop(answer, num_bytes=num_bytes)
 
     tokenize_schema = {
         "content": {"application/json": {"schema": TokenizeRequest.model_json_schema()}},

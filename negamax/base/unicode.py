@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
+from negamax.base.pieces import replace_all
+
 _BACKSLASH = ord("\\")
 _REPLACEMENT = rb"\ufffd"
 _HIGH = rb"\\u[dD][89abAB][0-9a-fA-F]{2}"
 _LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPES = re.compile(_HIGH + b"(" + _LOW + b")?|" + _LOW)
+_LONGEST = 12  # bytes of a pair
 
 
 def valid_unicode(text: str) -> str:
@@ -22,7 +25,7 @@ def valid_unicode(text: str) -> str:
 
 def valid_escapes(body: bytes) -> bytes:
     """The JSON text `body` with an escaped U+FFFD for every escaped lone surrogate."""
-    return _ESCAPES.sub(_mended, body)
+    return replace_all(_ESCAPES, _mended, body, longest=_LONGEST)
 
 
 def _mended(match: re.Match[bytes]) -> bytes:

@@ -93,7 +93,7 @@ _TABLE = (
         "Whether the priority of a request counts before its arrival.",
         choices=SCHEDULING_POLICIES,
     ),
-    Flag("max_body_bytes", LIMITS, "Largest request body, such as 64MiB.", is_size=True),
+    Flag("max_body_bytes", LIMITS, "Largest request body, such as 32MiB.", is_size=True),
     Flag(
         "max_connections_per_address",
         LIMITS,

@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn
 import msgspec
 
 from negamax.base.errors import InvalidRequestError
+from negamax.base.pieces import num_chars
 
 GrammarKind = Literal[
     "json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag", "tool_calls"
@@ -78,6 +79,18 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
                 )
         if self.kind in ("structural_tag", "tool_calls") and not isinstance(value, dict):
             refuse_grammar(f"the {self.kind} is a JSON {type(value).__name__}; an object is needed")
+
+
+def written(value: object, *, kind: GrammarKind) -> str:
+    """A grammar's text as JSON. Errors: `InvalidRequestError` for one that is too large, which is
+    not written.
+    """
+    count = num_chars(value)
+    if count > MAX_TEXT_BYTES:
+        refuse_grammar(
+            f"the {kind} has {count} characters or more; at most {MAX_TEXT_BYTES} bytes are allowed"
+        )
+    return json.dumps(value, ensure_ascii=False)
 
 
 class Marker(msgspec.Struct, frozen=True):

@@ -124,7 +124,7 @@ class ServerOptions:
     tool_call_parser: str = "auto"  # names: text.formats
     reasoning_parser: str = "auto"
     scheduling_policy: str = "fcfs"  # "priority": requests may say how urgent they are
-    max_body_bytes: int = 64 * 2**20
+    max_body_bytes: int = 32 * 2**20
     # of one server process; default: half of all it may have
     max_connections_per_address: int | None = None
     # from arrival to the last token; a request may ask for less

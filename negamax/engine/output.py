@@ -218,6 +218,11 @@ def admit(
         raise InvalidRequestError(
             "the prompt is empty; at least one token is needed", param="prompt"
         )
+    room = info.max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthError.of_prompt(
+            num_prompt_tokens, window=info.max_model_len, param="messages"
+        )
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= info.vocab_size:
         wrong = low if low < 0 else high
@@ -227,11 +232,6 @@ def admit(
             code="invalid_value",
         )
     sampling.check(max_logprobs=info.max_logprobs, vocab_size=info.vocab_size)
-    room = info.max_model_len - num_prompt_tokens
-    if room < 1:
-        raise ContextLengthError.of_prompt(
-            num_prompt_tokens, window=info.max_model_len, param="messages"
-        )
     if sampling.max_tokens is not None and sampling.max_tokens > room:
         sampling = msgspec.structs.replace(
             sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room)

@@ -12,8 +12,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
-from negamax.text.tokenizer import Tokenizer
+from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
 KEPT_CHARS = 256  # parts of more characters than this are kept
 CACHE_BYTES = 64 << 20
@@ -35,34 +36,39 @@ class EncodingCache:
         self._lock = threading.Lock()
         self.num_bytes = 0
 
-    def encode(self, text: str, *, salt: str = "") -> list[int]:
+    def encode(self, text: str, *, salt: str = "", max_tokens: int | None = None) -> list[int]:
         """The same as `tokenizer.encode(text)`.
 
         Only texts with the same `salt` share what is kept: nobody else can tell by the time whether
         a text has been here.
         """
-        return self._encode(valid_unicode(text), salt=salt)
+        return self._encode(valid_unicode(text), salt=salt, max_tokens=max_tokens)
 
-    def encode_escaped(self, text: str, *, salt: str = "") -> list[int]:
+    def encode_escaped(
+        self, text: str, *, salt: str = "", max_tokens: int | None = None
+    ) -> list[int]:
         """The same for a prompt that is escaped (`text.escaping`), as `tokenizer.encode_escaped`
         has it.
         """
-        return self._encode(text, salt=salt)
+        return self._encode(text, salt=salt, max_tokens=max_tokens)
 
-    def _encode(self, text: str, *, salt: str) -> list[int]:
+    def _encode(self, text: str, *, salt: str, max_tokens: int | None) -> list[int]:
         """`text` is valid Unicode but for escapes."""
         if self._tokenizer.cuts is None:
-            return self._tokenizer.encode_escaped(text)
+            return self._tokenizer.encode_escaped(text, max_tokens=max_tokens)
         key = hashlib.blake2b(
             salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES
         ).digest()
         ids: list[int] = []
         for part in self._parts(text):
+            is_long = len(part) > KEPT_CHARS
             ids += (
-                self._kept(part, key)
-                if len(part) > KEPT_CHARS
+                self._kept(part, key, max_tokens)
+                if is_long
                 else self._tokenizer.encode_escaped(part)
             )
+            if max_tokens is not None and len(ids) > max_tokens:
+                raise TooManyTokensError(len(ids))
         return ids
 
     def _parts(self, text: str) -> Iterator[str]:
@@ -74,7 +80,7 @@ class EncodingCache:
         """
         assert self._tokenizer.cuts is not None
         start = stretch = 0  # of the part, and of the stretch since the last control token
-        for token in self._tokenizer.cuts.finditer(text):
+        for token in find_all(self._tokenizer.cuts, text, longest=self._tokenizer.longest_added):
             if token.start() - stretch > KEPT_CHARS:
                 if start < stretch:
                     yield text[start:stretch]
@@ -89,7 +95,7 @@ class EncodingCache:
         if stretch < len(text):
             yield text[stretch:]
 
-    def _kept(self, part: str, key: bytes) -> list[int]:
+    def _kept(self, part: str, key: bytes, max_tokens: int | None) -> list[int]:
         """The tokens of a part, kept from now on."""
         digest = hashlib.blake2b(
             part.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, key=key
@@ -101,7 +107,7 @@ class EncodingCache:
         if known is not None:
             return known.tolist()
         # without the lock: at worst two threads do the same
-        ids = self._tokenizer.encode_escaped(part)
+        ids = self._tokenizer.encode_escaped(part, max_tokens=max_tokens)
         self._keep(digest, array("I", ids))
         return ids
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from negamax.base.pieces import replace_all
 from negamax.base.unicode import valid_unicode
 
 ESCAPE = "\udfff"  # a lone surrogate: valid text has none, so no client can write it
@@ -84,7 +85,7 @@ class _Spellings:
         is_middle = is_inserted and len(text) < self._longest and text in self._middles
         before = ESCAPE if text.startswith(self._tails) else ""
         after = ESCAPE if is_middle or text.endswith(self._heads) else ""
-        return before + self._whole.sub(_broken, text) + after
+        return before + replace_all(self._whole, _broken, text, longest=self._longest) + after
 
 
 def _broken(match: re.Match[str]) -> str:

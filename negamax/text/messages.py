@@ -79,6 +79,11 @@ def unseen_note(kind: object) -> str | None:
     return _UNSEEN.get(kind) if isinstance(kind, str) else None
 
 
+def is_unseen(value: Mapping[str, Any]) -> bool:
+    """Whether `value` is a part that the model cannot read."""
+    return unseen_note(value.get("type")) is not None
+
+
 def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     """Reasoning and content of an answer that carries its thinking in the content.
 

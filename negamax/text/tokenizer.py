@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from negamax.base.errors import CheckpointError
+from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescaped
 
@@ -37,6 +38,14 @@ _LOCAL_PRE_TOKENIZERS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
 _POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # on ids
 
 _REMEDY = "download the checkpoint again, or copy the file from the original repository"
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than it may have."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} tokens or more")
+        self.count = count
 
 
 class Tokenizer:
@@ -92,8 +101,10 @@ class Tokenizer:
         _parse_json_object(definition, source=path / "tokenizer.json")
         return cls(definition, config=config, source=str(path / "tokenizer.json"))
 
-    def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
-        """Token ids of `text`; nothing is put before or after it.
+    def encode(
+        self, text: str, *, allow_special: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of `text`; nothing is put before or after it. Errors: `TooManyTokensError`.
 
         Texts of added tokens (`[e~[`, `<think>`, …) become those tokens; with `allow_special=False`
         they are ordinary text. A lone surrogate counts as U+FFFD.
@@ -101,20 +112,23 @@ class Tokenizer:
         backend = self._backend if allow_special else self._plain_backend
         # fast: no offsets
         (encoding,) = backend.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
+        _check_count(len(encoding), max_tokens)  # a list of millions of ids is not even made
         return encoding.ids
 
-    def encode_escaped(self, text: str) -> list[int]:
+    def encode_escaped(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt whose texts were escaped (`text.escaping`): added tokens that are
-        whole become those tokens, all else is ordinary text, without the escapes."""
+        whole become those tokens, all else is ordinary text, without the escapes. Errors:
+        `TooManyTokensError`."""
         if ESCAPE not in text:
-            return self.encode(text)
+            return self.encode(text, max_tokens=max_tokens)
         ids: list[int] = []
         end = 0
-        for token in self._added_pattern.finditer(text):
-            ids += self._encode_plain(text[end : token.start()])
+        for token in find_all(self._added_pattern, text, longest=self.longest_added):
+            ids += self._encode_plain(text[end : token.start()], max_tokens)
+            _check_count(len(ids), max_tokens)
             ids.append(self._added_ids[token[0]])
             end = token.end()
-        return ids + self._encode_plain(text[end:])
+        return ids + self._encode_plain(text[end:], max_tokens)
 
     @functools.cached_property
     def escaper(self) -> TokenEscaper:
@@ -187,8 +201,15 @@ class Tokenizer:
             return None
         return re.compile("|".join(map(re.escape, texts)))
 
-    def _encode_plain(self, text: str) -> list[int]:
-        return self.encode(unescaped(text), allow_special=False) if text else []
+    def _encode_plain(self, text: str, max_tokens: int | None) -> list[int]:
+        return (
+            self.encode(unescaped(text), allow_special=False, max_tokens=max_tokens) if text else []
+        )
+
+    @functools.cached_property
+    def longest_added(self) -> int:
+        """Characters of the longest added token."""
+        return max(map(len, self._added_ids), default=1)
 
     @functools.cached_property
     def _added_ids(self) -> dict[str, int]:
@@ -228,6 +249,11 @@ class Tokenizer:
                 hint=_REMEDY,
             )
         return token_id
+
+
+def _check_count(count: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and count > max_tokens:
+        raise TooManyTokensError(count)
 
 
 def token_text(value: Any) -> str | None:

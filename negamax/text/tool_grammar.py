@@ -26,7 +26,7 @@ from urllib.parse import unquote
 import msgspec
 
 from negamax.base.errors import InvalidRequestError
-from negamax.config.grammar import MAX_NESTING, Grammar, Marker, refuse_grammar
+from negamax.config.grammar import MAX_NESTING, Grammar, Marker, refuse_grammar, written
 from negamax.text.grammar_formats import (
     Format,
     any_of,
@@ -109,9 +109,7 @@ def tool_grammar(
         no_other_calls=allowed is not None,
         content=content,
     )
-    return Grammar(
-        kind="tool_calls", text=json.dumps(msgspec.to_builtins(rules), ensure_ascii=False)
-    )
+    return Grammar(kind="tool_calls", text=written(msgspec.to_builtins(rules), kind="tool_calls"))
 
 
 class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -155,9 +155,11 @@ class CountingTokenizer(Tokenizer):
 
     num_chars = 0
 
-    def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, allow_special: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         self.num_chars += len(text)
-        return super().encode(text, allow_special=allow_special)
+        return super().encode(text, allow_special=allow_special, max_tokens=max_tokens)
 
 
 def counting() -> CountingTokenizer:

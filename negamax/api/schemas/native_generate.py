@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -89,7 +90,7 @@ class NativeSampling(RequestModel):
             prompt_logprobs=prompt_logprobs,
         )
 
-    @property
+    @functools.cached_property
     def grammar(self) -> Grammar | None:
         """The form of the answer."""
         named = [(kind, getattr(self, kind)) for kind in _FORMS if getattr(self, kind) is not None]

@@ -4,13 +4,13 @@ one `Grammar`.
 
 from __future__ import annotations
 
-import json
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from negamax.api.schemas.common import GenerationRequest, refuse, shown
 from negamax.base.errors import InvalidRequestError
-from negamax.config.grammar import Grammar, GrammarKind
+from negamax.config.grammar import Grammar, GrammarKind, written
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
@@ -55,7 +55,7 @@ class StructuredRequest(GenerationRequest):
     # forms of parts of the content, between tags
     structural_tag: dict[str, Any] | str | None = None
 
-    @property
+    @functools.cached_property
     def grammar(self) -> Grammar | None:
         """The form of the content, or None where any will do.
 
@@ -112,7 +112,6 @@ def form_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = Fa
     JSON text; schemas keep the key order of the client."""
     if kind == "json_object":
         return Grammar(kind="json_object")
-    text = value
     if not isinstance(value, str):
         allowed = {"json_schema": dict | bool, "structural_tag": dict, "choice": list}.get(kind)
         if allowed is None or not isinstance(value, allowed):
@@ -121,11 +120,14 @@ def form_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = Fa
                 f"must be {'a list of strings' if kind == 'choice' else 'text'}; got "
                 f"{shown(value)}",
             )
-        text = json.dumps(value, ensure_ascii=False)
     elif kind == "choice":
         refuse(param, f"must be a list of strings; got {shown(value)}")
-    grammar = Grammar(kind=kind, text=text, strict=strict)
     try:
+        grammar = Grammar(
+            kind=kind,
+            text=value if isinstance(value, str) else written(value, kind=kind),
+            strict=strict,
+        )
         grammar.check()
     except InvalidRequestError as error:
         raise InvalidRequestError(

@@ -1,0 +1,69 @@
+"""Work on long texts in pieces. One call of a regular expression or a decoder holds Python's lock
+until it is done, in whatever thread it runs; between the pieces the event loop has its turns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, AnyStr
+
+PIECE = 2**18  # characters or bytes of a piece
+_JOINED_PARTS = 2**14  # parts between matches that are joined at a time
+
+
+def find_all(
+    pattern: re.Pattern[AnyStr], text: AnyStr, *, longest: int
+) -> Iterator[re.Match[AnyStr]]:
+    """As `pattern.finditer(text)`, in pieces. No match has more than `longest` characters, and none
+    depends on what follows it."""
+    start = 0
+    while start < len(text):
+        end = after = start + PIECE
+        for match in pattern.finditer(text, start, end + longest - 1):
+            if match.start() >= end:
+                break
+            yield match
+            after = max(end, match.end())
+        start = after
+
+
+def replace_all(
+    pattern: re.Pattern[AnyStr],
+    replacement: Callable[[re.Match[AnyStr]], AnyStr],
+    text: AnyStr,
+    *,
+    longest: int,
+) -> AnyStr:
+    """As `pattern.sub(replacement, text)`, in pieces; for `longest` see `find_all`."""
+    if len(text) <= PIECE:
+        return pattern.sub(replacement, text)
+    empty = text[:0]
+    done: list[AnyStr] = []
+    parts: list[AnyStr] = []
+    end = 0
+    for match in find_all(pattern, text, longest=longest):
+        parts += (text[end : match.start()], replacement(match))
+        end = match.end()
+        if len(parts) > _JOINED_PARTS:
+            done.append(empty.join(parts))
+            parts.clear()
+    return empty.join(done + parts + [text[end:]]) if end else text
+
+
+def num_chars(
+    value: object, *, is_left_out: Callable[[Mapping[str, Any]], bool] = lambda _: False
+) -> int:
+    """The characters that a JSON value has at least when it is written, without objects that are
+    left out.
+    """
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        if is_left_out(value):
+            return 0
+        return sum(map(len, value)) + sum(
+            num_chars(inner, is_left_out=is_left_out) for inner in value.values()
+        )
+    if isinstance(value, list | tuple):
+        return sum(num_chars(inner, is_left_out=is_left_out) for inner in value)
+    return 1

@@ -1,0 +1,202 @@
+"""Bodies of the largest size: reading and rendering them leaves the event loop its turns.
+
+What is measured is the processor time of this process between two turns of the loop, whatever else
+the machine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+import negamax
+from negamax.api.conversation import Conversation, PromptBuilder, Voice
+from negamax.api.messages_history import history_of
+from negamax.api.request_body import BodyLimits, read_request
+from negamax.api.schemas.chat import ChatRequest
+from negamax.api.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.base.errors import InvalidRequestError
+from negamax.text.chat_template import ChatTemplate
+from negamax.text.formats import output_style
+from negamax.text.tokenizer import Tokenizer
+
+MiB = 2**20
+WINDOW = 196_608  # tokens, as of MiniMax-M2
+LIMITS = BodyLimits.of(max_bytes=32 * MiB, max_model_len=WINDOW)
+PART = 2**16  # bytes that come together
+HELD = 0.1  # seconds: twice what a quiet machine needs
+NANO = Path(negamax.__file__).parent / "assets" / "nano"
+UNITS = {  # of the JSON text of a message
+    "words": "word ",
+    "spaces": " ",
+    "control tokens": "]~b]",
+    "tags": "<think>",
+    "line breaks": "\\n",
+    "quotes": '\\"',
+    "escaped": "\\u4e2d",
+    "pairs": "\\ud83d\\ude00",
+    "Chinese": "中",
+    "emoji": "😀",
+}
+
+
+def prompt_builder() -> PromptBuilder:
+    """As a server has it, for nano with M2's window."""
+    tokenizer = Tokenizer.from_folder(NANO)
+    voice = Voice.of(output_style("MiniMaxM2ForCausalLM"), tokenizer)
+    template = ChatTemplate.from_folder(NANO)
+    return PromptBuilder(tokenizer, template, voice=voice, max_model_len=WINDOW)
+
+
+BUILDER = prompt_builder()
+
+
+def question(content: str, **fields: Any) -> bytes:
+    """The body of a chat; `content` is JSON text."""
+    others = "".join(f'"{name}": {json.dumps(value)}, ' for name, value in fields.items())
+    return f'{{{others}"messages": [{{"role": "user", "content": "{content}"}}]}}'.encode()
+
+
+def repeated(unit: str, num_bytes: int) -> str:
+    """About so many bytes of a text."""
+    return unit * (num_bytes // len(unit.encode()))
+
+
+async def held(work: Awaitable[object]) -> float:
+    """The longest time for which `work`, or a thread of it, holds up the loop, in seconds of the
+    processor.
+    """
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        last = time.process_time()
+        while True:
+            await asyncio.sleep(0.0005)
+            now = time.process_time()
+            longest, last = max(longest, now - last), now
+
+    gc.collect()
+    gc.freeze()  # collections go through what the work makes, not through what tests have made
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0.005)
+    try:
+        await work
+    finally:
+        await asyncio.sleep(0.005)
+        ticking.cancel()
+        gc.unfreeze()
+    return longest
+
+
+async def rendered(body: bytes) -> str:
+    """What becomes of a chat's body: its prompt, or the code of the error."""
+    start = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal start
+        await asyncio.sleep(0.0001)  # until it has come
+        start, end = start + PART, start + PART
+        return {
+            "type": "http.request",
+            "body": body[end - PART : end],
+            "more_body": end < len(body),
+        }
+
+    headers = [(b"content-type", b"application/json")]
+    request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    try:
+        chat, num_bytes = await read_request(request, ChatRequest, LIMITS)
+        assert chat.grammar is None
+        prompt = await BUILDER.chat(Conversation(messages=chat.messages), num_bytes=num_bytes)
+    except InvalidRequestError as error:
+        return error.code or ""
+    return prompt.text
+
+
+def check(body: bytes) -> None:
+    """It is refused, and holds nobody up."""
+    outcome = ""
+
+    async def run() -> float:
+        async def work() -> None:
+            nonlocal outcome
+            outcome = await rendered(body)
+
+        return await held(work())
+
+    longest = asyncio.run(run())
+    assert outcome in ("context_length_exceeded", "text_too_long")
+    assert longest < HELD
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_long_text_holds_nobody_up(unit: str) -> None:
+    check(question(repeated(UNITS[unit], 20 * MiB)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_text_of_the_largest_size_holds_nobody_up(unit: str) -> None:
+    check(question(repeated(UNITS[unit], 32 * MiB - 100)))
+
+
+def test_one_wide_character_does_not_make_a_long_text_four_times_as_long() -> None:
+    check(question(repeated("word ", 20 * MiB) + "😀"))
+
+
+def test_a_long_text_with_half_a_character_holds_nobody_up() -> None:
+    check(question(repeated("word ", 20 * MiB) + "\\ud83d"))
+
+
+def test_many_texts_hold_nobody_up() -> None:
+    message = {"role": "user", "content": repeated("]~b]", 4000)}
+    for count in (1000, 8000):  # as much as is admissible, and more
+        check(json.dumps({"messages": [message] * count}).encode())
+
+
+def test_the_longest_admissible_text_of_control_tokens_holds_nobody_up() -> None:
+    check(question(repeated("]~b]", LIMITS.chars - 100) + "😀"))
+
+
+def test_a_long_image_is_no_text() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (20 * MiB)}}
+    parts = [image, {"type": "text", "text": "What is this?"}]
+    body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+    prompt = asyncio.run(rendered(body))
+    assert "What is this?" in prompt and len(prompt) < 1000
+
+
+@pytest.mark.parametrize("unit", UNITS.values())
+@pytest.mark.parametrize("shift", range(12))
+def test_a_text_read_in_pieces_is_the_text(unit: str, shift: int) -> None:
+    content = "x" * shift + repeated(unit.replace("]~b]", "\\\\\\\\"), 600_000)
+    limits = BodyLimits.of(max_bytes=MiB, max_model_len=1)
+    body = question(content)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    request = Request(
+        {"type": "http", "headers": [(b"content-type", b"application/json")]}, receive
+    )
+    chat, _ = asyncio.run(read_request(request, ChatRequest, limits))
+    assert chat.messages == json.loads(body)["messages"]
+
+
+def test_blocks_of_an_answer_are_joined_once() -> None:
+    blocks = [{"type": "text", "text": "a" * 500}] * 40_000
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": blocks}]
+    thoughts = HiddenThoughts(ThoughtSigner("nano"), window=WINDOW, shows_earlier=False)
+    started = time.process_time()
+    history = history_of(messages, system=None, thoughts=thoughts)
+    assert time.process_time() - started < 2.0
+    assert history.messages[-1]["content"] == "a" * 500 * 40_000
