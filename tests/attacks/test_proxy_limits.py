@@ -1,0 +1,139 @@
+"""deploy/nginx.conf in front of a server: what one address sends too much harms no other."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Server, eventually
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("nginx") is None or shutil.which("openssl") is None, reason="runs nginx"
+)
+CONFIG = Path(__file__).parents[2] / "deploy" / "nginx.conf"
+FLOODER, NEIGHBOUR = "127.0.0.1", "127.0.0.2"
+BURST = 40  # requests at once, and then 10 a second
+OPEN_REQUESTS = 64  # of one address
+CHAT = "/v1/chat/completions"
+LONG = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 3000,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+@pytest.fixture
+def port(server: Server, tmp_path: Path) -> Iterator[int]:
+    """Where nginx listens, with the configuration of deploy/ in front of the shared server."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
+    files = ["-keyout", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.pem")]
+    subprocess.run([*command.split(), *files], check=True, capture_output=True)
+    config = CONFIG.read_text()
+    for found, wanted in (
+        ("server 127.0.0.1:8000;", f"server {server.url.removeprefix('http://')};"),
+        ("listen 443 ssl;", f"listen 127.0.0.1:{port} ssl;"),
+        ("server_name llm.example;", "server_name localhost;"),
+        ("/etc/nginx/tls/llm.example", str(tmp_path / "tls")),
+    ):
+        assert found in config
+        config = config.replace(found, wanted)
+    folders = "".join(
+        f"{name}_temp_path {tmp_path}/{name};"
+        for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    head = f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log; events {{}}"
+    whole = f"{head} http {{ access_log off; {folders} {config} }}"
+    (tmp_path / "nginx.conf").write_text(whole)
+    nginx = subprocess.Popen(["nginx", "-e", "stderr", "-c", str(tmp_path / "nginx.conf")])
+    try:
+        assert eventually(lambda: is_open(port), seconds=10)
+        yield port
+    finally:
+        nginx.terminate()
+        nginx.wait(10)
+
+
+def is_open(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def client_at(address: str, port: int) -> httpx.Client:
+    transport = httpx.HTTPTransport(local_address=address, verify=False)
+    return httpx.Client(base_url=f"https://127.0.0.1:{port}", transport=transport, timeout=60)
+
+
+def check_refusal(answer: httpx.Response) -> None:
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "address_limit"
+
+
+def test_an_address_over_its_rate_is_refused_and_its_neighbour_goes_on(port: int) -> None:
+    statuses: list[int] = []
+    arrivals: list[float] = []
+
+    def flood() -> None:
+        with client_at(FLOODER, port) as http:
+            for _ in range(100):
+                answer = http.get("/livez")
+                statuses.append(answer.status_code)
+                if answer.status_code != 200:
+                    check_refusal(answer)
+
+    with client_at(NEIGHBOUR, port) as http, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with http.stream("POST", CHAT, json=LONG) as stream:
+            assert stream.status_code == 200
+            lines = stream.iter_lines()
+            next(lines)
+            started = time.monotonic()
+            floods = [pool.submit(flood) for _ in range(2)]
+            while not all(done.done() for done in floods):
+                next(lines)
+                arrivals.append(time.monotonic())
+            for done in floods:
+                done.result()
+            seconds = time.monotonic() - started
+        assert http.get("/livez").status_code == 200
+        assert http.get("/metrics").status_code == 404
+    assert set(statuses) == {200, 429}
+    assert BURST < statuses.count(200) <= BURST + 2 + 10 * seconds
+    assert max(later - earlier for earlier, later in pairwise(arrivals)) < 1
+
+
+@pytest.mark.full
+def test_an_address_has_so_many_open_requests_and_no_more(port: int) -> None:
+    tls = ssl.create_default_context()
+    tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        "content-length: 1000\r\n\r\n{"
+    )
+    with contextlib.ExitStack() as stack:
+        for _ in range(OPEN_REQUESTS):
+            plain = socket.create_connection(("127.0.0.1", port), source_address=(FLOODER, 0))
+            connection = stack.enter_context(tls.wrap_socket(plain))
+            connection.sendall(head.encode())  # its body never comes
+            connection.settimeout(0.1)  # within the rate
+            with contextlib.suppress(TimeoutError):
+                raise AssertionError(connection.recv(1000))
+        with client_at(FLOODER, port) as http:
+            check_refusal(http.get("/livez"))
+        with client_at(NEIGHBOUR, port) as http:
+            assert http.get("/livez").status_code == 200
+    with client_at(FLOODER, port) as http:
+        assert eventually(lambda: http.get("/livez").status_code == 200, seconds=5)
