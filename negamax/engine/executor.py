@@ -134,11 +134,10 @@ class MultiProcessExecutor:
                     process.spawn("negamax.worker.rank_process", self._folder.path, str(rank))
                 )
             # torch's TCP store would listen on all interfaces, without a key
-            config = dataclasses.replace(
-                config, init_method=f"file://{self._folder.path}/rendezvous"
-            )
+            config = dataclasses.replace(config, rendezvous=f"{self._folder.path}/rendezvous")
+            self._results_poller = self._poller([self._result_socket], zmq.POLLIN)
             for rank, socket in enumerate(self._sockets):
-                self._wait_for_any([socket], zmq.POLLOUT)
+                self._wait_for_any([socket], self._poller([socket], zmq.POLLOUT))
                 rank_config = dataclasses.replace(
                     config, layout=dataclasses.replace(config.layout, rank=rank)
                 )
@@ -161,14 +160,16 @@ class MultiProcessExecutor:
     def probe(self, probe: Probe) -> ProbeAnswer:
         self._send_all(PROBE + msgspec.msgpack.encode(probe))
         answers = [
-            msgspec.msgpack.decode(self._receive(socket), type=ProbeAnswer)
+            msgspec.msgpack.decode(
+                self._receive(socket, self._poller([socket], zmq.POLLIN)), type=ProbeAnswer
+            )
             for socket in self._sockets
         ]
         return answers[0]
 
     def receive(self) -> StepResult:
         """The next result of rank 0. Errors: `EngineDeadError` where a rank process is gone."""
-        return self._results.decode(self._receive(self._result_socket))
+        return self._results.decode(self._receive(self._result_socket, self._results_poller))
 
     def watch_ranks(self) -> RankWatch:
         return RankWatch(self._processes, self._beats)
@@ -194,7 +195,7 @@ class MultiProcessExecutor:
         readies: dict[int, WorkerReady] = {}
         while len(readies) < len(self._sockets):
             waiting = [socket for rank, socket in enumerate(self._sockets) if rank not in readies]
-            socket = self._wait_for_any(waiting, zmq.POLLIN)
+            socket = self._wait_for_any(waiting, self._poller(waiting, zmq.POLLIN))
             readies[self._sockets.index(socket)] = _started(socket.recv())
         return [readies[rank] for rank in range(len(self._sockets))]
 
@@ -208,23 +209,29 @@ class MultiProcessExecutor:
                     self.watch_ranks().death() or f"rank {rank} has hung up"
                 ) from None
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> bytes:
+    def _receive(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> bytes:
         """The next frame of `socket`. Errors: `EngineDeadError` where a rank ends before it
         comes.
         """
-        self._wait_for_any([socket], zmq.POLLIN)
+        self._wait_for_any([socket], poller)
         return socket.recv()
 
-    def _wait_for_any(self, sockets: list[zmq.Socket[bytes]], event: int) -> zmq.Socket[bytes]:
-        """The first of `sockets` that can be read or written. Errors: `EngineDeadError` where a
-        rank ends before.
-        """
+    def _poller(self, sockets: list[zmq.Socket[bytes]], event: int) -> zmq.Poller:
+        """Waits for `sockets` to be read or written, and for the end of any rank."""
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, event)
         for child in self._processes:
             assert child.stdin is not None
             poller.register(child.stdin, zmq.POLLERR)  # no one reads it any more: the child is gone
+        return poller
+
+    def _wait_for_any(
+        self, sockets: list[zmq.Socket[bytes]], poller: zmq.Poller
+    ) -> zmq.Socket[bytes]:
+        """The first of `sockets`, for which `poller` waits, that is ready. Errors:
+        `EngineDeadError` where a rank ends before.
+        """
         while True:
             ready = dict(poller.poll())
             for socket in sockets:  # what a rank sent before its end counts

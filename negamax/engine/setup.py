@@ -88,7 +88,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         seed=options.seed,
         show_progress=options.show_progress,
         crash_dump_dir=options.crash_dump_dir,
-        init_method=None,
+        rendezvous=None,
     )
     constraints = Constraints(
         source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids

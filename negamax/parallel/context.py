@@ -36,16 +36,15 @@ class ParallelContext:
         )
 
     @staticmethod
-    def gloo(layout: ParallelLayout, init_method: str) -> ParallelContext:
-        """Meet the other ranks at `init_method` (such as tcp://127.0.0.1:29500 or
-        file:///shared/file) over gloo.
+    def gloo(layout: ParallelLayout, rendezvous: str) -> ParallelContext:
+        """Meet the other ranks in the file `rendezvous`, which no other group has used, over gloo.
 
         Every rank of the world must call this, with the same sizes. Errors: `EngineError` where
         they do not meet in time.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
-        _meet(layout, init_method, backend="gloo")
+        _meet(layout, rendezvous, backend="gloo")
         groups: dict[tuple[int, ...], Collective] = {}
         for ranks, group in _new_groups(layout, backend="gloo").items():
             groups[ranks] = Alone() if len(ranks) == 1 else ProcessGroup(group)
@@ -54,7 +53,7 @@ class ParallelContext:
     @staticmethod
     def nccl(
         layout: ParallelLayout,
-        init_method: str,
+        rendezvous: str,
         *,
         device: torch.device,
         hidden_size: int,
@@ -74,7 +73,7 @@ class ParallelContext:
         from negamax.parallel import symmetric  # not needed, and slow to import, on a CPU
 
         backend = "cpu:gloo,cuda:nccl"
-        _meet(layout, init_method, backend=backend, device=device)
+        _meet(layout, rendezvous, backend=backend, device=device)
         control = PollControl(symmetric.PEER_TIMEOUT_S)
         groups: dict[tuple[int, ...], Collective] = {}
         kernel_groups = {layout.attention.ranks, layout.experts.ranks}
@@ -121,12 +120,12 @@ class ParallelContext:
 
 
 def _meet(
-    layout: ParallelLayout, init_method: str, *, backend: str, device: torch.device | None = None
+    layout: ParallelLayout, rendezvous: str, *, backend: str, device: torch.device | None = None
 ) -> None:
     try:
         dist.init_process_group(
             backend,
-            init_method=init_method,
+            store=dist.FileStore(rendezvous, layout.world_size),
             rank=layout.rank,
             world_size=layout.world_size,
             timeout=timedelta(seconds=START_TIMEOUT_S),
@@ -134,7 +133,7 @@ def _meet(
         )
     except (RuntimeError, ValueError) as error:
         raise EngineError(
-            f"rank {layout.rank} of {layout.world_size} did not meet the others at {init_method} "
+            f"rank {layout.rank} of {layout.world_size} did not meet the others in {rendezvous} "
             f"within {START_TIMEOUT_S:.0f} s: {error}"
         ) from error
 

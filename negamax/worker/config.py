@@ -34,8 +34,7 @@ class WorkerConfig:
     num_threads: int
     seed: int
     show_progress: bool
-    # URL at which the ranks meet (torch.distributed); None where there is one rank
-    init_method: str | None
+    rendezvous: str | None  # path of the file in which the ranks meet; None: there is one rank
     crash_dump_dir: str | None = None
 
 

@@ -332,12 +332,12 @@ def _take_device(config: WorkerConfig) -> torch.device:
 def _parallel_context(config: WorkerConfig, device: torch.device) -> ParallelContext:
     if config.layout.world_size == 1:
         return ParallelContext.single()
-    assert config.init_method is not None, "several ranks need a rendezvous"
+    assert config.rendezvous is not None, "several ranks need a rendezvous"
     if device.type == "cpu":
-        return ParallelContext.gloo(config.layout, config.init_method)
+        return ParallelContext.gloo(config.layout, config.rendezvous)
     return ParallelContext.nccl(
         config.layout,
-        config.init_method,
+        config.rendezvous,
         device=device,
         hidden_size=config.spec.hidden_size,
         max_tokens=config.max_num_batched_tokens,

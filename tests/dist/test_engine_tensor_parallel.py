@@ -4,6 +4,8 @@ rank.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,3 +137,16 @@ def test_a_first_rank_that_fails_in_a_step_ends_and_is_noticed(two_ranks: LLM) -
     executor._sockets[0].send(PLAN + b"\xc1")  # no MessagePack: decoding raises in the rank
     with pytest.raises(EngineDeadError, match="rank 0 ended with exit code 1"):
         executor.receive()
+
+
+def test_ranks_meet_whatever_the_folder_for_temporary_files_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="a b?#%20:&=", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    try:
+        with nano(2) as llm:
+            assert any(folder.glob("*/rendezvous"))
+            assert greedy(llm)
+    finally:
+        shutil.rmtree(folder)

@@ -32,7 +32,7 @@ def said(group: Collective) -> dict[str, Tensor]:
 
 def one_rank(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    context = ParallelContext.gloo(ParallelLayout(rank=rank, tp=world), f"file://{folder}/meet")
+    context = ParallelContext.gloo(ParallelLayout(rank=rank, tp=world), f"{folder}/meet")
     torch.save(said(context.attention_group), f"{folder}/{rank}.pt")
     context.close()
 

@@ -79,7 +79,7 @@ def one_rank(rank: int, tp: int, folder: str) -> None:
         if size != tp:
             continue
         context = ParallelContext.gloo(
-            ParallelLayout(rank=rank, tp=tp, ep=ep), f"file://{folder}/meet-{case}"
+            ParallelLayout(rank=rank, tp=tp, ep=ep), f"{folder}/meet-{case}"
         )
         torch.save(logits(make_spec(kv_heads), context), f"{folder}/{case}-{rank}.pt")
         torch.save(

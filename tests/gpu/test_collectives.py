@@ -60,7 +60,7 @@ def one_rank(rank: int, world: int, folder: str, parts: tuple[str, ...]) -> None
     torch.cuda.set_stream(torch.cuda.Stream(device))
     context = ParallelContext.nccl(
         ParallelLayout(rank=rank, tp=world),
-        f"file://{folder}/meet",
+        f"{folder}/meet",
         device=device,
         hidden_size=HIDDEN,
         max_tokens=MAX_TOKENS,

@@ -47,7 +47,7 @@ def one_rank(rank: int, folder: str) -> None:
     torch.cuda.set_device(device)
     context = ParallelContext.nccl(
         ParallelLayout(rank=rank, tp=2),
-        f"file://{folder}/meet",
+        f"{folder}/meet",
         device=device,
         hidden_size=HIDDEN,
         max_tokens=64,
