@@ -24,6 +24,7 @@ from negamax.api.conversation import (
     without_tokens,
 )
 from negamax.api.logprobs import chat_logprobs, prompt_logprobs
+from negamax.api.openapi import json_body
 from negamax.api.pacing import PacedPackets
 from negamax.api.request_body import read_request
 from negamax.api.schemas.answers import (
@@ -64,12 +65,9 @@ from negamax.text.output_parser import (
 def chat_router(context: ApiContext) -> APIRouter:
     """The routes of chat completions."""
     router = APIRouter()
-    body_schema = {
-        "content": {"application/json": {"schema": ChatRequest.model_json_schema()}},
-        "required": True,
-    }
+    body_schema = json_body(ChatRequest)
 
-    @router.post("/v1/chat/completions", openapi_extra={"requestBody": body_schema})
+    @router.post("/v1/chat/completions", openapi_extra=body_schema)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation, whole or as a stream of server-sent events."""
         arrival = time.monotonic()
@@ -118,7 +116,7 @@ def chat_router(context: ApiContext) -> APIRouter:
             return context.event_stream(partial(answer.stream, generation), source=generation)
         return json_response(await while_connected(request.receive, answer.whole(generation)))
 
-    @router.post("/v1/chat/completions/render", openapi_extra={"requestBody": body_schema})
+    @router.post("/v1/chat/completions/render", openapi_extra=body_schema)
     async def render(request: Request) -> Response:
         """The prompt of a conversation, without an answer: its text and its tokens."""
         chat, num_bytes = await read_request(request, ChatRequest, context.body_limits)

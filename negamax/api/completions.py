@@ -25,6 +25,7 @@ from negamax.api.conversation import (
     without_tokens,
 )
 from negamax.api.logprobs import TextLogprobWriter, prompt_logprobs
+from negamax.api.openapi import json_body
 from negamax.api.request_body import read_request
 from negamax.api.schemas.answers import PromptLogprobs, TextAnswer, TextChoice, TextLogprobs, Usage
 from negamax.api.schemas.completions import CompletionRequest
@@ -37,12 +38,9 @@ from negamax.scheduler.request import SamplingParams
 def completions_router(context: ApiContext) -> APIRouter:
     """The route of plain completions."""
     router = APIRouter()
-    body_schema = {
-        "content": {"application/json": {"schema": CompletionRequest.model_json_schema()}},
-        "required": True,
-    }
+    body_schema = json_body(CompletionRequest)
 
-    @router.post("/v1/completions", openapi_extra={"requestBody": body_schema})
+    @router.post("/v1/completions", openapi_extra=body_schema)
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         arrival = time.monotonic()

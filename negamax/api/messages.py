@@ -18,6 +18,7 @@ from negamax.api.border import json_response, logged_failure
 from negamax.api.context import ApiContext
 from negamax.api.conversation import off_loop
 from negamax.api.messages_history import history_of
+from negamax.api.openapi import json_body
 from negamax.api.request_body import read_request
 from negamax.api.schemas.messages import (
     NO_INPUT,
@@ -58,16 +59,10 @@ def messages_router(context: ApiContext) -> APIRouter:
     """The routes of Anthropic's API."""
     router = APIRouter()
     signer = ThoughtSigner(context.engine.info.served_model_name)
-    answer_schema = {
-        "content": {"application/json": {"schema": MessagesRequest.model_json_schema()}},
-        "required": True,
-    }
-    count_schema = {
-        "content": {"application/json": {"schema": CountRequest.model_json_schema()}},
-        "required": True,
-    }
+    answer_schema = json_body(MessagesRequest)
+    count_schema = json_body(CountRequest)
 
-    @router.post("/v1/messages", openapi_extra={"requestBody": answer_schema})
+    @router.post("/v1/messages", openapi_extra=answer_schema)
     async def messages(request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""
         arrival = time.monotonic()
@@ -109,7 +104,7 @@ def messages_router(context: ApiContext) -> APIRouter:
             await while_connected(request.receive, answering.whole()), headers=headers
         )
 
-    @router.post("/v1/messages/count_tokens", openapi_extra={"requestBody": count_schema})
+    @router.post("/v1/messages/count_tokens", openapi_extra=count_schema)
     async def count_tokens(request: Request) -> Response:
         """How many tokens the prompt of a conversation has."""
         wanted, num_bytes = await read_request(request, CountRequest, context.body_limits)

@@ -26,6 +26,7 @@ from negamax.api.conversation import (
     without_tokens,
 )
 from negamax.api.growing_json import GrowingList, RepeatPacing
+from negamax.api.openapi import json_body
 from negamax.api.request_body import read_request
 from negamax.api.schemas.common import refuse
 from negamax.api.schemas.native_generate import (
@@ -56,12 +57,9 @@ def native_router(context: ApiContext) -> APIRouter:
     router = APIRouter()
     abort = partial(_abort, context.engine)
     context.peers.when_asked(_ABORT, abort)
-    body_schema = {
-        "content": {"application/json": {"schema": NativeRequest.model_json_schema()}},
-        "required": True,
-    }
+    body_schema = json_body(NativeRequest)
 
-    @router.post("/generate", openapi_extra={"requestBody": body_schema})
+    @router.post("/generate", openapi_extra=body_schema)
     async def generate(request: Request) -> Response:
         """Continue one or several prompts."""
         arrival = time.monotonic()

@@ -17,6 +17,7 @@ from negamax.api.border import error_of, json_response
 from negamax.api.content_logprobs import ContentLogprobs
 from negamax.api.context import ApiContext
 from negamax.api.conversation import off_loop
+from negamax.api.openapi import json_body
 from negamax.api.request_body import receive, understand
 from negamax.api.response_store import Item, KeptResponse, KeptTurn, ResponseStore, decoded
 from negamax.api.response_telling import ResponseTeller
@@ -49,12 +50,9 @@ def responses_router(context: ApiContext) -> APIRouter:
     """The routes of the Responses API."""
     router = APIRouter(route_class=context.peers.keeper_route("response_id"))
     responses = _Responses(context)
-    body_schema = {
-        "content": {"application/json": {"schema": ResponsesRequest.model_json_schema()}},
-        "required": True,
-    }
+    body_schema = json_body(ResponsesRequest)
 
-    @router.post("/v1/responses", openapi_extra={"requestBody": body_schema})
+    @router.post("/v1/responses", openapi_extra=body_schema)
     async def create(request: Request) -> Response:
         """Answer a conversation: whole, as a stream of events, or in the background."""
         arrival = time.monotonic()
@@ -64,7 +62,7 @@ def responses_router(context: ApiContext) -> APIRouter:
         wanted, num_bytes = read
         return await responses.create(request, wanted, num_bytes=num_bytes, arrival=arrival)
 
-    @router.post("/v1/responses/input_tokens", openapi_extra={"requestBody": body_schema})
+    @router.post("/v1/responses/input_tokens", openapi_extra=body_schema)
     async def input_tokens(request: Request) -> Response:
         """How many tokens the prompt of a response has."""
         read = await _read(context, request)

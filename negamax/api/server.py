@@ -33,6 +33,7 @@ from negamax.api.load_report import log_load
 from negamax.api.messages import messages_router
 from negamax.api.models import models_router
 from negamax.api.native_generate import native_router
+from negamax.api.openapi import document
 from negamax.api.playground import playground_router
 from negamax.api.processes.leader import Leader, bound_to
 from negamax.api.processes.seat import Seat
@@ -93,6 +94,7 @@ def create_app(context: ApiContext) -> FastAPI:
     for router in routers:
         app.include_router(router)
     app.include_router(playground_router())
+    app.openapi = partial(document, app)  # type: ignore[method-assign]
     app.state.metrics = context.metrics
     app.state.logs_requests = options.enable_log_requests
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]

@@ -14,6 +14,7 @@ from negamax.api.access import salt_of
 from negamax.api.border import json_response
 from negamax.api.context import ApiContext
 from negamax.api.conversation import Conversation, off_loop
+from negamax.api.openapi import json_body
 from negamax.api.request_body import read_request
 from negamax.api.schemas.common import refuse
 from negamax.api.schemas.tokens import (
@@ -85,14 +86,8 @@ def tokens_router(context: ApiContext) -> APIRouter:
 
         return await off_loop(answer, num_bytes=num_bytes)
 
-    tokenize_schema = {
-        "content": {"application/json": {"schema": TokenizeRequest.model_json_schema()}},
-        "required": True,
-    }
-    detokenize_schema = {
-        "content": {"application/json": {"schema": DetokenizeRequest.model_json_schema()}},
-        "required": True,
-    }
+    tokenize_schema = json_body(TokenizeRequest)
+    detokenize_schema = json_body(DetokenizeRequest)
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
@@ -104,13 +99,13 @@ def tokens_router(context: ApiContext) -> APIRouter:
             f"{prefix}/tokenize",
             tokenize,
             methods=["POST"],
-            openapi_extra={"requestBody": tokenize_schema},
+            openapi_extra=tokenize_schema,
         )
         router.add_api_route(
             f"{prefix}/detokenize",
             detokenize,
             methods=["POST"],
-            openapi_extra={"requestBody": detokenize_schema},
+            openapi_extra=detokenize_schema,
         )
     return router
 

@@ -34,12 +34,12 @@ ANY = st.recursive(
 
 
 class BodyDrawer:
-    """Draws values of a body's schema `root`, to which its references are relative; `wrong`: one
-    value in ten is something else."""
+    """Draws values of schemas in an OpenAPI `document`; `wrong`: one value in ten is something
+    else."""
 
-    def __init__(self, draw: st.DrawFn, root: dict[str, Any], *, wrong: bool) -> None:
+    def __init__(self, draw: st.DrawFn, document: dict[str, Any], *, wrong: bool) -> None:
         self._draw = draw
-        self._root = root
+        self._document = document
         self._wrong = wrong
 
     def value(self, schema: Any, depth: int = 0) -> Any:
@@ -48,7 +48,7 @@ class BodyDrawer:
         if not isinstance(schema, dict) or (self._wrong and draw(st.integers(0, 9)) == 9):
             return draw(ANY)
         if "$ref" in schema:
-            target: Any = self._root
+            target: Any = self._document
             for name in schema["$ref"].removeprefix("#/").split("/"):
                 target = target[name]
             return self.value(target, depth)
@@ -127,7 +127,7 @@ def fuzz(server: Server, *, count: int) -> None:
         @given(data=st.data())
         def attack(data: st.DataObject) -> None:
             path = data.draw(st.sampled_from(sorted(routes)))
-            drawer = BodyDrawer(data.draw, routes[path], wrong=data.draw(st.booleans()))
+            drawer = BodyDrawer(data.draw, document, wrong=data.draw(st.booleans()))
             body = drawer.value(routes[path])
             if isinstance(body, dict):
                 body |= {name: SHORT[name] for name in SHORT if name in body or name == "timeout"}

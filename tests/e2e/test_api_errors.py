@@ -254,6 +254,29 @@ def test_open_endpoints_answer(http: httpx.Client) -> None:
     assert CHAT in schema["paths"]
 
 
+def test_every_reference_of_the_openapi_document_resolves(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    references: list[str] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, dict):
+            reference = value.get("$ref")
+            if isinstance(reference, str):
+                references.append(reference)
+            value = list(value.values())
+        for inner in value if isinstance(value, list) else ():
+            collect(inner)
+
+    collect(document)
+    assert len(set(references)) > 5
+    for reference in references:
+        target = document
+        assert reference.startswith("#/components/schemas/")
+        for name in reference.removeprefix("#/").split("/"):
+            target = target[name]
+        assert target
+
+
 def test_metrics_carry_the_names_of_dashboards(http: httpx.Client, client: openai.OpenAI) -> None:
     client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=3)  # type: ignore[arg-type]
     text = http.get("/metrics").text
