@@ -1,0 +1,67 @@
+"""A parent that gives no sign of life any more, watched by a child."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from negamax.base.shared_numbers import SharedNumbers
+
+HANG_SECONDS = 0.5
+CHILD = """
+import sys, time
+from negamax.base.parent_watch import ParentPulse, watch_parent
+def tell(reason): print(reason, flush=True)
+watch_parent(ParentPulse(int(sys.argv[1]), sys.argv[2], float(sys.argv[3])), tell=tell)
+time.sleep(20)
+"""
+PARENT = """
+import os, subprocess, sys, time
+from pathlib import Path
+from negamax.base.shared_numbers import SharedNumbers
+child, path, hang_seconds = sys.argv[1:]
+pulse = SharedNumbers(1, path=Path(path)).row(0)
+pulse[0] = time.monotonic()
+subprocess.Popen([sys.executable, "-c", child, str(os.getpid()), path, hang_seconds])
+for _ in range(12):
+    time.sleep(0.1)
+    pulse[0] = time.monotonic()
+print("went on", flush=True)
+while True:
+    pass
+"""
+
+
+def test_a_parent_in_an_endless_loop_is_killed_after_the_reason_was_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, CHILD, str(tmp_path / "pulse"), str(HANG_SECONDS)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout as output:
+        assert output.readline() == "went on\n"  # while its pulse goes, nothing happens to it
+        started = time.monotonic()
+        told = output.readline()
+        assert told == f"the first server process gives no sign of life for {HANG_SECONDS:g} s\n"
+        assert parent.wait(10) == -9
+        assert 1 <= time.monotonic() - started < 5
+        assert output.read() == ""  # the child has ended, too
+
+
+def test_a_process_that_is_not_the_parent_is_not_killed(tmp_path: Path) -> None:
+    """As where the parent is gone, and another process has its id."""
+    SharedNumbers(1, path=tmp_path / "pulse").row(0)[0] = 1.0
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        command = [sys.executable, "-c", CHILD, str(stranger.pid), str(tmp_path / "pulse"), "0.2"]
+        assert subprocess.run(command, timeout=15, capture_output=True).returncode == 1
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_a_process_that_knows_the_first_row_alone_leaves_the_others(tmp_path: Path) -> None:
+    table = SharedNumbers(1, num_rows=3, path=tmp_path / "pulses")
+    table.row(2)[0] = 7.0
+    first = SharedNumbers(1, path=tmp_path / "pulses")
+    table.row(0)[0] = 3.0
+    assert first.row(0)[0] == 3.0 and table.row(2)[0] == 7.0
+    assert (tmp_path / "pulses").stat().st_size == 3 * 8
