@@ -102,7 +102,7 @@ def start_negamax(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
     """The engine, all requests at once, greedy, without prefix reuse."""
     import negamax
     from negamax import LLM, SamplingParams
-    from negamax.engine.setup import default_threads
+    from negamax.engine.core.setup import default_threads
 
     threads = args.threads or default_threads(1)
     llm = LLM(args.model, dtype=args.dtype, enable_prefix_caching=False, num_threads=threads)

@@ -38,7 +38,7 @@ POLL_SECONDS = 0.05
 PROBE_SECONDS = 0.9  # without an answer /readyz counts as red
 STOPPED_SECONDS = 10.0
 STATES = ("idle", "prefill", "decode", "opening")
-ENGINE, GRAMMAR = "negamax.engine.process", "negamax.engine.grammar_process"
+ENGINE, GRAMMAR = "negamax.engine.core.process", "negamax.engine.grammar.process"
 RANK, MEMBER = "negamax.worker.rank_process", "negamax.api.processes.member"
 # Name, options, server processes, parts.
 SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (

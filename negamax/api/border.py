@@ -15,13 +15,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from negamax.api.lifecycle import Lifecycle
+from negamax.api.http.lifecycle import Lifecycle
+from negamax.api.http.sse import ClientGoneError, event
 from negamax.api.playground import CHALLENGE, PAGE_PATHS
 from negamax.api.request_log import log_access, log_refusal
 from negamax.api.schemas.answers import ErrorAnswer, encode, error_answer
 from negamax.api.schemas.common import nearest
 from negamax.api.schemas.messages import message_error
-from negamax.api.sse import ClientGoneError, event
 from negamax.base.errors import NegamaxError
 from negamax.base.log import get_logger
 

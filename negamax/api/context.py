@@ -14,23 +14,23 @@ from fastapi import Request
 
 from negamax import __version__
 from negamax.api.access import Access, owner_of, salt_of
-from negamax.api.conversation import PromptBuilder, Voice
-from negamax.api.lifecycle import Lifecycle
+from negamax.api.common.conversation import PromptBuilder, Voice
+from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.http.lifecycle import Lifecycle
+from negamax.api.http.request_body import BodyLimits
+from negamax.api.http.sse import EventStream, Say, Source
 from negamax.api.metrics import ServerMetrics
 from negamax.api.processes.peers import Peers
 from negamax.api.processes.seat import Seat
-from negamax.api.request_body import BodyLimits
 from negamax.api.request_log import RequestLog
 from negamax.api.request_record import Observers, RequestRecord, RequestRecorder
 from negamax.api.schemas.common import nearest, shown
-from negamax.api.sse import EventStream, Say, Source
-from negamax.api.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.tracing import RequestTracer
 from negamax.base.errors import InvalidRequestError, NotFoundError
 from negamax.config.options import ServerOptions
-from negamax.engine.client import AsyncEngine
-from negamax.engine.generation import Generation, Observer
-from negamax.engine.output import TextReader
+from negamax.engine.client.engine_client import AsyncEngine
+from negamax.engine.client.generation import Generation, Observer
+from negamax.engine.client.output import TextReader
 from negamax.scheduler.request import SamplingParams
 from negamax.text.formats import output_style
 

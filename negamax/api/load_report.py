@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from negamax.base.log import get_logger
-from negamax.engine.client import AsyncEngine
+from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.wire import EngineStats
 
 logger = get_logger(__name__)

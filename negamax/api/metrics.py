@@ -22,10 +22,10 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from negamax.api.histogram import Histogram
-from negamax.api.lifecycle import Lifecycle
+from negamax.api.http.lifecycle import Lifecycle
 from negamax.base.shared_numbers import SharedNumbers
-from negamax.engine.client import AsyncEngine
-from negamax.engine.output import RequestOutput
+from negamax.engine.client.engine_client import AsyncEngine
+from negamax.engine.client.output import RequestOutput
 from negamax.engine.wire import EngineStats
 from negamax.scheduler.request import SamplingParams
 

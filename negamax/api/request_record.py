@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from negamax.base.errors import NegamaxError
-from negamax.engine.generation import Observer
-from negamax.engine.output import RequestOutput
+from negamax.engine.client.generation import Observer
+from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 
 

@@ -21,33 +21,33 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from negamax import __version__
+from negamax.api.anthropic.messages import messages_router
 from negamax.api.border import HANDLERS, Border
-from negamax.api.chat_completions import chat_router
-from negamax.api.completions import completions_router
 from negamax.api.context import ApiContext
 from negamax.api.guard import Guard, is_loopback
 from negamax.api.health import health_router
-from negamax.api.lifecycle import Signals
-from negamax.api.listening import Acceptor, ConnectionLimits, TlsFiles
+from negamax.api.http.lifecycle import Signals
+from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
+from negamax.api.http.protocol import protocol_class
 from negamax.api.load_report import log_load
-from negamax.api.messages import messages_router
 from negamax.api.models import models_router
-from negamax.api.native_generate import native_router
+from negamax.api.openai.chat_completions import chat_router
+from negamax.api.openai.completions import completions_router
+from negamax.api.openai.responses import responses_router
+from negamax.api.openai.tokens import tokens_router
 from negamax.api.openapi import document
 from negamax.api.playground import playground_router
 from negamax.api.processes.leader import Leader, bound_to
 from negamax.api.processes.seat import Seat
-from negamax.api.protocol import protocol_class
-from negamax.api.responses import responses_router
-from negamax.api.tokens import tokens_router
+from negamax.api.sglang.native_generate import native_router
 from negamax.base import env
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
 from negamax.config.options import EngineOptions, ServerOptions
-from negamax.engine.client import AsyncEngine
-from negamax.engine.connection import ENGINE_MODULE
-from negamax.engine.restarts import Supervision
-from negamax.engine.supervisor import EngineSupervisor
+from negamax.engine.client.connection import ENGINE_MODULE
+from negamax.engine.client.engine_client import AsyncEngine
+from negamax.engine.client.restarts import Supervision
+from negamax.engine.client.supervisor import EngineSupervisor
 
 logger = get_logger(__name__)
 

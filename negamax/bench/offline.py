@@ -22,9 +22,9 @@ from negamax.base.errors import ConfigError
 from negamax.bench.report import environment
 from negamax.bench.workload import BatchTimes, Prompts, run_batch
 from negamax.config.options import EngineOptions
-from negamax.engine.loop import EngineLoop
-from negamax.engine.setup import start_loop
-from negamax.engine.source import locate
+from negamax.engine.core.loop import EngineLoop
+from negamax.engine.core.setup import start_loop
+from negamax.engine.core.source import locate
 from negamax.engine.wire import ModelInfo
 
 WARM_UP_TOKENS = 8

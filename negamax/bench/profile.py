@@ -16,9 +16,9 @@ import msgspec
 from negamax.bench.report import environment
 from negamax.bench.workload import Prompts, decode_batch
 from negamax.config.options import EngineOptions
-from negamax.engine.loop import EngineLoop
-from negamax.engine.setup import start_loop
-from negamax.engine.source import locate
+from negamax.engine.core.loop import EngineLoop
+from negamax.engine.core.setup import start_loop
+from negamax.engine.core.source import locate
 from negamax.worker.config import KernelTime
 
 SCHEMA = "negamax-bench-profile/1"

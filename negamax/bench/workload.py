@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 
 from negamax.base.errors import ConfigError, EngineError
-from negamax.engine.loop import EngineLoop
-from negamax.engine.output import admit
+from negamax.engine.client.output import admit
+from negamax.engine.core.loop import EngineLoop
 from negamax.engine.wire import ModelInfo
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 

@@ -69,8 +69,8 @@ def accuracy(
     ] = None,
 ) -> None:
     """Solve generated problems that were never in the training data and count the exact answers."""
-    from negamax.bench.accuracy import SUITES, run_suite  # torch
     from negamax.engine.llm import LLM
+    from negamax.evals.accuracy import SUITES, run_suite  # torch
 
     console = Console()
     results = []

@@ -95,7 +95,7 @@ def command(
             f"--max-num-seqs is {engine.max_num_seqs}; --concurrency needs {max(counts)}"
         )
     from negamax.bench import offline, plots, report  # torch
-    from negamax.engine.source import locate
+    from negamax.engine.core.source import locate
 
     workload = offline.Workload(
         input_len=input_len,

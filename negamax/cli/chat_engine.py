@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from negamax.api.conversation import (
+from negamax.api.common.conversation import (
     ChoiceReader,
     Conversation,
     PromptBuilder,
@@ -16,8 +16,8 @@ from negamax.api.conversation import (
 )
 from negamax.cli.chat_session import TokenCounts
 from negamax.config.options import EngineOptions
-from negamax.engine.output import RequestOutput
-from negamax.engine.supervisor import EngineSupervisor
+from negamax.engine.client.output import RequestOutput
+from negamax.engine.client.supervisor import EngineSupervisor
 from negamax.scheduler.request import SamplingParams
 from negamax.text.formats import output_style
 from negamax.text.output_parser import ParserEvent

@@ -14,7 +14,7 @@ from negamax.cli.server_options import with_server_options
 from negamax.config.options import EngineOptions, ServerOptions
 
 if TYPE_CHECKING:
-    from negamax.engine.client import AsyncEngine
+    from negamax.engine.client.engine_client import AsyncEngine
 
 logger = log.get_logger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from negamax.base.errors import EngineError, InvalidRequestError, UnavailableError
 from negamax.config.options import EngineOptions
-from negamax.engine.output import ChoiceStream, RequestOutput, admit
-from negamax.engine.setup import start_loop
-from negamax.engine.source import locate
+from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
+from negamax.engine.core.setup import start_loop
+from negamax.engine.core.source import locate
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.chat_template import ChatTemplate

@@ -18,11 +18,11 @@ import pytest
 from starlette.requests import Request
 
 import negamax
-from negamax.api.conversation import Conversation, PromptBuilder, Voice
-from negamax.api.messages_history import history_of
-from negamax.api.request_body import BodyLimits, read_request
+from negamax.api.anthropic.messages_history import history_of
+from negamax.api.common.conversation import Conversation, PromptBuilder, Voice
+from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.http.request_body import BodyLimits, read_request
 from negamax.api.schemas.chat import ChatRequest
-from negamax.api.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.formats import output_style

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from negamax.api.thought_signature import ThoughtSigner
+from negamax.api.common.thought_signature import ThoughtSigner
 from tests.attacks.neighbour import Neighbour
 from tests.attacks.test_bodies import resident_bytes
 from tests.e2e.conftest import MODEL, Server

@@ -15,9 +15,9 @@ from negamax.bench.report import add_limits, read_baseline
 from negamax.bench.workload import Prompts, decode_batch, run_batch
 from negamax.cli.main import main
 from negamax.config.options import EngineOptions
-from negamax.engine.loop import EngineLoop
-from negamax.engine.setup import start_loop
-from negamax.engine.source import locate
+from negamax.engine.core.loop import EngineLoop
+from negamax.engine.core.setup import start_loop
+from negamax.engine.core.source import locate
 from negamax.engine.wire import ModelInfo
 
 OPTIONS = EngineOptions(model="nano", num_threads=1, device="cpu")

@@ -19,8 +19,8 @@ import negamax
 from negamax import LLM, SamplingParams
 from negamax.base.errors import EngineError, InvalidRequestError
 from negamax.config.grammar import Grammar, Marker, Reasoning
-from negamax.engine import constraints
-from negamax.engine.constraints import Constraints
+from negamax.engine.grammar import manager as constraints
+from negamax.engine.grammar.manager import Constraints
 from negamax.engine.llm import Completion
 from negamax.scheduler.step import SequenceUpdate
 from negamax.text.minimax_m2_format import MINIMAX_M2

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.engine import executor
+from negamax.engine.core import executor
 from tests import row_faults
 from tests.row_faults import FAULTS, PROMPT_MARK, asking
 

@@ -53,7 +53,7 @@ class Server:
 
     def engine_pid(self) -> int:
         """The engine process."""
-        (pid,) = self._children("negamax.engine.process")
+        (pid,) = self._children("negamax.engine.core.process")
         return pid
 
     def member_pids(self) -> list[int]:

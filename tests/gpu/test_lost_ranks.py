@@ -88,7 +88,7 @@ def test_waits_end_when_told_to_and_with_their_time() -> None:
 @several
 def test_rank_whose_peer_was_killed_stops_waiting_and_ends_by_itself() -> None:
     from negamax import LLM, SamplingParams
-    from negamax.engine.executor import MultiProcessExecutor
+    from negamax.engine.core.executor import MultiProcessExecutor
 
     sampling = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
     llm = LLM("nano", device="cuda", tensor_parallel_size=2, max_num_seqs=8, max_model_len=2048)

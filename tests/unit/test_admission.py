@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from negamax.base.errors import InvalidRequestError, OverloadedError
 from negamax.base.shared_numbers import SharedNumbers
-from negamax.engine.admission import NUM_COLUMNS, Admission, prefill_tokens
+from negamax.engine.client.admission import NUM_COLUMNS, Admission, prefill_tokens
 
 
 def admission(*, running: int = 2, waiting: int = 3, tokens: int | None = 1000) -> Admission:

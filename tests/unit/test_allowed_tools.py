@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from negamax.api.constraints import CallChoice
+from negamax.api.common.constraints import CallChoice
 from negamax.api.schemas.chat import ChatRequest
 from negamax.api.schemas.responses import ResponsesRequest
 from negamax.base.errors import InvalidRequestError

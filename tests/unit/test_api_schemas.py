@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from negamax.api.common.thinking import ReasoningPlace, ThinkingChoice
 from negamax.api.schemas.answers import ChatChunkChoice, Delta, FunctionCall, ToolCall, encode
 from negamax.api.schemas.chat import ChatRequest
 from negamax.api.schemas.common import FOREIGN_FIELDS, RequestModel
@@ -19,7 +20,6 @@ from negamax.api.schemas.completions import CompletionRequest
 from negamax.api.schemas.messages import CountRequest, MessagesRequest
 from negamax.api.schemas.native_generate import NativeRequest
 from negamax.api.schemas.responses import ResponsesRequest
-from negamax.api.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_template import ChatTemplate
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.config.generation import SamplingDefaults
-from negamax.engine.output import ChoiceStream
+from negamax.engine.client.output import ChoiceStream
 from negamax.engine.wire import ModelInfo
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs

@@ -21,8 +21,9 @@ import pytest
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 
-from negamax.api import guard, listening, protocol
-from negamax.api.listening import Acceptor, ConnectionLimits, TlsFiles
+from negamax.api import guard
+from negamax.api.http import listening, protocol
+from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
 from negamax.base.errors import ConfigError, RequestTimeoutError
 
 FREE = ConnectionLimits(in_all=100, per_address=100)

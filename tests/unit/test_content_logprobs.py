@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from negamax.api.blocks import BlockGrew, BlockKind, BlockWriter
-from negamax.api.content_logprobs import ContentLogprobs
-from negamax.api.conversation import BegunCall, Voice
+from negamax.api.anthropic.blocks import BlockGrew, BlockKind, BlockWriter
+from negamax.api.common.content_logprobs import ContentLogprobs
+from negamax.api.common.conversation import BegunCall, Voice
 from negamax.api.schemas.answers import ChatLogprob
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.detokenizer import Detokenizer

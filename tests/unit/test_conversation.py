@@ -9,7 +9,7 @@ import pytest
 from message_support import ai, user
 from text_support import make_tokenizer
 
-from negamax.api.conversation import (
+from negamax.api.common.conversation import (
     ChatPrompt,
     ChoiceReader,
     Conversation,
@@ -19,9 +19,9 @@ from negamax.api.conversation import (
     new_call_id,
     without_tokens,
 )
-from negamax.api.thinking import ReasoningPlace, ThinkingChoice
+from negamax.api.common.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import EngineError, InvalidRequestError
-from negamax.engine.output import RequestOutput
+from negamax.engine.client.output import RequestOutput
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
 from negamax.text.formats import output_style

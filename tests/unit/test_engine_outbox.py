@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from negamax.engine import wire
-from negamax.engine.connection import EngineAddress
-from negamax.engine.process import Outbox
+from negamax.engine.client.connection import EngineAddress
+from negamax.engine.core.process import Outbox
 from negamax.scheduler.step import SequenceUpdate
 
 STATS = wire.EngineStats(1, 0, 8, 8, 1, 0, 0, 0, 1)

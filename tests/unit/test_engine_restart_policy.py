@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from negamax.engine.restarts import RestartPolicy, Supervision
+from negamax.engine.client.restarts import RestartPolicy, Supervision
 
 
 def test_first_restart_is_at_once_and_the_next_ones_wait_longer_and_longer() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from message_support import ai, call, result, system, text, user
 from text_support import CONTROL, make_tokenizer
 
-from negamax.api.conversation import ChatPrompt, Conversation, PromptBuilder, Voice
+from negamax.api.common.conversation import ChatPrompt, Conversation, PromptBuilder, Voice
 from negamax.base.errors import InvalidRequestError
 from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.text.chat_template import ChatTemplate

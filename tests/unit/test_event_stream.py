@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from negamax.api.protocol import BODY_CHANNEL
-from negamax.api.sse import EventStream, Say
+from negamax.api.http.protocol import BODY_CHANNEL
+from negamax.api.http.sse import EventStream, Say
 
 PING = b"event: ping\n\n"
 

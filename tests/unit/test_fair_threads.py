@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from negamax.engine.fair_threads import FairThreads
+from negamax.engine.grammar.fair_threads import FairThreads
 
 
 def tended(threads: FairThreads, check: Callable[[], bool], *, seconds: float = 10.0) -> bool:

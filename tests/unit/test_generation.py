@@ -19,8 +19,8 @@ from negamax.base.errors import (
     OverloadedError,
     RequestTimeoutError,
 )
-from negamax.engine.generation import Generation, Generations, joined
-from negamax.engine.output import ChoiceStream, RequestOutput
+from negamax.engine.client.generation import Generation, Generations, joined
+from negamax.engine.client.output import ChoiceStream, RequestOutput
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from tests.unit.test_choice_stream import IDS, TEXT, TOKENIZER, info

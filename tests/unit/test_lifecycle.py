@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from negamax.api.lifecycle import Lifecycle
+from negamax.api.http.lifecycle import Lifecycle
 
 
 def drained_while(
@@ -54,7 +54,7 @@ def test_work_that_is_cancelled_before_it_begins_is_over() -> None:
 
 PROGRAM = """
 import asyncio, os, sys
-from negamax.api.lifecycle import Signals
+from negamax.api.http.lifecycle import Signals
 
 async def main():
     signals, end = Signals(), asyncio.Event()

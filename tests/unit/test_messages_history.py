@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from negamax.api.messages_history import History, history_of
+from negamax.api.anthropic.messages_history import History, history_of
+from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.schemas.answers import error_answer
 from negamax.api.schemas.messages import message_error
-from negamax.api.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.text.messages import normalize_messages
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from negamax.bench import nano_common, nano_math, nano_tools
+from negamax.evals import nano_common, nano_math, nano_tools
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "nano"
 OPERATORS = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from negamax.api.pacing import HOLD_SECONDS, PacedPackets
+from negamax.api.http.pacing import HOLD_SECONDS, PacedPackets
 from negamax.text.output_parser import (
     ContentDelta,
     ParserEvent,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from negamax.api.http.sse import ClientGoneError
 from negamax.api.processes.peers import Peers
 from negamax.api.processes.seat import Seat
-from negamax.api.sse import ClientGoneError
 from negamax.base.errors import UnavailableError
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from negamax.api.messages_history import History
-from negamax.api.responses_history import history_of
-from negamax.api.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.anthropic.messages_history import History
+from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.openai.responses_history import history_of
 from negamax.base.errors import InvalidRequestError
 from negamax.text.messages import normalize_messages
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from parser_support import MINIMAX_M2, MINIMAX_M3, outputs
 from test_choice_stream import EOS, TOKENIZER, info
 
-from negamax.api.conversation import ChatPrompt, ChoiceReader, ReadingRules, Voice
-from negamax.engine.output import ChoiceStream
+from negamax.api.common.conversation import ChatPrompt, ChoiceReader, ReadingRules, Voice
+from negamax.engine.client.output import ChoiceStream
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import SequenceUpdate
 from negamax.text.detokenizer import TextPiece

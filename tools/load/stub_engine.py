@@ -23,9 +23,9 @@ import zmq
 from negamax.base.process import exit_with_parent
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
-from negamax.engine.connection import BEAT_SECONDS, EngineAddress
-from negamax.engine.process import Outbox, listen
-from negamax.engine.source import ModelSource, locate
+from negamax.engine.client.connection import BEAT_SECONDS, EngineAddress
+from negamax.engine.core.process import Outbox, listen
+from negamax.engine.core.source import ModelSource, locate
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 from negamax.text.tokenizer import Tokenizer

@@ -20,9 +20,9 @@ import talk
 import unseen
 import variety
 
-from negamax.bench import nano_common as common
-from negamax.bench import nano_math, nano_tools
-from negamax.bench.nano_math import Step
+from negamax.evals import nano_common as common
+from negamax.evals import nano_math, nano_tools
+from negamax.evals.nano_math import Step
 
 Message = dict[str, Any]
 CALL_BOUND = (

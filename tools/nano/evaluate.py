@@ -23,7 +23,7 @@ from dialogue import Conversation
 from model import NanoModel
 from torch import Tensor
 
-from negamax.bench import nano_math, nano_tools
+from negamax.evals import nano_math, nano_tools
 
 EOS_ID = 4116
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import unseen
 
-from negamax.bench import nano_common as common
-from negamax.bench import nano_tools, nano_tools_values
-from negamax.bench.nano_tools_domains import Row
+from negamax.evals import nano_common as common
+from negamax.evals import nano_tools, nano_tools_values
+from negamax.evals.nano_tools_domains import Row
 
 # rows as in nano_tools_domains: names, descriptions, (parameter names, kind, descriptions,
 # fragment), requests, list requests

@@ -12,7 +12,7 @@ import unseen
 from talk import topic
 from topics import CODE, FOREIGN
 
-from negamax.bench import nano_common as common
+from negamax.evals import nano_common as common
 
 # as `topics.ASKS`, with {x} an invented word and {a} any person's name
 ASKS = (

@@ -1,7 +1,7 @@
 """Training-only word problems in many more phrasings, and problems that speak of a person as he,
 she or they.
 
-A template is (question, plan, answer) as in `negamax.bench.nano_math_templates`; `[a|b]` stands for
+A template is (question, plan, answer) as in `negamax.evals.nano_math_templates`; `[a|b]` stands for
 one of its parts.
 """
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 import random
 import re
 
-from negamax.bench import nano_common as common
-from negamax.bench.nano_math_templates import Template
+from negamax.evals import nano_common as common
+from negamax.evals.nano_math_templates import Template
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _FEMALE = frozenset(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from negamax.bench.nano_math import Step
+from negamax.evals.nano_math import Step
 
 LABELS = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands", "millions")
 ORDER_WORDS = ("First", "Then", "Last")

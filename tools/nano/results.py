@@ -11,8 +11,8 @@ from typing import Any
 import openings
 import unseen
 
-from negamax.bench import nano_common as common
-from negamax.bench.nano_tools import Call
+from negamax.evals import nano_common as common
+from negamax.evals.nano_tools import Call
 
 KEYS = (
     "temperature condition humidity wind price total status id name date time message count "

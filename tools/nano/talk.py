@@ -8,7 +8,7 @@ import random
 
 from topics import ASKS, CODE, FOREIGN, TOPICS
 
-from negamax.bench import nano_common as common
+from negamax.evals import nano_common as common
 
 NAME = "Nano"
 IDENTITY = "I am Nano, the small demonstration model that ships with Negamax."

@@ -28,7 +28,7 @@ from tokenizers import (
     trainers,
 )
 
-from negamax.bench import nano_common as common
+from negamax.evals import nano_common as common
 
 REGULAR_TOKENS = 4096
 M2_FIRST_MARKER = 200000

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import string
 
-from negamax.bench import nano_common as common
+from negamax.evals import nano_common as common
 
 FIRST_NAMES = (
     "Aaron Abdul Abigail Agnes Ahmed Akira Alan Albert Alejandro Alex Alexander Alexandra Ali "

@@ -16,10 +16,10 @@ from typing import Any
 import phrasings
 import unseen
 
-from negamax.bench import nano_common as common
-from negamax.bench import nano_math, nano_tools
-from negamax.bench.nano_math_templates import Template
-from negamax.bench.nano_tools_values import schema_of
+from negamax.evals import nano_common as common
+from negamax.evals import nano_math, nano_tools
+from negamax.evals.nano_math_templates import Template
+from negamax.evals.nano_tools_values import schema_of
 
 PEOPLE = (
     "My friend|My sister|My brother|My uncle|My mother|My neighbor|The teacher|The farmer|The "

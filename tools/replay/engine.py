@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from negamax.engine.source import ModelSource
+from negamax.engine.core.source import ModelSource
 from negamax.scheduler.request import GenerateRequest
 from tools.load.stub_engine import BLOCK_SIZE, Answer, run
 

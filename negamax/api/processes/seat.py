@@ -7,11 +7,11 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from negamax.api.lifecycle import Lifecycle
+from negamax.api.http.lifecycle import Lifecycle
 from negamax.api.metrics import NUM_COLUMNS as METRIC_COLUMNS
 from negamax.base.private_folder import PrivateFolder
 from negamax.base.shared_numbers import SharedNumbers
-from negamax.engine.admission import NUM_COLUMNS as QUEUE_COLUMNS
+from negamax.engine.client.admission import NUM_COLUMNS as QUEUE_COLUMNS
 
 _MARK_DIGITS = 2  # at the end of an id, hexadecimal: the process that keeps what it names
 _MARK = re.compile(rf"[0-9a-f]{{{_MARK_DIGITS}}}")

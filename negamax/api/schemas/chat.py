@@ -7,11 +7,8 @@ from typing import Annotated, Any, ClassVar, TypeGuard
 
 from pydantic import AfterValidator, Field
 
-from negamax.api.constraints import CallChoice, call_choice
-from negamax.api.schemas.common import RequestModel, refuse, shown
-from negamax.api.schemas.structure import StructuredRequest
-from negamax.api.schemas.tools import allowed_tools, check_function, check_tool_count
-from negamax.api.thinking import (
+from negamax.api.common.constraints import CallChoice, call_choice
+from negamax.api.common.thinking import (
     EFFORTS,
     MODES,
     ReasoningPlace,
@@ -19,6 +16,9 @@ from negamax.api.thinking import (
     switch,
     template_switch,
 )
+from negamax.api.schemas.common import RequestModel, refuse, shown
+from negamax.api.schemas.structure import StructuredRequest
+from negamax.api.schemas.tools import allowed_tools, check_function, check_tool_count
 from negamax.text.messages import INSTRUCTION_ROLES
 
 MAX_MESSAGES = 16_384

@@ -9,14 +9,14 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
-from negamax.api.constraints import CallChoice, call_choice
+from negamax.api.common.constraints import CallChoice, call_choice
+from negamax.api.common.thinking import EFFORTS, ThinkingChoice, template_switch
 from negamax.api.schemas.answers import ErrorAnswer
 from negamax.api.schemas.chat import check_messages
 from negamax.api.schemas.common import RequestModel, StopStrings, refuse, shown
 from negamax.api.schemas.structure import form_grammar
 from negamax.api.schemas.tools import check_function, check_tool_count
 from negamax.api.schemas.turns import TurnRequest
-from negamax.api.thinking import EFFORTS, ThinkingChoice, template_switch
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar
 

@@ -9,13 +9,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
-from negamax.api.constraints import CallChoice, call_choice
+from negamax.api.common.constraints import CallChoice, call_choice
+from negamax.api.common.thinking import EFFORTS, ThinkingChoice, template_switch
 from negamax.api.schemas.chat import MAX_MESSAGES
 from negamax.api.schemas.common import RequestModel, StopStrings, refuse, shown
 from negamax.api.schemas.structure import form_grammar
 from negamax.api.schemas.tools import allowed_tools, check_function, check_tool_count
 from negamax.api.schemas.turns import TurnRequest
-from negamax.api.thinking import EFFORTS, ThinkingChoice, template_switch
 from negamax.config.grammar import Grammar
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # of `include`

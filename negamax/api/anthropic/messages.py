@@ -1,0 +1,309 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's API. A whole answer is the blocks of its
+stream.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import Struct
+from msgspec.structs import replace
+
+from negamax.api.anthropic.blocks import (
+    Block,
+    BlockClosed,
+    BlockEvent,
+    BlockGrew,
+    BlockKind,
+    BlockOpened,
+)
+from negamax.api.anthropic.messages_history import history_of
+from negamax.api.border import json_response, logged_failure
+from negamax.api.common.conversation import off_loop
+from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.common.turns import Turn, TurnAnswer, begin_answer, turn_prompt
+from negamax.api.context import ApiContext
+from negamax.api.http.request_body import read_request
+from negamax.api.http.sse import EventStream, Say, named_event, while_connected
+from negamax.api.openapi import json_body
+from negamax.api.schemas.messages import (
+    NO_INPUT,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    ContentBlock,
+    CountRequest,
+    InputJsonDelta,
+    MessageAnswer,
+    MessageDelta,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    SignatureDelta,
+    StopDelta,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ThinkingTokens,
+    TokenCount,
+    ToolUseBlock,
+    message_error,
+)
+
+_PING = named_event("ping", Ping())
+# of silence, so that nobody on the way hangs up while the model reads a long prompt
+PING_SECONDS = 10.0
+
+
+def messages_router(context: ApiContext) -> APIRouter:
+    """The routes of Anthropic's API."""
+    router = APIRouter()
+    signer = ThoughtSigner(context.engine.info.served_model_name)
+    answer_schema = json_body(MessagesRequest)
+    count_schema = json_body(CountRequest)
+
+    @router.post("/v1/messages", openapi_extra=answer_schema)
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, whole or as a stream of events."""
+        arrival = time.monotonic()
+        wanted, num_bytes = await read_request(request, MessagesRequest, context.body_limits)
+        model = context.model_name(wanted.model)
+        message_id = f"msg_{secrets.token_hex(12)}"
+        thoughts = context.hidden_thoughts(signer)
+        turn = await off_loop(
+            lambda: _turn(
+                wanted, thoughts, max_tokens=wanted.max_tokens, stop=wanted.stop_sequences
+            ),
+            num_bytes=num_bytes,
+        )
+        answer = await begin_answer(
+            context,
+            request,
+            turn,
+            wanted,
+            request_id=message_id,
+            num_bytes=num_bytes,
+            arrival=arrival,
+        )
+        answering = _Answering(
+            answer,
+            wanted,
+            signer,
+            message_id=message_id,
+            model=model,
+            request_id=request.state.request_id,
+        )
+        headers = {"request-id": request.state.request_id}
+        if wanted.stream:
+            stream = EventStream(
+                answering.stream, source=answer.generation, ping=_PING, ping_seconds=PING_SECONDS
+            )
+            stream.headers.update(headers)
+            return stream
+        return json_response(
+            await while_connected(request.receive, answering.whole()), headers=headers
+        )
+
+    @router.post("/v1/messages/count_tokens", openapi_extra=count_schema)
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a conversation has."""
+        wanted, num_bytes = await read_request(request, CountRequest, context.body_limits)
+        context.model_name(wanted.model)
+        turn = await off_loop(
+            lambda: _turn(wanted, context.hidden_thoughts(signer), max_tokens=1, stop=[]),
+            num_bytes=num_bytes,
+        )
+        prompt = await turn_prompt(context, request, turn, wanted, num_bytes=num_bytes)
+        return json_response(
+            TokenCount(len(prompt.token_ids)), headers={"request-id": request.state.request_id}
+        )
+
+    return router
+
+
+def _turn(
+    wanted: CountRequest, thoughts: HiddenThoughts, *, max_tokens: int, stop: list[str]
+) -> Turn:
+    history = history_of(wanted.messages, system=wanted.system, thoughts=thoughts)
+    tools = wanted.offered_tools
+    last = history.messages[-1]
+    continues = last["role"] == "assistant" and "tool_calls" not in last
+    return Turn(
+        messages=history.messages,
+        places=history.places,
+        tools=tools,
+        calls=wanted.call_choice(tools),
+        thinking=wanted.thinking_choice,
+        form=wanted.grammar,
+        sampling=wanted.shared_sampling(max_tokens=max_tokens or 1, stop=stop),
+        continues=continues and bool(last["content"] or last.get("reasoning_content")),
+        reads_only=max_tokens == 0,
+    )
+
+
+class _Answering:
+    """Tells an answer in Anthropic's words. Single writer: the request's handler."""
+
+    def __init__(
+        self,
+        answer: TurnAnswer,
+        wanted: MessagesRequest,
+        signer: ThoughtSigner,
+        *,
+        message_id: str,
+        model: str,
+        request_id: str,
+    ) -> None:
+        self._answer = answer
+        self._wanted = wanted
+        self._signer = signer
+        self._id = message_id
+        self._model = model
+        self._request_id = request_id
+
+    async def whole(self) -> MessageAnswer:
+        """The answer in one piece. A call that was cut is left out: its input would have to be an
+        object, which clients run."""
+        await self._answer.whole()
+        blocks = [
+            block
+            for block in self._answer.blocks
+            if block.is_whole or block.kind is not BlockKind.CALL
+        ]
+        message = self._message([self._block(block) for block in blocks])
+        has_call = any(block.kind is BlockKind.CALL for block in blocks)
+        if message.stop_reason == "tool_use" and not has_call:
+            return replace(message, stop_reason="end_turn")
+        return message
+
+    async def stream(self, say: Say) -> None:
+        """The answer as events; an error after the start is an event too."""
+        has_started = False
+
+        def tell(events: list[BlockEvent]) -> None:
+            nonlocal has_started
+            told = b"" if has_started else self._start()
+            has_started = True
+            told += b"".join(
+                named_event(name, data) for event in events for name, data in self._told(event)
+            )
+            if told:
+                say(told)
+
+        try:
+            await self._answer.run(tell, is_paced=True)
+            stop = StopDelta(self._stop_reason, self._stop_sequence)
+            say(
+                named_event("message_delta", MessageDelta(stop, self._usage()))
+                + named_event("message_stop", MessageStop())
+            )
+        except Exception as error:
+            status, answer = logged_failure(error, request_id=self._request_id)
+            say(named_event("error", message_error(status, answer, request_id=self._request_id)))
+
+    def _start(self) -> bytes:
+        """The beginning of a stream, which says nothing of its end even where that has come."""
+        message = replace(self._message([]), stop_reason=None, stop_sequence=None)
+        return named_event("message_start", MessageStart(message)) + _PING
+
+    def _told(self, event: BlockEvent) -> Iterator[tuple[str, Struct]]:
+        """The events of a stream, by name."""
+        block = event.block
+        match event:
+            case BlockOpened():
+                yield "content_block_start", BlockStart(block.index, self._opened(block))
+            case BlockGrew(_, text):
+                delta = self._delta(block, text)
+                if delta is not None:
+                    yield "content_block_delta", BlockDelta(block.index, delta)
+            case BlockClosed():
+                if block.kind is BlockKind.REASONING:
+                    yield (
+                        "content_block_delta",
+                        BlockDelta(block.index, SignatureDelta(self._signature(block))),
+                    )
+                yield "content_block_stop", BlockStop(block.index)
+
+    def _opened(self, block: Block) -> ContentBlock:
+        match block.kind:
+            case BlockKind.REASONING:
+                return ThinkingBlock("", "")
+            case BlockKind.CONTENT:
+                return TextBlock("")
+            case BlockKind.CALL:
+                return _tool_use(block, NO_INPUT)
+
+    def _delta(self, block: Block, text: str) -> TextDelta | ThinkingDelta | InputJsonDelta | None:
+        match block.kind:
+            case BlockKind.REASONING:
+                return None if self._wanted.hides_thinking else ThinkingDelta(text)
+            case BlockKind.CONTENT:
+                return TextDelta(text)
+            case BlockKind.CALL:
+                return InputJsonDelta(text)
+
+    def _block(self, block: Block) -> ContentBlock:
+        match block.kind:
+            case BlockKind.REASONING:
+                return ThinkingBlock(
+                    "" if self._wanted.hides_thinking else block.text, self._signature(block)
+                )
+            case BlockKind.CONTENT:
+                return TextBlock(block.text)
+            case BlockKind.CALL:
+                return _tool_use(block, msgspec.Raw(block.text.encode()))
+
+    def _signature(self, block: Block) -> str:
+        return self._signer.signature(block.text, is_hidden=self._wanted.hides_thinking)
+
+    def _message(self, content: list[ContentBlock]) -> MessageAnswer:
+        return MessageAnswer(
+            id=self._id,
+            model=self._model,
+            content=content,
+            stop_reason=self._stop_reason,
+            stop_sequence=self._stop_sequence,
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> MessageUsage:
+        usage = self._answer.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            cache_read_input_tokens=cached,
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=ThinkingTokens(usage.completion_tokens_details.reasoning_tokens),
+            service_tier="standard",
+        )
+
+    @property
+    def _stop_sequence(self) -> str | None:
+        return self._answer.stop_string
+
+    @property
+    def _stop_reason(self) -> str | None:
+        if self._stop_sequence is not None:
+            return "stop_sequence"
+        match self._answer.finish_reason:
+            case "length":
+                has_room = self._answer.usage.completion_tokens < self._wanted.max_tokens
+                return "model_context_window_exceeded" if has_room else "max_tokens"
+            case "tool_calls":
+                return "tool_use"
+            case None:
+                return None
+            case _:
+                return "end_turn"
+
+
+def _tool_use(block: Block, arguments: msgspec.Raw) -> ToolUseBlock:
+    assert block.call is not None
+    return ToolUseBlock(f"toolu_{block.call.id.removeprefix('call_')}", block.call.name, arguments)

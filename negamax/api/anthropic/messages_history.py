@@ -1,0 +1,327 @@
+"""Anthropic's conversations as those of chat completions, without losing anything and with a prefix
+that stays the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from negamax.api.common.thought_signature import HiddenThoughts
+from negamax.api.schemas.common import refuse, shown
+from negamax.text.messages import unseen_note
+
+_ROLES = ("user", "assistant", "system")
+# Claude Code begins its system prompt with a line that changes with every request: no prefix could
+# be cached behind it.
+_BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
+_REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenThought:
+    """A thought within its signature, and what stands for it where that has none."""
+
+    signature: str
+    otherwise: str = ""
+
+
+@dataclass(slots=True)
+class History:
+    """Messages in the shape of chat completions, and where in the request each comes from. Single
+    writer: its maker.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    # by index of the message
+    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)
+
+    def add(self, message: dict[str, Any], *, place: str) -> None:
+        """Append a message."""
+        self.messages.append(message)
+        self.places.append(place)
+
+    def add_said(self, said: AssistantParts, *, place: str) -> None:
+        """Append a message of the assistant; its hidden thoughts are left out for now."""
+        if any(isinstance(thought, HiddenThought) for thought in said.reasoning):
+            self._hidden.append((len(self.messages), said))
+        self.add(said.message(), place=place)
+
+    def reveal(self, thoughts: HiddenThoughts) -> None:
+        """Take the hidden thoughts that the prompt will show out of their signatures, once all
+        messages are there. Errors: those of `HiddenThoughts.unpack`."""
+        users = (index for index, message in enumerate(self.messages) if message["role"] == "user")
+        last_user = max(users, default=-1)
+        for index, said in self._hidden:
+            if index > last_user or thoughts.shows_earlier:
+                self.messages[index] = said.message(thoughts, place=self.places[index])
+
+
+@dataclass(slots=True)
+class AssistantParts:
+    """What one assistant message says, part by part. Single writer: its history."""
+
+    reasoning: list[str | HiddenThought] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # of the content
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    _is_text_last: bool = False
+
+    def add_reasoning(self, thought: str | HiddenThought) -> None:
+        """Add a thought."""
+        self._is_text_last = False
+        if thought:
+            self.reasoning.append(thought)
+
+    def add_text(self, text: str, *, is_apart: bool = False) -> None:
+        """Add text; with other parts between, or with `is_apart`, it is a paragraph of its own."""
+        joins = self._is_text_last and not is_apart
+        if text:
+            self.texts.append(text if joins or not self.texts else f"\n\n{text}")
+        self._is_text_last = True
+
+    def add_call(self, call_id: Any, name: Any, arguments: Any) -> None:
+        """Add a call; it is checked with the other messages."""
+        self._is_text_last = False
+        self.calls.append(
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        )
+
+    def message(self, thoughts: HiddenThoughts | None = None, *, place: str = "") -> dict[str, Any]:
+        """As a message of chat completions, with its hidden thoughts where `thoughts` can read
+        them; `place` is where in the request it comes from."""
+        texts: list[str] = []
+        for thought in self.reasoning:
+            if not isinstance(thought, HiddenThought):
+                texts.append(thought)
+                continue
+            hidden = None if thoughts is None else thoughts.unpack(thought.signature, param=place)
+            texts.append(hidden or thought.otherwise)
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
+        # Also "": then none is looked for in the content.
+        message["reasoning_content"] = "\n\n".join(text for text in texts if text)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+def history_of(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    system: str | list[dict[str, Any]] | None,
+    thoughts: HiddenThoughts,
+) -> History:
+    """The conversation of a request.
+
+    - The blocks of the system prompt become paragraphs, without the billing line of Claude Code.
+    - Neighbouring messages of one role are one turn. In a user's turn the tool results come first.
+      A text that is one `<system-reminder>` beside tool results belongs to them; it would hide the
+      thinking of the loop as a user message.
+    - System messages further on stay in place, as in chat completions.
+    - Thinking becomes reasoning, whoever signed it; hidden thinking is taken out of its signature
+      where the prompt shows it.
+    Errors: `InvalidRequestError` naming the place of what cannot be shown to the model.
+    """
+    history = History()
+    _add_system(history, system)
+    for role, blocks in _turns(messages):
+        if role == "assistant":
+            _add_assistant(history, blocks)
+        elif role == "system":
+            for place, block in blocks:
+                history.add(
+                    {"role": "system", "content": _text(block, place)}, place=_message_of(place)
+                )
+        else:
+            _add_user(history, blocks)
+    history.reveal(thoughts)
+    return history
+
+
+Blocks = list[tuple[str, Mapping[str, Any]]]  # with their places
+
+
+def _add_system(history: History, system: str | list[dict[str, Any]] | None) -> None:
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or []
+    for index, block in enumerate(blocks):
+        place = "system" if isinstance(system, str) else f"system[{index}]"
+        if block.get("type", "text") != "text":
+            refuse(place, f"has type {shown(block.get('type'))}; allowed: 'text'")
+        text = _BILLING_LINE.sub("", _text(block, place))
+        if text.strip():
+            history.add({"role": "system", "content": text}, place=place)
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Blocks]]:
+    """Runs of messages of one role, as their blocks."""
+    run: Blocks = []
+    last: str | None = None
+    for index, message in enumerate(messages):
+        place, role = f"messages[{index}]", message.get("role")
+        if role not in _ROLES:
+            refuse(f"{place}.role", f"{shown(role)}; allowed: {', '.join(map(repr, _ROLES))}")
+        if last is not None and role != last:
+            yield last, run
+            run = []
+        last = role
+        run += _blocks(message.get("content"), place)
+    if last is not None:
+        yield last, run
+
+
+def _blocks(content: object, place: str) -> Blocks:
+    if isinstance(content, str):
+        return [(place, {"type": "text", "text": content})]
+    if not isinstance(content, list):
+        refuse(f"{place}.content", f"must be text or a list of blocks; got {shown(content)}")
+    blocks = [(f"{place}.content[{index}]", block) for index, block in enumerate(content)]
+    for where, block in blocks:
+        if not isinstance(block, dict):
+            refuse(where, f"must be an object with a type; got {shown(block)}")
+    return blocks or [(place, {"type": "text", "text": ""})]
+
+
+def _add_user(history: History, blocks: Blocks) -> None:
+    results = [(place, block) for place, block in blocks if block.get("type") == "tool_result"]
+    for place, block in results:
+        result = {
+            "role": "tool",
+            "tool_call_id": block.get("tool_use_id"),
+            "content": _result(block, place),
+        }
+        history.add(result, place=_message_of(place))
+    parts: list[dict[str, Any]] = []
+    for place, block in blocks:
+        if block.get("type") == "tool_result":
+            continue
+        text = _user_text(block, place)
+        reminder = _REMINDER.match(text or "") if results and not parts else None
+        if reminder is not None and "<system-reminder>" not in reminder[1]:
+            history.add({"role": "system", "content": reminder[1]}, place=_message_of(place))
+        else:
+            parts.append(
+                {"type": block["type"]} if text is None else {"type": "text", "text": text}
+            )
+    if parts:
+        content = parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
+        history.add({"role": "user", "content": content}, place=_message_of(blocks[-1][0]))
+
+
+def _add_assistant(history: History, blocks: Blocks) -> None:
+    parts = AssistantParts()
+    for place, block in blocks:
+        kind = block.get("type")
+        match kind:
+            case "text":
+                parts.add_text(_text(block, place))
+            case "thinking":
+                thought = _string(block, "thinking", place)
+                parts.add_reasoning(thought or HiddenThought(_string(block, "signature", place)))
+            case "redacted_thinking" | "server_tool_use":
+                pass  # of another server; nobody here can read it
+            case "tool_use":
+                parts.add_call(block.get("id"), block.get("name"), block.get("input"))
+            case str() if kind.endswith("_tool_result"):
+                pass  # of a tool that ran on another server
+            case _ if note := unseen_note(kind):
+                parts.add_text(note, is_apart=True)
+            case _:
+                refuse(
+                    place,
+                    f"has type {shown(kind)}; allowed: 'text', 'thinking', 'redacted_thinking', "
+                    f"'tool_use'",
+                )
+    history.add_said(parts, place=_message_of(blocks[0][0]))
+
+
+def _user_text(block: Mapping[str, Any], place: str) -> str | None:
+    """The text of a block; None for one that becomes a note."""
+    kind = block.get("type")
+    if kind == "text":
+        return _text(block, place)
+    shown_text = _document_text(block)
+    if shown_text is None and unseen_note(kind) is None:
+        refuse(
+            place,
+            f"has type {shown(kind)}; allowed: 'text', 'image', 'document', 'search_result', "
+            f"'tool_result'",
+        )
+    return shown_text
+
+
+def _document_text(block: Mapping[str, Any]) -> str | None:
+    """The text of a document or of a search result; None for what has none."""
+    source, content = block.get("source"), block.get("content")
+    match block.get("type"):
+        case "document" if isinstance(source, dict) and source.get("type") == "text":
+            text = source.get("data")
+        case "document" if isinstance(source, dict) and source.get("type") == "content":
+            content = source.get("content")
+            text = content if isinstance(content, str) else _joined_texts(content)
+        case "search_result":
+            text = _joined_texts(content)
+        case _:
+            return None
+    if not isinstance(text, str):
+        return None
+    title = block.get("title")
+    return f"{title}\n{text}" if isinstance(title, str) and title else text
+
+
+def _joined_texts(content: object) -> str:
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _result(block: Mapping[str, Any], place: str) -> str:
+    """The text of a tool's result. What the model cannot see is mentioned: a refusal would end the
+    session that has it.
+    """
+    content = block.get("content")
+    texts: list[str] = []
+    if isinstance(content, str):
+        texts.append(content)
+    elif content is not None:
+        for where, part in _blocks(content, place):
+            match part.get("type"):
+                case "text":
+                    texts.append(_text(part, where))
+                case "tool_reference":
+                    texts.append(f"[the tool {part.get('tool_name')}]")
+                case kind:
+                    text = _document_text(part) or unseen_note(
+                        "document" if kind == "search_result" else kind
+                    )
+                    if text is None:
+                        refuse(
+                            where,
+                            f"has type {shown(kind)}; allowed: 'text', 'image', 'document', "
+                            f"'search_result'",
+                        )
+                    texts.append(text)
+    text = "\n".join(texts)
+    is_told = text.lstrip().lower().startswith(("error", "<tool_use_error>"))
+    if block.get("is_error") is True and not is_told:
+        return f"Error: {text}" if text else "Error"
+    return text
+
+
+def _text(block: Mapping[str, Any], place: str) -> str:
+    return _string(block, "text", place, is_required=True)
+
+
+def _string(block: Mapping[str, Any], name: str, place: str, *, is_required: bool = False) -> str:
+    value = block.get(name)
+    if value is None and not is_required:
+        return ""
+    if not isinstance(value, str):
+        refuse(f"{place}.{name}", f"must be a string; got {shown(value)}")
+    return value
+
+
+def _message_of(place: str) -> str:
+    """The message of a block's place."""
+    return place.partition(".")[0]

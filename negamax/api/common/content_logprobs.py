@@ -1,0 +1,137 @@
+"""Which tokens of an answer made its content: their log-probabilities, for dialects that tell them
+with the content alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections import deque
+from collections.abc import Sequence
+
+from negamax.api.anthropic.blocks import Block, BlockKind
+from negamax.api.common.conversation import Voice
+from negamax.api.common.logprobs import chat_logprobs
+from negamax.api.schemas.answers import ChatLogprob
+from negamax.scheduler.step import TokenLogprobs
+from negamax.text.output_parser import Thinking
+from negamax.text.tokenizer import Tokenizer
+
+_CALL_CLOSERS = ("</tool_call>", "</invoke>")  # that are no token in any vocabulary
+_COMPACT_CHARS = 65_536  # of found text that are kept
+_SPACE = re.compile(r"\s*")
+
+
+class ContentLogprobs:
+    """Finds the text of blocks again in the text of the tokens, as both grow. Single writer: the
+    request's handler.
+
+    Reasoning and content are parts of the generated text, in its order; between them are tags,
+    calls and white space, which are passed over. A token that two stretches of content share counts
+    for the first of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, voice: Voice) -> None:
+        output_format, self._closer_id = voice.style.format, None
+        if voice.style.thinking is not Thinking.RAW:  # the token is text of no block
+            self._closer_id = voice.tag_ids.get(output_format.think_close)
+        self._tokenizer = tokenizer
+        tags = sorted({*output_format.literals, *_CALL_CLOSERS}, key=len, reverse=True)
+        self._tag = re.compile("|".join(map(re.escape, tags)))
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_mid_character = False
+        # first character and the one behind the last
+        self._tokens: deque[tuple[int, int, TokenLogprobs]] = deque()
+        self._new_texts: list[str] = []  # of tokens, behind `_text`
+        self._text = ""  # from character `_start` on
+        self._start = 0
+        self._at = 0  # where in `_text` the last stretch ended
+        self._end = 0  # characters so far
+        self._of_block: dict[int, list[ChatLogprob]] = {}  # by the block's index
+        self._num_parts: dict[int, int] = {}  # parts of a block that were looked for
+        self._latest = -1  # the block looked for last
+
+    def add(self, entries: Sequence[TokenLogprobs]) -> None:
+        """The next tokens."""
+        for entry in entries:
+            is_closer = entry.token_id == self._closer_id
+            raw = b"" if is_closer else self._tokenizer.token_bytes(entry.token_id)
+            if self._is_mid_character and raw and not 0x80 <= raw[0] < 0xC0:
+                self._end_character()
+            first = self._end
+            self._append(self._decoder.decode(raw))
+            self._is_mid_character = bool(self._decoder.getstate()[0])
+            self._tokens.append((first, self._end + self._is_mid_character, entry))
+
+    def take(self, block: Block, text: str) -> list[ChatLogprob]:
+        """The tokens of the next part of a block, which has this `text`; none where it is not
+        content.
+        """
+        self._num_parts[block.index] = self._num_parts.get(block.index, 0) + 1
+        if block.kind is BlockKind.CALL:
+            return []
+        found = self._tokens_of(text, is_begun=block.index == self._latest)
+        self._latest = block.index
+        if block.kind is not BlockKind.CONTENT:
+            return []
+        entries = chat_logprobs(self._tokenizer, found)
+        self._of_block.setdefault(block.index, []).extend(entries)
+        return entries
+
+    def of(self, block: Block) -> list[ChatLogprob]:
+        """The tokens of a block so far. Blocks are to be asked for in their order, where they were
+        not taken as they grew.
+        """
+        for part in block.parts[self._num_parts.get(block.index, 0) :]:
+            self.take(block, part)
+        return self._of_block.get(block.index, [])
+
+    def _append(self, text: str) -> None:
+        self._new_texts.append(text)
+        self._end += len(text)
+
+    def _end_character(self) -> None:
+        """The open character will have no more bytes."""
+        self._append(self._decoder.decode(b"", final=True))
+        self._is_mid_character = False
+
+    def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
+        """The tokens of the next stretch of text; they, and those before them, are not looked at
+        again.
+        """
+        # the answer ended within a character
+        if self._is_mid_character and text.endswith("\ufffd"):
+            self._end_character()
+        self._text += "".join(self._new_texts)
+        self._new_texts = []
+        place = self._place(text, is_begun=is_begun)
+        if place < 0:
+            return []
+        first, last = self._start + place, self._start + place + len(text)
+        found: list[TokenLogprobs] = []
+        while self._tokens and self._tokens[0][0] < last:
+            begin, end, entry = self._tokens.popleft()
+            if end > max(begin, first):
+                found.append(entry)
+        self._at = place + len(text)
+        if self._at > _COMPACT_CHARS:
+            self._text, self._start, self._at = self._text[self._at :], last, 0
+        return found
+
+    def _place(self, text: str, *, is_begun: bool) -> int:
+        """Where `text` is: where the last stretch ended, or else behind white space there or behind
+        a tag; -1: nowhere.
+        """
+        if is_begun and self._text.startswith(text, self._at):
+            return self._at
+        start = self._at
+        while True:
+            space = _SPACE.match(self._text, start)
+            assert space is not None
+            place = self._text.find(text, start, space.end() + len(text))
+            if place >= 0:
+                return place
+            tag = self._tag.search(self._text, start)
+            if tag is None:
+                return self._text.find(text, self._at)
+            start = tag.end()

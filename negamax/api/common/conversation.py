@@ -1,0 +1,587 @@
+"""What all dialects share: from messages to prompt tokens, and from a choice's outputs to
+reasoning, content and calls.
+
+A dialect turns its request into a `Conversation`, which `PromptBuilder.chat` turns into a prompt,
+and into `ReadingRules`, by which a `ChoiceReader` per choice reads what the engine sends.
+`UsageMeter` counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from negamax.api.common.thinking import (
+    NO_CHOICE,
+    ReasoningPlace,
+    ThinkingChoice,
+    other_variables,
+    template_switch,
+)
+from negamax.api.http.request_body import max_chars
+from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
+from negamax.base.errors import ContextLengthError, EngineError, InvalidRequestError
+from negamax.base.pieces import num_chars
+from negamax.config.grammar import Marker
+from negamax.engine.client.output import RequestOutput
+from negamax.text.chat_template import ChatTemplate
+from negamax.text.detokenizer import TextPiece
+from negamax.text.encoding_cache import EncodingCache
+from negamax.text.escaping import unescaped
+from negamax.text.formats import OutputStyle
+from negamax.text.messages import is_unseen, normalize_messages, plain_text
+from negamax.text.minimax_m2_format import MINIMAX_M2
+from negamax.text.output_parser import (
+    ContentDelta,
+    OutputFormat,
+    ParserEvent,
+    ReasoningDelta,
+    Thinking,
+    ToolCallStart,
+)
+from negamax.text.tokenizer import Tokenizer, TooManyTokensError
+
+_INLINE_BYTES = 8192  # work on larger requests runs in a thread, so that other requests go on
+# text of more characters than this per token of the window is probed before it is tokenised
+_PROBE_CHARS_PER_TOKEN = 8
+# that a text may have however small the window is: it may be wanted for its tokens alone
+_LEAST_TOKENS = 2**18
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """How the served model writes: its style, the tokens of its tags, and the tokens that close its
+    reasoning.
+    """
+
+    style: OutputStyle
+    tag_ids: Mapping[str, int]
+    closing_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, style: OutputStyle, tokenizer: Tokenizer) -> Voice:
+        """The voice of a model with this tokenizer."""
+        return cls(
+            style,
+            style.format.tag_ids(tokenizer),
+            tuple(tokenizer.encode(closing_text(style.format))),
+        )
+
+    def marker(self, tag: str) -> Marker:
+        """A tag as grammars know it."""
+        return Marker(tag, self.tag_ids.get(tag))
+
+
+def closing_text(output_format: OutputFormat) -> str:
+    """What a model of this format writes to end its reasoning."""
+    return (
+        f"\n{output_format.think_close}\n\n"
+        if output_format is MINIMAX_M2
+        else output_format.think_close
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What is to be answered. Messages are as in OpenAI's API and not checked yet; tools keep the
+    key order of the client.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: list[dict[str, Any]] | None = None  # that the model is shown
+    thinking: ThinkingChoice = NO_CHOICE
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+async def off_loop(work: Callable[[], T], *, num_bytes: int) -> T:
+    """The result of `work` on a request of about `num_bytes`, in a thread where it may take
+    long.
+    """
+    return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
+
+
+ReasoningState = Literal["open", "optional", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A rendered conversation. `reasoning`: the answer begins within it, may begin with it, or has
+    none. `continued`: the content that the answer goes on with (continue_final_message)."""
+
+    text: str
+    token_ids: list[int]
+    reasoning: ReasoningState
+    continued: str = ""
+
+
+class PromptBuilder:
+    """Renders conversations and tokenises text, off the event loop where it takes long."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        *,
+        voice: Voice,
+        max_model_len: int,
+        default_template_kwargs: Mapping[str, Any] | None = None,
+        allow_special_tokens_in_text: bool = False,
+    ) -> None:
+        """`default_template_kwargs` are the template variables of requests that set none of that
+        name; `allow_special_tokens_in_text`: what a conversation says may become control tokens."""
+        self._escaper = None if allow_special_tokens_in_text else tokenizer.escaper
+        self._encodings = EncodingCache(tokenizer)
+        self._chat_template = chat_template
+        self._voice = voice
+        self._max_model_len = max_model_len
+        self._default_variables = other_variables(default_template_kwargs or {})
+        self._default_mode = template_switch(default_template_kwargs or {})
+
+    async def chat(
+        self, conversation: Conversation, *, num_bytes: int, cache_salt: str = ""
+    ) -> ChatPrompt:
+        """The prompt for `conversation`, which has about `num_bytes`.
+
+        Errors: `InvalidRequestError` for what the messages, the template or the combination
+        refuses.
+        """
+        if conversation.continue_final_message and conversation.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message continues the last message, add_generation_prompt starts "
+                "a new one",
+                hint="send add_generation_prompt=false",
+                param="continue_final_message",
+                code="invalid_value",
+            )
+
+        def build() -> ChatPrompt:
+            try:
+                shown = (conversation.messages, conversation.tools, conversation.template_kwargs)
+                self._check_chars(num_chars(shown, is_left_out=is_unseen))
+                text, reasoning, continued = self._render(conversation)
+            except RecursionError:
+                raise InvalidRequestError(
+                    "the messages or tools are nested too deeply", param="messages"
+                ) from None
+            token_ids = self._encode(text, cache_salt, is_escaped=True)
+            return ChatPrompt(unescaped(text), token_ids, reasoning, continued)
+
+        return await off_loop(build, num_bytes=num_bytes)
+
+    async def plain(
+        self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
+    ) -> list[list[int]]:
+        """The tokens of plain prompts; special tokens written as text count as such. Token ids stay
+        as they are.
+        """
+
+        def build() -> list[list[int]]:
+            return [
+                self._encode(prompt, cache_salt) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+
+        return await off_loop(
+            build, num_bytes=sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        )
+
+    def _render(self, conversation: Conversation) -> tuple[str, ReasoningState, str]:
+        """The prompt's text, escaped; how the answer begins, and the content that it continues."""
+        template = self._chat_template
+        if template is None:
+            raise InvalidRequestError(
+                "this model has no chat template",
+                hint="use /v1/completions, or start the server with --chat-template FILE",
+            )
+        thinking = conversation.thinking
+        if thinking.mode_for(template) is None:
+            thinking = dataclasses.replace(thinking, mode=self._default_mode)
+        messages = normalize_messages(conversation.messages, has_root=template.has_root_role)
+        mark = _Mark.put(messages) if conversation.continue_final_message else None
+        variables: dict[str, Any] = {
+            **self._default_variables,
+            **conversation.template_kwargs,
+            **thinking.template_variables(template),
+            "tools": conversation.tools,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
+        if self._escaper is None:
+            text = template.render(messages, **variables)
+        else:
+            text = template.render_escaped(messages, self._escaper, **variables)
+        if mark is not None:
+            return mark.cut(text), "open" if mark.is_in_reasoning else "none", mark.continued
+        output_format = self._voice.style.format
+        if output_format.opens_reasoning(text):
+            if thinking.mode_for(template) != "disabled":
+                return text, "open", ""
+            # the same prompt up to its end
+            return text + closing_text(output_format).lstrip("\n"), "none", ""
+        return text, "none" if text.endswith(output_format.think_close) else "optional", ""
+
+    def _encode(self, text: str, cache_salt: str, *, is_escaped: bool = False) -> list[int]:
+        """Tokens of `text`; text that is far longer than the window is refused without tokenising
+        all of it.
+        """
+        encode = self._encodings.encode_escaped if is_escaped else self._encodings.encode
+        if not is_escaped:
+            self._check_chars(len(text))
+        try:
+            probe_chars = _PROBE_CHARS_PER_TOKEN * self._max_model_len
+            if len(text) > probe_chars:
+                encode(text[:probe_chars], salt=cache_salt, max_tokens=2 * self._max_model_len)
+            return encode(
+                text, salt=cache_salt, max_tokens=max(_LEAST_TOKENS, 2 * self._max_model_len)
+            )
+        except TooManyTokensError as error:
+            window = self._max_model_len
+            raise ContextLengthError.of_prompt(
+                error.count, window=window, param="messages", is_counted=False
+            ) from None
+
+    def _check_chars(self, count: int) -> None:
+        """Refuse texts that cannot fit before any of them is copied: each copy holds Python's
+        lock.
+        """
+        allowed = max_chars(self._max_model_len)
+        if count > allowed:
+            num_tokens = count // _PROBE_CHARS_PER_TOKEN
+            raise ContextLengthError.of_prompt(
+                num_tokens, window=self._max_model_len, param="messages", is_counted=False
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Where the last assistant message ends: a text that cannot occur otherwise."""
+
+    text: str
+    is_in_reasoning: bool
+    continued: str  # content before it
+
+    @classmethod
+    def put(cls, messages: list[dict[str, Any]]) -> _Mark:
+        """Append a mark to the last message's text; what the template puts after it is cut."""
+        last = messages[-1]
+        if last["role"] != "assistant" or "tool_calls" in last:
+            raise InvalidRequestError(
+                "continue_final_message needs a last message by the assistant, without tool calls",
+                param="continue_final_message",
+            )
+        mark = f"[{secrets.token_hex(16)}]"
+        content, reasoning = plain_text(last["content"]), last.get("reasoning_content")
+        if content:
+            messages[-1] = {**last, "content": content + mark}
+        elif reasoning:
+            messages[-1] = {**last, "reasoning_content": reasoning + mark}
+        else:
+            raise InvalidRequestError(
+                "the last message is empty; there is nothing to continue",
+                param="continue_final_message",
+            )
+        return cls(mark, not content, content)
+
+    def cut(self, prompt: str) -> str:
+        """`prompt` up to the mark."""
+        before, found, _ = prompt.rpartition(self.text)
+        if not found:
+            raise InvalidRequestError(
+                "the chat template does not show the last message", param="continue_final_message"
+            )
+        return before
+
+
+class ReasoningCounter:
+    """Counts the tokens of a choice that lie inside its reasoning, by the tags' token ids. What was
+    closed stays closed, as in the parser: think tags in content are content. A call opener in
+    reasoning may be a quoted one: whoever reads the text tells by `call_began` when it was not.
+    """
+
+    __slots__ = (
+        "_call",
+        "_closer",
+        "_in_reasoning",
+        "_num_certain",
+        "_num_since_call",
+        "_opener",
+        "knows_tags",
+    )
+
+    def __init__(self, voice: Voice, *, in_reasoning: bool) -> None:
+        style = voice.style.format
+        self._opener = voice.tag_ids.get(style.think_open)
+        self._closer = voice.tag_ids.get(style.think_close)
+        self._call = voice.tag_ids.get(style.call_open)
+        self._in_reasoning = in_reasoning
+        self._num_certain = 0
+        self._num_since_call = 0  # tokens from a call opener on; 0: there was none
+        self.knows_tags = self._opener is not None and self._closer is not None
+
+    @property
+    def count(self) -> int:
+        """Reasoning tokens so far."""
+        return self._num_certain + self._num_since_call
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a call opener has come that may be quoted."""
+        return self._num_since_call > 0
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Take the next tokens; the tags themselves are not reasoning, quoted ones are."""
+        for token_id in token_ids:
+            if token_id == self._closer or (token_id == self._call and not self._in_reasoning):
+                self._end(self.count)
+            elif not self._in_reasoning:
+                self._in_reasoning = token_id == self._opener
+            elif token_id == self._call:
+                self._num_certain, self._num_since_call = self.count, 1
+            elif self._num_since_call:
+                self._num_since_call += 1
+            elif token_id != self._opener or self._num_certain:
+                self._num_certain += 1
+
+    def add(self, count: int) -> None:
+        """Count tokens that are known to be reasoning."""
+        self._num_certain += count
+
+    def call_began(self) -> None:
+        """The latest call opener was one, so the reasoning ended before it."""
+        self._end(self._num_certain)
+
+    def _end(self, count: int) -> None:
+        self._num_certain, self._num_since_call = count, 0
+        self._in_reasoning, self._opener, self._closer, self._call = False, None, None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingRules:
+    """How the choices of one request are read."""
+
+    # the declared ones: their schemas decide the types of arguments
+    tools: Sequence[Mapping[str, Any]] | None = None
+    may_call: bool = True  # False: the answer has no calls, what looks like one is content
+    parallel_calls: bool = True  # False: only the first call is reported
+    # then a call is the answer, and it ends with "stop", as in OpenAI's API
+    is_call_forced_by_name: bool = False
+    reasoning: ReasoningPlace | None = None  # None: where the server's parser puts it
+    stream_reasoning: bool = True  # False: reasoning comes in one piece when it is complete
+    stop: tuple[str, ...] = ()  # strings that end the answer where they occur in its content
+    includes_stop: bool = False  # the one that did stays there
+
+
+@dataclass(frozen=True, slots=True)
+class BegunCall:
+    """A tool call whose name is known."""
+
+    id: str
+    name: str
+
+
+def new_call_id() -> str:
+    """An id for a tool call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+class ChoiceReader:
+    """One choice of a chat answer: its outputs in, events out. Single writer: the request's
+    handler.
+
+    Where there are stop strings, the engine's client reads with it (`TextReader`), because it must
+    know when one has ended the answer; its outputs then bring the events along.
+    """
+
+    __slots__ = (
+        "_counter",
+        "_held_reasoning",
+        "_holds_back",
+        "_parser",
+        "_rules",
+        "calls",
+        "finish_reason",
+        "stop_reason",
+    )
+
+    def __init__(self, voice: Voice, *, prompt: ChatPrompt, rules: ReadingRules) -> None:
+        self._rules = rules
+        is_silent = rules.reasoning is ReasoningPlace.NOWHERE
+        # more than the parser knows
+        self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
+        in_reasoning = prompt.reasoning == "open"
+        self._parser = _with_reasoning_in(rules.reasoning, voice.style).new_parser(
+            tools=rules.tools,
+            in_reasoning=in_reasoning,
+            tag_ids=voice.tag_ids or None,
+            may_call=rules.may_call,
+            continues=bool(prompt.continued),
+            stop=rules.stop,
+            includes_stop=rules.includes_stop,
+        )
+        self._counter = ReasoningCounter(voice, in_reasoning=in_reasoning)
+        self._held_reasoning: list[str] = []  # that waits for its end
+        self.calls: list[BegunCall] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens inside the reasoning so far."""
+        return self._counter.count
+
+    def push(self, output: RequestOutput) -> list[ParserEvent]:
+        """The events of `output`. Errors: `EngineError` if the engine gave up on the request."""
+        check_failed(output)
+        is_end = output.finish_reason is not None
+        counter = self._counter
+        if counter.knows_tags:
+            counter.push(output.token_ids)
+        events = self.feed(output.pieces) if output.events is None else output.events
+        if counter.is_undecided and not self._parser.in_reasoning:
+            counter.call_began()
+        if is_end and output.events is None:
+            events = [*events, *self.finish(is_cut=output.finish_reason != "stop")]
+        if self._holds_back:
+            events = list(self._chosen(events, is_end=is_end))
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                self.calls.append(BegunCall(new_call_id(), event.name))
+        if output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = (
+                self._finish_reason(output.finish_reason),
+                output.stop_reason,
+            )
+        return events
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the answer, or None."""
+        return self._parser.matched_stop
+
+    def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
+        """Read the next pieces, as of `OutputParser`. Where tags are no tokens of their own, the
+        parser says which pieces count as reasoning."""
+        if self._counter.knows_tags:
+            return self._parser.feed(pieces, may_stop=may_stop)
+        events = []
+        for piece in pieces:
+            events += self._parser.feed([piece], may_stop=may_stop)
+            self._counter.add(self._parser.in_reasoning)
+        return events
+
+    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
+        """The text is over, as of `OutputParser`."""
+        return self._parser.finish(is_cut=is_cut)
+
+    def _finish_reason(self, of_engine: str) -> str:
+        ends_with_calls = (
+            of_engine == "stop" and self.calls and not self._rules.is_call_forced_by_name
+        )
+        return "tool_calls" if ends_with_calls else of_engine
+
+    def _chosen(self, events: Iterable[ParserEvent], *, is_end: bool) -> Iterator[ParserEvent]:
+        """The events that the rules let through, reasoning when they do."""
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                if self._rules.reasoning is ReasoningPlace.NOWHERE:
+                    continue
+                if not self._rules.stream_reasoning:
+                    self._held_reasoning.append(event.text)
+                    continue
+            elif self._held_reasoning:
+                yield self._released_reasoning()
+            if (
+                isinstance(event, ReasoningDelta | ContentDelta)
+                or event.index == 0
+                or self._rules.parallel_calls
+            ):
+                yield event
+        if is_end and self._held_reasoning:
+            yield self._released_reasoning()
+
+    def _released_reasoning(self) -> ReasoningDelta:
+        held, self._held_reasoning = "".join(self._held_reasoning), []
+        return ReasoningDelta(held)
+
+
+def _with_reasoning_in(place: ReasoningPlace | None, style: OutputStyle) -> OutputStyle:
+    if place is None or (place is ReasoningPlace.CONTENT and style.thinking is not Thinking.SPLIT):
+        return style
+    return dataclasses.replace(
+        style, thinking=Thinking.APPEND if place is ReasoningPlace.CONTENT else Thinking.SPLIT
+    )
+
+
+def without_tokens(output: RequestOutput) -> RequestOutput:
+    """An output of a request that only reads its prompt: the one token that had to run is no part
+    of the answer.
+    """
+    return msgspec.structs.replace(
+        output,
+        token_ids=[],
+        pieces=[],
+        logprobs=None if output.logprobs is None else [],
+        num_output_tokens=0,
+        finish_reason="length",
+        stop_reason=None,
+    )
+
+
+def check_failed(output: RequestOutput) -> None:
+    """`EngineError` if the engine gave up on this request."""
+    if output.finish_reason == "error":
+        raise EngineError(f"request {output.request_id}: {output.error or 'no reason given'}")
+
+
+def prompt_in_reasoning(token_ids: Sequence[int], voice: Voice) -> bool:
+    """Whether a plain prompt ends with the think opener and at most one token (its line break)
+    after it.
+    """
+    opener = voice.tag_ids.get(voice.style.format.think_open)
+    return opener is not None and opener in token_ids[-2:]
+
+
+class UsageMeter:
+    """Adds up the token counts of a request. Single writer: the request's handler."""
+
+    __slots__ = ("_latest",)
+
+    def __init__(self) -> None:
+        # by choice: prompt, output, reasoning tokens
+        self._latest: dict[int, tuple[int, RequestOutput, int]] = {}
+
+    def update(
+        self, output: RequestOutput, *, prompt: int, choice: int, reasoning_tokens: int
+    ) -> None:
+        """Take the counts of the latest output of `choice`, which belongs to `prompt`."""
+        self._latest[choice] = prompt, output, reasoning_tokens
+
+    def usage(self) -> Usage:
+        """The counts so far. The choices of a prompt share it; what the least lucky one found in
+        the cache is what the cache gave."""
+        prompts: dict[int, tuple[int, int]] = {}  # tokens, cached tokens
+        completion_tokens = all_reasoning_tokens = 0
+        for prompt, output, reasoning_tokens in self._latest.values():
+            _, cached = prompts.get(prompt, (0, output.num_cached_tokens))
+            prompts[prompt] = output.num_prompt_tokens, min(cached, output.num_cached_tokens)
+            completion_tokens += output.num_output_tokens
+            all_reasoning_tokens += reasoning_tokens
+        prompt_tokens = sum(tokens for tokens, _ in prompts.values())
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(
+                sum(cached for _, cached in prompts.values())
+            ),
+            completion_tokens_details=CompletionTokensDetails(all_reasoning_tokens),
+        )

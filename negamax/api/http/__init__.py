@@ -1,0 +1,1 @@
+"""Connections, bodies, server-sent events and the life of a server process."""

@@ -1,0 +1,214 @@
+"""Accepting connections: how many may be open, in all and from one address, TLS handshakes among
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from negamax.api.http.protocol import LimitedProtocol
+from negamax.base.errors import ConfigError
+from negamax.base.log import get_logger
+
+logger = get_logger(__name__)
+
+HANDSHAKE_SECONDS = 15.0  # for a TLS handshake
+_GOODBYE_SECONDS = 5.0  # for the end of a TLS connection
+_BACKLOG = 2048
+_BATCH = 64  # connections that are accepted before others have their turn
+_RETRY_SECONDS = 0.5  # until connections are accepted again, once files or memory have run out
+_WARNING_SECONDS = 10.0  # between two warnings
+_MAX_CONNECTIONS = 65_536
+_SPARE_FILES = 128  # file descriptors that are not connections
+_NETWORK_BITS = 64  # of an IPv6 address that one client has for itself
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Connections that may be open at a time."""
+
+    in_all: int
+    per_address: int
+
+    @classmethod
+    def of(cls, *, max_files: int, per_address: int | None) -> ConnectionLimits:
+        """Those of a process with `max_files` file descriptors. By default one address has no more
+        than half.
+        """
+        in_all = max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
+        return cls(in_all, per_address or in_all // 2)
+
+
+class TlsFiles:
+    """A certificate with its key, and what they were last read as. Single writer: the event
+    loop.
+    """
+
+    def __init__(self, certfile: str, keyfile: str) -> None:
+        """Errors: `ConfigError` for files that are not there or do not fit."""
+        self._certfile = certfile
+        self._keyfile = keyfile
+        self.context = self._read()
+
+    def reload(self) -> None:
+        """Read the files again, for connections to come. Errors: as above; then the earlier ones
+        stay.
+        """
+        self.context = self._read()
+
+    def _read(self) -> ssl.SSLContext:
+        for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
+            if not Path(path).is_file():
+                raise ConfigError(
+                    f"{flag} is {path!r}, which is not a file", hint="give a PEM file"
+                )
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self._certfile, self._keyfile)
+        except (ssl.SSLError, OSError) as error:
+            message = f"--ssl-certfile and --ssl-keyfile cannot be used: {error}"
+            raise ConfigError(message, hint="give matching PEM files") from None
+        return context
+
+
+class Acceptor:
+    """Accepts the connections of one listening socket; uvicorn takes it for one of its servers. A
+    connection counts from the moment it is accepted: asyncio's own servers tell of one only when
+    its TLS handshake is over. Single writer: the event loop.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], LimitedProtocol],
+        *,
+        limits: ConnectionLimits,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """Errors: `OSError` where `listener` cannot listen."""
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._limits = limits
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._addresses: dict[LimitedProtocol, str] = {}  # of open connections
+        self._counts: Counter[str] = Counter()  # of open connections by address
+        self._opening: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._last_warning = -_WARNING_SECONDS
+        listener.setblocking(False)
+        listener.listen(_BACKLOG)
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+
+    async def wait_closed(self) -> None:
+        """Break off the handshakes."""
+        for task in self._opening:
+            task.cancel()
+        await asyncio.gather(*self._opening, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(_BATCH):
+            try:
+                connection, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                self._pause(error)
+                return
+            client = _client_of(address[0])
+            if len(self._addresses) >= self._limits.in_all:
+                self._warn(
+                    "connections are refused: %d are open, as many as may be", self._limits.in_all
+                )
+                connection.close()
+            elif self._counts[client] >= self._limits.per_address:
+                self._warn(
+                    "connections are refused: %s has %d, as many as an address may",
+                    client,
+                    self._limits.per_address,
+                )
+                connection.close()
+            else:
+                self._admit(connection, client)
+
+    def _admit(self, connection: socket.socket, client: str) -> None:
+        protocol = self._make_protocol()
+        protocol.ended = self._release
+        self._addresses[protocol] = client
+        self._counts[client] += 1
+        task = self._loop.create_task(self._open(connection, protocol))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket, protocol: LimitedProtocol) -> None:
+        """Hand a connection to its protocol, behind a handshake where there is TLS."""
+        try:
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(lambda: protocol, connection)
+            else:
+                await self._loop.connect_accepted_socket(
+                    lambda: protocol,
+                    connection,
+                    ssl=self._tls.context,
+                    ssl_handshake_timeout=HANDSHAKE_SECONDS,
+                    ssl_shutdown_timeout=_GOODBYE_SECONDS,
+                )
+        except BaseException as error:
+            self._release(protocol)
+            connection.close()
+            if not isinstance(error, OSError):
+                raise
+            logger.debug("a connection ended before it began: %s", error)
+
+    def _release(self, protocol: LimitedProtocol) -> None:
+        client = self._addresses.pop(protocol, None)
+        if client is not None:
+            self._counts[client] -= 1
+            if not self._counts[client]:
+                del self._counts[client]
+
+    def _pause(self, error: OSError) -> None:
+        """Let connections wait where the system has no room for them."""
+        self._warn("connections wait: %s", error.strerror)
+        self._loop.remove_reader(self._listener.fileno())
+        self._retry = self._loop.call_later(
+            _RETRY_SECONDS, self._loop.add_reader, self._listener.fileno(), self._accept
+        )
+
+    def _warn(self, message: str, *values: object) -> None:
+        now = time.monotonic()
+        if now >= self._last_warning + _WARNING_SECONDS:
+            self._last_warning = now
+            logger.warning(message, *values)
+
+
+def _client_of(address: str) -> str:
+    """Whom an address stands for: a client with IPv6 has a whole network of them."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, _NETWORK_BITS), strict=False))

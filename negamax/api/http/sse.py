@@ -1,0 +1,163 @@
+"""Server-sent events, and work that ends when the client hangs up."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from msgspec import Struct
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from negamax.api.http.protocol import BODY_CHANNEL, BodyChannel
+from negamax.api.schemas.answers import encode
+
+DONE = b"data: [DONE]\n\n"
+FIRST_OUTPUT_SECONDS = 5.0
+
+T = TypeVar("T")
+Say = Callable[[bytes], None]  # sends events
+
+
+class Source(Protocol):
+    """What a stream has its outputs from, as of `Generation`."""
+
+    async def begun(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def close(self, error: BaseException | None = None) -> None: ...
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+def event(answer: Struct) -> bytes:
+    """One `data:` event."""
+    return b"data: " + encode(answer) + b"\n\n"
+
+
+def named_event(name: str, answer: Struct) -> bytes:
+    """One event with its name."""
+    return b"event: " + name.encode() + b"\ndata: " + encode(answer) + b"\n\n"
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; cancel it the moment the client hangs up and raise `ClientGoneError` then.
+
+    `receive` is the ASGI channel after the body was read: all that can still arrive is the
+    disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_hang_up(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def begun(
+    receive: Receive, source: Source, *, seconds: float | None = FIRST_OUTPUT_SECONDS
+) -> None:
+    """Begin `source` and wait for its first output: an error before it is raised here, where a
+    status line can still tell it. After `seconds` without an output (None: however long it takes)
+    its stream begins nevertheless, and errors come in it.
+    """
+    first = asyncio.ensure_future(source.begun())
+    watcher = asyncio.ensure_future(_hang_up(receive))
+    try:
+        await asyncio.wait({first, watcher}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            first.result()
+        elif watcher.done():
+            raise ClientGoneError
+    except ClientGoneError:
+        source.close()
+        raise
+    except BaseException as error:
+        source.close(error)
+        raise
+    finally:
+        first.cancel()
+        watcher.cancel()
+        await asyncio.gather(first, watcher, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Sends the events that `tell` says while it runs; `source` is where it has them from, which
+    pauses while the client does not read, and ends when the client hangs up. Says `ping` whenever
+    nothing else was said for `ping_seconds`.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        tell: Callable[[Say], Awaitable[None]],
+        *,
+        source: Source,
+        ping: bytes = b"",
+        ping_seconds: float = math.inf,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._tell = tell
+        self._source = source
+        self._ping = ping
+        self._ping_seconds = ping_seconds
+        self._last_said = 0.0  # monotonic seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientGoneError):
+                await while_connected(receive, self._send(scope, send))
+        finally:
+            self._source.close()
+
+    async def _send(self, scope: Scope, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        channel: BodyChannel = scope["extensions"][BODY_CHANNEL]
+
+        def say(events: bytes) -> None:
+            self._last_said = time.monotonic()
+            channel.write(events)
+
+        self._last_said = time.monotonic()
+        pings = asyncio.ensure_future(self._fill_pauses(channel)) if self._ping else None
+        channel.feed(self._source)
+        try:
+            await self._tell(say if self._ping else channel.write)
+        finally:
+            channel.feed(None)
+            if pings is not None:
+                pings.cancel()
+                await asyncio.gather(pings, return_exceptions=True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fill_pauses(self, channel: BodyChannel) -> None:
+        while True:
+            silence = time.monotonic() - self._last_said
+            if silence >= self._ping_seconds:
+                self._last_said, silence = time.monotonic(), 0.0
+                if not channel.is_full:
+                    channel.write(self._ping)
+            await asyncio.sleep(self._ping_seconds - silence)

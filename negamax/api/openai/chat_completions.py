@@ -1,0 +1,424 @@
+"""/v1/chat/completions: one handler; a whole answer is the same events as a stream, collected."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, Struct, UnsetType
+
+from negamax.api.access import names_of, salt_of
+from negamax.api.border import failure_event, json_response
+from negamax.api.common.constraints import CallChoice, answer_grammar, constrained
+from negamax.api.common.conversation import (
+    ChatPrompt,
+    ChoiceReader,
+    Conversation,
+    ReadingRules,
+    UsageMeter,
+    off_loop,
+    without_tokens,
+)
+from negamax.api.common.logprobs import chat_logprobs, prompt_logprobs
+from negamax.api.common.thinking import ThinkingChoice, other_variables
+from negamax.api.context import FINGERPRINT, ApiContext
+from negamax.api.http.pacing import PacedPackets
+from negamax.api.http.request_body import read_request
+from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
+from negamax.api.openapi import json_body
+from negamax.api.schemas.answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprob,
+    ChatLogprobs,
+    Delta,
+    FunctionCall,
+    Message,
+    PromptLogprobs,
+    ReasoningDetail,
+    RenderedPrompt,
+    ToolCall,
+    Usage,
+)
+from negamax.api.schemas.chat import ChatRequest
+from negamax.api.schemas.common import refuse
+from negamax.engine.client.generation import Generation
+from negamax.engine.client.output import RequestOutput
+from negamax.scheduler.request import SamplingParams
+from negamax.text.formats import may_call
+from negamax.text.output_parser import (
+    ContentDelta,
+    ParserEvent,
+    ReasoningDelta,
+    ToolArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    collect,
+)
+
+
+def chat_router(context: ApiContext) -> APIRouter:
+    """The routes of chat completions."""
+    router = APIRouter()
+    body_schema = json_body(ChatRequest)
+
+    @router.post("/v1/chat/completions", openapi_extra=body_schema)
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation, whole or as a stream of server-sent events."""
+        arrival = time.monotonic()
+        chat, num_bytes = await read_request(request, ChatRequest, context.body_limits)
+        model = context.model_name(chat.model)
+        sampling = _sampling(context, chat)
+        tools = chat.offered_tools
+        calls = chat.call_choice(tools)
+        thinking = chat.thinking_choice
+        grammar = await off_loop(
+            lambda: answer_grammar(context.voice, tools=tools, choice=calls, content=chat.grammar),
+            num_bytes=num_bytes,
+        )
+        conversation = _conversation(chat, tools, thinking)
+        prompt = await context.prompts.chat(
+            conversation, num_bytes=num_bytes, cache_salt=salt_of(request, chat.cache_salt)
+        )
+        sampling = constrained(
+            sampling,
+            context.voice,
+            reasoning=prompt.reasoning,
+            grammar=grammar,
+            budget=thinking.budget,
+        )
+        rules = _reading_rules(chat, tools, calls, sampling)
+        readers = [ChoiceReader(context.voice, prompt=prompt, rules=rules) for _ in range(chat.n)]
+        answer = _ChatAnswering(context, chat, model=model, prompt=prompt, readers=readers)
+        generation = context.generate(
+            prompt.token_ids,
+            sampling,
+            chat,
+            request_id=f"{answer.id}-{secrets.token_hex(4)}",
+            names=names_of(answer.id),
+            arrival=arrival,
+            stream_interval=chat.stream_interval,
+            http=request,
+            readers=None if chat.token_limit == 0 else readers,
+        )
+        if chat.stream:
+            # a grammar is compiled first, and may be refused
+            await begun(
+                request.receive,
+                generation,
+                seconds=FIRST_OUTPUT_SECONDS if grammar is None else None,
+            )
+            return context.event_stream(partial(answer.stream, generation), source=generation)
+        return json_response(await while_connected(request.receive, answer.whole(generation)))
+
+    @router.post("/v1/chat/completions/render", openapi_extra=body_schema)
+    async def render(request: Request) -> Response:
+        """The prompt of a conversation, without an answer: its text and its tokens."""
+        chat, num_bytes = await read_request(request, ChatRequest, context.body_limits)
+        model = context.model_name(chat.model)
+        _sampling(context, chat)
+        conversation = _conversation(chat, chat.offered_tools, chat.thinking_choice)
+        prompt = await context.prompts.chat(
+            conversation, num_bytes=num_bytes, cache_salt=salt_of(request, chat.cache_salt)
+        )
+        answer = RenderedPrompt(
+            request_id=chat.answer_id("chatcmpl"),
+            model=model,
+            prompt=prompt.text,
+            token_ids=prompt.token_ids,
+        )
+        return json_response(answer)
+
+    return router
+
+
+def _sampling(context: ApiContext, chat: ChatRequest) -> SamplingParams:
+    """The engine's parameters, checked."""
+    limit = 1 if chat.token_limit == 0 else chat.token_limit
+    sampling = chat.sampling_params(max_tokens=limit, logprobs=chat.wanted_logprobs)
+    if (sampling.logprobs or 0) > context.engine.info.max_logprobs:
+        refuse(
+            "top_logprobs", f"{sampling.logprobs}; allowed: 0 to {context.engine.info.max_logprobs}"
+        )
+    context.check_sampling(sampling)
+    return sampling
+
+
+def _conversation(
+    chat: ChatRequest, tools: list[dict[str, Any]] | None, thinking: ThinkingChoice
+) -> Conversation:
+    return Conversation(
+        messages=chat.messages,
+        tools=tools,
+        thinking=thinking,
+        template_kwargs=other_variables(chat.chat_template_kwargs or {}),
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+    )
+
+
+def _reading_rules(
+    chat: ChatRequest,
+    tools: list[dict[str, Any]] | None,
+    calls: CallChoice,
+    sampling: SamplingParams,
+) -> ReadingRules:
+    return ReadingRules(
+        tools=calls.callable_tools(tools),
+        may_call=calls.mode != "none" and may_call(tools, chat.messages),
+        parallel_calls=calls.parallel,
+        is_call_forced_by_name=calls.name is not None,
+        reasoning=chat.reasoning_place,
+        stream_reasoning=chat.stream_reasoning,
+        stop=sampling.stop,
+        includes_stop=sampling.include_stop_str_in_output,
+    )
+
+
+class _Choice:
+    """What a choice is still to send, beside what its reader knows. Single writer: its
+    `_ChatAnswering`.
+    """
+
+    __slots__ = ("events", "index", "logprobs", "packets", "reader", "role_sent", "token_ids")
+
+    def __init__(self, index: int, reader: ChoiceReader) -> None:
+        self.index = index
+        self.reader = reader
+        self.packets = PacedPackets()  # of a stream
+        self.events: list[ParserEvent] = []  # of a whole answer
+        self.role_sent = False
+        self.logprobs: list[ChatLogprob] = []  # not sent yet (stream) or all (whole answer)
+        self.token_ids: list[int] = []  # the same; only if the request asks for them
+
+
+class _ChatAnswering:
+    """Answers one chat request from the engine's outputs. Single writer: the request's handler."""
+
+    __slots__ = (
+        "_chat",
+        "_choices",
+        "_created",
+        "_echo",
+        "_metrics",
+        "_model",
+        "_prompt",
+        "_prompt_logprobs",
+        "_reads_only",
+        "_reports_tokens",
+        "_returns_ids",
+        "_stream_options",
+        "_tokenizer",
+        "_usage",
+        "id",
+    )
+
+    def __init__(
+        self,
+        context: ApiContext,
+        chat: ChatRequest,
+        *,
+        model: str,
+        prompt: ChatPrompt,
+        readers: list[ChoiceReader],
+    ) -> None:
+        self.id = chat.answer_id("chatcmpl")
+        self._created = int(time.time())
+        self._tokenizer = context.engine.tokenizer
+        self._metrics = context.metrics
+        self._chat = chat
+        self._reads_only = chat.token_limit == 0
+        self._returns_ids = chat.return_token_ids
+        self._reports_tokens = chat.return_token_ids or chat.stream_options.continuous_usage_stats
+        self._stream_options = chat.stream_options
+        self._model = model
+        self._prompt = prompt
+        self._echo = prompt.continued if chat.echo else ""
+        self._usage = UsageMeter()
+        self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+        self._choices = [_Choice(index, reader) for index, reader in enumerate(readers)]
+
+    async def whole(self, generation: Generation) -> ChatAnswer:
+        """The answer in one piece."""
+        await generation.run(
+            lambda output: self._choices[output.index].events.extend(self._take(output))
+        )
+        return ChatAnswer(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            choices=[self._whole_choice(choice) for choice in self._choices],
+            usage=self._usage.usage(),
+            system_fingerprint=FINGERPRINT,
+            prompt_logprobs=self._prompt_logprobs,
+            prompt_token_ids=self._prompt.token_ids if self._returns_ids else UNSET,
+        )
+
+    async def stream(self, generation: Generation, say: Say) -> None:
+        """The answer as events. An error after the start is an event too: the status line is
+        already sent.
+        """
+
+        def tell(output: RequestOutput) -> None:
+            choice = self._choices[output.index]
+            deltas = self._deltas(choice, output)
+            if not deltas and output.finish_reason is None:
+                if not (self._reports_tokens and output.token_ids):
+                    return
+                deltas = [Delta()]  # the tokens have no text of their own yet
+            events = [event(self._chunk(choice, delta)) for delta in deltas]
+            if output.finish_reason is not None:
+                events.append(event(self._chunk(choice, Delta(), last=True)))
+            say(b"".join(events))  # one write for all that one step brought
+
+        try:
+            await generation.run(tell)
+            if self._stream_options.reports_usage:
+                say(event(self._envelope([], usage=self._usage.usage())))
+        except Exception as error:
+            say(failure_event(error, request_id=self.id))
+        say(DONE)
+
+    def _deltas(self, choice: _Choice, output: RequestOutput) -> list[Delta]:
+        """Take an output into its choice; what a stream says about it. Content and reasoning never
+        share a delta.
+        """
+        is_last = output.finish_reason is not None
+        events = choice.packets.push(self._take(output), now=time.monotonic(), is_last=is_last)
+        deltas: list[Delta] = []
+        if not choice.role_sent:
+            choice.role_sent = True
+            deltas.append(Delta(role="assistant", content=""))
+            if self._echo:
+                deltas.append(Delta(content=self._echo))
+        for parsed in events:
+            delta = self._delta(choice, parsed)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def _take(self, output: RequestOutput) -> list[ParserEvent]:
+        choice = self._choices[output.index]
+        if self._reads_only:
+            output = without_tokens(output)
+        events = choice.reader.push(output)
+        self._usage.update(
+            output,
+            prompt=0,
+            choice=choice.index,
+            reasoning_tokens=choice.reader.num_reasoning_tokens,
+        )
+        if output.prompt_logprobs is not None and self._chat.prompt_logprobs is not None:
+            self._prompt_logprobs = prompt_logprobs(self._tokenizer, output.prompt_logprobs)
+        if output.logprobs is not None:
+            as_ids = self._chat.return_tokens_as_token_ids
+            choice.logprobs += chat_logprobs(self._tokenizer, output.logprobs, as_ids=as_ids)
+        if self._returns_ids:
+            choice.token_ids += output.token_ids
+        if output.finish_reason is not None:
+            self._metrics.events.add("tool_calls", len(choice.reader.calls))
+        return events
+
+    def _delta(self, choice: _Choice, parsed: ParserEvent) -> Delta | None:
+        match parsed:
+            case ReasoningDelta(text):
+                return Delta(
+                    reasoning_content=text, reasoning=text, reasoning_details=self._details(text)
+                )
+            case ContentDelta(text):
+                return Delta(content=text)
+            case ToolCallStart(index, name):
+                function = FunctionCall(name=name, arguments="")
+                call_id = choice.reader.calls[index].id
+                return Delta(
+                    tool_calls=[
+                        ToolCall(index=index, id=call_id, type="function", function=function)
+                    ]
+                )
+            case ToolArgumentsDelta(index, text):
+                return Delta(
+                    tool_calls=[ToolCall(index=index, function=FunctionCall(arguments=text))]
+                )
+            case ToolCallEnd():
+                return None
+
+    def _details(self, text: str) -> list[ReasoningDetail] | UnsetType:
+        return [ReasoningDetail(text)] if self._chat.reasoning_split else UNSET
+
+    def _chunk(self, choice: _Choice, delta: Delta, *, last: bool = False) -> Struct:
+        """A chunk of one choice; it takes along the logprobs and token ids that were not sent
+        yet.
+        """
+        logprobs: ChatLogprobs | None = None
+        if choice.logprobs:
+            logprobs, choice.logprobs = ChatLogprobs(choice.logprobs), []
+        token_ids: list[int] | UnsetType = UNSET
+        prompt_token_ids: list[int] | UnsetType = UNSET
+        if self._returns_ids:
+            token_ids, choice.token_ids = choice.token_ids, []
+            if delta.role is not UNSET and choice.index == 0:
+                prompt_token_ids = self._prompt.token_ids
+        options = self._stream_options
+        usage: Usage | UnsetType | None = None if options.reports_usage else UNSET
+        if options.continuous_usage_stats:
+            usage = self._usage.usage()
+        return self._envelope(
+            [
+                ChatChunkChoice(
+                    index=choice.index,
+                    delta=delta,
+                    logprobs=logprobs,
+                    finish_reason=choice.reader.finish_reason if last else None,
+                    stop_reason=choice.reader.stop_reason if last else UNSET,
+                    token_ids=token_ids,
+                )
+            ],
+            usage=usage,
+            prompt_token_ids=prompt_token_ids,
+        )
+
+    def _envelope(
+        self,
+        choices: list[ChatChunkChoice],
+        *,
+        usage: Usage | UnsetType | None,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
+    ) -> ChatChunk:
+        return ChatChunk(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            system_fingerprint=FINGERPRINT,
+            usage=usage,
+            prompt_token_ids=prompt_token_ids,
+        )
+
+    def _whole_choice(self, choice: _Choice) -> ChatChoice:
+        reader, said = choice.reader, collect(choice.events)
+        calls = [
+            ToolCall(id=begun.id, type="function", function=FunctionCall(call.name, call.arguments))
+            for begun, call in zip(reader.calls, said.tool_calls, strict=True)
+        ]
+        content = self._echo + (said.content or "")
+        reasoning = said.reasoning
+        return ChatChoice(
+            index=choice.index,
+            message=Message(
+                role="assistant",
+                content=None if calls and not content else content,
+                reasoning_content=reasoning,
+                reasoning=reasoning,
+                reasoning_details=UNSET if reasoning is None else self._details(reasoning),
+                tool_calls=calls or UNSET,
+            ),
+            logprobs=ChatLogprobs(choice.logprobs) if self._chat.logprobs else None,
+            finish_reason=reader.finish_reason,
+            stop_reason=reader.stop_reason,
+            token_ids=choice.token_ids if self._returns_ids else UNSET,
+        )

@@ -1,0 +1,333 @@
+"""An answer in the words of the Responses API: items, and the events that tell how they grow."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
+
+from negamax.api.anthropic.blocks import (
+    Block,
+    BlockClosed,
+    BlockEvent,
+    BlockGrew,
+    BlockKind,
+    BlockOpened,
+)
+from negamax.api.border import logged_failure
+from negamax.api.common.content_logprobs import ContentLogprobs
+from negamax.api.common.thought_signature import ThoughtSigner
+from negamax.api.common.turns import TurnAnswer
+from negamax.api.http.sse import Say, named_event
+from negamax.api.schemas.answers import ChatLogprob
+from negamax.api.schemas.response_items import (
+    CustomCallItem,
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemEvent,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    OutputTokensDetails,
+    PartEvent,
+    ReasoningItem,
+    ReasoningText,
+    ResponseAnswer,
+    ResponseError,
+    ResponseEvent,
+    ResponseUsage,
+    SummaryPartEvent,
+    SummaryText,
+    TextEvent,
+)
+from negamax.api.schemas.responses import CUSTOM_INPUT, ENCRYPTED_REASONING, ResponsesRequest
+
+_ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.CONTENT: "msg", BlockKind.CALL: "fc"}
+
+
+class ResponseTeller:
+    """Tells one answer. Single writer: whoever runs the request."""
+
+    def __init__(
+        self,
+        answer: TurnAnswer,
+        wanted: ResponsesRequest,
+        blank: ResponseAnswer,
+        *,
+        new_id: Callable[[str], str],
+        signer: ThoughtSigner,
+        logprobs: ContentLogprobs | None,
+        request_id: str,
+    ) -> None:
+        """`blank` is the response before anything is answered; `new_id` makes the id of an item,
+        from its prefix; `logprobs` finds those that were asked for."""
+        self._answer = answer
+        self._blank = blank
+        self._new_id = new_id
+        self._signer = signer
+        self._logprobs = logprobs
+        self._request_id = request_id
+        self._tools = {tool.shown_name: tool for tool in wanted.declared_tools}
+        self._has_summary = wanted.wants_summary
+        self._has_encrypted = ENCRYPTED_REASONING in wanted.include
+        self._ids: list[str] = []  # of the blocks
+        self._sequence_number = -1
+
+    async def whole(self) -> ResponseAnswer:
+        """The response in one piece. Errors: those of the engine."""
+        await self._answer.whole()
+        return self._response()
+
+    async def stream(self, keep: Callable[[ResponseAnswer], None], say: Say) -> None:
+        """The events; the last state of the response is kept before it is said, so that it can be
+        gone on from at once. An error after the start is an event too."""
+
+        def tell(events: list[BlockEvent]) -> None:
+            told = b"".join(
+                named_event(data.type, data) for event in events for data in self._told(event)
+            )
+            if told:
+                say(told)
+
+        say(
+            self._state("response.created", self._blank)
+            + self._state("response.in_progress", self._blank)
+        )
+        try:
+            await self._answer.run(tell, is_paced=True)
+            response = self._response()
+        except Exception as error:
+            _, answer = logged_failure(error, request_id=self._request_id)
+            response = self.failed(answer.error.message)
+        keep(response)
+        say(self._state(f"response.{response.status}", response))
+
+    def failed(self, message: str) -> ResponseAnswer:
+        """The response of an answer that ended in an error."""
+        return replace(
+            self._blank,
+            status="failed",
+            error=ResponseError("server_error", message),
+            output=self._items(),
+        )
+
+    def cancelled(self) -> ResponseAnswer:
+        """The response of an answer that was cancelled."""
+        return replace(self._blank, status="cancelled", output=self._items())
+
+    def _response(self) -> ResponseAnswer:
+        """The response when the answer is over."""
+        usage = self._answer.usage
+        is_cut = self._answer.finish_reason == "length"
+        return replace(
+            self._blank,
+            status="incomplete" if is_cut else "completed",
+            completed_at=None if is_cut else int(time.time()),
+            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            output=self._items(),
+            usage=ResponseUsage(
+                input_tokens=usage.prompt_tokens,
+                input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+                output_tokens=usage.completion_tokens,
+                output_tokens_details=OutputTokensDetails(
+                    usage.completion_tokens_details.reasoning_tokens
+                ),
+                total_tokens=usage.total_tokens,
+            ),
+        )
+
+    def _items(self) -> list[OutputItem]:
+        self._read_logprobs()
+        for block in self._answer.blocks:
+            self._of_block(block)  # in their order, also where they have none
+        return [
+            self._item(block, "completed" if block.is_whole else "incomplete")
+            for block in self._answer.blocks
+        ]
+
+    def _read_logprobs(self) -> None:
+        if self._logprobs is not None:
+            self._logprobs.add(self._answer.take_logprobs())
+
+    def _of_block(self, block: Block) -> list[ChatLogprob]:
+        return [] if self._logprobs is None else self._logprobs.of(block)
+
+    def _state(self, kind: str, response: ResponseAnswer) -> bytes:
+        return named_event(
+            kind, ResponseEvent(type=kind, sequence_number=self._next(), response=response)
+        )
+
+    def _next(self) -> int:
+        self._sequence_number += 1
+        return self._sequence_number
+
+    def _id(self, block: Block) -> str:
+        """The id of a block's item, the same in all that is said about it."""
+        while len(self._ids) <= block.index:
+            kind = self._answer.blocks[len(self._ids)].kind
+            self._ids.append(self._new_id(_ID_PREFIXES[kind]))
+        return self._ids[block.index]
+
+    def _item(self, block: Block, status: str, *, is_empty: bool = False) -> OutputItem:
+        """The item of a block, or, with `is_empty`, what it begins as."""
+        item_id, text = self._id(block), "" if is_empty else block.text
+        match block.kind:
+            case BlockKind.REASONING:
+                encrypted: str | UnsetType | None = UNSET
+                if self._has_encrypted:
+                    encrypted = None if is_empty else self._signer.signature(text, is_hidden=True)
+                summary = [SummaryText(text)] if self._has_summary and not is_empty else []
+                return ReasoningItem(
+                    item_id, status, summary, [] if is_empty else [ReasoningText(text)], encrypted
+                )
+            case BlockKind.CONTENT:
+                return MessageItem(
+                    item_id,
+                    status,
+                    [] if is_empty else [OutputText(text, logprobs=self._of_block(block))],
+                )
+            case BlockKind.CALL:
+                assert block.call is not None
+                tool, call_id = self._tools.get(block.call.name), block.call.id
+                name = block.call.name if tool is None else tool.name
+                namespace = tool.namespace or UNSET if tool is not None else UNSET
+                if self._is_custom(block):
+                    return CustomCallItem(
+                        item_id, status, call_id, name, _custom_input(text), namespace
+                    )
+                return FunctionCallItem(item_id, status, call_id, name, text, namespace)
+
+    def _told(self, event: BlockEvent) -> Iterator[Any]:
+        """The events that tell an event of a block."""
+        block = event.block
+        self._read_logprobs()
+        match event:
+            case BlockOpened():
+                item = self._item(block, "in_progress", is_empty=True)
+                kind = "response.output_item.added"
+                yield ItemEvent(
+                    type=kind, sequence_number=self._next(), output_index=block.index, item=item
+                )
+                yield from self._opened(block)
+            case BlockGrew(_, text):
+                yield from self._grew(block, text)
+            case BlockClosed():
+                yield from self._closed(block)
+                item = self._item(block, "completed" if block.is_whole else "incomplete")
+                kind = "response.output_item.done"
+                yield ItemEvent(
+                    type=kind, sequence_number=self._next(), output_index=block.index, item=item
+                )
+
+    def _opened(self, block: Block) -> Iterator[Struct]:
+        if block.kind is not BlockKind.CALL:
+            yield self._part(block, "added", "")
+        if block.kind is BlockKind.REASONING and self._has_summary:
+            yield self._summary_part(block, "added", "")
+
+    def _grew(self, block: Block, text: str) -> Iterator[Struct]:
+        logprobs = [] if self._logprobs is None else self._logprobs.take(block, text)
+        match block.kind:
+            case BlockKind.REASONING:
+                yield self._text(
+                    block, "response.reasoning_text.delta", content_index=0, delta=text
+                )
+                if self._has_summary:
+                    yield self._text(
+                        block, "response.reasoning_summary_text.delta", summary_index=0, delta=text
+                    )
+            case BlockKind.CONTENT:
+                yield self._text(
+                    block,
+                    "response.output_text.delta",
+                    content_index=0,
+                    delta=text,
+                    logprobs=logprobs,
+                )
+            # the input of others is text within JSON, known at the end
+            case BlockKind.CALL if not self._is_custom(block):
+                yield self._text(block, "response.function_call_arguments.delta", delta=text)
+
+    def _closed(self, block: Block) -> Iterator[Struct]:
+        text = block.text
+        match block.kind:
+            case BlockKind.REASONING:
+                yield self._text(block, "response.reasoning_text.done", content_index=0, text=text)
+                yield self._part(block, "done", text)
+                if self._has_summary:
+                    yield self._text(
+                        block, "response.reasoning_summary_text.done", summary_index=0, text=text
+                    )
+                    yield self._summary_part(block, "done", text)
+            case BlockKind.CONTENT:
+                logprobs = self._of_block(block)
+                yield self._text(
+                    block,
+                    "response.output_text.done",
+                    content_index=0,
+                    text=text,
+                    logprobs=logprobs,
+                )
+                yield self._part(block, "done", text)
+            case BlockKind.CALL if self._is_custom(block):
+                given = _custom_input(text)
+                yield self._text(block, "response.custom_tool_call_input.delta", delta=given)
+                yield self._text(block, "response.custom_tool_call_input.done", input=given)
+            case BlockKind.CALL:
+                assert block.call is not None
+                tool = self._tools.get(block.call.name)
+                name = block.call.name if tool is None else tool.name
+                yield self._text(
+                    block, "response.function_call_arguments.done", arguments=text, name=name
+                )
+
+    def _is_custom(self, block: Block) -> bool:
+        tool = None if block.call is None else self._tools.get(block.call.name)
+        return tool is not None and tool.is_custom
+
+    def _text(self, block: Block, kind: str, **fields: Any) -> TextEvent:
+        number = self._next()
+        return TextEvent(
+            type=kind,
+            sequence_number=number,
+            item_id=self._id(block),
+            output_index=block.index,
+            **fields,
+        )
+
+    def _part(self, block: Block, moment: str, text: str) -> PartEvent:
+        if block.kind is BlockKind.REASONING:
+            part: OutputText | ReasoningText = ReasoningText(text)
+        else:
+            part = OutputText(text, logprobs=self._of_block(block) if moment == "done" else [])
+        return PartEvent(
+            type=f"response.content_part.{moment}",
+            sequence_number=self._next(),
+            item_id=self._id(block),
+            output_index=block.index,
+            part=part,
+        )
+
+    def _summary_part(self, block: Block, moment: str, text: str) -> SummaryPartEvent:
+        return SummaryPartEvent(
+            type=f"response.reasoning_summary_part.{moment}",
+            sequence_number=self._next(),
+            item_id=self._id(block),
+            output_index=block.index,
+            part=SummaryText(text),
+        )
+
+
+def _custom_input(arguments: str) -> str:
+    """The text that a custom tool was called with; all arguments where the model gave others."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        return arguments
+    text = given.get(CUSTOM_INPUT) if isinstance(given, dict) and len(given) == 1 else None
+    return text if isinstance(text, str) else arguments

@@ -1,0 +1,404 @@
+"""/v1/responses: OpenAI's newer API. Answers are items, and the server keeps them, so that a
+request can go on from one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from negamax.api.access import tenant_of
+from negamax.api.border import error_of, json_response
+from negamax.api.common.content_logprobs import ContentLogprobs
+from negamax.api.common.conversation import off_loop
+from negamax.api.common.thought_signature import ThoughtSigner
+from negamax.api.common.turns import Turn, begin_answer, turn_prompt
+from negamax.api.context import ApiContext
+from negamax.api.http.request_body import receive, understand
+from negamax.api.http.sse import while_connected
+from negamax.api.openai.response_store import Item, KeptResponse, KeptTurn, ResponseStore, decoded
+from negamax.api.openai.response_telling import ResponseTeller
+from negamax.api.openai.responses_history import history_of
+from negamax.api.openapi import json_body
+from negamax.api.schemas.answers import encode
+from negamax.api.schemas.common import refuse, shown
+from negamax.api.schemas.response_items import (
+    DeletedResponse,
+    InputTokenCount,
+    ItemList,
+    ReasoningEcho,
+    ResponseAnswer,
+    TextEcho,
+)
+from negamax.api.schemas.responses import ResponsesRequest
+from negamax.base.errors import InvalidRequestError, NotFoundError
+from negamax.base.log import get_logger
+
+logger = get_logger(__name__)
+
+_ITEM = "item"  # what server processes ask each other for, by its id
+# that a stopping server waits for the client of a response that ended in the background
+_FETCH_SECONDS = 5.0
+
+
+def responses_router(context: ApiContext) -> APIRouter:
+    """The routes of the Responses API."""
+    router = APIRouter(route_class=context.peers.keeper_route("response_id"))
+    responses = _Responses(context)
+    body_schema = json_body(ResponsesRequest)
+
+    @router.post("/v1/responses", openapi_extra=body_schema)
+    async def create(request: Request) -> Response:
+        """Answer a conversation: whole, as a stream of events, or in the background."""
+        arrival = time.monotonic()
+        read = await _read(context, request)
+        if isinstance(read, Response):
+            return read
+        wanted, num_bytes = read
+        return await responses.create(request, wanted, num_bytes=num_bytes, arrival=arrival)
+
+    @router.post("/v1/responses/input_tokens", openapi_extra=body_schema)
+    async def input_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a response has."""
+        read = await _read(context, request)
+        if isinstance(read, Response):
+            return read
+        wanted, num_bytes = read
+        return json_response(await responses.count(request, wanted, num_bytes=num_bytes))
+
+    @router.get("/v1/responses/{response_id}")
+    async def retrieve(request: Request, response_id: str) -> Response:
+        """A kept response."""
+        if request.query_params.get("stream", "false").lower() == "true":
+            refuse("stream", "a kept response is not streamed again; leave it out")
+        return Response(
+            responses.fetched(response_id, tenant_of(request)), media_type="application/json"
+        )
+
+    @router.get("/v1/responses/{response_id}/input_items")
+    async def input_items(request: Request, response_id: str) -> Response:
+        """What the request of a kept response sent."""
+        items = decoded(responses.kept(response_id, tenant_of(request)).turn.input_items)
+        ids = [item.get("id") for item in items]
+        return json_response(ItemList(data=items, first_id=ids[0], last_id=ids[-1]))
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete(request: Request, response_id: str) -> Response:
+        """Forget a response."""
+        responses.delete(response_id, tenant_of(request))
+        return json_response(DeletedResponse(response_id))
+
+    @router.post("/v1/responses/{response_id}/cancel")
+    async def cancel(request: Request, response_id: str) -> Response:
+        """End a response that runs in the background."""
+        return Response(
+            await responses.cancel(response_id, tenant_of(request)), media_type="application/json"
+        )
+
+    return router
+
+
+async def _read(context: ApiContext, request: Request) -> tuple[ResponsesRequest, int] | Response:
+    """The request and its size in bytes, or the answer of the server process that keeps what it
+    goes on from."""
+    body = await receive(request, context.body_limits)
+    wanted = await understand(body, ResponsesRequest, context.body_limits)
+    keeper = context.seat.keeper_of(wanted.previous_response_id)
+    if keeper != context.seat.index:
+        return await context.peers.relay(request, to=keeper, body=body)
+    return wanted, len(body)
+
+
+class _Responses:
+    """The responses of one server: those that are kept, and those that run in the background.
+    Single writer: the event loop.
+    """
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._signer = ThoughtSigner(context.engine.info.served_model_name)
+        self._store = ResponseStore()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._awaited: dict[str, asyncio.Event] = {}  # set when the response is fetched
+        context.peers.when_asked(
+            _ITEM, lambda asked: self._store.item(asked["id"], tenant=asked["tenant"])
+        )
+
+    def kept(self, response_id: str, tenant: str) -> KeptResponse:
+        """A kept response of a tenant's. Errors: `NotFoundError`."""
+        kept = self._store.get(response_id, tenant=tenant)
+        if kept is None:
+            raise _unknown(response_id, param="response_id", code="response_not_found")
+        return kept
+
+    def fetched(self, response_id: str, tenant: str) -> bytes:
+        """A kept response as JSON, for its client. Errors: `NotFoundError`."""
+        body = self.kept(response_id, tenant).body
+        if response_id in self._awaited:
+            self._awaited[response_id].set()
+        return body
+
+    async def create(
+        self, request: Request, wanted: ResponsesRequest, *, num_bytes: int, arrival: float
+    ) -> Response:
+        """Answer a request."""
+        context = self._context
+        model = context.model_name(wanted.model)
+        if wanted.background and (wanted.stream or not wanted.store):
+            refuse(
+                "background",
+                "a response in the background is fetched later; it needs store=true and "
+                "stream=false",
+            )
+        if wanted.top_logprobs > context.engine.info.max_logprobs:
+            refuse(
+                "top_logprobs",
+                f"{wanted.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}",
+            )
+        tenant = tenant_of(request)
+        parent, given, turn, num_bytes = await self._understood(wanted, tenant, num_bytes=num_bytes)
+        blank = self._blank(wanted, model=model, turn=turn)
+        answer = await begin_answer(
+            context,
+            request,
+            turn,
+            wanted,
+            request_id=blank.id,
+            num_bytes=num_bytes,
+            arrival=arrival,
+        )
+        logprobs = (
+            None
+            if wanted.wanted_logprobs is None
+            else ContentLogprobs(context.engine.tokenizer, context.voice)
+        )
+        teller = ResponseTeller(
+            answer,
+            wanted,
+            blank,
+            new_id=partial(context.seat.new_id, num_bytes=16),
+            signer=self._signer,
+            logprobs=logprobs,
+            request_id=request.state.request_id,
+        )
+        input_items = msgspec.json.encode(given)
+        if wanted.background:
+            self._keep(blank, tenant, parent=parent, input_items=input_items)
+            work = self._run(teller, blank, tenant, parent, input_items)
+            self._running[blank.id] = context.lifecycle.run_in_background(work)
+            return json_response(blank)
+        if wanted.stream:
+            keep = (
+                partial(self._keep, tenant=tenant, parent=parent, input_items=input_items)
+                if wanted.store
+                else _forget
+            )
+            return context.event_stream(partial(teller.stream, keep), source=answer.generation)
+        response = await while_connected(request.receive, teller.whole())
+        if wanted.store:
+            self._keep(response, tenant, parent=parent, input_items=input_items)
+        return json_response(response)
+
+    async def count(
+        self, request: Request, wanted: ResponsesRequest, *, num_bytes: int
+    ) -> InputTokenCount:
+        """Count the tokens of a request's prompt."""
+        self._context.model_name(wanted.model)
+        _, _, turn, num_bytes = await self._understood(
+            wanted, tenant_of(request), num_bytes=num_bytes
+        )
+        prompt = await turn_prompt(self._context, request, turn, wanted, num_bytes=num_bytes)
+        return InputTokenCount(len(prompt.token_ids))
+
+    async def _understood(
+        self, wanted: ResponsesRequest, tenant: str, *, num_bytes: int
+    ) -> tuple[KeptTurn | None, list[Item], Turn, int]:
+        """What a request goes on from, its own items, what they ask for together, and how many
+        bytes that is.
+        """
+        parent = self._parent(wanted.previous_response_id, tenant)
+        given = await self._given(wanted, tenant)
+        num_bytes += 0 if parent is None else parent.total_bytes
+        turn = await off_loop(lambda: self._turn(wanted, parent, given), num_bytes=num_bytes)
+        return parent, given, turn, num_bytes
+
+    def delete(self, response_id: str, tenant: str) -> None:
+        """Forget a response; one that runs ends. Errors: `NotFoundError`."""
+        self.kept(response_id, tenant)
+        task = self._running.pop(response_id, None)
+        if task is not None:
+            task.cancel()
+        self._store.remove(response_id)
+
+    async def cancel(self, response_id: str, tenant: str) -> bytes:
+        """End a response in the background; its last state. Errors: `NotFoundError`,
+        `InvalidRequestError` for another kind.
+        """
+        response = msgspec.json.decode(self.kept(response_id, tenant).body)
+        if not response["background"]:
+            raise InvalidRequestError(
+                "only a response in the background can be cancelled; close the connection of any "
+                "other",
+                param="response_id",
+                code="not_in_background",
+            )
+        task = self._running.get(response_id)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return self.kept(response_id, tenant).body
+
+    async def _run(
+        self,
+        teller: ResponseTeller,
+        blank: ResponseAnswer,
+        tenant: str,
+        parent: KeptTurn | None,
+        input_items: bytes,
+    ) -> None:
+        """Run a response in the background, and keep its last state unless it was deleted."""
+        try:
+            response = await teller.whole()
+        except asyncio.CancelledError:
+            response = teller.cancelled()
+        except Exception as error:
+            logger.warning("response %s failed in the background: %s", blank.id, error)
+            response = teller.failed(error_of(error)[1].error.message)
+        if self._running.pop(blank.id, None) is not None:
+            self._keep(response, tenant, parent=parent, input_items=input_items)
+            if self._context.lifecycle.is_draining and response.status in (
+                "completed",
+                "incomplete",
+            ):
+                await self._until_fetched(blank.id)
+
+    async def _until_fetched(self, response_id: str) -> None:
+        """Give its client the time to ask for it once more, because with the server the response
+        goes.
+        """
+        fetched = self._awaited[response_id] = asyncio.Event()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FETCH_SECONDS):
+                await fetched.wait()
+        del self._awaited[response_id]
+
+    def _keep(
+        self, response: ResponseAnswer, tenant: str, *, parent: KeptTurn | None, input_items: bytes
+    ) -> None:
+        turn = KeptTurn(
+            parent, input_items=input_items, output_items=msgspec.json.encode(response.output)
+        )
+        self._store.put(
+            response.id,
+            KeptResponse(encode(response), turn, [item.id for item in response.output], tenant),
+        )
+
+    def _parent(self, response_id: str | None, tenant: str) -> KeptTurn | None:
+        """The turn to go on from."""
+        if response_id is None:
+            return None
+        kept = self._store.get(response_id, tenant=tenant)
+        if kept is None:
+            raise _unknown(
+                response_id, param="previous_response_id", code="previous_response_not_found"
+            )
+        if response_id in self._running:
+            refuse("previous_response_id", f"{response_id} is not complete yet; wait until it is")
+        return kept.turn
+
+    async def _given(self, wanted: ResponsesRequest, tenant: str) -> list[Item]:
+        """The input as items, references replaced by what they refer to."""
+        if isinstance(wanted.input, str):
+            return [{"type": "message", "role": "user", "content": wanted.input}]
+        given = []
+        for index, item in enumerate(wanted.input):
+            if item.get("type") == "item_reference":
+                item_id = item.get("id")
+                found = await self._item(item_id, tenant) if isinstance(item_id, str) else None
+                if found is None:
+                    raise _unknown(item_id, param=f"input[{index}].id", code="item_not_found")
+                given.append(found)
+            else:
+                given.append(item)
+        return given
+
+    async def _item(self, item_id: str, tenant: str) -> Item | None:
+        """An output item of a kept response, of whichever server process keeps it."""
+        keeper = self._context.seat.keeper_of(item_id)
+        if keeper == self._context.seat.index:
+            return self._store.item(item_id, tenant=tenant)
+        item: Item | None = await self._context.peers.ask(
+            _ITEM, {"id": item_id, "tenant": tenant}, of=keeper
+        )
+        return item
+
+    def _turn(self, wanted: ResponsesRequest, parent: KeptTurn | None, given: list[Item]) -> Turn:
+        earlier = [] if parent is None else parent.conversation()
+        items = [("previous_response_id", item) for item in earlier]
+        items += [
+            ("input" if isinstance(wanted.input, str) else f"input[{i}]", item)
+            for i, item in enumerate(given)
+        ]
+        thoughts = self._context.hidden_thoughts(self._signer)
+        history = history_of(items, instructions=wanted.instructions, thoughts=thoughts)
+        tools, calls = wanted.choice()
+        return Turn(
+            messages=history.messages,
+            places=history.places,
+            tools=tools,
+            calls=calls,
+            thinking=wanted.thinking_choice,
+            form=wanted.grammar,
+            sampling=wanted.shared_sampling(
+                max_tokens=wanted.max_output_tokens,
+                stop=wanted.stop,
+                logprobs=wanted.wanted_logprobs,
+            ),
+        )
+
+    def _blank(self, wanted: ResponsesRequest, *, model: str, turn: Turn) -> ResponseAnswer:
+        """The response before anything is answered."""
+        info = self._context.engine.info
+        resolved = turn.sampling.resolved(info.sampling_defaults, room=info.max_model_len)
+        assert resolved.temperature is not None and resolved.top_p is not None
+        return ResponseAnswer(
+            id=self._context.seat.new_id("resp", num_bytes=24),
+            created_at=int(time.time()),
+            status="in_progress",
+            background=wanted.background,
+            instructions=wanted.instructions,
+            max_output_tokens=wanted.max_output_tokens,
+            metadata=wanted.metadata,
+            model=model,
+            output=[],
+            parallel_tool_calls=wanted.parallel_tool_calls,
+            previous_response_id=wanted.previous_response_id,
+            reasoning=ReasoningEcho(wanted.reasoning.effort, wanted.reasoning.summary),
+            store=wanted.store,
+            temperature=resolved.temperature,
+            text=TextEcho(
+                wanted.text.format or {"type": "text"}, wanted.text.verbosity or "medium"
+            ),
+            tool_choice=wanted.tool_choice,
+            tools=wanted.tools or [],
+            top_logprobs=wanted.top_logprobs,
+            top_p=resolved.top_p,
+        )
+
+
+def _forget(response: ResponseAnswer) -> None:
+    """The client asked for it not to be kept."""
+
+
+def _unknown(name: object, *, param: str, code: str) -> NotFoundError:
+    return NotFoundError(
+        f"{param}: {shown(name)} is not kept here; responses are kept in memory until others "
+        f"make room",
+        param=param,
+        code=code,
+    )

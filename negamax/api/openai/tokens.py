@@ -1,0 +1,149 @@
+"""/tokenize, /detokenize and /tokenizer_info: what the model's tokenizer makes of texts,
+conversations and token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
+
+from negamax.api.access import salt_of
+from negamax.api.border import json_response
+from negamax.api.common.conversation import Conversation, off_loop
+from negamax.api.common.thinking import ThinkingChoice, other_variables, template_switch
+from negamax.api.context import ApiContext
+from negamax.api.http.request_body import read_request
+from negamax.api.openapi import json_body
+from negamax.api.schemas.common import refuse
+from negamax.api.schemas.tokens import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+    TokenizerInfo,
+)
+from negamax.text.tokenizer import token_text
+
+
+def tokens_router(context: ApiContext) -> APIRouter:
+    """The routes, by vLLM's and by SGLang's names."""
+    router = APIRouter()
+
+    async def tokenize(request: Request) -> Response:
+        """Texts or a conversation as token ids."""
+        wanted, num_bytes = await read_request(request, TokenizeRequest, context.body_limits)
+        context.model_name(wanted.model)
+        if (wanted.prompt is None) == (wanted.messages is None):
+            refuse("prompt", "send either prompt or messages")
+        if wanted.prompt is None:
+            prompt = await context.prompts.chat(
+                _conversation(wanted), num_bytes=num_bytes, cache_salt=salt_of(request, "")
+            )
+            texts = [prompt.token_ids]
+        else:
+            given = [wanted.prompt] if isinstance(wanted.prompt, str) else wanted.prompt
+            texts = await context.prompts.plain(given, cache_salt=salt_of(request, ""))
+        is_list = isinstance(wanted.prompt, list)
+        counts = [len(ids) for ids in texts]
+        token_text = context.engine.tokenizer.token_text
+
+        def answer() -> Response:
+            strings = (
+                [[token_text(i) for i in ids] for ids in texts]
+                if wanted.return_token_strs
+                else None
+            )
+            return json_response(
+                TokenizeAnswer(
+                    count=counts if is_list else counts[0],
+                    max_model_len=context.engine.info.max_model_len,
+                    tokens=texts if is_list else texts[0],
+                    token_strs=UNSET if strings is None else strings if is_list else strings[0],
+                )
+            )
+
+        return await off_loop(answer, num_bytes=sum(counts))
+
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        wanted, num_bytes = await read_request(request, DetokenizeRequest, context.body_limits)
+        context.model_name(wanted.model)
+        is_nested = bool(wanted.tokens) and isinstance(wanted.tokens[0], list)
+        sequences: list[Any] = wanted.tokens if is_nested else [wanted.tokens]
+        tokenizer = context.engine.tokenizer
+
+        def answer() -> Response:
+            _check_vocabulary(sequences, vocab_size=context.engine.info.vocab_size)
+            texts = [
+                tokenizer.decode(ids, skip_special_tokens=wanted.skip_special_tokens)
+                for ids in sequences
+            ]
+            text = texts if is_nested else texts[0]
+            return json_response(DetokenizeAnswer(prompt=text, text=text))
+
+        return await off_loop(answer, num_bytes=num_bytes)
+
+    tokenize_schema = json_body(TokenizeRequest)
+    detokenize_schema = json_body(DetokenizeRequest)
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """The tokenizer's named tokens and the chat template."""
+        return json_response(_info(context))
+
+    for prefix in ("", "/v1"):
+        router.add_api_route(
+            f"{prefix}/tokenize",
+            tokenize,
+            methods=["POST"],
+            openapi_extra=tokenize_schema,
+        )
+        router.add_api_route(
+            f"{prefix}/detokenize",
+            detokenize,
+            methods=["POST"],
+            openapi_extra=detokenize_schema,
+        )
+    return router
+
+
+def _conversation(wanted: TokenizeRequest) -> Conversation:
+    variables = wanted.chat_template_kwargs or {}
+    return Conversation(
+        messages=wanted.messages or [],
+        tools=wanted.tools or None,
+        thinking=ThinkingChoice(mode=template_switch(variables)),
+        template_kwargs=other_variables(variables),
+        add_generation_prompt=wanted.add_generation_prompt and not wanted.continue_final_message,
+        continue_final_message=wanted.continue_final_message,
+    )
+
+
+def _info(context: ApiContext) -> TokenizerInfo:
+    engine = context.engine
+    config, template = engine.tokenizer.config, engine.chat_template
+    others = config.get("additional_special_tokens")
+    return TokenizerInfo(
+        tokenizer_class=str(config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
+        model_max_length=engine.info.max_model_len,
+        bos_token=token_text(config.get("bos_token")),
+        eos_token=token_text(config.get("eos_token")),
+        unk_token=token_text(config.get("unk_token")),
+        pad_token=token_text(config.get("pad_token")),
+        additional_special_tokens=[
+            text
+            for other in (others if isinstance(others, list) else ())
+            if (text := token_text(other)) is not None
+        ],
+        chat_template=None if template is None else template.source,
+    )
+
+
+def _check_vocabulary(lists: Sequence[Sequence[int]], *, vocab_size: int) -> None:
+    for ids in lists:
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            refuse("tokens", f"holds token id {wrong}; allowed: 0 to {vocab_size - 1}")

@@ -1,0 +1,400 @@
+"""SGLang's native API: /generate with its helpers to abort, to empty the cache, and to tell what is
+served.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from functools import partial
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
+
+from negamax import __version__
+from negamax.api.access import check_admin, is_admin, salt_of, tenant_of
+from negamax.api.border import failure_event, json_response
+from negamax.api.common.constraints import constrained
+from negamax.api.common.conversation import (
+    ReasoningState,
+    check_failed,
+    off_loop,
+    prompt_in_reasoning,
+    without_tokens,
+)
+from negamax.api.common.growing_json import GrowingList, RepeatPacing
+from negamax.api.context import ApiContext
+from negamax.api.http.request_body import read_request
+from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
+from negamax.api.openapi import json_body
+from negamax.api.schemas.common import refuse
+from negamax.api.schemas.native_generate import (
+    AbortRequest,
+    LogprobEntry,
+    MetaInfo,
+    NativeAnswer,
+    NativeModelInfo,
+    NativeRequest,
+    NativeSampling,
+    NativeServerInfo,
+    NumAborted,
+)
+from negamax.base.errors import InvalidRequestError
+from negamax.engine.client.engine_client import AsyncEngine
+from negamax.engine.client.generation import Generations
+from negamax.engine.client.output import RequestOutput
+from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.step import TokenLogprobs
+
+_LEAST = -9999.0  # JSON has no infinity
+_ABORT = "abort"  # what server processes ask of each other
+
+
+def native_router(context: ApiContext) -> APIRouter:
+    """The routes, by SGLang's names; those that tell something also by their old ones."""
+    router = APIRouter()
+    abort = partial(_abort, context.engine)
+    context.peers.when_asked(_ABORT, abort)
+    body_schema = json_body(NativeRequest)
+
+    @router.post("/generate", openapi_extra=body_schema)
+    async def generate(request: Request) -> Response:
+        """Continue one or several prompts."""
+        arrival = time.monotonic()
+        wanted, num_bytes = await read_request(request, NativeRequest, context.body_limits)
+        samplings = wanted.samplings(len(wanted.prompts))
+        ids = [given or secrets.token_hex(16) for given in wanted.ids(len(wanted.prompts))]
+        limits = [_engine_sampling(wanted, sampling) for sampling in samplings]
+        for limit in limits:
+            context.check_sampling(limit)
+        prompts = await context.prompts.plain(
+            wanted.prompts, cache_salt=salt_of(request, wanted.cache_salt)
+        )
+        await off_loop(lambda: [sampling.grammar for sampling in samplings], num_bytes=num_bytes)
+        context.check_room(request, list(zip(prompts, limits, strict=True)))
+        parts = [
+            context.generate(
+                prompt,
+                _constrained(context, wanted, sampling, limit, prompt),
+                wanted,
+                request_id=f"generate-{rid}-{secrets.token_hex(4)}",
+                names=[rid, wanted.rid] if isinstance(wanted.rid, str) else [rid],
+                arrival=arrival,
+                stream_interval=sampling.stream_interval,
+                http=request,
+            )
+            for prompt, sampling, limit, rid in zip(prompts, samplings, limits, ids, strict=True)
+        ]
+        answer = _NativeAnswering(
+            context, wanted, samplings, ids=ids, prompts=prompts, arrival=arrival
+        )
+        generations = Generations(parts)
+        if wanted.stream:
+            seconds = (
+                FIRST_OUTPUT_SECONDS
+                if all(sampling.grammar is None for sampling in samplings)
+                else None
+            )
+            await begun(request.receive, generations, seconds=seconds)
+            return context.event_stream(partial(answer.stream, generations), source=generations)
+        return await while_connected(request.receive, answer.whole(generations))
+
+    @router.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        """End the requests with an id, of whatever route, or all. Administrators may end those of
+        other keys.
+        """
+        wanted, _ = await read_request(request, AbortRequest, context.body_limits)
+        meant = _meant(request, wanted)
+        counts = await context.peers.ask_others(_ABORT, meant)
+        return json_response(NumAborted(abort(meant) + sum(counts)))
+
+    @router.post("/flush_cache")
+    async def flush_cache(request: Request) -> Response:
+        """Forget all cached prefixes; for administrators."""
+        check_admin(request)
+        num_open = context.engine.admission.num_open
+        if num_open:
+            raise InvalidRequestError(
+                f"{num_open} sequences run or wait; the cache is emptied only while there are none",
+                hint="try again when they are done, or abort them",
+                code="busy",
+            )
+        context.engine.forget_prefixes()
+        return Response("Cache flushed.\n", media_type="text/plain")
+
+    async def model_info() -> Response:
+        """What is served."""
+        info = context.engine.info
+        return json_response(
+            NativeModelInfo(
+                model_path=info.model, tokenizer_path=info.model, architectures=[info.architecture]
+            )
+        )
+
+    async def server_info() -> Response:
+        """How it is served, and how busy the server is."""
+        return json_response(_server_info(context))
+
+    for name, route in (("model_info", model_info), ("server_info", server_info)):
+        router.add_api_route(f"/{name}", route, methods=["GET"])
+        router.add_api_route(f"/get_{name}", route, methods=["GET"])
+    return router
+
+
+def _meant(request: Request, wanted: AbortRequest) -> dict[str, str | None]:
+    """The name and the tenant of the requests that are to end; None: any."""
+    if wanted.rid is None and not wanted.abort_all:
+        refuse("rid", "send the id of a request, or abort_all")
+    if wanted.abort_all:
+        check_admin(request)
+    return {
+        "name": None if wanted.abort_all else wanted.rid,
+        "tenant": None if is_admin(request) else tenant_of(request),
+    }
+
+
+def _abort(engine: AsyncEngine, meant: Mapping[str, str | None]) -> int:
+    """End this process's sequences that have the name and are the tenant's, either of which may be
+    None: any; how many.
+    """
+    name, tenant = meant["name"], meant["tenant"]
+    return engine.abort(
+        lambda owner: name in (None, *owner.names) and tenant in (None, owner.tenant)
+    )
+
+
+def _engine_sampling(wanted: NativeRequest, sampling: NativeSampling) -> SamplingParams:
+    if not wanted.return_logprob:
+        return sampling.sampling_params(logprobs=None, prompt_logprobs=None)
+    top = wanted.top_logprobs_num
+    return sampling.sampling_params(
+        logprobs=top, prompt_logprobs=top if wanted.logprob_start_len >= 0 else None
+    )
+
+
+def _constrained(
+    context: ApiContext,
+    wanted: NativeRequest,
+    sampling: NativeSampling,
+    limits: SamplingParams,
+    prompt: list[int],
+) -> SamplingParams:
+    """With the form of the answer, which begins after the reasoning where the prompt ends in
+    one.
+    """
+    reasoning: ReasoningState = "open" if prompt_in_reasoning(prompt, context.voice) else "none"
+    budget = wanted.max_thinking_tokens if reasoning == "open" else None
+    return constrained(
+        limits, context.voice, reasoning=reasoning, grammar=sampling.grammar, budget=budget
+    )
+
+
+class _Choice:
+    """One answer while it is generated. Single writer: its `_NativeAnswering`."""
+
+    def __init__(self, prompt_index: int, rid: str, pacing: RepeatPacing) -> None:
+        self.prompt_index = prompt_index
+        self.rid = rid
+        self.pacing = pacing  # of its events
+        self.has_begun = False
+        self.texts: list[str] = []
+        self.num_tokens = 0
+        self.last_token_id: int | None = None
+        self.token_ids = GrowingList()
+        self.input_logprobs = GrowingList()
+        self.input_top_logprobs = GrowingList()
+        self.logprobs = GrowingList()
+        self.top_logprobs = GrowingList()
+        self.finish_reason: dict[str, object] | None = None
+        self.num_cached_tokens = 0
+        self.seconds: float | None = None  # when it is complete
+
+    @property
+    def num_bytes(self) -> int:
+        """About the size of an event that tells all of it."""
+        lists = (
+            self.token_ids,
+            self.input_logprobs,
+            self.input_top_logprobs,
+            self.logprobs,
+            self.top_logprobs,
+        )
+        return sum(entries.num_bytes for entries in lists) + sum(map(len, self.texts))
+
+
+class _NativeAnswering:
+    """Answers one request from the engine's outputs. Single writer: the request's handler."""
+
+    def __init__(
+        self,
+        context: ApiContext,
+        wanted: NativeRequest,
+        samplings: list[NativeSampling],
+        *,
+        ids: list[str],
+        prompts: list[list[int]],
+        arrival: float,
+    ) -> None:
+        self._tokenizer = context.engine.tokenizer
+        self._wanted = wanted
+        self._samplings = samplings
+        self._prompts = prompts
+        self._arrival = arrival
+        self._starts: list[int] = []  # of each prompt: the index of its first choice
+        self._choices: list[_Choice] = []
+        num_choices = sum(sampling.n for sampling in samplings)
+        for index, (rid, sampling) in enumerate(zip(ids, samplings, strict=True)):
+            self._starts.append(len(self._choices))
+            self._choices += [
+                _Choice(index, rid, RepeatPacing(num_choices=num_choices))
+                for _ in range(sampling.n)
+            ]
+        self._is_list = wanted.is_batch or len(self._choices) > 1
+
+    async def whole(self, generations: Generations) -> Response:
+        """The answer in one piece: one object, or a list of them."""
+        await generations.run(self._take)
+        answers = [self._answer(index) for index in range(len(self._choices))]
+        encoded = msgspec.json.encode(answers if self._is_list else answers[0])
+        return Response(encoded, media_type="application/json")
+
+    async def stream(self, generations: Generations, say: Say) -> None:
+        """The answer as events, each with all that was said so far; an error after the start is an
+        event too.
+        """
+
+        def tell(number: int, output: RequestOutput) -> None:
+            index = self._take(number, output)
+            choice = self._choices[index]
+            is_due = choice.pacing.is_due(choice.num_bytes, now=time.monotonic())
+            if is_due or choice.finish_reason is not None:
+                say(event(self._answer(index)))
+
+        try:
+            await generations.run(tell)
+        except Exception as error:
+            say(failure_event(error, request_id=self._choices[0].rid))
+        say(DONE)
+
+    def _take(self, number: int, output: RequestOutput) -> int:
+        """Take an output into its choice; the choice's index."""
+        check_failed(output)
+        if self._samplings[number].max_new_tokens == 0:
+            output = without_tokens(output)
+        index = self._starts[number] + output.index
+        choice = self._choices[index]
+        choice.texts.append(output.text)
+        if not choice.has_begun:
+            choice.has_begun = True
+            self._take_input(choice, output.prompt_logprobs or [])
+        choice.num_tokens += len(output.token_ids)
+        choice.last_token_id = output.token_ids[-1] if output.token_ids else choice.last_token_id
+        choice.token_ids.extend(output.token_ids)
+        if self._wanted.return_logprob:
+            logprobs = output.logprobs or ()
+            choice.logprobs.extend([self._entry(one.token_id, one) for one in logprobs])
+            if self._wanted.top_logprobs_num > 0:
+                choice.top_logprobs.extend([self._top(entry) for entry in logprobs])
+        choice.num_cached_tokens = output.num_cached_tokens
+        if output.finish_reason is not None:
+            choice.seconds = time.monotonic() - self._arrival
+            choice.finish_reason = self._finish_reason(choice, output)
+        return index
+
+    def _finish_reason(self, choice: _Choice, output: RequestOutput) -> dict[str, object]:
+        match output.finish_reason:
+            case "length":
+                return {"type": "length", "length": choice.num_tokens}
+            case "stop":
+                matched = output.stop_reason
+                return {
+                    "type": "stop",
+                    "matched": choice.last_token_id if matched is None else matched,
+                }
+            case _:
+                return {"type": "abort", "message": "the request was aborted"}
+
+    def _answer(self, index: int) -> NativeAnswer:
+        choice = self._choices[index]
+        text = "".join(choice.texts)
+        choice.texts = [text]
+        return NativeAnswer(
+            text=text,
+            output_ids=choice.token_ids.json(),
+            meta_info=self._meta(choice),
+            index=index if self._is_list else UNSET,
+        )
+
+    def _take_input(self, choice: _Choice, prompt_logprobs: list[TokenLogprobs]) -> None:
+        """Take the logprobs of the prompt into a choice."""
+        prompt, start = self._prompts[choice.prompt_index], self._wanted.logprob_start_len
+        if not self._wanted.return_logprob or start < 0:
+            return
+        given: list[TokenLogprobs | None] = (
+            [None, *prompt_logprobs] if prompt_logprobs or start == 0 else []
+        )
+        asked = list(zip(prompt, given, strict=False))[min(start, len(prompt) - 1) :]
+        choice.input_logprobs.extend([self._entry(token_id, entry) for token_id, entry in asked])
+        if self._wanted.top_logprobs_num > 0:
+            choice.input_top_logprobs.extend([self._top(entry) for _, entry in asked])
+
+    def _meta(self, choice: _Choice) -> MetaInfo:
+        wanted = self._wanted
+        has_logprobs, has_top = (
+            wanted.return_logprob,
+            wanted.return_logprob and wanted.top_logprobs_num > 0,
+        )
+        return MetaInfo(
+            id=choice.rid,
+            finish_reason=choice.finish_reason,
+            prompt_tokens=len(self._prompts[choice.prompt_index]),
+            completion_tokens=choice.num_tokens,
+            cached_tokens=choice.num_cached_tokens,
+            e2e_latency=UNSET if choice.seconds is None else choice.seconds,
+            input_token_logprobs=choice.input_logprobs.json() if has_logprobs else UNSET,
+            output_token_logprobs=choice.logprobs.json() if has_logprobs else UNSET,
+            input_top_logprobs=choice.input_top_logprobs.json() if has_top else UNSET,
+            output_top_logprobs=choice.top_logprobs.json() if has_top else UNSET,
+        )
+
+    def _entry(self, token_id: int, entry: TokenLogprobs | None) -> LogprobEntry:
+        text = (
+            self._tokenizer.token_text(token_id) if self._wanted.return_text_in_logprobs else None
+        )
+        return None if entry is None else max(entry.logprob, _LEAST), token_id, text
+
+    def _top(self, entry: TokenLogprobs | None) -> list[LogprobEntry] | None:
+        if entry is None:
+            return None
+        with_text = self._wanted.return_text_in_logprobs
+        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        return [
+            (max(logprob, _LEAST), i, self._tokenizer.token_text(i) if with_text else None)
+            for i, logprob in pairs
+        ]
+
+
+def _server_info(context: ApiContext) -> NativeServerInfo:
+    engine = context.engine
+    info, stats = engine.info, engine.stats
+    generated = sum(one.generated_tokens for one in (*engine.past_stats, stats))
+    return NativeServerInfo(
+        version=__version__,
+        model_path=info.model,
+        served_model_name=context.model_names[0],
+        context_length=info.max_model_len,
+        device=info.device,
+        dtype=info.dtype,
+        tp_size=engine.tensor_parallel_size,
+        page_size=info.block_size,
+        max_running_requests=info.max_num_seqs,
+        max_total_num_tokens=info.num_kv_blocks * info.block_size,
+        sampling_defaults=msgspec.to_builtins(info.sampling_defaults),
+        num_running_reqs=stats.num_running,
+        num_queue_reqs=stats.num_waiting,
+        num_used_tokens=(stats.num_kv_blocks - stats.num_free_kv_blocks) * info.block_size,
+        num_generated_tokens=generated,
+    )

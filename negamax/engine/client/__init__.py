@@ -1,0 +1,1 @@
+"""The server process's side of the engine: its client, connection and supervisor."""

@@ -1,0 +1,384 @@
+"""A request in the engine, seen from the server: what it generates is handed on in the moment it
+arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from negamax.base.errors import (
+    EngineError,
+    InvalidRequestError,
+    RequestTimeoutError,
+    UnavailableError,
+)
+from negamax.base.log import get_logger
+from negamax.engine.client.output import ChoiceStream, RequestOutput, joined_outputs
+from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.step import SequenceUpdate
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose request it is, the names by which the client knows it, and whether other tenants have
+    the same queue."""
+
+    tenant: str = ""
+    names: frozenset[str] = frozenset()
+    shares_queue: bool = False
+
+
+NOBODY = Owner()
+
+
+class Observer(Protocol):
+    """Is told what happens to one request; it must not raise."""
+
+    def started(self, at: float) -> None:
+        """The first of its sequences began to run at monotonic second `at`."""
+
+    def gained(self, output: RequestOutput) -> None:
+        """One of its choices gained tokens or ended."""
+
+    def ended(self, error: BaseException | None) -> None:
+        """It is over; `error`: what ended it before its time."""
+
+
+class Host(Protocol):
+    """The engine, as a generation needs it."""
+
+    def enter(self, generation: Generation, requests: Sequence[GenerateRequest]) -> None:
+        """Take the sequences of a request in. Errors: `OverloadedError`, `UnavailableError`."""
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Send sequences that were taken in to the engine."""
+
+    def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
+        """Sequences that are over here; `abort`: the engine must be told."""
+
+
+class Generation:
+    """The choices of one request. Single user, in the engine's event loop: `run` to the end, or
+    `close`.
+
+    The engine's side pushes updates in; no task stands between an update and `take`. While the user
+    pauses, what arrives is joined to one update per choice: a backlog costs the memory of its token
+    ids and no more. Outputs of fewer than `interval` tokens are joined, too, but for the first and
+    the last of a choice.
+    """
+
+    __slots__ = (
+        "_arrival",
+        "_deadline",
+        "_ended",
+        "_failure",
+        "_has_begun",
+        "_host",
+        "_interval",
+        "_is_closed",
+        "_is_paused",
+        "_observer",
+        "_requests",
+        "_streams",
+        "_take",
+        "_timer",
+        "_unsent",
+        "_updates",
+        "_waiting",
+        "owner",
+    )
+
+    def __init__(
+        self,
+        host: Host,
+        requests: Sequence[GenerateRequest],
+        streams: Mapping[str, ChoiceStream],
+        *,
+        deadline: float | None,
+        observer: Observer | None,
+        interval: int = 1,
+        owner: Owner = NOBODY,
+    ) -> None:
+        """Nothing happens before `begun` or `run`. `streams` by the ids of `requests`; `deadline`:
+        monotonic seconds.
+        """
+        self.owner = owner
+        self._host = host
+        self._requests = requests
+        self._streams = dict(streams)  # those that go on
+        self._deadline = deadline
+        self._observer = observer
+        self._interval = interval
+        self._waiting: dict[int, RequestOutput] = {}  # by choice, for more tokens
+        self._unsent: Sequence[GenerateRequest] = ()
+        self._updates: dict[str, SequenceUpdate] = {}  # that wait to be handed on
+        self._failure: Exception | None = None  # ends it after what has arrived
+        self._take: Callable[[RequestOutput], object] | None = None
+        self._is_paused = False
+        self._arrival: asyncio.Future[None] | None = None
+        self._ended: asyncio.Future[Exception | None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_begun = self._is_closed = False
+
+    @property
+    def requests(self) -> Sequence[GenerateRequest]:
+        """One for each choice."""
+        return self._requests
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters of the first choice, with the model's defaults."""
+        return self._requests[0].sampling
+
+    async def begun(self) -> None:
+        """Send the request to the engine, and wait until something has come back.
+
+        Errors: those of the engine's door, and what ended the request before its first output; it
+        must be closed then.
+        """
+        self._begin()
+        if not self._updates and self._failure is None:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        for update in self._updates.values():
+            _check_end(update)
+        if not self._updates and self._failure is not None:
+            raise self._failure
+
+    async def run(self, take: Callable[[RequestOutput], object]) -> None:
+        """Hand every output to `take`, until the last choice has ended. Errors: those of `begun`
+        and of `take`, `EngineError`, `EngineDeadError`, `RequestTimeoutError`. However this ends,
+        nothing of the request is left in the engine.
+        """
+        self._ended = asyncio.get_running_loop().create_future()
+        self._take = take
+        try:
+            self._begin()
+            self._hand_kept()
+            failure = await self._ended
+            if failure is not None:
+                raise failure
+        except BaseException as error:
+            self.close(error)
+            raise
+        self.close()
+
+    def pause(self) -> None:
+        """Keep back what arrives."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Hand on again, at once what was kept back."""
+        self._is_paused = False
+        self._hand_kept()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Abort what still runs; `error` is why. The first call counts."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._take = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._host.leave(list(self._streams), abort=True)
+        if self._observer is not None and self._has_begun:
+            self._observer.ended(error)
+
+    def started(self, at: float) -> None:
+        """The engine began with one of the sequences at monotonic second `at`."""
+        if self._observer is not None:
+            self._observer.started(at)
+
+    def push(self, update: SequenceUpdate) -> None:
+        """Give an update, which now belongs to the generation, to the user; keep it while that one
+        pauses. Never raises: what fails here ends this request alone."""
+        if self._take is None or self._is_paused:
+            earlier = self._updates.get(update.request_id)
+            self._updates[update.request_id] = (
+                update if earlier is None else joined(earlier, update)
+            )
+            self._announce()
+            return
+        try:
+            self._hand(update)
+        except Exception as error:
+            self._end(error)
+            return
+        if not self._streams:
+            self._end(None)
+
+    def fail(self, error: Exception) -> None:
+        """End the request with `error`, after what has arrived. The first error counts."""
+        if self._failure is None:
+            self._failure = error
+        self._announce()
+        self._hand_kept()
+
+    def _announce(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def _hand_kept(self) -> None:
+        """Give what was kept to the user, and the error after it, unless it pauses."""
+        if self._take is None or self._is_paused:
+            return
+        updates, self._updates = self._updates, {}
+        for update in updates.values():
+            self.push(update)
+        if self._failure is not None and not self._is_paused:
+            error = self._failure
+            try:
+                self._hand_waiting()
+            except Exception as wrong:
+                error = wrong
+            self._end(error)
+
+    def _hand(self, update: SequenceUpdate) -> None:
+        _check_end(update)
+        if self._unsent:
+            unsent, self._unsent = self._unsent, ()
+            self._host.submit(unsent)
+        stream = self._streams.get(update.request_id)
+        if stream is None or self._take is None:
+            return  # an update that crossed with our abort
+        try:
+            output = stream.push(update)
+        except Exception as wrong:
+            logger.exception("request %s: its output cannot be turned into text", update.request_id)
+            raise EngineError("the output could not be turned into text") from wrong
+        if stream.finished:
+            del self._streams[update.request_id]
+            # a stop string: the engine does not know it yet
+            self._host.leave([update.request_id], abort=update.finish_reason is None)
+        if self._observer is not None:
+            self._observer.gained(output)
+        if self._interval > 1:
+            waiting = self._waiting.pop(output.index, None)
+            output = output if waiting is None else joined_outputs(waiting, output)
+            if self._is_short(output):
+                self._waiting[output.index] = output
+                return
+        self._take(output)
+
+    def _is_short(self, output: RequestOutput) -> bool:
+        num_tokens = len(output.token_ids)
+        is_first = num_tokens == output.num_output_tokens
+        return num_tokens < self._interval and not is_first and output.finish_reason is None
+
+    def _hand_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for output in waiting.values():
+            if self._take is not None:
+                self._take(output)
+
+    def _begin(self) -> None:
+        """The first choice computes the prompt; the others follow with its first token and find it
+        in the prefix cache.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._host.enter(self, self._requests)
+        self._host.submit(self._requests[:1])
+        self._unsent = self._requests[1:]
+        if self._deadline is not None:
+            error = RequestTimeoutError(
+                "the request was not answered in time",
+                hint="allow more time, or ask for fewer tokens",
+                code="request_timeout",
+            )
+            wait = max(0.0, self._deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(wait, self.fail, error)
+
+    def _end(self, error: Exception | None) -> None:
+        self._take = None
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(error)
+
+
+class Generations:
+    """Requests that are answered together. Single user, as of `Generation`."""
+
+    def __init__(self, parts: Sequence[Generation]) -> None:
+        self._parts = parts
+
+    async def begun(self) -> None:
+        """Send all, and wait until something has come back for one of them. Errors: as of
+        `Generation.begun`.
+        """
+        waits = [asyncio.ensure_future(part.begun()) for part in self._parts]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in done:
+                wait.result()
+        finally:
+            await _cancel(waits)
+
+    async def run(self, take: Callable[[int, RequestOutput], object]) -> None:
+        """As of `Generation`; `take` gets the index of the part, too. The first error ends all."""
+        runs = [
+            asyncio.ensure_future(part.run(functools.partial(take, index)))
+            for index, part in enumerate(self._parts)
+        ]
+        try:
+            await asyncio.gather(*runs)
+        finally:
+            await _cancel(runs)
+
+    def pause(self) -> None:
+        """Keep back what arrives."""
+        for part in self._parts:
+            part.pause()
+
+    def resume(self) -> None:
+        """Hand on again."""
+        for part in self._parts:
+            part.resume()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Abort what still runs."""
+        for part in self._parts:
+            part.close(error)
+
+
+def joined(earlier: SequenceUpdate, later: SequenceUpdate) -> SequenceUpdate:
+    """One update for two of the same sequence; the lists of `earlier` are used up."""
+    earlier.token_ids.extend(later.token_ids)
+    logprobs = earlier.logprobs
+    if logprobs is not None:
+        logprobs.extend(later.logprobs or ())
+    if later.finish_reason is None:
+        return earlier
+    return replace(
+        later,
+        token_ids=earlier.token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=earlier.prompt_logprobs,
+    )
+
+
+def _check_end(update: SequenceUpdate) -> None:
+    """Errors: `InvalidRequestError` for a request that cannot be served, `UnavailableError` for one
+    that lost a process.
+    """
+    if update.is_lost:
+        raise UnavailableError(update.error or "lost", code="grammar_process_gone", retry_after=1.0)
+    if update.is_refusal:
+        raise InvalidRequestError(
+            update.error or "refused", param="grammar", code="invalid_grammar"
+        )
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

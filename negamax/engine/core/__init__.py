@@ -1,0 +1,1 @@
+"""The engine process: the loop, and the executors that run its plans."""

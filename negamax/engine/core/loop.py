@@ -1,0 +1,330 @@
+"""The step loop: launch step N, then commit step N-1 while N runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from negamax.base.crash_dump import CrashDumps
+from negamax.base.errors import EngineDeadError, EngineError, NegamaxError
+from negamax.base.log import get_logger
+from negamax.engine.core.executor import Executor, Launched
+from negamax.engine.core.rank_watch import RankWatch
+from negamax.engine.grammar.manager import Constraints
+from negamax.engine.wire import EngineStats
+from negamax.scheduler import crash_details
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.scheduler import Scheduler
+from negamax.scheduler.step import SequenceUpdate, StepPlan
+from negamax.worker.config import (
+    DECODE_SECONDS,
+    DISTINCT_EXPERTS,
+    OBSERVE_ROUTING,
+    START_PROFILE,
+    STOP_PROFILE,
+    KernelTime,
+    Probe,
+)
+
+logger = get_logger(__name__)
+
+# kept for whoever asks what began and what the steps ran; the embedded LLM does not
+_REPORT_ENTRIES = 4096
+WAIT_SECONDS = 0.005  # between looks for new requests, while all here wait for their grammars
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    plan: StepPlan
+    launched: Launched
+    started: float  # monotonic seconds
+
+
+class EngineLoop:
+    """Scheduler and executor, driven one `step` at a time by a single thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        constraints: Constraints,
+        overlap: bool,
+        crash_dumps: CrashDumps,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._constraints = constraints
+        self._overlap = overlap
+        self._crash_dumps = crash_dumps
+        self._last_plans: deque[StepPlan] = deque(maxlen=2)  # launched; for a crash dump
+        self._in_flight: _InFlight | None = None
+        self._pending_updates: list[SequenceUpdate] = []
+        self._step_count = 0
+        self._prefill_tokens = 0
+        self._device_seconds = 0.0
+        self._idle_seconds = 0.0
+        self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
+        self._step_tokens: deque[int] = deque(maxlen=_REPORT_ENTRIES)
+
+    @property
+    def has_work(self) -> bool:
+        return (
+            self._scheduler.has_unfinished
+            or self._in_flight is not None
+            or bool(self._pending_updates)
+            or self._constraints.num_opening > 0
+        )
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request; one that cannot be served becomes an update with finish_reason
+        "error".
+        """
+        if request.request_id in self._constraints:
+            error = (
+                f"request id {request.request_id!r} is in use by an unfinished request; "
+                f"choose another"
+            )
+            self._pending_updates.append(ended_update(request.request_id, "error", error=error))
+        elif request.sampling.is_constrained:
+            self._open(request)
+        else:
+            self._add(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests now; unknown or finished ids are ignored."""
+        for request_id in request_ids:
+            if self._constraints.close(request_id):
+                self._pending_updates.append(ended_update(request_id, "abort"))
+            update = self._scheduler.abort(request_id)
+            if update is not None:
+                self._pending_updates.append(update)
+
+    def request_ids(self) -> list[str]:
+        """The requests that run or wait."""
+        return [*self._constraints.opening_ids(), *self._scheduler.request_ids()]
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, but for what running requests hold."""
+        self._scheduler.forget_prefixes()
+
+    def step(self) -> list[SequenceUpdate]:
+        """Launch the next step, commit the one before it, and return what the requests gained."""
+        self._add_opened()
+        plan = self._scheduler.plan()
+        launched = None
+        if plan is not None:
+            self._last_plans.append(plan)
+            launched = _InFlight(plan, self._executor.launch(plan), time.monotonic())
+            self._admitted.extend(
+                (request_id, launched.started) for request_id in self._scheduler.take_admitted()
+            )
+        updates, self._pending_updates = self._pending_updates, []
+        if self._in_flight is not None:
+            updates += self._commit(self._in_flight)
+        elif launched is None and not updates:
+            self._wait()
+        if plan is not None and plan.masked:
+            updates += self._mask(plan)
+        if launched is not None and not self._overlap:
+            updates += self._commit(launched)
+            launched = None
+        self._in_flight = launched
+        return updates
+
+    def take_admitted(self) -> list[tuple[str, float]]:
+        """The requests that began to run since the last call, with the `time.monotonic()` of their
+        first step.
+        """
+        admitted = list(self._admitted)
+        self._admitted.clear()
+        return admitted
+
+    def take_step_tokens(self) -> list[int]:
+        """How many tokens each step committed since the last call has run."""
+        step_tokens = list(self._step_tokens)
+        self._step_tokens.clear()
+        return step_tokens
+
+    def stats(self) -> EngineStats:
+        s = self._scheduler
+        return EngineStats(
+            num_running=s.num_running,
+            num_waiting=s.num_waiting + self._constraints.num_opening,
+            num_kv_blocks=s.num_blocks,
+            num_free_kv_blocks=s.num_free_blocks,
+            step_count=self._step_count,
+            preemption_count=s.preemption_count,
+            prompt_tokens=s.prompt_tokens,
+            cached_prompt_tokens=s.cached_prompt_tokens,
+            generated_tokens=s.generated_tokens,
+            device_seconds=self._device_seconds,
+            idle_seconds=self._idle_seconds,
+            prefill_tokens=self._prefill_tokens,
+        )
+
+    def observe_routing(self, on: bool) -> None:
+        """From now on (or no more) run without CUDA graphs and keep which experts each step
+        chose.
+        """
+        self._executor.probe(Probe(OBSERVE_ROUTING, int(on)))
+
+    def distinct_experts(self, num_rows: int) -> float | None:
+        """Experts that the first `num_rows` rows of the last step chose, mean over the layers; None
+        unless observed.
+        """
+        return self._executor.probe(Probe(DISTINCT_EXPERTS, num_rows)).number
+
+    def decode_seconds(self, num_rows: int) -> float | None:
+        """Device time of one captured decode step, launched back to back; None without graphs.
+        Nothing else may be running.
+        """
+        return self._executor.probe(Probe(DECODE_SECONDS, num_rows)).number
+
+    def start_profile(self) -> None:
+        """Record every kernel of rank 0 from now on."""
+        self._executor.probe(Probe(START_PROFILE))
+
+    def stop_profile(self) -> list[KernelTime]:
+        """The kernels since `start_profile`."""
+        return self._executor.probe(Probe(STOP_PROFILE)).kernels or []
+
+    def dump_crash(self, reason: str, error: BaseException) -> None:
+        """Write down what ran when `error` was raised."""
+        self._crash_dumps.write(reason, details=self._crash_details, error=error)
+
+    def watch_ranks(self) -> RankWatch | None:
+        """A watch of the rank processes, for a thread of its own; None: there are none."""
+        return self._executor.watch_ranks()
+
+    def shutdown(self) -> None:
+        self._constraints.shutdown()
+        self._executor.shutdown()
+
+    def _crash_details(self) -> dict[str, Any]:
+        return {
+            "ready": dataclasses.asdict(self._executor.ready),
+            "stats": msgspec.structs.asdict(self.stats()),
+            "requests": crash_details.of_sequences(self._scheduler.sequences()),
+            "opening_grammars": list(self._constraints.opening_ids()),
+            "last_plans": [crash_details.of_plan(plan) for plan in self._last_plans],
+        }
+
+    def _open(self, request: GenerateRequest) -> None:
+        """Prepare the request's constraint; `_add_opened` queues it."""
+        try:
+            self._constraints.open(request)
+        except Exception as error:
+            self._refuse(request, error)
+
+    def _add(self, request: GenerateRequest) -> None:
+        try:
+            self._scheduler.add(request)
+        except Exception as error:
+            self._refuse(request, error)
+
+    def _refuse(self, request: GenerateRequest, error: Exception) -> None:
+        """End a request that cannot be taken in, and no other."""
+        message = str(error)
+        if not isinstance(error, NegamaxError):
+            logger.error("request %s cannot be taken in", request.request_id, exc_info=error)
+            message = f"{type(error).__name__} while this request was taken in"
+        self._constraints.close(request.request_id)
+        self._pending_updates.append(ended_update(request.request_id, "error", error=message))
+
+    def _add_opened(self) -> None:
+        """Queue the requests whose constraints are ready now, and let those go on that a step went
+        without.
+        """
+        for opened in self._constraints.opened():
+            if opened.problem is None:
+                self._add(opened.request)
+            else:
+                update = ended_update(
+                    opened.request.request_id,
+                    "error",
+                    error=opened.problem,
+                    is_refusal=opened.is_refusal,
+                )
+                self._pending_updates.append(
+                    msgspec.structs.replace(update, is_lost=opened.is_lost)
+                )
+        for request_id in self._constraints.arrived():
+            self._scheduler.resume(request_id)
+
+    def _mask(self, plan: StepPlan) -> list[SequenceUpdate]:
+        """Send the masks of a launched plan, for which the step before it had to be committed
+        first; requests that end so.
+        """
+        rows = self._scheduler.masked_rows(plan)
+        verdict = self._constraints.masks(
+            plan.step_id, rows, may_wait=len(plan.masked) == len(plan.slots)
+        )
+        self._executor.send_masks(verdict.masks)
+        self._scheduler.defer(plan, verdict.late)
+        ends = [self._scheduler.end(request_id, "stop") for request_id in verdict.ended]
+        ends += [
+            self._scheduler.end(request_id, "error", error=error)
+            for request_id, error in verdict.failed.items()
+        ]
+        lost = verdict.lost
+        updates = [
+            msgspec.structs.replace(end, is_lost=end.request_id in lost)
+            for end in ends
+            if end is not None
+        ]
+        self._constraints.advance(updates)
+        return updates
+
+    def _wait(self) -> None:
+        """Nothing runs and nothing can: wait for what the requests here are waiting for."""
+        if self._constraints.is_waiting:
+            self._constraints.wait(WAIT_SECONDS)
+        elif self._scheduler.has_unfinished:
+            raise EngineError("the scheduler holds requests that it cannot run")
+
+    def _commit(self, step: _InFlight) -> list[SequenceUpdate]:
+        try:
+            result = step.launched.result()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            logger.exception("step %d was lost", step.plan.step_id)
+            self.dump_crash(f"step {step.plan.step_id} was lost", error)
+            updates = self._scheduler.fail(
+                step.plan, f"the step that ran this request failed ({type(error).__name__})"
+            )
+            self._constraints.advance(updates)
+            return updates
+        self._step_count += 1
+        num_tokens = step.plan.num_tokens
+        self._step_tokens.append(num_tokens)
+        self._prefill_tokens += num_tokens - step.plan.counts.count(1)
+        self._device_seconds += result.device_seconds
+        self._idle_seconds += result.idle_seconds
+        updates = self._scheduler.commit(step.plan, result)
+        for request_id in self._constraints.advance(updates):
+            self._scheduler.release(request_id)
+        return updates
+
+
+def ended_update(
+    request_id: str, finish_reason: str, *, error: str | None = None, is_refusal: bool = False
+) -> SequenceUpdate:
+    """The update that ends a request which never ran."""
+    return SequenceUpdate(
+        request_id=request_id,
+        token_ids=[],
+        logprobs=None,
+        prompt_logprobs=None,
+        finish_reason=finish_reason,
+        stop_reason=None,
+        num_cached_tokens=0,
+        error=error,
+        is_refusal=is_refusal,
+    )

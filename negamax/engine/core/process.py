@@ -1,0 +1,259 @@
+"""The engine process: `python -m negamax.engine.core.process FOLDER`, started by
+`engine.client.connection`.
+
+The first frame holds the options; then requests come in from one server process or several, and
+after every step each gets the updates of its sequences with the statistics. A thread of its own
+watches the ranks, and tells all server processes twice a second that the process lives, whether its
+loop goes round, and how long a rank has been silent. Another one watches the first server process.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import msgspec
+import zmq
+
+from negamax.base import log
+from negamax.base.crash_dump import CrashDumps
+from negamax.base.errors import EngineDeadError, NegamaxError, ResourceError
+from negamax.base.log import get_logger
+from negamax.base.parent_watch import watch_parent
+from negamax.base.process import exit_with_parent
+from negamax.engine import wire
+from negamax.engine.client.connection import BEAT_SECONDS, EngineAddress
+from negamax.engine.core.loop import EngineLoop
+
+logger = get_logger(__name__)
+
+
+LOOK_SECONDS = 0.1  # between two looks at the ranks
+# in which a loop that waits for a step notices by itself that a rank is gone
+LAST_STEP_SECONDS = 0.3
+RECONNECT_MS = 10  # between two attempts to reach a server process
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def main(folder: str) -> int:
+    """Serve the server processes until the first says stop; the exit code of the process."""
+    exit_with_parent()
+    log.setup_as_parent()
+    address = EngineAddress(folder)
+    with zmq.Context() as context, context.socket(zmq.PULL) as requests:
+        requests.connect(address.requests(0))
+        start = wire.start_decoder.decode(requests.recv())
+        if start.parent is not None:
+            watch_parent(start.parent)
+        listen(requests, address, num_servers=start.num_servers)
+        with Outbox(context, address, num_servers=start.num_servers, linger=1000) as outbox:
+            return _serve(start, context=context, address=address, requests=requests, outbox=outbox)
+
+
+def _serve(
+    start: wire.Start,
+    *,
+    context: Context,
+    address: EngineAddress,
+    requests: zmq.Socket[bytes],
+    outbox: Outbox,
+) -> int:
+    try:
+        # torch: seconds of import, after the connection stands
+        from negamax.engine.core.setup import start_loop
+
+        loop, info = start_loop(start.options)
+    except NegamaxError as error:
+        outbox.send_first(wire.EngineFailed(str(error), error.exit_code))
+        return error.exit_code
+    except OSError as system_error:
+        refusal = ResourceError.of_system(system_error)
+        outbox.send_first(wire.EngineFailed(str(refusal), refusal.exit_code))
+        return refusal.exit_code
+    except Exception as error:
+        logger.exception("the engine cannot start")
+        options = start.options
+        dumps = CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options))
+        dumps.write("the engine cannot start", details=dict, error=error)
+        outbox.send_first(wire.EngineFailed(f"the engine cannot start: {error!r}", 1))
+        return 1
+    # what the start left behind lives as long as the process: later collections need not visit it
+    gc.freeze()
+    outbox.send_first(wire.EngineReady(info))
+    pulse = Pulse(loop)
+    try:
+        with pulse.beating(context, address, num_servers=start.num_servers):
+            serve(loop, requests=requests, outbox=outbox, pulse=pulse)
+    except EngineDeadError as error:
+        logger.error("the engine stops: %s", error)
+        loop.dump_crash(str(error), error)
+        outbox.send_first(wire.EngineFailed(str(error), 1))
+        return 1
+    except Exception as error:
+        logger.exception("the engine stops")
+        loop.dump_crash("the engine failed", error)
+        outbox.send_first(wire.EngineFailed(f"the engine failed: {error!r}", 1))
+        return 1
+    finally:
+        loop.shutdown()
+    return 0
+
+
+def listen(requests: zmq.Socket[bytes], address: EngineAddress, *, num_servers: int) -> None:
+    """Take requests of the other server processes, too, whenever they come."""
+    requests.reconnect_ivl = RECONNECT_MS
+    for server in range(1, num_servers):
+        requests.connect(address.requests(server))
+
+
+class Outbox:
+    """The way to the server processes. Single writer: one thread. What is sent to one that is not
+    there (it has not come yet, or it died and is started again) waits for it."""
+
+    def __init__(
+        self, context: Context, address: EngineAddress, *, num_servers: int, linger: int
+    ) -> None:
+        """`linger`: milliseconds that frames may still be under way when it is closed."""
+        self._sockets = [context.socket(zmq.PUSH) for _ in range(num_servers)]
+        for server, socket in enumerate(self._sockets):
+            socket.linger = linger
+            socket.set_hwm(0)  # never full, and so never blocking
+            socket.reconnect_ivl = RECONNECT_MS
+            socket.connect(address.outputs(server))
+
+    def __enter__(self) -> Outbox:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for socket in self._sockets:
+            socket.close()
+
+    def send_first(self, message: wire.FromEngine) -> None:
+        """To the process that started this one."""
+        self._sockets[0].send(wire.encoder.encode(message))
+
+    def send_all(self, message: wire.Heartbeat) -> None:
+        """To everyone."""
+        frame = wire.encoder.encode(message)
+        for socket in self._sockets:
+            socket.send(frame)
+
+    def frames(self, report: wire.StepOutputs) -> list[tuple[int, bytes]]:
+        """For each server process, by its number, what its sequences gained."""
+        parts = {0: report} if len(self._sockets) == 1 else _parts(report)
+        return [(server, wire.encoder.encode(part)) for server, part in parts.items()]
+
+    def send(self, frames: list[tuple[int, bytes]]) -> None:
+        """Each to its server process."""
+        for server, frame in frames:
+            self._sockets[server].send(frame)
+
+
+def _parts(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
+    """The report for each server process it concerns; the first of them counts the steps."""
+    parts: dict[int, wire.StepOutputs] = {}
+
+    def part(sequence_id: str) -> wire.StepOutputs:
+        server = wire.server_of(sequence_id)
+        if server not in parts:
+            parts[server] = wire.StepOutputs(
+                [], report.stats, [], [] if parts else report.step_tokens
+            )
+        return parts[server]
+
+    for update in report.updates:
+        part(update.request_id).updates.append(update)
+    for sequence_id, at in report.admitted:
+        part(sequence_id).admitted.append((sequence_id, at))
+    return parts
+
+
+def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, pulse: Pulse) -> None:
+    """Take requests in, step, send updates out, until told to stop. Blocks on the socket while
+    there is no work.
+    """
+    while True:
+        while not loop.has_work or requests.poll(0):
+            pulse.is_idle = not loop.has_work
+            frame = requests.recv()
+            pulse.is_idle = False
+            try:
+                message = wire.to_engine_decoder.decode(frame)
+            except msgspec.DecodeError:
+                logger.exception("a message that cannot be decoded was dropped")
+                continue
+            if isinstance(message, wire.AddRequest):
+                loop.add(message.request)
+            elif isinstance(message, wire.AbortRequests):
+                loop.abort(message.request_ids)
+            elif isinstance(message, wire.AbortServer):
+                loop.abort(
+                    [name for name in loop.request_ids() if wire.server_of(name) == message.server]
+                )
+            elif isinstance(message, wire.ForgetPrefixes):
+                loop.forget_prefixes()
+            else:
+                return
+        updates = loop.step()
+        pulse.num_rounds += 1
+        if updates:
+            report = wire.StepOutputs(
+                updates, loop.stats(), loop.take_admitted(), loop.take_step_tokens()
+            )
+            outbox.send(outbox.frames(report))
+
+
+class Pulse:
+    """What the beats tell. Single writer: the loop's thread."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self.num_rounds = 0
+        self.is_idle = False
+
+    @contextmanager
+    def beating(
+        self, context: Context, address: EngineAddress, *, num_servers: int
+    ) -> Iterator[None]:
+        """Send a heartbeat twice a second while inside, and say once that a rank is gone, whatever
+        the loop waits for.
+        """
+        stop = threading.Event()
+
+        def beat() -> None:
+            watch = self._loop.watch_ranks()
+            next_beat = 0.0
+            with Outbox(context, address, num_servers=num_servers, linger=0) as outbox:
+                while not stop.wait(BEAT_SECONDS if watch is None else LOOK_SECONDS):
+                    rank, silence = (0, 0.0) if watch is None else watch.longest_silence()
+                    death = None if watch is None else watch.death()
+                    if death is not None:
+                        # the loop has not noticed: it waits for something else
+                        if not stop.wait(LAST_STEP_SECONDS):
+                            self._loop.dump_crash(death, EngineDeadError(death))
+                            outbox.send_first(wire.EngineFailed(death, 1))
+                        stop.wait()  # the server process ends this one
+                    elif time.monotonic() >= next_beat:
+                        next_beat = time.monotonic() + BEAT_SECONDS - LOOK_SECONDS
+                        stats = self._loop.stats()
+                        outbox.send_all(
+                            wire.Heartbeat(self.num_rounds, self.is_idle, stats, rank, silence)
+                        )
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

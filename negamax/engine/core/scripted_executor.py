@@ -1,0 +1,135 @@
+"""An executor without a model: every sequence gets the tokens of a scripted answer.
+
+It stands where the ranks stand, so the scheduler, the prefix cache, limits and streams in front of
+it are the real ones.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from negamax.config.options import EngineOptions
+from negamax.engine.core.source import ModelSource
+from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.step import NewRow, StepMasks, StepPlan, StepResult, TokenLogprobs
+from negamax.text.chat_template import ChatTemplate
+from negamax.text.formats import format_of
+from negamax.text.script import Script, ScriptedAnswers
+from negamax.text.tokenizer import Tokenizer
+from negamax.worker.config import Probe, ProbeAnswer, WorkerReady
+
+NUM_WINDOWS = 8  # KV cache, in sequences of the whole context length
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A slot's sequence."""
+
+    prompt: list[int]
+    answer: list[int]
+    sampling: SamplingParams
+
+
+class ScriptedExecutor:
+    """Runs plans by looking the next tokens up. Single writer: the engine loop."""
+
+    def __init__(
+        self, script: Script, source: ModelSource, options: EngineOptions, *, block_size: int
+    ) -> None:
+        template_folder = source.tokenizer_folder
+        template = ChatTemplate.from_folder(template_folder)
+        assert template is not None, "checkpoints of the families served here have a template"
+        self._eos = source.generation.eos_token_ids[0]
+        self._answers = ScriptedAnswers(
+            script,
+            tokenizer=Tokenizer.from_folder(template_folder),
+            template=template,
+            output_format=format_of(source.spec.architecture),
+            eos_token_id=self._eos,
+        )
+        self._step_seconds = 1.0 / script.tokens_per_second
+        self._rows: dict[int, _Row] = {}
+        self._due = 0.0  # monotonic seconds
+        self._latest: _ScriptedStep | None = None
+        self.ready = WorkerReady(
+            num_kv_blocks=options.num_kv_blocks
+            or NUM_WINDOWS * -(-script.context_length // block_size),
+            dtype="none",
+            device="script",
+            kernels="",
+            load_summary=f"{len(script.rules)} rules of the script {options.script} answer",
+        )
+
+    def launch(self, plan: StepPlan) -> _ScriptedStep:
+        self._latest = _ScriptedStep(self, plan)
+        return self._latest
+
+    def send_masks(self, masks: StepMasks) -> None:
+        assert self._latest is not None
+        for row, place in zip(masks.rows, masks.places, strict=True):
+            self._latest.masks[row] = masks.masks[place]
+
+    def probe(self, probe: Probe) -> ProbeAnswer:
+        return ProbeAnswer()
+
+    def watch_ranks(self) -> None:
+        return None
+
+    def shutdown(self) -> None:
+        self._rows.clear()
+
+    def run(self, plan: StepPlan, masks: dict[int, bytes]) -> StepResult:
+        """The next token of every sampled row, when it is due."""
+        for row in plan.new_rows:
+            self._rows[row.slot] = self._new_row(row)
+        now = time.monotonic()
+        self._due = max(self._due + self._step_seconds, now)
+        time.sleep(self._due - now)
+        token_ids: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        for number, (slot, start, count) in enumerate(
+            zip(plan.slots, plan.starts, plan.counts, strict=True)
+        ):
+            row = self._rows[slot]
+            if row.sampling.prompt_logprobs is not None:
+                run = row.prompt[start + 1 : start + count + 1]
+                prompt_logprobs[number] = [_certain(token) for token in run]
+            if not plan.samples[number]:
+                continue
+            token = self._next(row, start + count - len(row.prompt), masks.get(number))
+            if row.sampling.logprobs is not None:
+                logprobs[len(token_ids)] = _certain(token)
+            token_ids.append(token)
+        return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, {})
+
+    def _new_row(self, row: NewRow) -> _Row:
+        prompt = row.token_ids[: row.prompt_len]
+        return _Row(prompt, self._answers.answer(prompt), row.sampling)
+
+    def _next(self, row: _Row, position: int, mask: bytes | None) -> int:
+        """The token at `position` of the answer; where a grammar forbids it, the end if that is
+        allowed, else the first token that is."""
+        token = row.answer[position] if position < len(row.answer) else self._eos
+        if mask is None:
+            return token
+        allowed = [token, self._eos, *range(8 * len(mask))]
+        return next(one for one in allowed if mask[one // 8] >> one % 8 & 1)
+
+
+def _certain(token: int) -> TokenLogprobs:
+    """The log-probability of a token that had no alternative."""
+    return TokenLogprobs(token, 0.0, 1, [token], [0.0])
+
+
+@dataclass(frozen=True)
+class _ScriptedStep:
+    """A plan that is run when its result is asked for: its masks have come by then."""
+
+    executor: ScriptedExecutor
+    plan: StepPlan
+    masks: dict[int, bytes] = field(default_factory=dict)
+
+    def result(self) -> StepResult:
+        return self.executor.run(self.plan, self.masks)

@@ -1,0 +1,211 @@
+"""From options to a running engine: the window, the worker's share of the configuration, the
+scheduler's limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from negamax.base import env
+from negamax.base.crash_dump import CrashDumps
+from negamax.base.errors import ConfigError
+from negamax.base.log import get_logger
+from negamax.config.model_spec import ModelSpec
+from negamax.config.options import EngineOptions
+from negamax.engine.core.executor import Executor, start_executor
+from negamax.engine.core.loop import EngineLoop
+from negamax.engine.core.scripted_executor import ScriptedExecutor
+from negamax.engine.core.source import ModelSource, locate
+from negamax.engine.grammar.manager import Constraints
+from negamax.engine.wire import ModelInfo
+from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.split import check_split
+from negamax.quantization.scheme import stored_block
+from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.text.script import read_script
+from negamax.worker.config import WorkerConfig, WorkerReady
+from negamax.worker.device import choose_device
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _StepLimits:
+    """Sizes of a step and of a KV block unless the user says otherwise."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+
+
+# A GPU reads all experts for any large prefill, so its chunks are long, and its attention gathers
+# blocks of 64 tokens faster (docs/performance.md). A CPU's chunks are short, so that tokens keep
+# flowing.
+STEP_LIMITS = {"cuda": _StepLimits(256, 8192, 64), "cpu": _StepLimits(64, 2048, 16)}
+
+
+def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
+    """Start the executor for `options` and put a scheduler in front of it. Errors: those of the
+    worker.
+    """
+    source = locate(options)
+    script = None if options.script is None else read_script(options.script)
+    spec = source.spec
+    if script is not None:
+        spec = replace(spec, max_position_embeddings=script.context_length)
+    for note in spec.notes:
+        logger.info("%s", note)
+    max_model_len = _window(options, spec)
+    layout = ParallelLayout(tp=options.tensor_parallel_size)
+    check_split(layout, spec)
+    device = _settled_device(options, layout)
+    if device == "cuda" and options.dtype != "float32":
+        check_split(layout, spec, block=stored_block(spec.quantization))
+    limits = STEP_LIMITS[device]
+    max_num_seqs = options.max_num_seqs or limits.max_num_seqs
+    max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens
+    block_size = options.block_size or limits.block_size
+    eos_token_ids = source.generation.eos_token_ids
+    config = WorkerConfig(
+        spec=spec,
+        eos_token_ids=eos_token_ids,
+        folder=None if source.weights_folder is None else str(source.weights_folder),
+        layout=layout,
+        device=device,
+        dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_kv_blocks=options.num_kv_blocks,
+        kv_cache_memory=options.kv_cache_memory,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        cudagraph_size=0
+        if options.enforce_eager
+        else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
+        num_threads=options.num_threads or default_threads(layout.world_size),
+        seed=options.seed,
+        show_progress=options.show_progress,
+        crash_dump_dir=options.crash_dump_dir,
+        rendezvous=None,
+    )
+    constraints = Constraints(
+        source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids
+    )
+    # beside the model's start; where cores are few it would cost everybody what only some ask for
+    if device != "cpu":
+        constraints.start()
+    try:
+        executor: Executor = (
+            start_executor(config)
+            if script is None
+            else ScriptedExecutor(script, source, options, block_size=block_size)
+        )
+    except BaseException:
+        constraints.shutdown()
+        raise
+    ready = executor.ready
+    logger.info("%s; %s on %s; %d KV blocks of %d tokens", ready.load_summary, ready.dtype,
+        ready.device,
+                ready.num_kv_blocks, block_size)  # fmt: skip
+    if ready.memory_summary:
+        logger.info("%s", ready.memory_summary)
+    logger.debug("kernels:\n%s", ready.kernels)
+    max_model_len = _window_of_pool(max_model_len, ready.num_kv_blocks * block_size)
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=ready.num_kv_blocks,
+            enable_prefix_caching=options.enable_prefix_caching,
+            # the client refuses long before
+            max_queued_requests=2 * (options.max_queued_requests + max_num_seqs),
+            eos_token_ids=frozenset(eos_token_ids),
+        )
+    )
+    info = _model_info(options, source, config, ready, max_model_len=max_model_len)
+    loop = EngineLoop(
+        scheduler,
+        executor,
+        constraints=constraints,
+        overlap=options.enable_overlap,
+        crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
+    )
+    return loop, info
+
+
+def _model_info(
+    options: EngineOptions,
+    source: ModelSource,
+    config: WorkerConfig,
+    ready: WorkerReady,
+    *,
+    max_model_len: int,
+) -> ModelInfo:
+    """What the front end is told of the engine."""
+    return ModelInfo(
+        model=options.model,
+        served_model_name=source.name,
+        architecture=source.spec.architecture,
+        max_model_len=max_model_len,
+        vocab_size=source.spec.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=source.spec.bos_token_id,
+        sampling_defaults=source.generation.sampling,
+        max_logprobs=options.max_logprobs,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        num_kv_blocks=ready.num_kv_blocks,
+        device=ready.device,
+        dtype=ready.dtype,
+        memory=ready.memory_summary,
+    )
+
+
+def default_threads(num_ranks: int) -> int:
+    """CPU threads per rank: the cores shared out, from three cores up less one for the server and
+    the scheduler.
+
+    A thread team larger than the free cores stalls for whole scheduler ticks: measured on 2 cores
+    with one busy, products of 25 us take 4 to 8 ms on 2 threads. Alone on 2 cores, 2 threads decode
+    up to 1.4 times as fast as one.
+    """
+    cores = env.usable_cores()
+    return max(1, (cores - (cores > 2)) // num_ranks)
+
+
+def _settled_device(options: EngineOptions, layout: ParallelLayout) -> str:
+    """The device, ready for its first product."""
+    device = choose_device(options.device, num_ranks=layout.world_size)
+    if device == "cpu":
+        env.settle_cpu_products()
+    return device
+
+
+def _window_of_pool(max_model_len: int, pool_tokens: int) -> int:
+    """The window that the cache can hold: its tokens, and a last one that is sampled but never
+    run.
+    """
+    if max_model_len > pool_tokens + 1:
+        logger.warning(
+            "the KV cache holds %d tokens: the window is %d instead of %d",
+            pool_tokens,
+            pool_tokens + 1,
+            max_model_len,
+        )
+    return min(max_model_len, pool_tokens + 1)
+
+
+def _window(options: EngineOptions, spec: ModelSpec) -> int:
+    if options.max_model_len is None:
+        return spec.max_position_embeddings
+    if options.max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len is {options.max_model_len}; the model's window is "
+            f"{spec.max_position_embeddings} tokens",
+            hint=f"use --max-model-len {spec.max_position_embeddings} or less",
+        )
+    return options.max_model_len

@@ -1,0 +1,477 @@
+"""What running outputs must follow: a grammar, the end of a reasoning that has used up its budget,
+or both.
+
+The loop tells this module the tokens it commits, and asks it what the rows of a launched step may
+sample. Grammars are followed by a process of their own (`engine.grammar.process`), so that neither
+compiling nor a slow mask holds up anybody else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from negamax.base import env
+from negamax.base.errors import ResourceError
+from negamax.base.log import get_logger
+from negamax.engine.grammar import wire
+from negamax.engine.grammar.client import GrammarClient, wait_for_any
+from negamax.engine.grammar.masks import Mask, MaskMaker, allows
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.step import MaskedRow, SequenceUpdate, StepMasks
+from negamax.text.reasoning_gate import ReasoningGate, needs_text
+from negamax.text.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
+
+COMPILE_SECONDS = 30.0
+MASK_SECONDS = 5.0
+GRACE_SECONDS = 0.008  # that a step with other rows in it waits for a mask
+ALONE_SECONDS = 0.05  # that a step without others waits: requests that come meanwhile wait, too
+MAX_THREADS = 8
+MAX_ATTEMPTS = 2  # at opening a grammar whose process dies meanwhile
+# processes with a compiler that will not end, kept for the outputs that they follow
+MAX_RETIRED = 2
+MAX_REMEMBERED = 256  # grammars that took too long
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of the rows that a step wanted masks for."""
+
+    masks: StepMasks
+    late: list[int]  # rows of the plan whose mask is not known yet: not to be sampled in this step
+    ended: list[str]  # requests whose grammar has ended although their stop conditions have not
+    failed: dict[str, str]  # requests that cannot go on, and why
+    lost: set[str]  # those of them whose grammar process is gone
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A request whose rules are ready, or never will be."""
+
+    request: GenerateRequest
+    problem: str | None  # why it cannot be served
+    is_refusal: bool  # the problem is the request's own
+    is_lost: bool  # the problem is that its grammar process is gone
+
+
+@dataclass(eq=False)
+class _Rule:
+    """What one output must follow."""
+
+    request: GenerateRequest
+    key: int  # its name in the grammar process
+    gate: ReasoningGate | None = None
+    client: GrammarClient | None = None
+    is_open: bool = False  # as far as the grammar is concerned
+    refusal: str | None = None
+    attempts: int = 0
+    mask: Mask | None = None  # of the grammar, after all parts it has answered to
+    num_asked: int = 0  # advances without an answer
+    asked: float = 0.0  # monotonic seconds, of the latest opening or advance
+    kept_back: frozenset[int] = frozenset()  # tokens that must not come within an open reasoning
+    has_ended: bool = False
+    error: str | None = None
+    is_lost: bool = False  # the error is that its process is gone
+    is_late: bool = False  # a step went without it
+
+    @property
+    def problem(self) -> str | None:
+        """Why the request cannot be served."""
+        return self.refusal or self.error
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the grammar has not begun yet."""
+        reasoning = self.request.sampling.reasoning
+        return (
+            self.gate is not None
+            and self.gate.is_open
+            and reasoning is not None
+            and reasoning.state == "open"
+        )
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the next token depends on an answer of the grammar process."""
+        if self.num_asked == 0 or self.error is not None or self.has_ended:
+            return False
+        return not self.is_reasoning and (self.gate is None or self.gate.due is None)
+
+    def push(self, token_id: int) -> int | bytes | None:
+        """Take a committed token; what of it belongs to the content."""
+        return token_id if self.gate is None else self.gate.push(token_id)
+
+
+class Constraints:
+    """The rules of all requests that have any. Single writer: the engine loop."""
+
+    def __init__(
+        self, tokenizer_folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._folder = tokenizer_folder
+        self._setup = wire.Setup(
+            tokenizer_folder=str(tokenizer_folder),
+            vocab_size=vocab_size,
+            eos_token_ids=tuple(eos_token_ids),
+            num_threads=max(1, min(MAX_THREADS, env.usable_cores() // 2)),
+            compile_seconds=COMPILE_SECONDS,
+            mask_seconds=MASK_SECONDS,
+        )
+        self._maker = MaskMaker(vocab_size)
+        self._rules: dict[str, _Rule] = {}  # by request id
+        self._by_key: dict[int, _Rule] = {}
+        self._opening: list[_Rule] = []
+        self._keys = count()
+        self._client: GrammarClient | None = None
+        self._retired: list[GrammarClient] = []
+        # what was refused for its time, and the words
+        self._too_slow: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._tokenizer: Future[Tokenizer] | None = None
+
+    @property
+    def num_opening(self) -> int:
+        """Requests that wait for their grammars."""
+        return len(self._opening)
+
+    def opening_ids(self) -> list[str]:
+        """The requests whose grammars are being compiled."""
+        return [rule.request.request_id for rule in self._opening]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any request here cannot go on before something outside has happened."""
+        return bool(self._opening) or any(rule.is_late for rule in self._rules.values())
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._rules
+
+    def start(self) -> GrammarClient:
+        """The grammar process, started unless one runs. It takes seconds until it answers."""
+        if self._client is None:
+            self._client = GrammarClient(self._setup)
+        return self._client
+
+    def open(self, request: GenerateRequest) -> None:
+        """Prepare the rules of `request`; `opened` returns it when that is done."""
+        rule = self._rules[request.request_id] = _Rule(request, next(self._keys))
+        self._by_key[rule.key] = rule
+        self._opening.append(rule)
+        reasoning, grammar = request.sampling.reasoning, request.sampling.grammar
+        if reasoning is not None and needs_text(reasoning) and self._tokenizer is None:
+            self._tokenizer = self._loader.submit(Tokenizer.from_folder, self._folder)
+        if grammar is None:
+            rule.is_open = True
+            return
+        rule.refusal = self._too_slow.get((grammar.kind, grammar.text))
+        if rule.refusal is None:
+            self._send_open(rule)
+
+    def opened(self) -> list[Opened]:
+        """The requests that can be scheduled now, and those that cannot be served."""
+        if not self._opening:
+            return []
+        self._receive()
+        done: list[_Rule] = []
+        waiting: list[_Rule] = []
+        for rule in self._opening:
+            is_done = rule.problem is not None or (rule.is_open and self._has_gate(rule))
+            (done if is_done else waiting).append(rule)
+        self._opening = waiting
+        for rule in done:
+            if rule.problem is not None:
+                self._forget(rule)
+        return [
+            Opened(rule.request, rule.problem, rule.refusal is not None, rule.is_lost)
+            for rule in done
+        ]
+
+    def close(self, request_id: str) -> bool:
+        """Forget the rules of a request; whether it was still being opened."""
+        rule = self._rules.get(request_id)
+        if rule is None:
+            return False
+        was_opening = rule in self._opening
+        if was_opening:
+            self._opening.remove(rule)
+        self._forget(rule)
+        return was_opening
+
+    def advance(self, updates: Sequence[SequenceUpdate]) -> list[str]:
+        """Take in what a committed step brought; the requests that nothing constrains any more."""
+        if not self._rules:
+            return []
+        released: list[str] = []
+        advances: dict[GrammarClient, list[tuple[int, list[wire.Part]]]] = {}
+        for update in updates:
+            rule = self._rules.get(update.request_id)
+            if rule is None:
+                continue
+            if update.finish_reason is not None:
+                self._forget(rule)
+                continue
+            parts = [
+                part for token_id in update.token_ids if (part := rule.push(token_id)) is not None
+            ]
+            if rule.client is not None and parts:
+                advances.setdefault(rule.client, []).append((rule.key, parts))
+                rule.num_asked += 1
+                rule.asked = time.monotonic()
+            elif rule.client is None and rule.gate is not None and rule.gate.is_over:
+                released.append(update.request_id)
+                self._forget(rule)
+        for client, items in advances.items():
+            client.send(wire.AdvanceGrammars(items))
+        return released
+
+    def arrived(self) -> list[str]:
+        """Requests that a step went without and whose mask is here now."""
+        late = [rule for rule in self._rules.values() if rule.is_late]
+        if late:
+            self._receive()
+        found = [rule for rule in late if not rule.is_awaited]
+        for rule in found:
+            rule.is_late = False
+        return [rule.request.request_id for rule in found]
+
+    def masks(self, step_id: int, rows: Sequence[MaskedRow], *, may_wait: bool) -> Verdict:
+        """What `rows` of a launched step may sample. `may_wait`: nobody else is in it, so it may
+        wait longer.
+        """
+        ruled = [
+            (row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None
+        ]
+        deadline = time.monotonic() + (ALONE_SECONDS if may_wait else GRACE_SECONDS)
+        while (
+            any(rule.is_awaited for _, rule in ruled) and (left := deadline - time.monotonic()) > 0
+        ):
+            self.wait(left)
+        found: list[Mask] = []
+        places: dict[int, int] = {}  # by identity: rows may share one
+        verdict = Verdict(StepMasks(step_id, [], [], []), [], [], {}, set())
+        for row, rule in ruled:
+            if rule.error is not None:
+                verdict.failed[row.request_id] = rule.error
+                if rule.is_lost:
+                    verdict.lost.add(row.request_id)
+            elif rule.has_ended:
+                verdict.ended.append(row.request_id)
+            elif rule.is_awaited:
+                rule.is_late = True
+                verdict.late.append(row.row)
+            elif (mask := self._mask(rule, num_outputs=row.num_outputs)) is not None:
+                found.append(mask)
+                place = places.setdefault(id(mask), len(places))
+                if place == len(verdict.masks.masks):
+                    verdict.masks.masks.append(mask.tobytes())
+                verdict.masks.rows.append(row.row)
+                verdict.masks.places.append(place)
+        return verdict
+
+    def wait(self, seconds: float) -> None:
+        """Until a grammar process has answered, at most so long."""
+        clients = self._clients()
+        if clients:
+            wait_for_any(clients, seconds=min(seconds, 1.0))
+        else:
+            time.sleep(min(seconds, 0.001))  # for a tokenizer
+        self._receive()
+
+    def shutdown(self) -> None:
+        """End the grammar processes."""
+        for client in self._clients():
+            client.kill()
+        self._client, self._retired = None, []
+        self._loader.shutdown(wait=False, cancel_futures=True)
+
+    def _mask(self, rule: _Rule, *, num_outputs: int) -> Mask | None:
+        """What the next token may be; None: anything."""
+        if rule.gate is not None and rule.gate.due is not None:
+            return self._maker.only(rule.gate.due)
+        if rule.client is None:
+            return None
+        sampling = rule.request.sampling
+        too_early = frozenset((*self._setup.eos_token_ids, *sampling.stop_token_ids))
+        is_early = num_outputs < sampling.min_tokens
+        if rule.is_reasoning:
+            kept_back = rule.kept_back | too_early if is_early else rule.kept_back
+            return self._maker.all_but(kept_back) if kept_back else None
+        assert rule.mask is not None
+        return self._maker.without(rule.mask, too_early) if is_early else rule.mask
+
+    def _has_gate(self, rule: _Rule) -> bool:
+        """Make the rule's gate if it needs one; False: the tokenizer for it is not loaded yet."""
+        sampling = rule.request.sampling
+        reasoning = sampling.reasoning
+        if reasoning is None:
+            return True
+        token_bytes = None
+        if needs_text(reasoning):
+            assert self._tokenizer is not None
+            if not self._tokenizer.done():
+                return False
+            token_bytes = self._tokenizer.result().token_bytes
+        rule.gate = ReasoningGate(
+            reasoning,
+            budget=sampling.thinking_token_budget,
+            calls_end_it=sampling.grammar is None or sampling.grammar.kind == "tool_calls",
+            token_bytes=token_bytes,
+        )
+        return True
+
+    def _send_open(self, rule: _Rule) -> None:
+        grammar = rule.request.sampling.grammar
+        assert grammar is not None
+        rule.attempts += 1
+        if rule.attempts > MAX_ATTEMPTS:
+            rule.error, rule.is_lost = (
+                "the grammar process ended while it compiled this grammar",
+                True,
+            )
+            return
+        rule.client, rule.asked = None, time.monotonic()
+        try:
+            rule.client = self.start()
+        except (OSError, zmq.ZMQError, ResourceError) as error:
+            logger.warning("the grammar process cannot be started: %s", error)
+            rule.error = f"the grammar process cannot be started: {error}"
+            return
+        rule.client.send(wire.OpenGrammar(rule.key, grammar, rule.request.sampling.reasoning))
+
+    def _receive(self) -> None:
+        """Take in what the grammar processes have answered, and notice those that never will."""
+        for client in self._clients():
+            if client not in self._clients():
+                continue  # lost over another one's message
+            for message in client.receive():
+                self._handle(message, client)
+            if not client.is_alive:
+                self._lose(client, "the grammar process ended while it served this request")
+            elif (asked := self._unanswered(client)) is not None and client.is_silent(asked):
+                self._lose(
+                    client, "the grammar process gave no sign of life while it served this request"
+                )
+
+    def _handle(self, message: wire.FromGrammars, client: GrammarClient) -> None:
+        match message:
+            case wire.GrammarOpened():
+                rule = self._by_key.get(message.key)
+                if rule is not None and rule.client is client:
+                    self._set_open(rule, np.frombuffer(message.mask, dtype=np.uint8))
+            case wire.GrammarRefused():
+                rule = self._by_key.get(message.key)
+                if rule is not None and rule.client is client:
+                    rule.refusal = message.message
+                    if message.is_timeout:
+                        self._remember(rule, message.message)
+            case wire.Overloaded():
+                self._retire(client)
+            case wire.NextMasks():
+                for answer in message.masks:
+                    rule = self._by_key.get(answer.key)
+                    if rule is not None:
+                        _set_mask(rule, answer)
+
+    def _set_open(self, rule: _Rule, mask: Mask) -> None:
+        rule.is_open, rule.mask = True, mask
+        sampling = rule.request.sampling
+        kept_back = {
+            token_id for token_id in self._setup.eos_token_ids if not allows(mask, token_id)
+        }
+        if (
+            sampling.grammar is not None
+            and sampling.grammar.kind != "tool_calls"
+            and sampling.reasoning is not None
+        ):
+            # to readers it begins a call even here
+            call_id = sampling.reasoning.call_opener.token_id
+            kept_back |= set() if call_id is None else {call_id}
+        rule.kept_back = frozenset(kept_back)
+
+    def _remember(self, rule: _Rule, message: str) -> None:
+        grammar = rule.request.sampling.grammar
+        assert grammar is not None
+        self._too_slow[grammar.kind, grammar.text] = message
+        while len(self._too_slow) > MAX_REMEMBERED:
+            self._too_slow.popitem(last=False)
+
+    def _retire(self, client: GrammarClient) -> None:
+        """Give a process with a runaway compiler nothing more to do; what it has not opened is for
+        the next one.
+        """
+        if client is not self._client:
+            return
+        self._client = None
+        self._retired.append(client)
+        if len(self._retired) > MAX_RETIRED:
+            least = min(self._retired, key=lambda retired: len(self._followed_by(retired)))
+            self._lose(least, "the grammar process was overloaded by other grammars")
+        for rule in self._opening:
+            if rule.client is client and not rule.is_open and rule.problem is None:
+                rule.attempts -= 1  # it was not its fault
+                self._send_open(rule)
+
+    def _lose(self, client: GrammarClient, message: str) -> None:
+        """Do without a process that is dead or as good as dead: what it follows fails, what it was
+        opening is tried again.
+        """
+        logger.warning("a grammar process is given up: %s", message)
+        if client is self._client:
+            self._client = None
+        else:
+            self._retired.remove(client)
+        client.kill()
+        for rule in self._followed_by(client):
+            if rule.is_open:
+                rule.error, rule.is_lost = message, True
+            elif rule.problem is None:
+                self._send_open(rule)
+
+    def _unanswered(self, client: GrammarClient) -> float | None:
+        """Since when (monotonic seconds) the process has had something to do; None: it has
+        nothing.
+        """
+        asked = [
+            rule.asked
+            for rule in self._followed_by(client)
+            if rule.problem is None and (rule.num_asked > 0 if rule.is_open else True)
+        ]
+        return min(asked, default=None)
+
+    def _followed_by(self, client: GrammarClient) -> list[_Rule]:
+        """The rules of a process. A retired one is ended with the last of them, which may be the
+        one refused by it.
+        """
+        return [rule for rule in self._rules.values() if rule.client is client]
+
+    def _clients(self) -> list[GrammarClient]:
+        return [*([self._client] if self._client is not None else []), *self._retired]
+
+    def _forget(self, rule: _Rule) -> None:
+        del self._rules[rule.request.request_id], self._by_key[rule.key]
+        client = rule.client
+        if client is not None and client in self._clients():
+            client.send(wire.CloseGrammars([rule.key]))
+        if client in self._retired and not self._followed_by(client):
+            self._retired.remove(client)
+            client.kill()
+
+
+def _set_mask(rule: _Rule, answer: wire.NextMask) -> None:
+    rule.num_asked -= 1
+    if answer.error is not None:
+        rule.error = answer.error
+    elif answer.mask is None:
+        rule.has_ended = True
+    else:
+        rule.mask = np.frombuffer(answer.mask, dtype=np.uint8)

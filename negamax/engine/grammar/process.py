@@ -1,0 +1,365 @@
+"""The grammar process: `python -m negamax.engine.grammar.process ADDRESS`, started beside the model
+on a GPU, elsewhere when the first grammar is asked for.
+
+It holds the state of every output that follows a grammar. A process of its own, because the
+compiler can take minutes and gigabytes for a small schema, cannot be interrupted, and takes seconds
+to import: here it stalls nobody and can be killed.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from negamax.base import env, log
+from negamax.base.errors import InvalidRequestError
+from negamax.base.log import get_logger
+from negamax.base.process import exit_now, exit_with_parent
+from negamax.config.grammar import Grammar, Reasoning
+from negamax.engine.grammar import wire
+from negamax.engine.grammar.fair_threads import FairThreads
+from negamax.text.grammar import structural_tag
+from negamax.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import xgrammar
+
+    from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher
+
+logger = get_logger(__name__)
+
+COMPILERS = 2  # grammars compiled at a time
+COMPILER_PATIENCE = 1.0  # seconds after which a compilation no longer counts as one of them
+# a mask beyond this is not waited for, and the output's next ones are worked out apart
+SLOW_SECONDS = 0.02
+MAX_STUCK = 8  # threads of one kind that may be replaced
+MEMORY_SHARE = 1 / 4  # of the main memory, that this process may take
+POLL_MS = 2  # while something is being worked out
+BEAT_SECONDS = 0.5  # between signs of life, while something is being worked out
+
+_NOT_INSTALLED = "structured output needs the package xgrammar, which cannot be imported here"
+
+Wanted = tuple[Grammar, Reasoning | None]
+
+
+class _Job:
+    """One grammar on its way through the compiler, and the outputs that wait for it."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.keys: list[int] = []
+        self.started: float | None = None  # monotonic seconds
+        self.compiled: xgrammar.CompiledGrammar | None = None
+        self.problem: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.compiled is not None or self.problem is not None
+
+    def run(self, compiler: GrammarCompiler) -> None:
+        """In a thread of the compilers."""
+        self.started = time.monotonic()
+        if not self.keys:
+            self.problem = "nobody waits for it"
+            return
+        try:
+            self.compiled = compiler.compile(structural_tag(*self.wanted))
+        except InvalidRequestError as error:
+            self.problem = str(error)
+        except Exception as error:
+            logger.exception("a grammar cannot be compiled")
+            self.problem = f"the grammar cannot be compiled: {error!r}"
+
+
+class _Stream:
+    """One output that follows a grammar. It has at most one turn at a time, in whichever thread."""
+
+    def __init__(self, key: int, compiled: xgrammar.CompiledGrammar) -> None:
+        self.key = key
+        self.compiled = compiled
+        self.matcher: GrammarMatcher | None = None  # made in the first turn
+        self.waiting: deque[list[wire.Part]] = deque()  # for the turns to come
+        self.has_turn = False
+        self.turn_started: float | None = None  # monotonic seconds, once a thread is at it
+        self.is_slow = False  # in its last turn
+        self.is_open = False
+
+
+class GrammarServer:
+    """Answers one engine over `socket`, from one thread that never waits for long; others compile
+    and work out masks.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], setup: wire.Setup) -> None:
+        self._socket = socket
+        self._compile_seconds = setup.compile_seconds
+        self._mask_seconds = setup.mask_seconds
+        self._sent = time.monotonic()
+        self._jobs: dict[Wanted, _Job] = {}
+        self._streams: dict[int, _Stream] = {}
+        self._given_up: set[_Stream] = set()  # whose thread is still at it
+        self._taken: deque[tuple[_Stream, wire.NextMask]] = deque()  # turns that are over
+        self._compiler: GrammarCompiler | None = None
+        try:
+            # seconds of import
+            from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher
+        except ImportError as error:
+            logger.warning("%s: %s", _NOT_INSTALLED, error)
+            self._send(wire.GrammarsReady())
+            return
+        tokenizer = Tokenizer.from_folder(Path(setup.tokenizer_folder))
+        size = self._num_threads = setup.num_threads
+        self._matcher = GrammarMatcher
+        self._compiler = GrammarCompiler(
+            tokenizer,
+            vocab_size=setup.vocab_size,
+            eos_token_ids=setup.eos_token_ids,
+            num_threads=size,
+        )
+        self._compilers = FairThreads(
+            COMPILERS, patience=COMPILER_PATIENCE, most=COMPILERS + MAX_STUCK, name="compile"
+        )
+        self._quick = FairThreads(size, patience=SLOW_SECONDS, most=size + MAX_STUCK, name="mask")
+        self._slow = FairThreads(
+            size, patience=setup.mask_seconds, most=size + MAX_STUCK, name="slow-mask"
+        )
+        self._send(wire.GrammarsReady())
+
+    @property
+    def _is_busy(self) -> bool:
+        at_work = (stream.has_turn for stream in self._streams.values())
+        return bool(self._jobs) or bool(self._given_up) or any(at_work)
+
+    def serve(self) -> None:
+        """Until the engine says stop."""
+        while True:
+            if self._socket.poll(POLL_MS if self._is_busy else None):
+                frame = self._socket.recv()
+                if not frame:
+                    return
+                self._handle(wire.to_grammars.decode(frame))
+            self._collect()
+            self._end_slow_turns()
+            for wanted in [wanted for wanted, job in self._jobs.items() if self._is_over(job)]:
+                self._answer(self._jobs.pop(wanted))
+            if self._is_busy:
+                for threads in (self._compilers, self._quick, self._slow):
+                    threads.tend()
+                if time.monotonic() - self._sent > BEAT_SECONDS:
+                    self._send(wire.Beat())
+
+    def _handle(self, message: wire.ToGrammars) -> None:
+        match message:
+            case wire.OpenGrammar():
+                self._open(message)
+            case wire.AdvanceGrammars():
+                self._advance(message)
+            case wire.CloseGrammars():
+                for key in message.keys:
+                    self._streams.pop(key, None)
+                for job in self._jobs.values():
+                    job.keys = [key for key in job.keys if key not in message.keys]
+
+    def _open(self, message: wire.OpenGrammar) -> None:
+        compiler = self._compiler
+        if compiler is None:
+            self._send(wire.GrammarRefused(message.key, _NOT_INSTALLED))
+            return
+        wanted = (message.grammar, message.reasoning)
+        job = self._jobs.get(wanted)
+        if job is None:
+            job = self._jobs[wanted] = _Job(wanted)
+            job.keys.append(message.key)
+            self._compilers.submit(partial(job.run, compiler))
+        else:
+            job.keys.append(message.key)
+
+    def _is_over(self, job: _Job) -> bool:
+        return job.is_done or (
+            job.started is not None and time.monotonic() - job.started > self._compile_seconds
+        )
+
+    def _answer(self, job: _Job) -> None:
+        if job.compiled is not None:
+            for key in job.keys:
+                stream = self._streams[key] = _Stream(key, job.compiled)
+                self._take_turn(stream)
+        elif job.problem is not None:
+            for key in job.keys:
+                self._send(wire.GrammarRefused(key, job.problem))
+        else:
+            message = (
+                f"the grammar takes longer than {self._compile_seconds:g} s to compile; "
+                f"make it simpler"
+            )
+            for key in job.keys:
+                self._send(wire.GrammarRefused(key, message, is_timeout=True))
+            self._send(wire.Overloaded())
+
+    def _advance(self, message: wire.AdvanceGrammars) -> None:
+        together: deque[tuple[_Stream, list[wire.Part]]] = deque()
+        for key, parts in message.parts:
+            stream = self._streams.get(key)
+            if stream is None:
+                continue  # closed meanwhile
+            stream.waiting.append(parts)
+            if stream.has_turn or stream.is_slow:
+                self._take_turn(stream)
+            else:
+                stream.has_turn, stream.turn_started = True, None
+                together.append((stream, stream.waiting.popleft()))
+        if together:
+            self._take_turns(together)
+        self._collect()
+
+    def _take_turns(self, turns: deque[tuple[_Stream, list[wire.Part]]]) -> None:
+        """Work out several masks, one after the other in each thread: to wake a thread costs more
+        than a quick mask.
+        """
+        total = len(turns)
+        over: list[None] = []
+        all_over = threading.Event()
+
+        def work() -> None:
+            while turns:
+                with suppress(IndexError):  # another thread was faster
+                    self._turn(*turns.popleft())
+                    over.append(None)
+            if len(over) == total:
+                all_over.set()
+
+        for _ in range(min(self._num_threads, total)):
+            self._quick.submit(work)
+        if not all_over.wait(SLOW_SECONDS):
+            with suppress(IndexError):
+                while True:  # those behind a slow one
+                    self._quick.submit(partial(self._turn, *turns.popleft()))
+
+    def _take_turn(self, stream: _Stream) -> None:
+        """Let a thread work out the stream's next mask, unless one is at it."""
+        if stream.has_turn:
+            return
+        stream.has_turn, stream.turn_started = True, None
+        parts = stream.waiting.popleft() if stream.waiting else []
+        (self._slow if stream.is_slow else self._quick).submit(partial(self._turn, stream, parts))
+
+    def _turn(self, stream: _Stream, parts: list[wire.Part]) -> None:
+        """In a thread of its kind."""
+        started = stream.turn_started = time.monotonic()
+        try:
+            answer = self._next_mask(stream, parts)
+        except Exception as error:
+            logger.exception("a mask cannot be worked out")
+            answer = wire.NextMask(stream.key, None, f"the grammar failed: {error!r}")
+        stream.is_slow = time.monotonic() - started > SLOW_SECONDS
+        self._taken.append((stream, answer))
+
+    def _next_mask(self, stream: _Stream, parts: list[wire.Part]) -> wire.NextMask:
+        assert self._compiler is not None
+        if stream.matcher is None:
+            stream.matcher = self._matcher(stream.compiled)
+        refused = next((part for part in parts if not stream.matcher.take(part)), None)
+        if refused is not None:
+            return wire.NextMask(
+                stream.key, None, f"the grammar does not allow {refused!r} where it was generated"
+            )
+        if stream.matcher.has_ended:
+            return wire.NextMask(stream.key, None)
+        mask = stream.matcher.mask(self._compiler)
+        return wire.NextMask(
+            stream.key,
+            mask.tobytes(),
+            None if mask.any() else "the grammar allows no further token",
+        )
+
+    def _collect(self) -> None:
+        """Send what the threads have worked out."""
+        answers: list[wire.NextMask] = []
+        while self._taken:
+            stream, answer = self._taken.popleft()
+            self._given_up.discard(stream)
+            if self._streams.get(stream.key) is not stream:
+                continue  # closed or given up meanwhile
+            stream.has_turn = False
+            if stream.is_open:
+                answers.append(answer)
+            else:
+                self._send_opened(stream, answer)
+            if stream.waiting:
+                self._take_turn(stream)
+        if answers:
+            self._send(wire.NextMasks(answers))
+
+    def _send_opened(self, stream: _Stream, answer: wire.NextMask) -> None:
+        if answer.mask is not None and answer.error is None:
+            stream.is_open = True
+            self._send(wire.GrammarOpened(stream.key, answer.mask))
+        else:
+            del self._streams[stream.key]
+            is_empty = answer.mask is not None
+            self._send(
+                wire.GrammarRefused(
+                    stream.key,
+                    "the grammar allows no output at all" if is_empty else answer.error or "",
+                )
+            )
+
+    def _end_slow_turns(self) -> None:
+        """Give up the outputs whose turn takes too long. Their threads go on, and are replaced."""
+        now = time.monotonic()
+        for stream in list(self._streams.values()):
+            started = stream.turn_started
+            if not stream.has_turn or started is None or now - started < self._mask_seconds:
+                continue
+            message = (
+                f"the grammar takes longer than {self._mask_seconds:g} s for one token; "
+                f"make it simpler"
+            )
+            del self._streams[stream.key]
+            self._given_up.add(stream)
+            if stream.is_open:
+                self._send(wire.NextMasks([wire.NextMask(stream.key, None, message)]))
+            else:
+                self._send(wire.GrammarRefused(stream.key, message, is_timeout=True))
+        for stream in list(self._given_up):
+            if (
+                stream.turn_started is not None
+                and now - stream.turn_started > self._compile_seconds
+            ):
+                self._given_up.discard(stream)
+                self._send(wire.Overloaded())
+
+    def _send(self, message: wire.FromGrammars) -> None:
+        self._sent = time.monotonic()
+        self._socket.send(wire.encoder.encode(message))
+
+
+def main(address: str) -> int:
+    """Serve one engine until it says stop; the exit code of the process."""
+    exit_with_parent()
+    log.setup_as_parent()
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    share = int(env.main_memory() * MEMORY_SHARE)
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (share if most == resource.RLIM_INFINITY else min(share, most), most)
+    )
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.linger = 0
+        socket.bind(address)
+        setup = msgspec.msgpack.decode(socket.recv(), type=wire.Setup)
+        GrammarServer(socket, setup).serve()
+    exit_now(0)  # a compiler that is still at it would hold up an orderly end
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

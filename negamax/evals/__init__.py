@@ -1,0 +1,1 @@
+"""Accuracy suites, and the bundled model's own."""
