@@ -35,7 +35,7 @@ CHAT = "/v1/chat/completions"
 TOLD_LIMIT, RED_LIMIT = 2.0, 1.0  # seconds
 CLIENTS = 4
 POLL_SECONDS = 0.05
-PROBE_SECONDS = 0.9  # without an answer /readyz counts as red
+PROBE_SECONDS = 0.8  # without an answer /readyz counts as red
 STOPPED_SECONDS = 10.0
 STATES = ("idle", "prefill", "decode", "opening")
 ENGINE, GRAMMAR = "negamax.engine.core.process", "negamax.engine.grammar.process"
@@ -122,7 +122,7 @@ def pid_of(server: Server, part: str) -> int:
 
 def body_for(state: str, *, constrained: bool, nonce: int) -> dict[str, Any]:
     """A request that keeps the server in `state`; `constrained`: it follows a grammar."""
-    text = f"{nonce} " * (700 if state == "prefill" else 1)
+    text = f"{nonce} " * (500 if state == "prefill" else 1)  # 3,536 of 4,096 tokens
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": text}],
         "stream": True,
@@ -195,6 +195,8 @@ async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Cl
         await asyncio.sleep(0.5)
     elif state == "prefill":
         await asyncio.sleep(0.1)
+    if ended := [client.error for client in clients if client.ended is not None]:
+        raise RuntimeError(f"clients ended before the fault: {ended}")
     return clients
 
 
