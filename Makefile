@@ -49,8 +49,9 @@ sbom:                 ## the components of the wheel's environment: build/negama
 	build/sbom/tool/bin/python -m build --wheel --outdir build/sbom/dist .
 	tools/install_torch.sh build/sbom/wheel/bin/python "$(TORCH)"
 	build/sbom/wheel/bin/python -m pip install --quiet -c constraints.txt build/sbom/dist/*.whl
-	build/sbom/wheel/bin/python -m pip uninstall --quiet --yes pip setuptools
-	build/sbom/tool/bin/cyclonedx-py environment build/sbom/wheel --output-reproducible \
+	rm build/sbom/wheel/lib/python*/site-packages/negamax-*.dist-info/direct_url.json  # a local path
+	build/sbom/wheel/bin/python -m pip uninstall --quiet --yes pip
+	build/sbom/tool/bin/cyclonedx-py environment build/sbom/wheel --output-reproducible --validate \
 	  --output-file build/negamax.cdx.json
 
 constraints:          ## write down the versions that a fresh environment gets, to be tested

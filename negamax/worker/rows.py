@@ -147,6 +147,7 @@ class Rows:
                 msgspec.structs.replace(row, sampling=_GREEDY), [], device=self._device
             )
             self.block_tables[slot] = self._spare_block
+            self._fill_sampling(row)  # ranks exchange candidates of the rows that draw, here too
 
     def _blocked_ids(self, params: SamplingParams) -> list[int]:
         """The ids that may not be sampled before `min_tokens` outputs."""
@@ -181,10 +182,7 @@ class Rows:
     def _fill(self, row: NewRow) -> None:
         """Send the row's numbers to the device."""
         slot, params = row.slot, row.sampling
-        assert (
-            params.temperature is not None and params.top_k is not None and params.seed is not None
-        )
-        assert params.top_p is not None and params.min_p is not None
+        assert params.seed is not None
         numbers = (
             np.array(row.token_ids, dtype=np.int64),
             np.array(row.block_ids, dtype=np.int64),
@@ -194,7 +192,13 @@ class Rows:
         self.tokens[slot, : len(row.token_ids)] = tokens
         self.block_tables[slot, : len(row.block_ids)] = blocks
         self.seeds[slot : slot + 1] = seed
-        self.sampling[slot] = upload_floats(
+        self._fill_sampling(row)
+
+    def _fill_sampling(self, row: NewRow) -> None:
+        params = row.sampling
+        assert params.temperature is not None and params.top_k is not None
+        assert params.top_p is not None and params.min_p is not None
+        self.sampling[row.slot] = upload_floats(
             (params.temperature, params.top_k, params.top_p, params.min_p), self._device
         )
 

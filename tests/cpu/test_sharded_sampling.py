@@ -112,3 +112,15 @@ def test_a_row_that_cannot_be_edited_fails_alone() -> None:
         wanted = run(logits.clone(), inputs, rows=expected, kernels=REFERENCES)
         assert rows.failures_of([0, 1, 2]) == {1: "IndexError while this request was computed"}
         assert sampled.token_ids[[0, 2]].tolist() == wanted.token_ids[[0, 2]].tolist()
+
+
+def test_a_row_that_could_not_be_filled_still_draws_as_the_other_ranks_expect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_rows: Rows, _row: NewRow) -> None:
+        raise RuntimeError("not filled")
+
+    monkeypatch.setattr(Rows, "_fill", fail)
+    rows = rows_of(({"top_k": 5, "top_p": 0.5, "min_p": 0.25},))
+    assert rows.failures_of([0])
+    assert rows.sampling[0].tolist() == [1.0, 5.0, 0.5, 0.25]
