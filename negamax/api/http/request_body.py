@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 
 from negamax.api.schemas.common import RequestModel, RequestT
-from negamax.base.errors import InvalidRequestError, PayloadTooLargeError
+from negamax.base.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
 from negamax.base.unicode import valid_escapes
 
 MAX_JSON_DEPTH = 64
@@ -46,6 +46,7 @@ class BodyLimits:
     within a text cost tokens."""
 
     num_bytes: int
+    window: int  # tokens of the model's
     chars: int  # of one text, unless it is ASCII: Python takes up to four bytes for each
     commas: int  # elements
     openers: int  # '[', '{' and ':': lists, objects and their members, which cost more than numbers
@@ -55,6 +56,7 @@ class BodyLimits:
         """Those for a window of `max_model_len` tokens."""
         return cls(
             max_bytes,
+            window=max_model_len,
             chars=max_chars(max_model_len),
             commas=max(_LEAST_COMMAS, 4 * max_model_len),
             openers=max(_LEAST_OPENERS, 2 * max_model_len),
@@ -203,8 +205,11 @@ def _text(literal: memoryview, limits: BodyLimits) -> str:
         num_chars += len(pieces[-1])
         is_ascii = is_ascii and pieces[-1].isascii()
         if not is_ascii and num_chars > limits.chars:
-            raise InvalidRequestError(
-                f"a text has more than {limits.chars} characters", code="text_too_long"
+            raise ContextLengthError.of_prompt(
+                num_chars // _CHARS_PER_TOKEN,
+                window=limits.window,
+                param="messages",
+                is_counted=False,
             )
     return "".join(pieces)
 
