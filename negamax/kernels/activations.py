@@ -22,49 +22,47 @@ GROUP = 128  # columns that share a scale
 
 
 @dataclass(frozen=True)
-class Activations:
-    """`plain` and its FP8 form: plain[t, c] is about values[t, c] * scales[t, c // 128]."""
+class QuantizedActivations:
+    """`hidden` and its FP8 form: hidden[t, c] is about q[t, c] * scale[t, c // 128]."""
 
-    plain: Tensor  # [T, width] bf16 or fp16
-    values: Tensor  # [T, width] float8_e4m3fn
-    scales: Tensor  # [T, width / 128] fp32
+    hidden: Tensor  # [T, width] bf16 or fp16
+    q: Tensor  # [T, width] float8_e4m3fn
+    scale: Tensor  # [T, width / 128] fp32
 
 
 @dataclass(frozen=True)
-class ShardedActivations(Activations):
-    """Activations of many tokens whose rows the ranks of `group` share out: `values` and `scales`
-    have all of them, `plain` only those of this rank, from row `first` on. Valid until the group's
+class ShardedActivations(QuantizedActivations):
+    """Activations of many tokens whose rows the ranks of `group` share out: `q` and `scale`
+    have all of them, `hidden` only those of this rank, from row `first` on. Valid until the group's
     next sum over ranks."""
 
     group: Collective
     first: int
 
 
-def plain(x: Tensor | Activations) -> Tensor:
+def unquantized(x: Tensor | QuantizedActivations) -> Tensor:
     """The activations in the model's dtype, all rows of them."""
     assert not isinstance(x, ShardedActivations), (
-        "this rank has only its own rows of the plain activations"
+        "this rank has only its own rows of the unquantised activations"
     )
-    return x.plain if isinstance(x, Activations) else x
+    return x.hidden if isinstance(x, QuantizedActivations) else x
 
 
-def model_dtype(x: Tensor | Activations) -> torch.dtype:
+def model_dtype(x: Tensor | QuantizedActivations) -> torch.dtype:
     """The dtype of the plain activations."""
-    return x.plain.dtype if isinstance(x, Activations) else x.dtype
+    return x.hidden.dtype if isinstance(x, QuantizedActivations) else x.dtype
 
 
-def concatenate(parts: Sequence[Tensor | Activations]) -> Tensor | Activations:
+def concatenate(parts: Sequence[Tensor | QuantizedActivations]) -> Tensor | QuantizedActivations:
     """The rows of all `parts`, in order; either all of them carry FP8 or none does."""
     if len(parts) == 1:
         return parts[0]
-    quantized = [part for part in parts if isinstance(part, Activations)]
+    quantized = [part for part in parts if isinstance(part, QuantizedActivations)]
     if not quantized:
-        return torch.cat([plain(part) for part in parts])
+        return torch.cat([unquantized(part) for part in parts])
     assert len(quantized) == len(parts), "some parts carry FP8 and some do not"
-    return Activations(
-        plain=torch.cat([plain(part) for part in quantized]),
-        values=torch.cat([part.values.view(torch.uint8) for part in quantized]).view(
-            torch.float8_e4m3fn
-        ),
-        scales=torch.cat([part.scales for part in quantized]),
+    return QuantizedActivations(
+        hidden=torch.cat([unquantized(part) for part in quantized]),
+        q=torch.cat([part.q.view(torch.uint8) for part in quantized]).view(torch.float8_e4m3fn),
+        scale=torch.cat([part.scale for part in quantized]),
     )

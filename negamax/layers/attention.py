@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, Activations, concatenate
+from negamax.kernels.activations import GROUP, QuantizedActivations, concatenate
 from negamax.kernels.attention.spec import PagedQueries, PagedShape
 from negamax.kernels.registry import KernelTable
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
@@ -186,7 +186,7 @@ class QkNormAttention:
         self._qkv.finish_loading()
         self._out.finish_loading()
 
-    def __call__(self, x: Tensor | Activations, step: Step, kv: KvView) -> Tensor:
+    def __call__(self, x: Tensor | QuantizedActivations, step: Step, kv: KvView) -> Tensor:
         """x [T, hidden] -> [T, hidden], to be summed over the ranks; the tokens' keys and values
         are in `kv` afterwards.
         """
@@ -203,7 +203,7 @@ class QkNormAttention:
         )
         return self._out(self._attend(q, step, kv))
 
-    def _attend(self, q: Tensor, step: Step, kv: KvView) -> Tensor | Activations:
+    def _attend(self, q: Tensor, step: Step, kv: KvView) -> Tensor | QuantizedActivations:
         """q [T, heads, head_dim] -> [T, heads * head_dim]."""
         scales, parts = (kv.k_scale, kv.v_scale), []
         if step.decode is not None:

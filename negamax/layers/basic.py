@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import Activations
+from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.layers.linear import ColumnParallel, Part
@@ -43,12 +43,12 @@ class RmsNorm:
         self._groups = (group,) if group.size > 1 else ()
         self.slots = [WeightSlot(name, (width,), target=weight)]
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor | Activations:
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor | QuantizedActivations:
         """residual [T, width] += x in place; the norm of the residual.
 
         x [T, width] or [T, P, width] is this rank's part, itself P partial results, of the sum.
         """
-        out: Tensor | Activations = self._run(x, residual, self._norm, *self._groups)
+        out: Tensor | QuantizedActivations = self._run(x, residual, self._norm, *self._groups)
         return out
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import Activations
+from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.registry import KernelTable
 from negamax.layers.weights import MatrixWeight
 from negamax.quantization.scheme import WeightFormat
@@ -57,7 +57,7 @@ class ColumnParallel:
 
     def __call__(
         self,
-        x: Tensor | Activations,
+        x: Tensor | QuantizedActivations,
         *,
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
@@ -91,7 +91,7 @@ class RowParallel:
         """Put the weight into the kernel's layout; the plain copy is freed."""
         self._linear.finish_loading()
 
-    def __call__(self, x: Tensor | Activations) -> Tensor:
+    def __call__(self, x: Tensor | QuantizedActivations) -> Tensor:
         """x [T, in of this rank] -> [T, out], to be summed over the ranks."""
         return self._linear(x)
 
@@ -113,7 +113,7 @@ class _Linear:
 
     def __call__(
         self,
-        x: Tensor | Activations,
+        x: Tensor | QuantizedActivations,
         *,
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import Activations
+from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.registry import KernelTable
 from negamax.layers.weights import MatrixWeight, WeightSlot
 from negamax.parallel.context import ParallelContext
@@ -87,7 +87,7 @@ class SparseMoe:
         """
         self._observed = ids
 
-    def __call__(self, x: Tensor | Activations, *, active: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | QuantizedActivations, *, active: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, P, hidden], to be summed over P and over the ranks.
 
         `active` [1] int32: rows from there on are padding and reach no expert.

@@ -12,7 +12,7 @@ import torch
 import triton_support  # noqa: F401  before the kernels
 from torch import Tensor
 
-from negamax.kernels.activations import Activations
+from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import spec
 from negamax.kernels.attention import triton as kernels
 from negamax.kernels.attention.spec import PagedQueries, PagedShape, paged_queries
@@ -119,14 +119,14 @@ def test_decode_shares_sequences_out_and_leaves_padding_zero(
     plan = kernels.plan_decode(queries, shape, dtype=q.dtype, quantize=True)
     for _ in range(2):
         got = kernels.decode(q, k_cache, v_cache, plan, kv_scales=scales)
-        assert isinstance(got, Activations)
-        assert relative_error(got.plain, want) < 5e-3
+        assert isinstance(got, QuantizedActivations)
+        assert relative_error(got.hidden, want) < 5e-3
         assert all((parts == -1).all() for parts in plan.workspaces.values())
         for padding in (row for row, length in enumerate(lengths) if length == 0):
-            assert not got.plain[padding].any()
-            assert torch.equal(got.scales[padding], torch.ones(12))
-        restored = got.values.float().view(-1, 12, 128) * got.scales[:, :, None]
-        assert relative_error(restored.flatten(1), got.plain) < FP8_ERROR
+            assert not got.hidden[padding].any()
+            assert torch.equal(got.scale[padding], torch.ones(12))
+        restored = got.q.float().view(-1, 12, 128) * got.scale[:, :, None]
+        assert relative_error(restored.flatten(1), got.hidden) < FP8_ERROR
 
 
 def test_a_long_sequence_is_cut_into_pieces_beside_short_ones() -> None:
@@ -194,10 +194,10 @@ def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dty
     )
     plan = kernels.plan_prefill(queries, shape, dtype=q.dtype, quantize=True)
     got = kernels.prefill(q, k_cache, v_cache, plan, kv_scales=(0.5, 2.0))
-    assert isinstance(got, Activations)
-    assert relative_error(got.plain, want) < 5e-3
-    restored = got.values.float().view(-1, 2, 128) * got.scales[:, :, None]
-    assert relative_error(restored.flatten(1), got.plain) < FP8_ERROR
+    assert isinstance(got, QuantizedActivations)
+    assert relative_error(got.hidden, want) < 5e-3
+    restored = got.q.float().view(-1, 2, 128) * got.scale[:, :, None]
+    assert relative_error(restored.flatten(1), got.hidden) < FP8_ERROR
 
 
 def test_no_sequence_is_no_work() -> None:

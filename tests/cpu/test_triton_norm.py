@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton_support  # noqa: F401  before the kernels
 
-from negamax.kernels.activations import Activations
+from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.norm import spec
 from negamax.kernels.norm import triton as kernels
 from negamax.kernels.op import Case, Kernel
@@ -54,18 +54,18 @@ def test_fp8_output_holds_the_norm_with_a_scale_per_128_columns() -> None:
     residual[1, 128:256] = -x[1, 128:256]  # a group of zeros
     weight = torch.ones(384, dtype=torch.bfloat16)
     out = KERNEL.run(x, residual, kernels.prepare(weight, 1e-6, quantize=True))
-    assert isinstance(out, Activations)
-    assert out.values.shape == (3, 384) and out.scales.shape == (3, 3)
-    largest = out.plain.float().view(3, 3, 128).abs().amax(dim=-1)
+    assert isinstance(out, QuantizedActivations)
+    assert out.q.shape == (3, 384) and out.scale.shape == (3, 3)
+    largest = out.hidden.float().view(3, 3, 128).abs().amax(dim=-1)
     expected = torch.where(largest > 0, largest / 448, 1.0)
-    torch.testing.assert_close(out.scales, expected)
-    assert out.scales[1, 1] == 1.0
-    exact = out.plain.float() / out.scales.repeat_interleave(128, dim=1)
+    torch.testing.assert_close(out.scale, expected)
+    assert out.scale[1, 1] == 1.0
+    exact = out.hidden.float() / out.scale.repeat_interleave(128, dim=1)
     rounded = exact.to(torch.float8_e4m3fn).float()
     # there the interpreter forgets the carry
     carried = torch.frexp(rounded).exponent != torch.frexp(exact).exponent
     assert carried.float().mean() < 0.1
-    differs = (out.values.float() != rounded) & ~carried
+    differs = (out.q.float() != rounded) & ~carried
     assert differs.float().mean() < 0.005  # and rounds ties up
 
 
@@ -80,10 +80,10 @@ def test_parts_give_what_their_sum_gives_in_fp8_too() -> None:
     assert torch.equal(residuals[0], residuals[1]) and torch.equal(
         residuals[0], spec.sum_parts(parts)
     )
-    assert torch.equal(from_parts.plain, from_sum.plain) and torch.equal(
-        from_parts.scales, from_sum.scales
+    assert torch.equal(from_parts.hidden, from_sum.hidden) and torch.equal(
+        from_parts.scale, from_sum.scale
     )
-    assert torch.equal(from_parts.values.view(torch.uint8), from_sum.values.view(torch.uint8))
+    assert torch.equal(from_parts.q.view(torch.uint8), from_sum.q.view(torch.uint8))
 
 
 def test_fp8_needs_whole_groups() -> None:

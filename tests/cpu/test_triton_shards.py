@@ -12,7 +12,7 @@ from torch import Tensor
 from triton_support import ThreadGroup, Threads
 
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.activations import Activations, ShardedActivations, plain
+from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives import triton as kernels
 from negamax.kernels.gemm import triton as gemm
@@ -79,13 +79,13 @@ def test_a_step_of_norms_is_that_of_one_rank(world: int, num_rows: int, shared: 
             if step < 2:
                 assert (
                     isinstance(got, ShardedActivations)
-                    and isinstance(want, Activations)
+                    and isinstance(want, QuantizedActivations)
                     and got.first == mine.start
                 )
-                pairs = [(got.plain, want.plain[mine]), (got.scales, want.scales)]
-                pairs.append((as_bytes(got.values), as_bytes(want.values)))
+                pairs = [(got.hidden, want.hidden[mine]), (got.scale, want.scale)]
+                pairs.append((as_bytes(got.q), as_bytes(want.q)))
                 with pytest.raises(AssertionError, match="only its own rows"):
-                    plain(got)
+                    unquantized(got)
             else:
                 assert isinstance(got, Tensor) and isinstance(want, Tensor)
                 pairs = [(got, want), (own[mine], residual[mine])]
@@ -119,9 +119,9 @@ def test_each_rank_routes_its_rows_and_has_the_others(
                 x[rank].clone(), torch.zeros(num_rows, WIDTH).half(), weight, group
             )
             chosen = moe.route(got, gate, top_k=TOP_K, active=real)
-            assert isinstance(whole, Activations) and isinstance(got, Activations)
-            assert torch.equal(as_bytes(got.values), as_bytes(whole.values)) and torch.equal(
-                got.scales, whole.scales
+            assert isinstance(whole, QuantizedActivations) and isinstance(got, QuantizedActivations)
+            assert torch.equal(as_bytes(got.q), as_bytes(whole.q)) and torch.equal(
+                got.scale, whole.scale
             )
         return chosen
 
@@ -134,7 +134,7 @@ def test_products_in_fp8_need_no_plain_rows() -> None:
     num_rows, generator = 6, torch.Generator().manual_seed(5)
     whole = moe_spec.quantize_rows(normal(num_rows, WIDTH, seed=6))
     part = ShardedActivations(
-        whole.plain[2:4], whole.values, whole.scales, ThreadGroup(Threads(1), 0, memory=None), 2
+        whole.hidden[2:4], whole.q, whole.scale, ThreadGroup(Threads(1), 0, memory=None), 2
     )
     weight, scale = moe_spec._wide_weight(1, 128, WIDTH, generator=generator)
     linear = gemm.prepare(weight[0], scale[0])

@@ -137,9 +137,9 @@ class Layer:
         """How many elements are not what they should be, as a tensor on the device."""
         pairs = (
             (self.residual, self.expected_residual),
-            (self.out.plain, self.expected.plain),
-            (self.out.values.view(torch.uint8), self.expected.values.view(torch.uint8)),
-            (self.out.scales, self.expected.scales),
+            (self.out.hidden, self.expected.hidden),
+            (self.out.q.view(torch.uint8), self.expected.q.view(torch.uint8)),
+            (self.out.scale, self.expected.scale),
         )
         return torch.stack([(got != want).sum() for got, want in pairs])
 
@@ -151,11 +151,9 @@ class Layer:
         mine = slice(group.rank * shard, (group.rank + 1) * shard)
         pairs = [(self.residual[mine], self.expected_residual[mine])]
         if self.norm.quantize:
-            pairs.append((self.out.plain, self.expected.plain[mine]))
-            pairs.append(
-                (self.out.values.view(torch.uint8), self.expected.values.view(torch.uint8))
-            )
-            pairs.append((self.out.scales, self.expected.scales))
+            pairs.append((self.out.hidden, self.expected.hidden[mine]))
+            pairs.append((self.out.q.view(torch.uint8), self.expected.q.view(torch.uint8)))
+            pairs.append((self.out.scale, self.expected.scale))
         else:
             pairs += 3 * [(self.out, self.expected)]
         return torch.stack([(got != want).sum() for got, want in pairs])
@@ -267,14 +265,14 @@ def sharded(context: ParallelContext, device: torch.device) -> Findings:
             counts = layer.shard_differences(group).tolist()
             pairs = zip(
                 chosen,
-                router.in_shards(layer.expected.plain, group.size, active=active),
+                router.in_shards(layer.expected.hidden, group.size, active=active),
                 strict=True,
             )
             counts += [int((got != want).sum()) for got, want in pairs]
             wrong[f"T={num_rows} P={parts} active={active is not None}"] = counts
-        fp8 = layer.expected.values.float() * layer.expected.scales.repeat_interleave(128, dim=1)
+        fp8 = layer.expected.q.float() * layer.expected.scale.repeat_interleave(128, dim=1)
         errors[f"FP8 T={num_rows}"] = float(
-            (fp8 - layer.expected.plain.float()).norm() / layer.expected.plain.float().norm()
+            (fp8 - layer.expected.hidden.float()).norm() / layer.expected.hidden.float().norm()
         )
         whole_ids = router(layer.expected)[0].sort().values
         layer(group)  # between two gatherings of choices lies a sum
@@ -285,8 +283,7 @@ def sharded(context: ParallelContext, device: torch.device) -> Findings:
             # summed by NCCL, in bf16
             out = kernels._through_group(layer.x, layer.residual, layer.norm, group)
             got, want = (
-                a.values.float() * a.scales.repeat_interleave(128, dim=1)
-                for a in (out, layer.expected)
+                a.q.float() * a.scale.repeat_interleave(128, dim=1) for a in (out, layer.expected)
             )
             errors[f"NCCL T={num_rows}"] = float((got - want).norm() / want.norm())
     plain = Layer(1000, 1, group, device, quantize=False)

@@ -282,8 +282,8 @@ class ReferencePlan:
 def plan(
     queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> ReferencePlan:
-    """`dtype` of the queries. `quantize` asks for `Activations` from `run`, which the definition
-    does not make.
+    """`dtype` of the queries. `quantize` asks `run` for `QuantizedActivations`, which the
+    definition does not make.
     """
     assert not quantize, "the definition has no FP8 output"
     lengths, counts = queries.host_seq_lens, queries.host_counts

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import Activations
+from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.spec import PagedQueries, PagedShape
 from negamax.kernels.attention.tiles import DECODE, decode_launch, decode_programs
 from negamax.kernels.attention.triton_shared import (
@@ -590,7 +590,7 @@ def decode(
     plan: DecodePlan,
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> Tensor | Activations:
+) -> Tensor | QuantizedActivations:
     """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [S, heads *
     head_dim].
     """

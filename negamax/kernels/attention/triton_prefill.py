@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import Activations
+from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.spec import PagedQueries, PagedShape
 from negamax.kernels.attention.tiles import prefill_launch, prefill_queries
 from negamax.kernels.attention.triton_shared import (
@@ -166,7 +166,7 @@ def prefill(
     plan: PrefillPlan,
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
-) -> Tensor | Activations:
+) -> Tensor | QuantizedActivations:
     """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads *
     head_dim].
     """

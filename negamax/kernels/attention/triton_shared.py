@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import Activations
+from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.kvcache.spec import FP8
 
 LOG2_E = math.log2(math.e)
@@ -53,10 +53,10 @@ class Output:
         scales = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
         return cls(plain, torch.empty_like(plain, dtype=FP8), scales)
 
-    def result(self) -> Tensor | Activations:
+    def result(self) -> Tensor | QuantizedActivations:
         if self.values is None or self.scales is None:
             return self.plain
-        return Activations(self.plain, self.values, self.scales)
+        return QuantizedActivations(self.plain, self.values, self.scales)
 
 
 @triton.jit

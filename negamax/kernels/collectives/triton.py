@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, Activations, ShardedActivations
+from negamax.kernels.activations import GROUP, QuantizedActivations, ShardedActivations
 from negamax.kernels.collectives import spec, tiles
 from negamax.kernels.collectives.spec import Collective, PeerMemory, ShardRegion
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs
@@ -349,7 +349,7 @@ def all_reduce_add_rms(
     residual: Tensor,
     norm: NormWeight,
     group: Collective | None,
-) -> Tensor | Activations:  # [T, width]
+) -> Tensor | QuantizedActivations:  # [T, width]
     """residual += the sum of x over its parts and the ranks of `group`, in place; the norm of the
     residual.
 
@@ -380,7 +380,7 @@ def all_reduce_add_rms(
 
 def _through_peers(
     x: Tensor, residual: Tensor, norm: NormWeight, peers: PeerMemory
-) -> Tensor | Activations:
+) -> Tensor | QuantizedActivations:
     assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
     num_tokens, words = residual.shape[0], residual.shape[1] // 2
     region = peers.reduce
@@ -404,7 +404,7 @@ def _through_peers(
 
 def _through_shards(
     x: Tensor, residual: Tensor, norm: NormWeight, group: Collective, region: ShardRegion
-) -> Tensor | Activations:
+) -> Tensor | QuantizedActivations:
     assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
     (num_tokens, width), world = residual.shape, group.size
     shard = triton.cdiv(num_tokens, world)
@@ -453,7 +453,7 @@ def _through_shards(
 
 def _through_group(
     x: Tensor, residual: Tensor, norm: NormWeight, group: Collective
-) -> Tensor | Activations:
+) -> Tensor | QuantizedActivations:
     """The same by collectives of the group, where the ranks have no memory in common or too little
     of it.
     """
@@ -462,10 +462,10 @@ def _through_group(
     out = norm_kernels.add_rms(
         group.reduce_scatter(_summed(x)), residual[first : first + shard], norm
     )
-    if not isinstance(out, Activations):
+    if not isinstance(out, QuantizedActivations):
         return group.all_gather(out, dim=0)
-    values = group.all_gather(out.values.view(torch.uint8), dim=0).view(torch.float8_e4m3fn)
-    return ShardedActivations(out.plain, values, group.all_gather(out.scales, dim=0), group, first)
+    values = group.all_gather(out.q.view(torch.uint8), dim=0).view(torch.float8_e4m3fn)
+    return ShardedActivations(out.hidden, values, group.all_gather(out.scale, dim=0), group, first)
 
 
 def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[Tensor, Tensor]:
@@ -475,20 +475,20 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
     Valid until the group's next sum over ranks; once between two of them.
     """
     assert first.shape == second.shape and first.is_contiguous() and second.is_contiguous()
-    num_tokens, width, peers = x.values.shape[0], first.shape[1], x.group.peers
+    num_tokens, width, peers = x.q.shape[0], first.shape[1], x.group.peers
     region = None if peers is None else peers.shards
     if (
         region is None
-        or x.values.untyped_storage().data_ptr() != region.own_gathered.untyped_storage().data_ptr()
+        or x.q.untyped_storage().data_ptr() != region.own_gathered.untyped_storage().data_ptr()
     ):
         packed = torch.cat((first.view(torch.int32), second.view(torch.int32)), dim=1)
         one, other = x.group.all_gather(packed, dim=0).split(width, dim=1)
         return one.contiguous().view(first.dtype), other.contiguous().view(second.dtype)
     # behind values and scales, in bytes
-    begin = -(-(x.values.numel() + 4 * x.scales.numel()) // 16) * 16
+    begin = -(-(x.q.numel() + 4 * x.scale.numel()) // 16) * 16
     size = 4 * num_tokens * width
-    assert begin + 2 * size <= 2 * x.values.numel(), (
-        f"{width} values a row find no room behind {x.values.shape[1]} columns"
+    assert begin + 2 * size <= 2 * x.q.numel(), (
+        f"{width} values a row find no room behind {x.q.shape[1]} columns"
     )
     at = begin // 4 + x.first * width
     if first.numel():

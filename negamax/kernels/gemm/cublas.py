@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.activations import Activations
+from negamax.kernels.activations import QuantizedActivations
 
 
 def linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
@@ -17,16 +17,16 @@ def linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     return torch.mm(x, weight.t(), out_dtype=out_dtype)
 
 
-def linear_blocks(x: Activations, weight: Tensor, scale: Tensor) -> Tensor:
+def linear_blocks(x: QuantizedActivations, weight: Tensor, scale: Tensor) -> Tensor:
     """x [T, K] with T a multiple of 4, weight [N, K] e4m3, scale [ceil(N / 128), K / 128] fp32 ->
     [T, N] bf16.
     """
     if scale.shape[1] % 4:  # cuBLAS reads rows of scales 16 bytes at a time
         scale = F.pad(scale, (0, -scale.shape[1] % 4))
     out: Tensor = F.scaled_mm(
-        x.values,
+        x.q,
         weight.t(),
-        x.scales.t().contiguous().t(),  # the scales of one block of columns lie together
+        x.scale.t().contiguous().t(),  # the scales of one block of columns lie together
         F.ScalingType.BlockWise1x128,
         scale.t(),
         F.ScalingType.BlockWise128x128,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.activations import Activations, plain
+from negamax.kernels.activations import QuantizedActivations, unquantized
 from negamax.kernels.gemm.spec import refuse_scale
 from negamax.kernels.op import Kernel
 
@@ -28,10 +28,10 @@ def prepare(weight: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def linear(
-    x: Tensor | Activations, weight: Tensor, *, out_dtype: torch.dtype | None = None
+    x: Tensor | QuantizedActivations, weight: Tensor, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """x [T, in] fp32, weight [out, in] fp32 -> [T, out] in `out_dtype` (None: fp32)."""
-    x = plain(x)
+    x = unquantized(x)
     num_rows = x.shape[0]
     if num_rows < _SAFE_ROWS and num_rows % SAFE_MULTIPLE != 0:
         x = F.pad(x, (0, 0, 0, -num_rows % SAFE_MULTIPLE))

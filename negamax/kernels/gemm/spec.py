@@ -8,18 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, Activations, plain
+from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
 from negamax.kernels.quantize.spec import dequantize_block, quantize_activations, scale_shape
 
 
 def linear(
-    x: Tensor | Activations, weight: Tensor, *, out_dtype: torch.dtype | None = None
+    x: Tensor | QuantizedActivations, weight: Tensor, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out] in `out_dtype` (None: that of x). Of FP8 activations
     the plain form counts.
     """
-    values = plain(x)
+    values = unquantized(x)
     dtype = out_dtype or values.dtype
     if weight.dtype != values.dtype:
         return F.linear(values.float(), weight.float()).to(dtype)

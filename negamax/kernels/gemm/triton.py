@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from negamax.kernels.activations import GROUP, Activations, model_dtype, plain
+from negamax.kernels.activations import GROUP, QuantizedActivations, model_dtype, unquantized
 from negamax.kernels.gemm import cublas, tiles
 from negamax.kernels.launch.triton import (
     launch_options,
@@ -353,7 +353,7 @@ def prepare(weight: Tensor, scale: Tensor | None = None) -> PreparedLinear:
 
 
 def linear(
-    x: Tensor | Activations,
+    x: Tensor | QuantizedActivations,
     prepared: PreparedLinear,
     *,
     out_dtype: torch.dtype | None = None,
@@ -366,13 +366,13 @@ def linear(
     """
     dtype = out_dtype or model_dtype(x)
     num_tokens, rows = (
-        (x.values if isinstance(x, Activations) else x).shape[0],
+        (x.q if isinstance(x, QuantizedActivations) else x).shape[0],
         prepared.weight.shape[0],
     )
     if num_tokens == 0:
         return prepared.weight.new_empty((0, rows), dtype=dtype)
     if prepared.scale is None:
-        values = plain(x).contiguous()
+        values = unquantized(x).contiguous()
         if num_tokens > tiles.NARROW_TOKENS_16BIT:
             product = cublas.linear(values, prepared.weight, out_dtype=dtype)
             return product if out is None else out.copy_(product)
@@ -380,10 +380,10 @@ def linear(
         _launch_narrow(values, None, prepared, out, tile=tiles.narrow_16bit(num_tokens))
         return out
     assert out is None, "products with FP8 weights make their own result"
-    if num_tokens > tiles.DOT_TOKENS and not isinstance(x, Activations):
+    if num_tokens > tiles.DOT_TOKENS and not isinstance(x, QuantizedActivations):
         x = quantize.rows(x.contiguous())
     if (
-        isinstance(x, Activations)
+        isinstance(x, QuantizedActivations)
         and dtype is torch.bfloat16
         and tiles.cublas_is_faster(num_tokens, prepared.weight.numel())
     ):
@@ -394,34 +394,35 @@ def linear(
 
 
 def _multiply_fp8(
-    x: Tensor | Activations, prepared: PreparedLinear, scale: Tensor, out: Tensor
+    x: Tensor | QuantizedActivations, prepared: PreparedLinear, scale: Tensor, out: Tensor
 ) -> None:
-    """out = x W^T with the kernel for its sizes; more than DOT_TOKENS come as `Activations`."""
+    """out = x W^T with the kernel for its sizes; more than DOT_TOKENS are
+    `QuantizedActivations`."""
     weight = prepared.weight
     (num_tokens, rows), columns = out.shape, weight.shape[1]
     options = launch_options(out.device)
     if num_tokens <= tiles.DOT_TOKENS:
         dots = tiles.dot_products(columns)
         _dot_products[(triton.cdiv(rows, dots.rows),)](
-            plain(x).contiguous(), weight, scale, out, rows,
+            unquantized(x).contiguous(), weight, scale, out, rows,
             K=columns, ROWS=dots.rows, LEVELS=dots.rows.bit_length() - 1, WARPS=dots.warps,
             num_warps=dots.warps, **options,
         )  # fmt: skip
         return
-    assert isinstance(x, Activations)
-    assert x.values.is_contiguous() and x.scales.is_contiguous(), (
+    assert isinstance(x, QuantizedActivations)
+    assert x.q.is_contiguous() and x.scale.is_contiguous(), (
         "activations are read as they lie in memory"
     )
     if few := tiles.few_tokens(num_tokens=num_tokens, rows=rows, columns=columns):
         _few_tokens[(triton.cdiv(rows, few.rows),)](
-            x.values, x.scales, weight, scale, out, num_tokens, rows,
+            x.q, x.scale, weight, scale, out, num_tokens, rows,
             K=columns, TOKENS=few.tokens, ROWS=few.rows, WARPS=few.warps, num_warps=few.warps,
             maxnreg=few.registers, **options,
         )  # fmt: skip
     elif num_tokens <= tiles.NARROW_TOKENS:
         _launch_narrow(
-            x.values,
-            x.scales,
+            x.q,
+            x.scale,
             prepared,
             out,
             tile=tiles.narrow(num_tokens=num_tokens, rows=rows, columns=columns),
@@ -429,7 +430,7 @@ def _multiply_fp8(
     else:
         tile = tiles.wide(num_tokens=num_tokens, rows=rows)
         _wide[(triton.cdiv(rows, tile.rows) * triton.cdiv(num_tokens, tile.tokens),)](
-            TensorDescriptor.from_tensor(x.values, [tile.tokens, tile.columns]), x.scales,
+            TensorDescriptor.from_tensor(x.q, [tile.tokens, tile.columns]), x.scale,
             TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns]), scale, out, num_tokens,
             rows, columns,
             TOKENS=tile.tokens, ROWS=tile.rows, GROUP_TILES=tiles.WIDE_GROUP, num_warps=tile.warps,

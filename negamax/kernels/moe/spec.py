@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, Activations, plain
+from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
 from negamax.kernels.gemm.padded import SAFE_MULTIPLE
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
 from negamax.kernels.quantize.spec import E4M3_MAX
 from negamax.kernels.rowwise import apply, padded_rows
 
-Activated = Tensor | Activations
+Activated = Tensor | QuantizedActivations
 
 
 Gate = tuple[Tensor, Tensor]
@@ -40,7 +40,7 @@ def route(
     `gemm/padded.py`).
     """
     gate, bias = prepared
-    x = plain(x)
+    x = unquantized(x)
     num_tokens, wide = x.shape[0], x.float()
     rows = padded_rows(num_tokens, width=gate.shape[0], multiple=SAFE_MULTIPLE)
     if num_tokens == 1:
@@ -92,7 +92,7 @@ def experts(
     nothing.
     """
     gate_up, down = prepared
-    x = plain(x)
+    x = unquantized(x)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(count):
         tokens, choices = torch.where(ids == first + expert)
@@ -220,7 +220,7 @@ def _wide_weight(
     return values, spread * (columns**-0.5 / 100)
 
 
-def quantize_rows(x: Tensor) -> Activations:
+def quantize_rows(x: Tensor) -> QuantizedActivations:
     """x [T, width] with its FP8 form, one scale for 128 columns."""
     groups = (
         x.float().view(x.shape[0], -1, GROUP)
@@ -228,7 +228,7 @@ def quantize_rows(x: Tensor) -> Activations:
         else x.new_zeros(0, x.shape[1] // GROUP, GROUP)
     )
     scales = (groups.abs().amax(-1) / E4M3_MAX).clamp_min(1e-30).float()
-    return Activations(
+    return QuantizedActivations(
         x, (groups / scales.unsqueeze(-1)).view_as(x).to(torch.float8_e4m3fn), scales
     )
 

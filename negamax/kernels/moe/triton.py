@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, Activations, plain
+from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_decode import scan, token
 from negamax.kernels.moe.triton_prefill import experts_sorted
@@ -57,7 +57,7 @@ def prepare_experts(
 
 
 def experts(
-    x: Tensor | Activations,
+    x: Tensor | QuantizedActivations,
     ids: Tensor,
     weights: Tensor,
     prepared: PreparedExperts,
@@ -71,9 +71,9 @@ def experts(
     num_tokens, width = ids.shape[0], prepared.down.shape[2]
     assert ids.is_contiguous() and weights.is_contiguous() and ids.dtype == torch.int32
     if num_tokens == 0:
-        return plain(x).unsqueeze(1)
+        return unquantized(x).unsqueeze(1)
     if num_tokens <= tiles.max_token(width):
-        return token(plain(x), ids, weights, prepared, first=first, count=count)
+        return token(unquantized(x), ids, weights, prepared, first=first, count=count)
     if num_tokens <= tiles.MAX_SCAN:
         return scan(x, ids, weights, prepared, first=first, count=count)
     return experts_sorted(x, ids, weights, prepared, first=first, count=count)

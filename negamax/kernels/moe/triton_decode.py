@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import Activations, model_dtype
+from negamax.kernels.activations import QuantizedActivations, model_dtype
 from negamax.kernels.launch.triton import launch_options, wait_then_start_next
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import (
@@ -399,7 +399,7 @@ def token(
 
 
 def scan(
-    x: Tensor | Activations,
+    x: Tensor | QuantizedActivations,
     ids: Tensor,
     weights: Tensor,
     prepared: PreparedExperts,

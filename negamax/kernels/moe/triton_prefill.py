@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from negamax.kernels.activations import GROUP, Activations, model_dtype
+from negamax.kernels.activations import GROUP, QuantizedActivations, model_dtype
 from negamax.kernels.launch.triton import launch_options, wait_then_start_next
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import (
@@ -312,7 +312,7 @@ def _down_sorted(
 
 
 def experts_sorted(
-    x: Tensor | Activations,
+    x: Tensor | QuantizedActivations,
     ids: Tensor,
     weights: Tensor,
     prepared: PreparedExperts,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import Activations, ShardedActivations, plain
+from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives.triton import gather_rows, poll, tagged
 from negamax.kernels.launch.triton import launch_options, wait_then_start_next
 from negamax.kernels.moe import tiles
@@ -337,7 +337,11 @@ def prepare_gate(gate: Tensor, bias: Tensor) -> PreparedGate:
 
 
 def route(
-    x: Tensor | Activations, prepared: PreparedGate, *, top_k: int, active: Tensor | None = None
+    x: Tensor | QuantizedActivations,
+    prepared: PreparedGate,
+    *,
+    top_k: int,
+    active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x [T, hidden] -> ids [T, top_k] int32, weights [T, top_k] fp32; rows from active[0] on get -1
     and 0.
@@ -346,10 +350,10 @@ def route(
     """
     if isinstance(x, ShardedActivations):
         mine = _route_rows(
-            x.plain, prepared, top_k=top_k, active=None if active is None else active - x.first
+            x.hidden, prepared, top_k=top_k, active=None if active is None else active - x.first
         )
         return gather_rows(*mine, x)
-    return _route_rows(plain(x), prepared, top_k=top_k, active=active)
+    return _route_rows(unquantized(x), prepared, top_k=top_k, active=active)
 
 
 def _route_rows(

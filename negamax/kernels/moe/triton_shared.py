@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, Activations, plain
+from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
 from negamax.kernels.moe import tiles
 
 FP8 = torch.float8_e4m3fn
@@ -43,15 +43,15 @@ class PreparedExperts:
     fp8: bool
 
 
-def operands(x: Tensor | Activations, prepared: PreparedExperts) -> tuple[Tensor, Tensor]:
+def operands(x: Tensor | QuantizedActivations, prepared: PreparedExperts) -> tuple[Tensor, Tensor]:
     """What the tile kernels multiply: values and scales, or the plain activations (twice; the
     second is not read).
     """
     if not prepared.fp8:
-        values = scales = plain(x)
+        values = scales = unquantized(x)
     else:
-        assert isinstance(x, Activations), "experts in FP8 need activations that carry FP8"
-        values, scales = x.values, x.scales
+        assert isinstance(x, QuantizedActivations), "experts in FP8 need activations that carry FP8"
+        values, scales = x.q, x.scale
     assert values.is_contiguous() and scales.is_contiguous()
     return values, scales
 

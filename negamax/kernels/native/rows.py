@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import plain
+from negamax.kernels.activations import unquantized
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.attention.spec import PagedQueries, PagedShape, QkNorm
 from negamax.kernels.collectives.spec import Collective
@@ -223,7 +223,7 @@ def route(
     padding (-1 and 0).
     """
     gate, bias = prepared
-    x = plain(x)
+    x = unquantized(x)
     assert x.is_contiguous()
     num_tokens, hidden = x.shape
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32)

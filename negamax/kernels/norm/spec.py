@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, Activations, plain
+from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, rounding_tolerance
 
 E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
@@ -28,7 +28,7 @@ class NormWeight:
     width: Tensor  # [] fp32
     eps: Tensor  # [] fp32
     eps_value: float
-    quantize: bool  # whether the kernel returns `Activations`; the reference never does
+    quantize: bool  # whether the kernel returns `QuantizedActivations`; the reference never does
 
 
 def norm_weight(weight: Tensor, eps: float, *, quantize: bool) -> NormWeight:
@@ -131,23 +131,23 @@ def prepare_case(kernel: Kernel, case: Case) -> Any:
     return kernel.prepare(case.tensors["weight"], case.numbers["eps"], **option)
 
 
-def case_outputs(out: Tensor | Activations, case: Case) -> tuple[Tensor, ...]:
+def case_outputs(out: Tensor | QuantizedActivations, case: Case) -> tuple[Tensor, ...]:
     """What a norm returned, as tensors to compare: the plain values and, where the case asks for
     FP8, the same once more with NaN wherever the FP8 form is further away from them than its
     rounding explains."""
-    values = plain(out)
+    values = unquantized(out)
     if not case.numbers["quantize"]:
         return (values,)
-    if not isinstance(out, Activations):
+    if not isinstance(out, QuantizedActivations):
         return values, values
     wide = values.float()
     largest = wide.unflatten(-1, (-1, GROUP)).abs().amax(dim=-1)
     scales_fit = (
-        out.scales - torch.where(largest > 0, largest / E4M3_MAX, 1.0)
-    ).abs() <= 1e-5 * out.scales
-    spread = out.scales.repeat_interleave(GROUP, dim=-1)
+        out.scale - torch.where(largest > 0, largest / E4M3_MAX, 1.0)
+    ).abs() <= 1e-5 * out.scale
+    spread = out.scale.repeat_interleave(GROUP, dim=-1)
     # half a step
-    values_fit = (out.values.float() * spread - wide).abs() <= wide.abs() / 15.9 + spread / 1023
+    values_fit = (out.q.float() * spread - wide).abs() <= wide.abs() / 15.9 + spread / 1023
     fits = values_fit & scales_fit.repeat_interleave(GROUP, dim=-1)
     return values, values.where(fits, torch.nan)
 

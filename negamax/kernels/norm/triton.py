@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, Activations
+from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs
 from negamax.kernels.norm import spec, tiles
 from negamax.kernels.norm.spec import NormWeight
@@ -250,13 +250,15 @@ def outputs(residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor, Tensor]
     )
 
 
-def result(out: Tensor, values: Tensor, scales: Tensor, norm: NormWeight) -> Tensor | Activations:
+def result(
+    out: Tensor, values: Tensor, scales: Tensor, norm: NormWeight
+) -> Tensor | QuantizedActivations:
     """What a norm kernel returns from what it wrote."""
-    return Activations(out, values, scales) if norm.quantize else out
+    return QuantizedActivations(out, values, scales) if norm.quantize else out
 
 
 def prepare(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight:
-    """weight [width], eps under the root; `quantize`: the consumer wants `Activations`, width a
+    """weight [width], eps under the root; `quantize`: the consumer wants FP8 too, width a
     multiple of 128.
     """
     assert not quantize or weight.shape[0] % GROUP == 0, (
@@ -265,7 +267,7 @@ def prepare(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight
     return spec.norm_weight(weight, eps, quantize=quantize)
 
 
-def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Activations:
+def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | QuantizedActivations:
     """residual += x (or the sum of its parts), in place; the norm of the residual. x [T, width] or
     [T, P, width].
     """

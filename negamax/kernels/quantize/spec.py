@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, Activations
+from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.op import (
     Case,
     Cost,
@@ -72,7 +72,7 @@ def quantize_block(
     return values.to(torch.float8_e4m3fn), scale
 
 
-def quantize_activations(x: Tensor) -> Activations:
+def quantize_activations(x: Tensor) -> QuantizedActivations:
     """x [T, K] any float dtype, K a multiple of 128 -> x with its FP8 form, one scale per token and
     128 columns.
 
@@ -88,13 +88,13 @@ def quantize_activations(x: Tensor) -> Activations:
         .masked_fill(largest == 0, 1.0)
     )
     values = (wide / scales[..., None]).to(torch.float8_e4m3fn).view(num_tokens, width)
-    return Activations(x, values, scales)
+    return QuantizedActivations(x, values, scales)
 
 
-def dequantize_activations(x: Activations) -> Tensor:
+def dequantize_activations(x: QuantizedActivations) -> Tensor:
     """What the FP8 form stands for: [T, K] fp32."""
-    num_tokens, width = x.values.shape
-    return (x.values.float().view(num_tokens, width // GROUP, GROUP) * x.scales[..., None]).view(
+    num_tokens, width = x.q.shape
+    return (x.q.float().view(num_tokens, width // GROUP, GROUP) * x.scale[..., None]).view(
         num_tokens, width
     )
 
@@ -156,7 +156,7 @@ def _wide_activations(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
 
 def _apply_activations(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     out = kernel.run(case.tensors["x"])
-    return out.plain, dequantize_activations(out), out.scales
+    return out.hidden, dequantize_activations(out), out.scale
 
 
 def _cost_activations(case: Case) -> Cost:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, Activations
+from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.op import Kernel
 from negamax.kernels.quantize.spec import E4M3_MAX
 
@@ -32,7 +32,7 @@ def _rows(x, values, scales, num_groups, GROUPS: tl.constexpr):
     tl.store(scales + group, scale, mask=group < num_groups)
 
 
-def rows(x: Tensor) -> Activations:
+def rows(x: Tensor) -> QuantizedActivations:
     """x [T, K] bf16 or fp16, K a multiple of 128 -> x, its e4m3 values and one fp32 scale per 128
     columns.
     """
@@ -45,7 +45,7 @@ def rows(x: Tensor) -> Activations:
         _rows[(triton.cdiv(scales.numel(), _GROUPS),)](
             x, values, scales, scales.numel(), GROUPS=_GROUPS, num_warps=4
         )
-    return Activations(x, values, scales)
+    return QuantizedActivations(x, values, scales)
 
 
 KERNELS: tuple[Kernel, ...] = (
