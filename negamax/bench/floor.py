@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from negamax.config.kv_cache import ELEMENT_BYTES, block_bytes
 from negamax.config.model_spec import ModelSpec
 
 ROUTER_BYTES = 4  # per weight: the router is kept in fp32
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1}
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,6 @@ def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float:
     return spec.num_experts * (1 - missed)
 
 
-def dtype_bytes(name: str) -> int:
-    """Bytes of an element of dtype `name` ("bfloat16", "fp8", ...)."""
-    return _DTYPE_BYTES[name]
-
-
 def step_bytes(
     spec: ModelSpec, *, batch: int, context: float, dtype: str, kv_dtype: str
 ) -> StepBytes:
@@ -52,7 +47,7 @@ def step_bytes(
 
     `dtype` is that of plain weights; quantised ones take one byte and their share of the scales.
     """
-    plain = dtype_bytes(dtype)
+    plain = ELEMENT_BYTES[dtype]
     weight: float = plain
     if spec.quantization is not None:
         rows, columns = spec.quantization.weight_block_size
@@ -63,6 +58,6 @@ def step_bytes(
         attention=spec.num_layers * 2 * spec.hidden_size * (q_width + kv_width) * weight,
         experts=spec.num_layers * expected_distinct_experts(spec, batch) * expert,
         head=spec.vocab_size * spec.hidden_size * plain,
-        kv=batch * context * spec.num_layers * 2 * kv_width * dtype_bytes(kv_dtype),
+        kv=batch * context * block_bytes(spec.kv_caches(), 1, dtype=kv_dtype, ranks=1),
         router=spec.num_layers * spec.num_experts * spec.hidden_size * ROUTER_BYTES,
     )

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
-from negamax.config.memory import kv_bytes_per_token, weight_bytes
+from negamax.config.kv_cache import block_bytes
+from negamax.config.memory import weight_bytes
 from negamax.config.model_spec import BUNDLED_NAMES, ModelSpec, bundled_spec
 from negamax.config.options import EngineOptions
 from negamax.kernels.platform import Platform
@@ -20,7 +21,7 @@ GIB = 2**30
 GPU_RESERVE = 15 * GIB // 2
 _LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
 _NANO_BYTES = GIB
-_KV_DTYPE_BYTES = 2
+_KV_DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _cache_tokens(spec: ModelSpec, weights: int, gpus: Sequence[Gpu]) -> int:
     share = EngineOptions.gpu_memory_utilization
     budget = min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)
     room = budget - weights // len(gpus) - GPU_RESERVE
-    per_token = kv_bytes_per_token(spec, dtype_bytes=_KV_DTYPE_BYTES, num_ranks=len(gpus))
+    per_token = block_bytes(spec.kv_caches(), 1, dtype=_KV_DTYPE, ranks=len(gpus))
     return max(0, room) // per_token
 
 

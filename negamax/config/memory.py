@@ -13,9 +13,3 @@ def weight_bytes(spec: ModelSpec, *, dtype_bytes: int, keep_quantized: bool) -> 
     plain = 2 * spec.vocab_size * spec.hidden_size
     router = spec.num_layers * spec.num_experts * spec.hidden_size
     return plain * dtype_bytes + 4 * router + (spec.num_parameters - plain - router)
-
-
-def kv_bytes_per_token(spec: ModelSpec, *, dtype_bytes: int, num_ranks: int) -> int:
-    """Bytes of KV cache per token on each of `num_ranks`; ranks beyond the KV heads hold copies."""
-    heads = max(1, spec.num_kv_heads // num_ranks)
-    return 2 * spec.num_layers * heads * spec.head_dim * dtype_bytes

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from negamax.base.errors import ConfigError
+from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
 
 MINIMAX_M2 = "MiniMaxM2ForCausalLM"
 FP8_BLOCK = (128, 128)  # rows, columns of a weight that share one scale
@@ -185,6 +186,12 @@ class ModelSpec:
         experts = 3 * self.num_experts * self.hidden_size * self.intermediate_size
         layer = attention + router + experts + 2 * self.hidden_size
         return self.num_layers * layer + self.hidden_size + 2 * self.vocab_size * self.hidden_size
+
+    def kv_caches(self) -> KvCacheSpecs:
+        """The caches of each layer."""
+        return [
+            [KvCacheSpec(name, self.num_kv_heads, self.head_dim) for name in ("k", "v")]
+        ] * self.num_layers
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:

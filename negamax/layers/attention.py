@@ -4,32 +4,26 @@ attention group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from negamax.base.errors import CheckpointError
 from negamax.kernels.activations import GROUP, QuantizedActivations, concatenate
 from negamax.kernels.attention.spec import PagedQueries, PagedShape
+from negamax.kernels.kvcache.spec import FP8
 from negamax.kernels.registry import KernelTable
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
-
-@dataclass(frozen=True)
-class KvView:
-    """One layer's cache on this rank. Within a block the tokens of a head are adjacent
-    (`kernels/kvcache/spec.py`).
-    """
-
-    k: Tensor  # [num_blocks, kv_heads, block_size, head_dim]
-    v: Tensor  # [num_blocks, kv_heads, block_size, head_dim]
-    k_scale: float = 1.0  # what an FP8 cache's values are multiplied by
-    v_scale: float = 1.0
+# One layer's caches on this rank by name, each [num_blocks, heads, block_size, width]: within a
+# block the tokens of a head are adjacent (`kernels/kvcache/spec.py`).
+KvCaches = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -165,28 +159,32 @@ class QkNormAttention:
             eps=eps,
             ranks=view.size,
         )
-        self._kv_scales = torch.ones(2)  # of the keys and of the values, on the host
+        # The checkpoint's scales of the keys and values of an FP8 cache; 1.0 where it has none.
+        self._prefix, self.kv_scales = prefix, (1.0, 1.0)
+        self._stored_scales = torch.ones(2)  # on the host
         self.slots = [
             *self._qkv.slots,
             *self._out.slots,
             WeightSlot(f"{prefix}.q_norm.weight", (q_total,), target=q_norm, region=(q_rows,)),
             WeightSlot(f"{prefix}.k_norm.weight", (kv_total,), target=k_norm, region=(kv_rows,)),
-            WeightSlot(f"{prefix}.k_scale", (), target=self._kv_scales[0], optional=True),
-            WeightSlot(f"{prefix}.v_scale", (), target=self._kv_scales[1], optional=True),
+            WeightSlot(f"{prefix}.k_scale", (), target=self._stored_scales[0], optional=True),
+            WeightSlot(f"{prefix}.v_scale", (), target=self._stored_scales[1], optional=True),
         ]
 
-    @property
-    def kv_scales(self) -> tuple[float, float]:
-        """The checkpoint's scales of an FP8 cache's keys and values; 1.0 where it has none."""
-        k_scale, v_scale = self._kv_scales.tolist()
-        return k_scale, v_scale
-
     def finish_loading(self) -> None:
-        """Put the weights into their kernels' layout."""
+        """Put the weights into their kernels' layout. Errors: `CheckpointError` for scales of the
+        cache that are none.
+        """
+        k_scale, v_scale = self._stored_scales.tolist()
+        if not (0 < k_scale < float("inf") and 0 < v_scale < float("inf")):
+            raise CheckpointError(
+                f"the KV-cache scales of {self._prefix} are {(k_scale, v_scale)}, not above 0"
+            )
+        self.kv_scales = k_scale, v_scale
         self._qkv.finish_loading()
         self._out.finish_loading()
 
-    def __call__(self, x: Tensor | QuantizedActivations, step: Step, kv: KvView) -> Tensor:
+    def __call__(self, x: Tensor | QuantizedActivations, step: Step, kv: KvCaches) -> Tensor:
         """x [T, hidden] -> [T, hidden], to be summed over the ranks; the tokens' keys and values
         are in `kv` afterwards.
         """
@@ -195,33 +193,26 @@ class QkNormAttention:
             self._norm,
             step.cos,
             step.sin,
-            kv.k,
-            kv.v,
+            kv["k"],
+            kv["v"],
             step.rows,
             group=self._group,
-            kv_scales=(kv.k_scale, kv.v_scale),
+            kv_scales=self._scales_of(kv),
         )
         return self._out(self._attend(q, step, kv))
 
-    def _attend(self, q: Tensor, step: Step, kv: KvView) -> Tensor | QuantizedActivations:
+    def _attend(self, q: Tensor, step: Step, kv: KvCaches) -> Tensor | QuantizedActivations:
         """q [T, heads, head_dim] -> [T, heads * head_dim]."""
-        scales, parts = (kv.k_scale, kv.v_scale), []
+        k, v, scales, parts = kv["k"], kv["v"], self._scales_of(kv), []
         if step.decode is not None:
-            parts.append(
-                self._decode(q[: step.num_decodes], kv.k, kv.v, step.decode, kv_scales=scales)
-            )
+            parts.append(self._decode(q[: step.num_decodes], k, v, step.decode, kv_scales=scales))
         if step.prefill is not None:
-            parts.append(
-                self._prefill(q[step.num_decodes :], kv.k, kv.v, step.prefill, kv_scales=scales)
-            )
+            parts.append(self._prefill(q[step.num_decodes :], k, v, step.prefill, kv_scales=scales))
         return concatenate(parts)
 
-
-def kv_cache_shape(
-    num_blocks: int, block_size: int, *, kv_heads: Sequence[int], head_dim: int
-) -> tuple[int, int, int, int]:
-    """The shape of a layer's key (and value) cache for this rank's `kv_heads`."""
-    return num_blocks, len(kv_heads), block_size, head_dim
+    def _scales_of(self, kv: KvCaches) -> tuple[float, float]:
+        """What the values in the caches `kv` are multiplied by."""
+        return self.kv_scales if kv["k"].dtype == FP8 else (1.0, 1.0)
 
 
 def _rows(heads: range, head_dim: int) -> range:

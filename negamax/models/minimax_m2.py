@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from negamax.base.errors import CheckpointError
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.spec import PagedShape
 from negamax.kernels.collectives.spec import Collective
@@ -21,11 +20,10 @@ from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
 from negamax.layers.attention import (
     AttentionInputs,
-    KvView,
+    KvCaches,
     QkNormAttention,
     Step,
     begin_step,
-    kv_cache_shape,
 )
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.moe import SparseMoe
@@ -50,7 +48,7 @@ class MiniMaxM2:
         kernels: KernelTable,
     ) -> None:
         layout = context.layout
-        self._spec, self._kernels = spec, kernels
+        self.spec, self._kernels = spec, kernels
         self._kv_heads = layout.attention.kv_heads(spec.num_kv_heads)
         self._heads_per_kv_head = len(layout.attention.heads(spec.num_heads)) // len(self._kv_heads)
         self._frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device)
@@ -61,7 +59,7 @@ class MiniMaxM2:
         self._embed = VocabEmbedding(
             "model.embed_tokens.weight", vocab_shape, rows=self.vocab_range, weights=weights
         )
-        self._layers = [
+        self.layers = [
             DecoderLayer(spec, layer, context=context, weights=weights, kernels=kernels)
             for layer in range(spec.num_layers)
         ]
@@ -82,14 +80,14 @@ class MiniMaxM2:
             kernels=kernels,
             weights=weights,
         )
-        per_layer = [slot for layer in self._layers for slot in layer.slots]
+        per_layer = [slot for layer in self.layers for slot in layer.slots]
         self._slots = slots_by_name(
             [*self._embed.slots, *per_layer, *self._norm.slots, *self._head.slots]
         )
 
-    def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvView]) -> Tensor:
-        """token_ids [T] int64, a KvView per layer (of fewer, the first layers alone run) -> final
-        hidden states [T, hidden].
+    def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvCaches]) -> Tensor:
+        """token_ids [T] int64, the caches of each layer (of fewer, the first layers alone run) ->
+        final hidden states [T, hidden].
         """
         step = begin_step(
             inputs,
@@ -97,14 +95,14 @@ class MiniMaxM2:
             shape=PagedShape(
                 kv_heads=len(self._kv_heads),
                 group=self._heads_per_kv_head,
-                block_size=kv[0].k.shape[2],
+                block_size=kv[0]["k"].shape[2],
             ),
-            quantize=all(layer.attention.gives_quantized for layer in self._layers),
+            quantize=all(layer.attention.gives_quantized for layer in self.layers),
             kernels=self._kernels,
         )
         x = self._embed(token_ids)
         residual = torch.zeros_like(x)
-        for layer, cache in zip(self._layers, kv, strict=False):
+        for layer, cache in zip(self.layers, kv, strict=False):
             x = layer(x, residual, step, cache)
         hidden = self._norm(x, residual)
         assert isinstance(hidden, Tensor)
@@ -127,7 +125,7 @@ class MiniMaxM2:
         To be called before graphs are captured: a graph keeps the tensor it was captured with.
         """
         for layer, expert_ids in zip(
-            self._layers, [None] * len(self._layers) if ids is None else ids, strict=True
+            self.layers, [None] * len(self.layers) if ids is None else ids, strict=True
         ):
             layer.moe.observe(expert_ids)
 
@@ -140,27 +138,9 @@ class MiniMaxM2:
         was not written.
         """
         check_all_written(self._slots)
-        for number, layer in enumerate(self._layers):
-            if not all(0 < scale < float("inf") for scale in layer.attention.kv_scales):
-                raise CheckpointError(
-                    f"the KV-cache scales of layer {number} are {layer.attention.kv_scales}, not "
-                    f"above 0"
-                )
+        for layer in self.layers:
             layer.finish_loading()
         self._head.finish_loading()
-
-    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, tuple[int, int, int, int]]:
-        """(layers, shape of a layer's key cache), the same for the values."""
-        shape = kv_cache_shape(
-            num_blocks, block_size, kv_heads=self._kv_heads, head_dim=self._spec.head_dim
-        )
-        return self._spec.num_layers, shape
-
-    def kv_scales(self) -> list[tuple[float, float]]:
-        """Per layer, the scales of the keys and values of an FP8 cache: the checkpoint's, or
-        1.0.
-        """
-        return [layer.attention.kv_scales for layer in self._layers]
 
 
 class DecoderLayer:
@@ -230,7 +210,7 @@ class DecoderLayer:
         self.attention.finish_loading()
         self.moe.finish_loading()
 
-    def __call__(self, x: Tensor, residual: Tensor, step: Step, kv: KvView) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, step: Step, kv: KvCaches) -> Tensor:
         """x [T, hidden] or [T, P, hidden], the block before's output, is added to `residual` in
         place; the experts' output.
         """

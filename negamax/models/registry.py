@@ -11,7 +11,7 @@ from torch import Tensor
 from negamax.base.errors import ConfigError
 from negamax.config.model_spec import MINIMAX_M2, ModelSpec
 from negamax.kernels.registry import KernelTable
-from negamax.layers.attention import AttentionInputs, KvView
+from negamax.layers.attention import AttentionInputs, KvCaches
 from negamax.layers.weights import WeightSlot
 from negamax.models.minimax_m2 import MiniMaxM2
 from negamax.parallel.context import ParallelContext
@@ -21,11 +21,12 @@ from negamax.quantization.scheme import choose_format
 class CausalModel(Protocol):
     """What the worker and the checkpoint loader see of a model."""
 
+    spec: ModelSpec
     vocab_range: range  # token ids whose logits this rank computes
 
-    def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvView]) -> Tensor:
-        """token_ids [T] int64, a KvView per layer (of fewer, the first layers alone run) -> final
-        hidden states [T, hidden].
+    def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvCaches]) -> Tensor:
+        """token_ids [T] int64, the caches of each layer (of fewer, the first layers alone run) ->
+        final hidden states [T, hidden].
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -48,14 +49,6 @@ class CausalModel(Protocol):
 
     def finish_loading(self) -> None:
         """Called once, after every needed slot is written."""
-
-    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, tuple[int, int, int, int]]:
-        """(layers, shape of a layer's key cache), the same for the values."""
-
-    def kv_scales(self) -> list[tuple[float, float]]:
-        """Per layer, the scales of the keys and values of an FP8 cache: the checkpoint's, or
-        1.0.
-        """
 
 
 _MODELS: dict[str, Callable[..., CausalModel]] = {MINIMAX_M2: MiniMaxM2}

@@ -1,1 +1,1 @@
-"""One rank: persistent rows, the KV pool, the model runner and the sampler."""
+"""One rank: persistent rows, the KV caches, the model runner and the sampler."""

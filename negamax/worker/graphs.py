@@ -21,7 +21,7 @@ from torch import Tensor
 from negamax.kernels.attention.spec import PagedQueries
 from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.registry import KernelTable
-from negamax.layers.attention import AttentionInputs, KvView
+from negamax.layers.attention import AttentionInputs, KvCaches
 from negamax.models.registry import CausalModel
 from negamax.scheduler.step import StepPlan
 from negamax.worker.rows import Rows
@@ -85,7 +85,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: CausalModel,
-        kv: Sequence[KvView],
+        kv: Sequence[KvCaches],
         rows: Rows,
         *,
         kernels: KernelTable,
@@ -187,7 +187,7 @@ class DecodeGraphs:
         ended.synchronize()
         return began.elapsed_time(ended) / 1e3 / repeats
 
-    def _run(self, size: int, kv: Sequence[KvView]) -> None:
+    def _run(self, size: int, kv: Sequence[KvCaches]) -> None:
         """The step of `size` rows, as it is captured."""
         rows = self._rows
         slots, positions, lengths, active = torch.split(

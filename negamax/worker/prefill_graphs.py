@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention.spec import PagedQueries
-from negamax.layers.attention import AttentionInputs, KvView
+from negamax.layers.attention import AttentionInputs, KvCaches
 from negamax.models.registry import CausalModel
 from negamax.worker.batch import Column, Layout
 from negamax.worker.graphs import pool_bytes, record
@@ -47,7 +47,7 @@ class PrefillGraphs:
     def __init__(
         self,
         model: CausalModel,
-        kv: Sequence[KvView],
+        kv: Sequence[KvCaches],
         rows: Rows,
         *,
         largest: int,
@@ -132,7 +132,7 @@ class PrefillGraphs:
         packed = torch.from_numpy(np.concatenate(columns)).pin_memory()
         self._inputs[: len(packed)].copy_(packed, non_blocking=True)
 
-    def _run(self, size: int, kv: Sequence[KvView]) -> None:
+    def _run(self, size: int, kv: Sequence[KvCaches]) -> None:
         """The step of `size` tokens, as it is captured. Its result is copied out, so that the next
         size may use its memory.
         """

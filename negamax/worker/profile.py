@@ -6,10 +6,11 @@ import torch
 
 from negamax.base.log import get_logger
 from negamax.kernels.attention.spec import paged_queries
-from negamax.layers.attention import AttentionInputs, KvView
+from negamax.layers.attention import AttentionInputs
 from negamax.models.registry import CausalModel
 from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
+from negamax.worker.kv_cache import allocate
 from negamax.worker.rehearsal import LAYERS, rehearsal
 
 logger = get_logger(__name__)
@@ -35,14 +36,18 @@ def peak_bytes(
         [num_tokens % length] if num_tokens % length else []
     )
     blocks_each = -(-length // block_size)
+    kv = allocate(
+        config.spec.kv_caches(),
+        len(counts) * blocks_each,
+        block_size=block_size,
+        dtype=dtype,
+        ranks=config.layout.attention.size,
+        device=device,
+        shared=True,
+    )
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    layers, shape = model.kv_shape(len(counts) * blocks_each, block_size)
-    raw = torch.zeros(
-        2, torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8, device=device
-    )
-    view = KvView(k=raw[0].view(dtype).view(*shape), v=raw[1].view(dtype).view(*shape))
     tables = torch.arange(len(counts) * blocks_each, dtype=torch.int32, device=device).view(
         len(counts), blocks_each
     )
@@ -60,12 +65,12 @@ def peak_bytes(
     )
     token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)
     with rehearsal(context):
-        model.local_logits(model.forward(token_ids, inputs, [view] * LAYERS)[: config.max_num_seqs])
-    hidden = model.forward(token_ids, inputs, [view] * layers)
+        model.local_logits(model.forward(token_ids, inputs, kv[:LAYERS])[: config.max_num_seqs])
+    hidden = model.forward(token_ids, inputs, kv)
     model.local_logits(hidden[: config.max_num_seqs])
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before - raw.numel()
-    del hidden, raw, view
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del hidden, kv
     torch.cuda.empty_cache()
     logger.info(
         "a step of %d tokens takes %.2f GiB beside weights and cache", num_tokens, peak / 2**30

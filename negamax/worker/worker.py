@@ -16,11 +16,12 @@ from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
+from negamax.layers.attention import KvCaches
 from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
 from negamax.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from negamax.worker import batch as batches
-from negamax.worker import kv_pool
+from negamax.worker import kv_cache
 from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
 from negamax.worker.device import HostTensor, check_platform, choose_dtype, indices, kv_dtype
 from negamax.worker.graphs import DecodeGraphs, DecodeOutputs
@@ -28,6 +29,7 @@ from negamax.worker.masks import LateMasks, RowMasks, WaitForMasks
 from negamax.worker.outcome import Outcome, StepTimes
 from negamax.worker.prefill_graphs import PrefillGraphs
 from negamax.worker.probes import Probes
+from negamax.worker.profile import peak_bytes
 from negamax.worker.rehearsal import LAYERS, rehearsal
 from negamax.worker.rows import Rows
 from negamax.worker.runner import Runner
@@ -55,10 +57,10 @@ class Worker:
             cache_dtype=cache_dtype,
             rank=config.layout.rank,
         )
-        kv_pool.check_weights_fit(
+        kv_cache.check_weights_fit(
             config.spec, dtype=dtype, device=device, num_ranks=config.layout.world_size
         )
-        kv_pool.check_rows_fit(config, device=device)
+        kv_cache.check_rows_fit(config, device=device)
         self._context = context = _parallel_context(config, device)
         self._group = context.attention_group
         self.poll_control = context.poll_control
@@ -78,14 +80,26 @@ class Worker:
                 device=device,
             )
             self._probes = Probes(model, config, device=device)
-            affordable = kv_pool.choose_blocks(
-                model, config, dtype=cache_dtype, context=context, device=device
+            # On a GPU a full prefill step runs first: what it needs beside the cache is measured,
+            # and its kernels are compiled.
+            workspace = 0
+            if self._on_gpu:
+                workspace = peak_bytes(
+                    model, config, dtype=cache_dtype, context=context, device=device
+                )
+            affordable = kv_cache.choose_blocks(
+                config, dtype=cache_dtype, workspace=workspace, device=device
             )
             num_blocks = context.world_min(affordable)
-            kv = kv_pool.allocate(
-                model, num_blocks, block_size=config.block_size, dtype=cache_dtype, device=device
+            # One block more than the scheduler knows of: rows write it that stand for nobody.
+            kv = kv_cache.allocate(
+                config.spec.kv_caches(),
+                num_blocks + 1,
+                block_size=config.block_size,
+                dtype=cache_dtype,
+                ranks=config.layout.attention.size,
+                device=device,
             )
-            # the one block that the scheduler does not know of
             self._rows.set_spare_block(num_blocks)
             self._runner = Runner(model, kv)
             self._graphs: DecodeGraphs | None = None
@@ -98,8 +112,7 @@ class Worker:
             device=str(device),
             kernels=kernels.describe(),
             load_summary=load_summary,
-            memory_summary=kv_pool.describe(num_blocks, config, model=model, dtype=cache_dtype)
-            + graph_summary,
+            memory_summary=kv_cache.describe(num_blocks, config, dtype=cache_dtype) + graph_summary,
         )
 
     @torch.inference_mode()
@@ -144,7 +157,7 @@ class Worker:
             torch.cuda.empty_cache()
         self._context.close()
 
-    def _capture(self, kv: list[kv_pool.KvView], num_blocks: int) -> str:
+    def _capture(self, kv: list[KvCaches], num_blocks: int) -> str:
         """Record the CUDA graphs; what they took, for people."""
         config = self._config
         if not self._on_gpu or not config.cudagraph_size:

@@ -13,9 +13,10 @@ from torch import Tensor
 from negamax.config.model_spec import MINIMAX_M2, ModelSpec
 from negamax.kernels.attention.spec import PagedQueries, paged_queries
 from negamax.kernels.registry import resolve
-from negamax.layers.attention import AttentionInputs, KvView
+from negamax.layers.attention import AttentionInputs
 from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
+from negamax.worker import kv_cache
 
 
 def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
@@ -110,17 +111,23 @@ class PagedRun:
         self,
         model: CausalModel,
         *,
+        ranks: int = 1,
         num_blocks: int = 64,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model, self.block_size = model, block_size
-        layers, shape = model.kv_shape(num_blocks, block_size)
-        # What earlier owners left behind must not matter.
-        self.kv = [
-            KvView(k=torch.full(shape, 7.0, dtype=dtype), v=torch.full(shape, -9.0, dtype=dtype))
-            for _ in range(layers)
-        ]
+        self.kv = kv_cache.allocate(
+            model.spec.kv_caches(),
+            num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            ranks=ranks,
+            device=torch.device("cpu"),
+        )
+        for caches in self.kv:  # what earlier owners left behind must not matter
+            caches["k"].fill_(7.0)
+            caches["v"].fill_(-9.0)
         self.free = torch.randperm(
             num_blocks, generator=torch.Generator().manual_seed(num_blocks)
         ).tolist()

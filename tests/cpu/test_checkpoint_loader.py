@@ -35,6 +35,7 @@ from negamax.config.model_spec import ModelSpec, bundled_spec
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot, slots_by_name
+from negamax.models.minimax_m2 import MiniMaxM2
 from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
 
@@ -655,6 +656,11 @@ def test_model_takes_what_transformers_saves_and_what_minimax_publishes(tmp_path
         load_weights(model, FP8_SPEC, folder)
 
 
+def scales(model: CausalModel) -> list[tuple[float, float]]:
+    assert isinstance(model, MiniMaxM2)
+    return [layer.attention.kv_scales for layer in model.layers]
+
+
 @pytest.mark.parametrize("prefix", ["", "attn.", "{}_proj.", "qkv_proj."])
 def test_scales_of_an_fp8_cache_are_read_where_the_checkpoint_has_them(
     tmp_path: Path, prefix: str
@@ -667,11 +673,11 @@ def test_scales_of_an_fp8_cache_are_read_where_the_checkpoint_has_them(
     }
     report = load_weights(model, SPEC, save_single(tmp_path, {**tensors, **extra}))
     model.finish_loading()
-    assert report.skipped == {} and model.kv_scales() == [(1.0, 1.0), (0.5, 0.25)]
+    assert report.skipped == {} and scales(model) == [(1.0, 1.0), (0.5, 0.25)]
     model = build(SPEC)
     extra[f"{attention}{prefix.format('k')}k_scale"] = torch.tensor(0.0)
     load_weights(model, SPEC, save_single(tmp_path, {**tensors, **extra}))
-    with pytest.raises(CheckpointError, match=r"KV-cache scales of layer 1 are \(0\.0, 0\.25\)"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn are \(0\.0, 0\.25\)"):
         model.finish_loading()
 
 

@@ -47,7 +47,7 @@ def make_spec(kv_heads: int) -> ModelSpec:
 
 def logits(spec: ModelSpec, context: ParallelContext) -> torch.Tensor:
     """Chunked prefill, then decode; logits of every token."""
-    run = PagedRun(build(spec, random_weights(spec, 7), context=context))
+    run = PagedRun(build(spec, random_weights(spec, 7), context=context), ranks=context.layout.tp)
     steps = [
         [("a", TOKENS[:21])],
         [("a", TOKENS[21:38])],

@@ -16,10 +16,11 @@ from negamax.config.model_spec import ModelSpec, bundled_spec
 from negamax.kernels.attention.spec import PagedQueries
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable, resolve
-from negamax.layers.attention import AttentionInputs, KvView
+from negamax.layers.attention import AttentionInputs
 from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import choose_format
+from negamax.worker.kv_cache import allocate
 
 SPEC = replace(bundled_spec("minimax-m2"), num_layers=2)
 BLOCK_SIZE = 64
@@ -100,15 +101,15 @@ class Paged:
         sequences: int,
         blocks: int,
     ) -> None:
-        layers, shape = model.kv_shape(sequences * blocks, BLOCK_SIZE)
         self.model, self.device = model, device
-        self.kv = [
-            KvView(
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
-            )
-            for _ in range(layers)
-        ]
+        self.kv = allocate(
+            SPEC.kv_caches(),
+            sequences * blocks,
+            block_size=BLOCK_SIZE,
+            dtype=dtype,
+            ranks=1,
+            device=device,
+        )
         order = torch.randperm(sequences * blocks, generator=torch.Generator().manual_seed(1))
         self.tables = order.view(sequences, blocks).int().to(device)
 

@@ -1,12 +1,13 @@
-"""The KV cache of one rank: how many blocks fit beside weights and workspaces, and the tensors that
-hold them.
+"""The KV caches of one rank: how many blocks fit beside weights and workspaces, and the tensors
+that hold them.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Iterator
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -14,13 +15,11 @@ from torch import Tensor
 from negamax.base import env
 from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
+from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs, block_bytes
 from negamax.config.memory import weight_bytes
 from negamax.config.model_spec import ModelSpec
-from negamax.layers.attention import KvView
-from negamax.models.registry import CausalModel
-from negamax.parallel.context import ParallelContext
+from negamax.layers.attention import KvCaches
 from negamax.worker.config import WorkerConfig
-from negamax.worker.profile import peak_bytes
 
 logger = get_logger(__name__)
 
@@ -30,68 +29,73 @@ GIB = 2**30
 CPU_CACHE_SHARE = 0.25
 # Beside the measured peak of a full step, what CUDA graphs and the driver take on a GPU.
 GRAPH_RESERVE = GIB
+# Of the layers' caches within one allocation: what a kernel may rely on.
+ALIGNMENT = 512
 
 
 def allocate(
-    model: CausalModel,
+    caches: KvCacheSpecs,
     num_blocks: int,
     *,
     block_size: int,
     dtype: torch.dtype,
+    ranks: int,
     device: torch.device,
-) -> list[KvView]:
-    """Key and value tensors of every layer, zeroed. There is one block more, which rows write that
-    stand for nobody.
+    shared: bool = False,
+) -> list[KvCaches]:
+    """The caches of every layer, zeroed, in `dtype` where they name none: on each of `ranks`
+    [num_blocks, heads, block_size, width].
 
-    An FP8 cache takes the scales of its layer.
+    Equal caches of several layers are one allocation, a layer behind the other; or, `shared`, one
+    cache for all of them.
     """
-    layers, shape = model.kv_shape(num_blocks + 1, block_size)
-    make = _zeros_on_large_pages if device.type == "cpu" else partial(_zeros, device=device)
-    scales = model.kv_scales() if dtype == torch.float8_e4m3fn else [(1.0, 1.0)] * layers
-    return [KvView(make(shape, dtype=dtype), make(shape, dtype=dtype), *scale) for scale in scales]
+    kinds = Counter(cache for layer in caches for cache in layer)
+    pools: dict[KvCacheSpec, Iterator[Tensor]] = {}
+    for cache, layers in kinds.items():
+        shape = (num_blocks, cache.local_heads(ranks), block_size, cache.width)
+        element = dtype if cache.dtype is None else getattr(torch, cache.dtype)
+        distinct = 1 if shared else layers
+        pools[cache] = cycle(_zeros(distinct, shape, dtype=element, device=device))
+    return [{cache.name: next(pools[cache]) for cache in layer} for layer in caches]
 
 
-def _zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    raw = torch.zeros(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8, device=device)
-    return raw.view(dtype).view(*shape)
+def _zeros(
+    layers: int, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """`layers` tensors of `shape`, zeroed, in one allocation."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    stride = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    if device.type == "cpu":
+        raw = _zeros_on_large_pages(layers * stride)
+    else:
+        raw = torch.zeros(layers * stride, dtype=torch.uint8, device=device)
+    return [layer[:num_bytes].view(dtype).view(shape) for layer in raw.split(max(1, stride))]
 
 
-def _zeros_on_large_pages(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-    """Zeros in memory of its own, on 2 MiB pages where the system grants them.
+def _zeros_on_large_pages(num_bytes: int) -> Tensor:
+    """Zeroed bytes in memory of their own, on 2 MiB pages where the system grants them.
 
     Attention gathers blocks of a few KiB from all over the pool: on 4 KiB pages nearly every block
     is a miss of the address cache. Untouched pages take no memory.
     """
-    num_bytes = max(1, torch.Size(shape).numel() * dtype.itemsize)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=torch.Size(shape).numel()).view(*shape)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
 
 
 def choose_blocks(
-    model: CausalModel,
-    config: WorkerConfig,
-    *,
-    dtype: torch.dtype,
-    context: ParallelContext,
-    device: torch.device,
+    config: WorkerConfig, *, dtype: torch.dtype, workspace: int, device: torch.device
 ) -> int:
     """How many blocks this rank can hold: as the user says, or from the memory that is left.
-    `dtype` of the cache.
 
-    On a GPU a full prefill step runs first, so that what it needs beside the cache is measured (and
-    its kernels are compiled).
+    `dtype` of the caches that name none; `workspace` bytes are what a step on a GPU takes.
     """
-    on_gpu = device.type == "cuda"
-    workspace = (
-        peak_bytes(model, config, dtype=dtype, context=context, device=device) if on_gpu else 0
-    )
     if config.num_kv_blocks:
         return config.num_kv_blocks
     if config.kv_cache_memory is not None:
         budget = config.kv_cache_memory
-    elif on_gpu:
+    elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         # Graphs keep a workspace of their own beside that of steps run kernel by kernel.
         budget = (
@@ -102,9 +106,8 @@ def choose_blocks(
         )
     else:
         budget = int(env.available_memory() * CPU_CACHE_SHARE) // config.layout.world_size
-    layers, shape = model.kv_shape(1, config.block_size)
     return choose_num_blocks(
-        block_bytes=2 * layers * int(torch.Size(shape).numel()) * dtype.itemsize,
+        block_bytes=bytes_of_blocks(1, config, dtype=dtype),
         block_size=config.block_size,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -121,7 +124,7 @@ def choose_num_blocks(
     Errors: `ResourceError` where not even one sequence of `max_model_len` tokens fits.
     """
     blocks_per_sequence = -(-max_model_len // block_size)
-    affordable = max(0, budget) // block_bytes
+    affordable = max(0, budget) // max(1, block_bytes)
     if affordable < blocks_per_sequence:
         fitting = affordable * block_size
         raise ResourceError(
@@ -135,13 +138,20 @@ def choose_num_blocks(
     return int(min(affordable, blocks_per_sequence * max_num_seqs))
 
 
-def describe(
-    num_blocks: int, config: WorkerConfig, *, model: CausalModel, dtype: torch.dtype
-) -> str:
+def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> int:
+    """Bytes of `num_blocks` on this rank; `dtype` of the caches that name none."""
+    return num_blocks * block_bytes(
+        config.spec.kv_caches(),
+        config.block_size,
+        dtype=str(dtype).removeprefix("torch."),
+        ranks=config.layout.attention.size,
+    )
+
+
+def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> str:
     """The cache's size and dtype, for people."""
-    layers, shape = model.kv_shape(num_blocks, config.block_size)
-    size = 2 * layers * int(torch.Size(shape).numel()) * dtype.itemsize
-    return f"KV cache {size / GIB:.2f} GiB per rank in {str(dtype).removeprefix('torch.')}"
+    size = bytes_of_blocks(num_blocks, config, dtype=dtype) / GIB
+    return f"KV cache {size:.2f} GiB per rank in {str(dtype).removeprefix('torch.')}"
 
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:

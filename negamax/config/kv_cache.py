@@ -1,0 +1,65 @@
+"""What a layer keeps of the tokens before: caches as it declares them, and the one formula for
+their bytes.
+
+A block is `block_size` tokens of every cache of every layer. It has one number in all of them, and
+one name, the digest of its tokens (`scheduler/prefix_cache.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from negamax.base.errors import ConfigError
+
+ELEMENT_BYTES = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "float8_e4m3fn": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KvCacheSpec:
+    """One cache of one layer: of each token `heads` vectors of `width` elements."""
+
+    name: str  # by which the layer finds it
+    heads: int  # of all ranks together
+    width: int  # elements
+    dtype: str | None = None  # None: the dtype of --kv-cache-dtype
+    block_tokens: int = 1  # the block size is a multiple of it
+    replicated: bool = False  # whole on every rank, not split by heads
+
+    def local_heads(self, ranks: int) -> int:
+        """Heads on each of `ranks`; ranks beyond the heads hold copies."""
+        return self.heads if self.replicated else max(1, self.heads // ranks)
+
+    def block_bytes(self, block_size: int, *, dtype: str, ranks: int) -> int:
+        """Bytes of a block on each of `ranks`; `dtype` where the cache names none."""
+        elements = self.local_heads(ranks) * block_size * self.width
+        return elements * ELEMENT_BYTES[self.dtype or dtype]
+
+
+KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # of each layer none, one or several
+
+
+def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int) -> int:
+    """Bytes on each of `ranks` of a block of `block_size` tokens, all layers together."""
+    return sum(
+        cache.block_bytes(block_size, dtype=dtype, ranks=ranks)
+        for layer in caches
+        for cache in layer
+    )
+
+
+def choose_block_size(caches: KvCacheSpecs, asked: int | None, *, default: int) -> int:
+    """The block size `asked` for, or the least one from `default` on that all caches can be cut
+    into. Errors: `ConfigError` where they cannot be cut as asked.
+    """
+    unit = lcm(*(cache.block_tokens for layer in caches for cache in layer))
+    block_size = asked or -(-default // unit) * unit
+    if block_size % unit:
+        raise ConfigError(
+            f"--block-size is {block_size}; the KV caches of this model need a multiple of {unit}",
+            hint=f"use --block-size {-(-block_size // unit) * unit}",
+        )
+    return block_size

@@ -1,0 +1,117 @@
+"""What a rank's memory is shared out to, and the numbers a refusal gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from negamax.base.errors import ConfigError, ResourceError
+from negamax.config.kv_cache import KvCacheSpec, block_bytes, choose_block_size
+from negamax.config.memory import weight_bytes
+from negamax.config.model_spec import bundled_spec
+from negamax.worker import device, kv_cache
+
+GIB = 2**30
+
+
+def test_stored_fp8_weights_are_counted_by_the_byte_and_dequantised_ones_by_their_dtype() -> None:
+    spec = bundled_spec("minimax-m2")
+    stored = weight_bytes(spec, dtype_bytes=2, keep_quantized=True)
+    assert 230.0e9 < stored < 230.3e9  # as the published files, less their scales
+    assert weight_bytes(spec, dtype_bytes=2, keep_quantized=False) == 2 * spec.num_parameters
+
+
+KV = KvCacheSpec("k", heads=2, width=8), KvCacheSpec("v", heads=2, width=8)
+INDEX = KvCacheSpec("index", heads=1, width=5, dtype="float32", block_tokens=12, replicated=True)
+LAYERS = [KV, (*KV, INDEX), (), KV]  # dense, sparse, without attention, dense
+
+
+def test_layers_get_the_caches_they_declare_from_one_allocation_per_kind() -> None:
+    layers = kv_cache.allocate(
+        LAYERS, 7, block_size=12, dtype=torch.bfloat16, ranks=2, device=torch.device("cpu")
+    )
+    assert [list(caches) for caches in layers] == [["k", "v"], ["k", "v", "index"], [], ["k", "v"]]
+    k, index = layers[0]["k"], layers[1]["index"]
+    assert (k.shape, k.dtype, k.is_contiguous()) == ((7, 1, 12, 8), torch.bfloat16, True)
+    assert (index.shape, index.dtype) == ((7, 1, 12, 5), torch.float32)
+    of_k = [caches["k"] for caches in layers if caches]
+    assert len({cache.untyped_storage().data_ptr() for cache in of_k}) == 1
+    first, second, third = (cache.data_ptr() for cache in of_k)
+    assert second - first == third - second >= k.nbytes
+    assert k.untyped_storage().data_ptr() != layers[0]["v"].untyped_storage().data_ptr()
+    for number, caches in enumerate(layers):
+        for cache in caches.values():
+            assert not cache.any()
+            cache.fill_(number + 1)
+    for number, caches in enumerate(layers):  # no cache is another's memory
+        assert all((cache == number + 1).all() for cache in caches.values())
+
+
+def test_layers_that_share_have_one_cache_of_each_kind() -> None:
+    cpu = torch.device("cpu")
+    layers = kv_cache.allocate(
+        LAYERS, 1, block_size=12, dtype=torch.float32, ranks=1, device=cpu, shared=True
+    )
+    assert len({caches["v"].data_ptr() for caches in layers if caches}) == 1
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 2), (2, 1), (4, 1)])
+def test_bytes_of_a_block_are_those_of_its_tensors(ranks: int, heads: int) -> None:
+    cpu = torch.device("cpu")
+    layers = kv_cache.allocate(
+        LAYERS, 1, block_size=24, dtype=torch.bfloat16, ranks=ranks, device=cpu
+    )
+    allocated = sum(cache.nbytes for caches in layers for cache in caches.values())
+    assert allocated == block_bytes(LAYERS, 24, dtype="bfloat16", ranks=ranks)
+    assert allocated == 3 * 2 * (heads * 24 * 8 * 2) + 24 * 5 * 4
+    assert layers[0]["k"].shape[1] == heads and layers[1]["index"].shape[1] == 1
+
+
+def test_a_block_holds_whole_blocks_of_every_cache() -> None:
+    assert choose_block_size(LAYERS, None, default=16) == 24
+    assert choose_block_size(LAYERS, 36, default=16) == 36
+    assert choose_block_size([KV], None, default=16) == 16
+    with pytest.raises(ConfigError, match=r"--block-size is 16.* multiple of 12") as refusal:
+        choose_block_size(LAYERS, 16, default=16)
+    assert "--block-size 24" in str(refusal.value)
+
+
+def test_blocks_are_what_the_budget_holds_and_no_more_than_all_sequences_can_use() -> None:
+    sizes = {"block_bytes": 1000, "block_size": 16, "max_model_len": 160}
+    assert kv_cache.choose_num_blocks(**sizes, max_num_seqs=4, budget=25_500) == 25
+    assert kv_cache.choose_num_blocks(**sizes, max_num_seqs=2, budget=10**9) == 20
+
+
+@pytest.mark.parametrize(
+    ("budget", "remedy"),
+    [(9 * GIB, "lower --max-model-len to 144"), (0, "more GPUs"), (-5 * GIB, "more GPUs")],
+)
+def test_a_window_that_does_not_fit_is_refused_with_the_numbers(budget: int, remedy: str) -> None:
+    with pytest.raises(ResourceError) as refusal:
+        kv_cache.choose_num_blocks(
+            block_bytes=GIB, block_size=16, max_model_len=160, max_num_seqs=4, budget=budget
+        )
+    text = str(refusal.value)
+    assert (
+        "160 tokens needs 10.00 GiB" in text
+        and f"{max(0, budget) / GIB:.2f} GiB are available" in text
+        and remedy in text
+    )
+
+
+def test_devices_and_dtypes_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.choose_device("auto", num_ranks=4) == "cpu"
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        device.choose_device("cuda", num_ranks=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device.choose_device("auto", num_ranks=2) == "cuda"
+    with pytest.raises(ConfigError, match="4 ranks need 4 GPUs, 2 are there"):
+        device.choose_device("auto", num_ranks=4)
+    spec = bundled_spec("minimax-m2")
+    with pytest.raises(ConfigError, match="bfloat16 or float16"):
+        device.choose_dtype("float32", spec=spec, device="cuda")
+    with pytest.raises(ConfigError, match="fp8 needs a GPU"):
+        device.kv_dtype("fp8", dtype=torch.bfloat16, device="cpu")
+    assert device.kv_dtype("fp8", dtype=torch.bfloat16, device="cuda") == torch.float8_e4m3fn
