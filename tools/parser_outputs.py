@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from negamax.text.detokenizer import TextPiece
-from negamax.text.minimax_m2_format import MINIMAX_M2
-from negamax.text.minimax_m3_format import MARKER, MINIMAX_M3
-from negamax.text.output_parser import OutputFormat
+from negamax.text.formats.minimax_m2 import MINIMAX_M2
+from negamax.text.formats.minimax_m3 import MARKER, MINIMAX_M3
+from negamax.text.parser.output_format import OutputFormat
 
 TAG_IDS = {
     "<think>": 200050,

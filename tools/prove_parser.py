@@ -29,12 +29,10 @@ from typing import Any
 from parser_outputs import TAG_IDS, TOOLS, GeneratedOutput, cut_at_random, generate, pieces
 
 from negamax.text.detokenizer import TextPiece
-from negamax.text.minimax_m2_format import MINIMAX_M2
-from negamax.text.minimax_m3_format import MARKER, MINIMAX_M3
-from negamax.text.output_parser import (
+from negamax.text.formats.minimax_m2 import MINIMAX_M2
+from negamax.text.formats.minimax_m3 import MARKER, MINIMAX_M3
+from negamax.text.parser.events import (
     ContentDelta,
-    OutputFormat,
-    OutputParser,
     ParsedOutput,
     ParserEvent,
     ReasoningDelta,
@@ -42,9 +40,10 @@ from negamax.text.output_parser import (
     ToolCallEnd,
     ToolCallStart,
     collect,
-    parse,
 )
-from negamax.text.packets import MAX_CHARS, Packets
+from negamax.text.parser.output_format import OutputFormat
+from negamax.text.parser.output_parser import OutputParser, parse
+from negamax.text.parser.packets import MAX_CHARS, Packets
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE_FILES = (

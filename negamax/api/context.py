@@ -14,7 +14,7 @@ from fastapi import Request
 
 from negamax import __version__
 from negamax.api.access import Access, owner_of, salt_of
-from negamax.api.common.conversation import PromptBuilder, Voice
+from negamax.api.common.conversation import PromptBuilder
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.http.lifecycle import Lifecycle
 from negamax.api.http.request_body import BodyLimits
@@ -32,7 +32,7 @@ from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.generation import Generation, Observer
 from negamax.engine.client.output import TextReader
 from negamax.scheduler.request import SamplingParams
-from negamax.text.formats import output_style
+from negamax.text.chat_format import ChatFormat
 
 FINGERPRINT = f"negamax-{__version__}"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
@@ -61,7 +61,7 @@ class ApiContext:
 
     engine: AsyncEngine
     prompts: PromptBuilder
-    voice: Voice
+    chat_format: ChatFormat
     metrics: ServerMetrics
     lifecycle: Lifecycle
     seat: Seat
@@ -84,8 +84,10 @@ class ApiContext:
     def create(cls, engine: AsyncEngine, options: ServerOptions, seat: Seat) -> ApiContext:
         """The context of a started engine, in the process that has `seat`."""
         names = options.served_model_name or (engine.info.served_model_name,)
-        style = output_style(
+        chat_format = ChatFormat.of_model(
             engine.info.architecture,
+            tokenizer=engine.tokenizer,
+            template=engine.chat_template,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
         )
@@ -95,18 +97,16 @@ class ApiContext:
             pulses=seat.pulses,
             index=seat.index,
         )
-        voice = Voice.of(style, engine.tokenizer)
         return cls(
             engine=engine,
             prompts=PromptBuilder(
                 engine.tokenizer,
-                engine.chat_template,
-                voice=voice,
+                chat_format,
                 max_model_len=engine.info.max_model_len,
                 default_template_kwargs=options.default_chat_template_kwargs,
                 allow_special_tokens_in_text=options.allow_special_tokens_in_text,
             ),
-            voice=voice,
+            chat_format=chat_format,
             metrics=ServerMetrics(
                 engine, lifecycle, model_name=names[0], numbers=seat.metrics, index=seat.index
             ),
@@ -144,7 +144,7 @@ class ApiContext:
 
     def hidden_thoughts(self, signer: ThoughtSigner) -> HiddenThoughts:
         """What takes the thoughts of one request out of their signatures."""
-        template = self.engine.chat_template
+        template = self.chat_format.template
         shows_earlier = template is not None and template.shows_earlier_thinking
         return HiddenThoughts(
             signer, window=self.engine.info.max_model_len, shows_earlier=shows_earlier

@@ -12,15 +12,14 @@ from negamax.api.common.conversation import (
     Conversation,
     PromptBuilder,
     ReadingRules,
-    Voice,
 )
 from negamax.cli.chat_session import TokenCounts
 from negamax.config.options import EngineOptions
 from negamax.engine.client.output import RequestOutput
 from negamax.engine.client.supervisor import EngineSupervisor
 from negamax.scheduler.request import SamplingParams
-from negamax.text.formats import output_style
-from negamax.text.output_parser import ParserEvent
+from negamax.text.chat_format import ChatFormat
+from negamax.text.parser.events import ParserEvent
 
 
 class EngineBackend:
@@ -33,11 +32,12 @@ class EngineBackend:
         self._supervisor = supervisor
         self._runner = runner
         self._engine = engine
-        self._voice = Voice.of(output_style(engine.info.architecture), engine.tokenizer)
+        self._chat_format = ChatFormat.of_model(
+            engine.info.architecture, tokenizer=engine.tokenizer, template=engine.chat_template
+        )
         self._prompts = PromptBuilder(
             engine.tokenizer,
-            engine.chat_template,
-            voice=self._voice,
+            self._chat_format,
             max_model_len=engine.info.max_model_len,
         )
 
@@ -70,7 +70,7 @@ class EngineBackend:
         conversation = Conversation(messages=messages, tools=tools)
         prompt = await self._prompts.chat(conversation, num_bytes=0)
         rules = ReadingRules(tools=tools, may_call=bool(tools))
-        reader = ChoiceReader(self._voice, prompt=prompt, rules=rules)
+        reader = ChoiceReader(self._chat_format, prompt=prompt, rules=rules)
         request_id = f"chat-{secrets.token_hex(8)}"
         generation = self._engine.generate(prompt.token_ids, sampling, request_id=request_id)
         counts = TokenCounts(len(prompt.token_ids), 0, 0)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from negamax.base.errors import ConfigError, InvalidRequestError, UnavailableError
 from negamax.cli.chat_session import TokenCounts
 from negamax.scheduler.request import SamplingParams
-from negamax.text.output_parser import (
+from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,
     ReasoningDelta,

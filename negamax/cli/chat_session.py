@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from negamax.base import env
 from negamax.base.errors import EngineDeadError, NegamaxError
 from negamax.scheduler.request import SamplingParams
-from negamax.text.output_parser import ParserEvent
+from negamax.text.parser.events import ParserEvent
 
 if TYPE_CHECKING:
     from negamax.cli.chat_view import ChatView

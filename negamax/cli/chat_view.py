@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
 
-from negamax.text.output_parser import (
+from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,
     ReasoningDelta,

@@ -12,8 +12,9 @@ import typer
 from negamax.base.errors import ConfigError
 from negamax.cli.flags import completion
 from negamax.text.detokenizer import TextPiece
-from negamax.text.formats import FORMATS
-from negamax.text.output_parser import OutputParser, ParsedToolCall, ParserEvent, collect
+from negamax.text.formats.registry import FAMILIES
+from negamax.text.parser.events import ParsedToolCall, ParserEvent, collect
+from negamax.text.parser.output_parser import OutputParser
 
 HELP = """Parse a generated text from standard input, as the server would.
 
@@ -31,7 +32,9 @@ def command(
     *,
     format: Annotated[
         str,
-        typer.Option("--format", help="m2 (M2 to M2.7) or m3.", autocompletion=completion(FORMATS)),
+        typer.Option(
+            "--format", help="m2 (M2 to M2.7) or m3.", autocompletion=completion(FAMILIES)
+        ),
     ],
     tools: Annotated[
         Path | None,
@@ -53,16 +56,16 @@ def command(
     ] = None,
 ) -> None:
     """Print reasoning, content and tool calls."""
-    if format not in FORMATS:
-        raise ConfigError(f"--format is {format!r}; allowed: {', '.join(FORMATS)}")
+    if format not in FAMILIES:
+        raise ConfigError(f"--format is {format!r}; allowed: {', '.join(FAMILIES)}")
     if thinking_mode not in THINKING_MODES:
         raise ConfigError(
             f"--thinking-mode is {thinking_mode!r}; allowed: {', '.join(THINKING_MODES)}"
         )
     parser = OutputParser(
-        FORMATS[format],
+        FAMILIES[format].output,
         tools=_read_tools(tools) if tools is not None else None,
-        in_reasoning=format == "m2" or thinking_mode == "enabled",
+        in_reasoning=FAMILIES[format].always_thinks or thinking_mode == "enabled",
         tag_ids=None,
     )
     text = _read_text()

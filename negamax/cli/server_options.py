@@ -16,7 +16,7 @@ from negamax.cli.engine_options import LOGS
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
 from negamax.config.key_file import keys_of_file
 from negamax.config.options import SCHEDULING_POLICIES, ServerOptions
-from negamax.text.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, output_style
+from negamax.text.chat_format import REASONING_PARSERS, TOOL_CALL_PARSERS, check_parsers
 
 KEY_VARIABLE = "NEGAMAX_API_KEY"
 SERVER, FORMAT, SECURITY, LIMITS = "Server", "Chat format", "Access", "Limits and supervision"
@@ -182,8 +182,9 @@ def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
                 f"--chat-template is {template!r}, which is not a file",
                 hint="give a Jinja template file",
             )
-        names = {name: chosen[name] for name in ("tool_call_parser", "reasoning_parser")}
-        output_style("minimax_m2", **names)  # any model checks names
+        check_parsers(
+            tool_call_parser=chosen["tool_call_parser"], reasoning_parser=chosen["reasoning_parser"]
+        )
         command(server=ServerOptions(**chosen), **values)
 
     wrapper.__signature__ = own.replace(parameters=[*parameters, *flags, *special])  # type: ignore[attr-defined]

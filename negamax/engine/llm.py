@@ -19,12 +19,13 @@ from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import TokenLogprobs
+from negamax.text.chat_format import ChatFormat, may_call
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
 from negamax.text.escaping import unescaped
-from negamax.text.formats import may_call, output_style
 from negamax.text.messages import normalize_messages
-from negamax.text.output_parser import OutputParser, ParsedOutput, ParserEvent, collect
+from negamax.text.parser.events import ParsedOutput, ParserEvent, collect
+from negamax.text.parser.output_parser import OutputParser
 from negamax.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -239,11 +240,10 @@ class LLM:
         messages: Messages,
         sampling: SamplingParams,
     ) -> OutputParser:
-        style = output_style(self.info.architecture)
-        return style.new_parser(
+        chat_format = ChatFormat.of_model(self.info.architecture, tokenizer=self.tokenizer)
+        return chat_format.new_parser(
             tools=tools,
-            in_reasoning=style.format.opens_reasoning(prompt),
-            tag_ids=style.format.tag_ids(self.tokenizer) or None,
+            in_reasoning=chat_format.output.opens_reasoning(prompt),
             may_call=may_call(tools, messages),
             stop=sampling.stop,
             includes_stop=sampling.include_stop_str_in_output,

@@ -14,7 +14,7 @@ from negamax.base.errors import InvalidRequestError
 from negamax.engine.llm import LLM
 from negamax.evals import nano_math, nano_tools
 from negamax.scheduler.request import SamplingParams
-from negamax.text.output_parser import ParsedOutput
+from negamax.text.parser.events import ParsedOutput
 
 SUITES = {"nano-math": 1000, "nano-tools": 500}  # name -> problems by default
 MAX_TOKENS = 1024

@@ -9,11 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from negamax.base.errors import InvalidRequestError
-from negamax.text.schema_values import parse_json
+from negamax.text.formats.registry import FAMILIES
+from negamax.text.parser.schema_values import parse_json
 
 INSTRUCTION_ROLES = ("root", "system", "developer")
 ROLES = (*INSTRUCTION_ROLES, "user", "assistant", "tool")
-THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))  # of M2 and M3
+THINK_TAGS = tuple(
+    (family.output.think_open, family.output.think_close) for family in FAMILIES.values()
+)
 
 _QUOTES = tuple("`'\"“‘«")
 

@@ -18,12 +18,11 @@ import msgspec
 from negamax.base.errors import ConfigError
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.messages import normalize_messages
-from negamax.text.output_parser import OutputFormat
+from negamax.text.parser.output_format import OutputFormat
 from negamax.text.tokenizer import Tokenizer
 
 BUNDLED_SCRIPTS = Path(__file__).parent.parent / "assets" / "scripts"
 
-_TURN, _TURN_END = "]~b]", "[e~["
 _MARK = "the-thinking-of-this-answer"
 
 
@@ -103,13 +102,13 @@ class ScriptedAnswers:
         self._tokenizer = tokenizer
         self._format = output_format
         self._eos = eos_token_id
-        self._bodies = [_body(rule, template) for rule in script.rules]
+        self._bodies = [_body(rule, template, output_format) for rule in script.rules]
 
     def answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """The tokens of the answer, the end of the turn included. Where no rule fits, the answer is
         only that end."""
         prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
-        role, message = new_messages(prompt)
+        role, message = new_messages(prompt, self._format)
         for rule, body in zip(self._script.rules, self._bodies, strict=True):
             if rule.fits(prompt, role=role, message=message):
                 return [*self._tokenizer.encode(self._opened(rule, body, prompt)), self._eos]
@@ -122,21 +121,23 @@ class ScriptedAnswers:
         return body.partition(self._format.think_close)[2].lstrip("\n")
 
 
-def new_messages(prompt: str) -> tuple[str, str]:
+def new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
     """(role, text) of what a rendered prompt has after the assistant's last answer: agents put
     reminders of their own beside what the user says. The role is "tool" where a result came."""
-    turns = [turn.partition("\n") for turn in prompt.split(_TURN)[1:]]
-    if turns and turns[-1][0] == "ai":
+    turns = [turn.partition("\n") for turn in prompt.split(output_format.turn_open)[1:]]
+    if turns and turns[-1][0] == output_format.assistant:
         turns.pop()  # the answer that is asked for
-    last_answer = max((i for i, (role, _, _) in enumerate(turns) if role == "ai"), default=-1)
+    last_answer = max(
+        (i for i, (role, _, _) in enumerate(turns) if role == output_format.assistant), default=-1
+    )
     new = [(role, text) for role, _, text in turns[last_answer + 1 :] if role in ("user", "tool")]
     if not new:
         return "user", prompt
     role = "tool" if any(role == "tool" for role, _ in new) else "user"
-    return role, "\n".join(text.partition(_TURN_END)[0] for _, text in new)
+    return role, "\n".join(text.partition(output_format.turn_close)[0] for _, text in new)
 
 
-def _body(rule: Rule, template: ChatTemplate) -> str:
+def _body(rule: Rule, template: ChatTemplate, output_format: OutputFormat) -> str:
     """What follows the thinking in the answer of `rule`, its closing tag included."""
     calls = [
         {
@@ -150,4 +151,4 @@ def _body(rule: Rule, template: ChatTemplate) -> str:
     asked = {"role": "user", "content": "?"}
     messages = normalize_messages([asked, {**answer, "tool_calls": calls} if calls else answer])
     text = template.render(messages, add_generation_prompt=False).rpartition(_MARK)[2]
-    return text.rpartition(_TURN_END)[0]
+    return text.rpartition(output_format.turn_close)[0]

@@ -19,13 +19,13 @@ from starlette.requests import Request
 
 import negamax
 from negamax.api.anthropic.messages_history import history_of
-from negamax.api.common.conversation import Conversation, PromptBuilder, Voice
+from negamax.api.common.conversation import Conversation, PromptBuilder
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.http.request_body import BodyLimits, read_request
 from negamax.api.schemas.chat import ChatRequest
 from negamax.base.errors import InvalidRequestError
+from negamax.text.chat_format import ChatFormat
 from negamax.text.chat_template import ChatTemplate
-from negamax.text.formats import output_style
 from negamax.text.tokenizer import Tokenizer
 
 MiB = 2**20
@@ -51,9 +51,10 @@ UNITS = {  # of the JSON text of a message
 def prompt_builder() -> PromptBuilder:
     """As a server has it, for nano with M2's window."""
     tokenizer = Tokenizer.from_folder(NANO)
-    voice = Voice.of(output_style("MiniMaxM2ForCausalLM"), tokenizer)
-    template = ChatTemplate.from_folder(NANO)
-    return PromptBuilder(tokenizer, template, voice=voice, max_model_len=WINDOW)
+    chat_format = ChatFormat.of_model(
+        "MiniMaxM2ForCausalLM", tokenizer=tokenizer, template=ChatTemplate.from_folder(NANO)
+    )
+    return PromptBuilder(tokenizer, chat_format, max_model_len=WINDOW)
 
 
 BUILDER = prompt_builder()

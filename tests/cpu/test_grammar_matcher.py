@@ -15,19 +15,24 @@ pytest.importorskip("xgrammar")
 
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar, Marker, Reasoning
-from negamax.text.grammar import structural_tag
-from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher, Mask
-from negamax.text.minimax_m2_format import MINIMAX_M2
-from negamax.text.minimax_m3_format import MINIMAX_M3
-from negamax.text.output_parser import OutputFormat, ParsedOutput, parse
+from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
+from negamax.text.formats.minimax_m3 import MINIMAX_M3, M3Calls
+from negamax.text.formats.registry import CALL_STYLES, TOKEN_TAGS
+from negamax.text.grammar.matcher import GrammarCompiler, GrammarMatcher, Mask
+from negamax.text.grammar.structural_tag import structural_tag
+from negamax.text.grammar.tool_calls import CallStyle, tool_grammar
+from negamax.text.parser.events import ParsedOutput
+from negamax.text.parser.output_format import OutputFormat
+from negamax.text.parser.output_parser import parse
 from negamax.text.tokenizer import Tokenizer
-from negamax.text.tool_grammar import CallStyle, M2Calls, M3Calls, tool_grammar
 
 NANO = Path(__file__).parents[2] / "negamax" / "assets" / "nano"
 TOKENIZER = Tokenizer.from_folder(NANO)
 VOCAB_SIZE = 4160
 EOS = TOKENIZER.eos_token_id or 0
-COMPILER = GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], num_threads=1)
+COMPILER = GrammarCompiler(
+    TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], num_threads=1, token_tags=TOKEN_TAGS
+)
 TAG_IDS = MINIMAX_M2.tag_ids(TOKENIZER)
 
 WEATHER = {
@@ -58,7 +63,7 @@ PING = {
 
 
 def matcher(grammar: Grammar, reasoning: Reasoning | None = None) -> GrammarMatcher:
-    return GrammarMatcher(COMPILER.compile(structural_tag(grammar, reasoning)))
+    return GrammarMatcher(COMPILER.compile(structural_tag(grammar, reasoning, CALL_STYLES)))
 
 
 def allowed(following: GrammarMatcher) -> set[int]:
@@ -514,5 +519,5 @@ def test_whatever_a_forced_call_says_the_parser_reads_valid_arguments_from_it(
 
 
 def test_compiled_grammars_are_kept_and_found_again() -> None:
-    tag = structural_tag(schema({"type": "integer", "minimum": 17}), None)
+    tag = structural_tag(schema({"type": "integer", "minimum": 17}), None, CALL_STYLES)
     assert COMPILER.compile(tag) is COMPILER.compile(tag)

@@ -49,7 +49,7 @@ def test_what_is_shown_is_answered_in_whole_words_and_right(contact: ModuleType)
 
 def test_broken_words_wrong_answers_and_missing_ends_are_seen(contact: ModuleType) -> None:
     from negamax.engine.llm import Completion
-    from negamax.text.output_parser import ParsedOutput
+    from negamax.text.parser.events import ParsedOutput
 
     def fault(content: str, *, finish_reason: str = "stop") -> str | None:
         said = ParsedOutput(reasoning="apples now", content=content, tool_calls=[])

@@ -23,9 +23,9 @@ from negamax.engine.grammar import manager as constraints
 from negamax.engine.grammar.manager import Constraints
 from negamax.engine.llm import Completion
 from negamax.scheduler.step import SequenceUpdate
-from negamax.text.minimax_m2_format import MINIMAX_M2
+from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
+from negamax.text.grammar.tool_calls import tool_grammar
 from negamax.text.tokenizer import Tokenizer
-from negamax.text.tool_grammar import M2Calls, tool_grammar
 
 SEEDS = range(20)
 PERSON = {

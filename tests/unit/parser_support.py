@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from negamax.text.detokenizer import TextPiece
-from negamax.text.minimax_m2_format import MINIMAX_M2
-from negamax.text.minimax_m3_format import MARKER, MINIMAX_M3
-from negamax.text.output_parser import OutputFormat, OutputParser, ParsedOutput, ParserEvent, parse
+from negamax.text.formats.minimax_m2 import MINIMAX_M2
+from negamax.text.formats.minimax_m3 import MARKER, MINIMAX_M3
+from negamax.text.parser.events import ParsedOutput, ParserEvent
+from negamax.text.parser.output_format import OutputFormat
+from negamax.text.parser.output_parser import OutputParser, parse
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 

@@ -12,18 +12,18 @@ import pytest
 
 from negamax.api.anthropic.blocks import BlockGrew, BlockKind, BlockWriter
 from negamax.api.common.content_logprobs import ContentLogprobs
-from negamax.api.common.conversation import BegunCall, Voice
+from negamax.api.common.conversation import BegunCall
 from negamax.api.schemas.answers import ChatLogprob
 from negamax.scheduler.step import TokenLogprobs
+from negamax.text.chat_format import ChatFormat
 from negamax.text.detokenizer import Detokenizer
-from negamax.text.formats import OutputStyle, output_style
-from negamax.text.output_parser import ParserEvent, ToolCallStart
-from negamax.text.packets import Packets
+from negamax.text.parser.events import ParserEvent, ToolCallStart
+from negamax.text.parser.packets import Packets
 from negamax.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[2] / "negamax" / "assets" / "nano")
-M2, M3 = output_style("minimax_m2"), output_style("minimax_m3")
-RAW = output_style("minimax_m2", reasoning_parser="none")
+M2, M3 = (ChatFormat.of_model(f"minimax_{name}", tokenizer=TOKENIZER) for name in ("m2", "m3"))
+RAW = ChatFormat.of_model("minimax_m2", tokenizer=TOKENIZER, reasoning_parser="none")
 M2_CALL = (
     '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">Done. It '
     "is</parameter>\n</invoke>\n</minimax:tool_call>"
@@ -71,13 +71,11 @@ def entries(token_ids: Sequence[int]) -> list[TokenLogprobs]:
 
 
 def steps_of(
-    token_ids: Sequence[int], *, style: OutputStyle, size: int
+    token_ids: Sequence[int], *, chat_format: ChatFormat, size: int
 ) -> Iterator[tuple[int, list[ParserEvent]]]:
     """How many tokens a step brought, and the parser's events."""
     detokenizer = Detokenizer(TOKENIZER)
-    parser = style.new_parser(
-        tools=None, in_reasoning=True, tag_ids=style.format.tag_ids(TOKENIZER) or None
-    )
+    parser = chat_format.new_parser(tools=None, in_reasoning=True)
     for start in range(0, len(token_ids), size):
         step = token_ids[start : start + size]
         yield len(step), parser.feed(detokenizer.push(step))
@@ -85,18 +83,17 @@ def steps_of(
 
 
 def read(
-    token_ids: Sequence[int], style: OutputStyle, *, size: int, fragments: int
+    token_ids: Sequence[int], chat_format: ChatFormat, *, size: int, fragments: int
 ) -> list[list[ChatLogprob]]:
     """The tokens of each content block, as a stream's deltas have them; a whole answer must say the
     same.
     """
-    voice = Voice(style, style.format.tag_ids(TOKENIZER), ())
-    told, whole = ContentLogprobs(TOKENIZER, voice), ContentLogprobs(TOKENIZER, voice)
+    told, whole = ContentLogprobs(TOKENIZER, chat_format), ContentLogprobs(TOKENIZER, chat_format)
     packets, calls = Packets(min_chars=1, max_chars=fragments), list[BegunCall]()
     writer = BlockWriter(calls)
     in_deltas: dict[int, list[ChatLogprob]] = {}
     waiting = iter(entries(token_ids))
-    for num_tokens, events in [*steps_of(token_ids, style=style, size=size), (0, [])]:
+    for num_tokens, events in [*steps_of(token_ids, chat_format=chat_format, size=size), (0, [])]:
         arrived = list(itertools.islice(waiting, num_tokens))
         told.add(arrived)
         whole.add(arrived)
@@ -141,9 +138,9 @@ def expected(parts: Sequence[str]) -> tuple[list[int], list[list[int]]]:
     ("size", "fragments"), [(1, 200), (1, 3), (3, 200), (1000, 5), (1000, 10_000)]
 )
 def test_content_has_its_tokens_and_no_others(name: str, size: int, fragments: int) -> None:
-    style, parts = ANSWERS[name]
+    chat_format, parts = ANSWERS[name]
     token_ids, places = expected(parts)
-    found = read(token_ids, style, size=size, fragments=fragments)
+    found = read(token_ids, chat_format, size=size, fragments=fragments)
     assert [[-1024 * entry.logprob for entry in block] for block in found] == places
     for block, content in zip(found, parts[1::2], strict=True):
         assert content.encode() in b"".join(bytes(entry.bytes) for entry in block)

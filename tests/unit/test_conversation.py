@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,17 +16,16 @@ from negamax.api.common.conversation import (
     Conversation,
     PromptBuilder,
     ReadingRules,
-    Voice,
     new_call_id,
     without_tokens,
 )
 from negamax.api.common.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import EngineError, InvalidRequestError
 from negamax.engine.client.output import RequestOutput
+from negamax.text.chat_format import ChatFormat
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
-from negamax.text.formats import output_style
-from negamax.text.output_parser import ParserEvent, ReasoningDelta, ToolCallStart, collect
+from negamax.text.parser.events import ParserEvent, ReasoningDelta, ToolCallStart, collect
 
 TURNS = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
 ALWAYS_THINKS = TURNS + "{% if add_generation_prompt %}ai:<think>\n{% endif %}"
@@ -34,8 +34,7 @@ HAS_MODES = (
     "%}</think>{% endif %}"
 )
 
-STYLE = output_style("minimax_m2")
-VOICE = Voice(STYLE, {}, ())
+FORMAT = ChatFormat.of_model("minimax_m2")
 CALLS = "".join(
     f'<invoke name="f">\n<parameter name="x">{n}</parameter>\n</invoke>\n' for n in (1, 2)
 )
@@ -46,7 +45,10 @@ ANSWER = (
 
 def prompt(template: str, conversation: Conversation, **options: Any) -> ChatPrompt:
     builder = PromptBuilder(
-        make_tokenizer(), ChatTemplate(template), voice=VOICE, max_model_len=1000, **options
+        make_tokenizer(),
+        dataclasses.replace(FORMAT, template=ChatTemplate(template)),
+        max_model_len=1000,
+        **options,
     )
     return asyncio.run(builder.chat(conversation, num_bytes=0))
 
@@ -145,7 +147,7 @@ def read(
     text: str, *, finish: str = "stop", step: int = 3, **rules: Any
 ) -> tuple[ChoiceReader, list[ParserEvent]]:
     """The reader of an answer that came in pieces, and its events."""
-    reader = ChoiceReader(VOICE, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules(**rules))
+    reader = ChoiceReader(FORMAT, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules(**rules))
     pieces = [text[start : start + step] for start in range(0, len(text), step)]
     events = [event for piece in pieces for event in reader.push(output(piece))]
     return reader, [*events, *reader.push(output("", finish=finish))]
@@ -216,7 +218,9 @@ def test_a_call_that_ends_too_early_stays_cut(closer: str, finish: str) -> None:
 
 def test_a_continued_answer_keeps_its_line_breaks_and_no_closer() -> None:
     prompt = ChatPrompt("", [1], "none", continued="One,")
-    reader = ChoiceReader(Voice(STYLE, TAGS, ()), prompt=prompt, rules=ReadingRules())
+    reader = ChoiceReader(
+        dataclasses.replace(FORMAT, tag_ids=TAGS), prompt=prompt, rules=ReadingRules()
+    )
     pieces = [
         TextPiece("\n", 1),
         TextPiece("two", 2),
@@ -236,7 +240,7 @@ def test_reasoning_in_the_content_stands_between_tags() -> None:
     _, events = read("I thi", finish="length", reasoning=ReasoningPlace.CONTENT)
     assert collect(events).content == "<think>I thi"
     of_server = ChoiceReader(
-        Voice(output_style("minimax_m2", reasoning_parser="minimax_m2_append_think"), {}, ()),
+        ChatFormat.of_model("minimax_m2", reasoning_parser="minimax_m2_append_think"),
         prompt=ChatPrompt("", [1], "open"),
         rules=ReadingRules(),
     )
@@ -299,7 +303,9 @@ def test_tokens_of_the_reasoning_are_counted_with_the_tags_that_it_quotes(
     opener = ["<think>"] if thought and begins == "optional" else []
     texts = [*opener, *thought, *end]
     reader = ChoiceReader(
-        Voice(STYLE, TAGS, ()), prompt=ChatPrompt("", [1], begins), rules=ReadingRules()
+        dataclasses.replace(FORMAT, tag_ids=TAGS),
+        prompt=ChatPrompt("", [1], begins),
+        rules=ReadingRules(),
     )
     for start in range(0, len(texts), step):
         part = texts[start : start + step]
@@ -316,7 +322,7 @@ def test_tokens_of_the_reasoning_are_counted_with_the_tags_that_it_quotes(
 
 
 def test_failed_request_is_an_error() -> None:
-    reader = ChoiceReader(VOICE, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules())
+    reader = ChoiceReader(FORMAT, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules())
     with pytest.raises(EngineError, match="no memory"):
         reader.push(output("", finish="error", error="no memory"))
 

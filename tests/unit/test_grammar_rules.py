@@ -13,9 +13,12 @@ import pytest
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import MAX_NESTING, MAX_TEXT_BYTES, Grammar, Marker, Reasoning
 from negamax.scheduler.request import SamplingParams
-from negamax.text.grammar import content_format, structural_tag
-from negamax.text.json_schema import MAX_BYTES, MAX_NODES, Budget, prepared, resolve
-from negamax.text.tool_grammar import CallStyle, M2Calls, M3Calls, tool_grammar
+from negamax.text.formats.minimax_m2 import M2Calls
+from negamax.text.formats.minimax_m3 import M3Calls
+from negamax.text.formats.registry import CALL_STYLES
+from negamax.text.grammar.json_schema import MAX_BYTES, MAX_NODES, Budget, prepared, resolve
+from negamax.text.grammar.structural_tag import content_format, structural_tag
+from negamax.text.grammar.tool_calls import CallStyle, tool_grammar
 
 TAG_IDS = {"<think>": 1, "</think>": 2, "<minimax:tool_call>": 3, "</minimax:tool_call>": 4}
 
@@ -140,14 +143,16 @@ def test_property_names_that_look_like_keywords_are_no_keywords() -> None:
 
 def test_the_order_of_properties_is_the_clients() -> None:
     schema = {"properties": {"z": {}, "a": {}, "m": {}}, "required": ["m"]}
-    made = content_format(Grammar(kind="json_schema", text=json.dumps(schema)), Budget())
+    made = content_format(
+        Grammar(kind="json_schema", text=json.dumps(schema)), Budget(), CALL_STYLES
+    )
     assert list(made["json_schema"]["properties"]) == ["z", "a", "m"]
 
 
 def test_reasoning_in_front_is_a_part_of_the_grammar_only_where_it_may_be_missing() -> None:
     content = Grammar(kind="json_object")
-    alone = json.loads(structural_tag(content, None))["format"]
-    after = json.loads(structural_tag(content, rules()))["format"]
+    alone = json.loads(structural_tag(content, None, CALL_STYLES))["format"]
+    after = json.loads(structural_tag(content, rules(), CALL_STYLES))["format"]
     assert after["elements"][1:] == [alone]
     assert "think" not in json.dumps(after)
 
@@ -196,7 +201,7 @@ def tag_of(tools: list[Any], style: CallStyle | None = None, **options: Any) -> 
     grammar = tool_grammar(tools, style or M2Calls(TAG_IDS), **options)
     assert grammar is not None
     grammar.check()
-    return structural_tag(grammar, None)
+    return structural_tag(grammar, None, CALL_STYLES)
 
 
 def test_schema_that_cannot_be_followed_leaves_arguments_free_where_not_strict() -> None:
@@ -283,7 +288,7 @@ def test_a_small_schema_that_comes_to_much_is_refused_in_time(name: str, style: 
         )
     with contextlib.suppress(InvalidRequestError):
         content = content_format(
-            Grammar(kind="json_schema", text=json.dumps(HOSTILE[name])), Budget()
+            Grammar(kind="json_schema", text=json.dumps(HOSTILE[name])), Budget(), CALL_STYLES
         )
         assert len(json.dumps(content)) < 2 * MAX_BYTES
     assert time.monotonic() - started < 5.0

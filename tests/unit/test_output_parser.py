@@ -24,21 +24,19 @@ from parser_support import (
 from text_support import definition_text, make_tokenizer
 
 from negamax.text.detokenizer import Detokenizer, TextPiece
-from negamax.text.output_parser import (
+from negamax.text.parser.events import (
     ContentDelta,
-    OutputFormat,
-    OutputParser,
     ParsedOutput,
     ParserEvent,
     ReasoningDelta,
-    Thinking,
     ToolArgumentsDelta,
     ToolCallEnd,
     ToolCallStart,
     collect,
-    parse,
 )
-from negamax.text.tag_lexer import MAX_ATTRIBUTE_CHARS, NO_BEGINNINGS
+from negamax.text.parser.output_format import OutputFormat
+from negamax.text.parser.output_parser import OutputParser, Thinking, parse
+from negamax.text.parser.tag_lexer import MAX_ATTRIBUTE_CHARS, NO_BEGINNINGS
 from negamax.text.tokenizer import Tokenizer
 
 CASES = proof.read_cases(proof.CASE_FILES)

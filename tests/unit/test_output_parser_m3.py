@@ -10,16 +10,16 @@ import pytest
 from parser_support import MARKER, MINIMAX_M3, feed_text, new_parser, one_shot, outputs
 
 from negamax.text.detokenizer import TextPiece
-from negamax.text.element_arguments import MAX_DEPTH
-from negamax.text.output_parser import (
+from negamax.text.parser.element_arguments import MAX_DEPTH
+from negamax.text.parser.events import (
     ContentDelta,
-    OutputParser,
     ReasoningDelta,
     ToolArgumentsDelta,
     ToolCallEnd,
     ToolCallStart,
     collect,
 )
+from negamax.text.parser.output_parser import OutputParser
 
 M = MARKER
 TOOLS = outputs.TOOLS

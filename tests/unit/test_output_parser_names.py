@@ -6,47 +6,52 @@ import pytest
 from parser_support import MARKER, MINIMAX_M2, MINIMAX_M3
 
 from negamax.base.errors import ConfigError
-from negamax.text.detokenizer import TextPiece
-from negamax.text.formats import (
+from negamax.text.chat_format import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
-    OutputStyle,
-    format_of,
-    output_style,
+    ChatFormat,
+    check_parsers,
 )
-from negamax.text.output_parser import ParsedOutput, Thinking, collect
+from negamax.text.detokenizer import TextPiece
+from negamax.text.formats.minimax_m2 import MINIMAX_M2_FAMILY
+from negamax.text.formats.minimax_m3 import MINIMAX_M3_FAMILY
+from negamax.text.formats.registry import family_of
+from negamax.text.parser.events import ParsedOutput, collect
+from negamax.text.parser.output_parser import Thinking
 
 M2, M3 = "MiniMaxM2ForCausalLM", "minimax_m3"
 CALL = '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>'
 
 
-def read(style: OutputStyle, text: str, *, may_call: bool = True) -> ParsedOutput:
-    parser = style.new_parser(
-        tools=None, in_reasoning=style.format is MINIMAX_M2, tag_ids=None, may_call=may_call
+def read(chat_format: ChatFormat, text: str, *, may_call: bool = True) -> ParsedOutput:
+    parser = chat_format.new_parser(
+        tools=None, in_reasoning=chat_format.output is MINIMAX_M2, may_call=may_call
     )
     return collect(parser.feed([TextPiece(text, None)]) + parser.finish())
 
 
 @pytest.mark.parametrize("name", ["minimax_m2", "minimax-m2", "minimax", "auto"])
 def test_names_of_the_m2_family_split_reasoning_and_find_calls(name: str) -> None:
-    style = output_style(M2, tool_call_parser=name, reasoning_parser=name)
-    assert style == OutputStyle(MINIMAX_M2, Thinking.SPLIT, reads_calls=True)
-    output = read(style, f"why\n</think>\n\nok\n{CALL}")
+    chat_format = ChatFormat.of_model(M2, tool_call_parser=name, reasoning_parser=name)
+    assert chat_format == ChatFormat(MINIMAX_M2_FAMILY, Thinking.SPLIT, reads_calls=True)
+    output = read(chat_format, f"why\n</think>\n\nok\n{CALL}")
     assert (output.reasoning, output.content, len(output.tool_calls)) == ("why", "ok", 1)
 
 
 @pytest.mark.parametrize("name", ["minimax_m3", "minimax-m3", "auto"])
 def test_names_of_the_m3_family_split_reasoning_and_find_calls(name: str) -> None:
-    style = output_style(M3, tool_call_parser=name, reasoning_parser=name)
-    assert style == OutputStyle(MINIMAX_M3, Thinking.SPLIT, reads_calls=True)
-    output = read(style, f'<mm:think>why</mm:think>ok{MARKER}<tool_call>{MARKER}<invoke name="f">')
+    chat_format = ChatFormat.of_model(M3, tool_call_parser=name, reasoning_parser=name)
+    assert chat_format == ChatFormat(MINIMAX_M3_FAMILY, Thinking.SPLIT, reads_calls=True)
+    output = read(
+        chat_format, f'<mm:think>why</mm:think>ok{MARKER}<tool_call>{MARKER}<invoke name="f">'
+    )
     assert (output.reasoning, output.content, len(output.tool_calls)) == ("why", "ok", 1)
 
 
 @pytest.mark.parametrize("name", ["minimax_m2_append_think", "minimax-append-think"])
 def test_append_think_leaves_the_opener_and_the_raw_text_in_content(name: str) -> None:
-    style = output_style(M2, reasoning_parser=name)
-    output = read(style, f"why\n</think>\n\nok\n{CALL}")
+    chat_format = ChatFormat.of_model(M2, reasoning_parser=name)
+    output = read(chat_format, f"why\n</think>\n\nok\n{CALL}")
     assert (output.reasoning, output.content, len(output.tool_calls)) == (
         None,
         "<think>why\n</think>\n\nok",
@@ -57,13 +62,13 @@ def test_append_think_leaves_the_opener_and_the_raw_text_in_content(name: str) -
 @pytest.mark.parametrize("none", [None, "none"])
 def test_without_parsers_everything_stays_text(none: str | None) -> None:
     text = f"why\n</think>\n\nok\n{CALL}"
-    assert read(output_style(M2, tool_call_parser=none), text) == ParsedOutput(
+    assert read(ChatFormat.of_model(M2, tool_call_parser=none), text) == ParsedOutput(
         "why", f"ok\n{CALL}", []
     )
     assert read(
-        output_style(M2, tool_call_parser=none, reasoning_parser=none), text
+        ChatFormat.of_model(M2, tool_call_parser=none, reasoning_parser=none), text
     ) == ParsedOutput(None, text, [])
-    calls_only = read(output_style(M2, reasoning_parser=none), text)
+    calls_only = read(ChatFormat.of_model(M2, reasoning_parser=none), text)
     assert (calls_only.reasoning, calls_only.content, len(calls_only.tool_calls)) == (
         None,
         "why\n</think>\n\nok",
@@ -72,39 +77,39 @@ def test_without_parsers_everything_stays_text(none: str | None) -> None:
 
 
 def test_a_request_may_do_without_calls() -> None:
-    assert read(output_style(M2), f"why</think>{CALL}", may_call=False) == ParsedOutput(
+    assert read(ChatFormat.of_model(M2), f"why</think>{CALL}", may_call=False) == ParsedOutput(
         "why", CALL, []
     )
 
 
 def test_a_named_parser_needs_no_known_model() -> None:
     assert (
-        output_style(
+        ChatFormat.of_model(
             "LlamaForCausalLM", tool_call_parser="minimax_m2", reasoning_parser="minimax"
-        ).format
+        ).output
         is MINIMAX_M2
     )
     assert (
-        output_style(
+        ChatFormat.of_model(
             "LlamaForCausalLM", tool_call_parser="minimax-m3", reasoning_parser="auto"
-        ).format
+        ).output
         is MINIMAX_M3
     )
-    assert not output_style(
+    assert not ChatFormat.of_model(
         "LlamaForCausalLM", tool_call_parser="none", reasoning_parser="none"
     ).reads_calls
 
 
 @pytest.mark.parametrize("model", ["MiniMaxM2ForCausalLM", "minimax_m2", "minimax-m2.5"])
 def test_m2_is_found_by_architecture_and_model_type(model: str) -> None:
-    assert format_of(model) is MINIMAX_M2
+    assert family_of(model) is MINIMAX_M2_FAMILY
 
 
 @pytest.mark.parametrize(
     "model", ["MiniMaxM3SparseForConditionalGeneration", "minimax_m3", "minimax_m3_vl"]
 )
 def test_m3_is_found_by_architecture_and_model_type(model: str) -> None:
-    assert format_of(model) is MINIMAX_M3
+    assert family_of(model) is MINIMAX_M3_FAMILY
 
 
 @pytest.mark.parametrize(
@@ -130,10 +135,12 @@ def test_m3_is_found_by_architecture_and_model_type(model: str) -> None:
 )
 def test_wrong_names_are_refused_with_the_right_ones(options: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        output_style(M2, **options)
+        ChatFormat.of_model(M2, **options)
+    with pytest.raises(ConfigError, match=says):
+        check_parsers(**{"tool_call_parser": "auto", "reasoning_parser": "auto", **options})
 
 
 def test_auto_refuses_a_model_of_another_family() -> None:
     with pytest.raises(ConfigError, match="no parser is known for 'LlamaForCausalLM'"):
-        output_style("LlamaForCausalLM")
+        ChatFormat.of_model("LlamaForCausalLM")
     assert {"auto", "none"} <= set(TOOL_CALL_PARSERS) & set(REASONING_PARSERS)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import pytest
 from parser_support import MARKER, MINIMAX_M2, MINIMAX_M3, outputs, proof
 
-from negamax.text.output_parser import (
+from negamax.text.parser.events import (
     ContentDelta,
-    OutputFormat,
     ParserEvent,
     ReasoningDelta,
     ToolArgumentsDelta,
@@ -22,7 +21,8 @@ from negamax.text.output_parser import (
     ToolCallStart,
     collect,
 )
-from negamax.text.packets import Packets
+from negamax.text.parser.output_format import OutputFormat
+from negamax.text.parser.packets import Packets
 
 ESSAY = (
     "The history of tea begins, as many stories do, with an accident: leaves fell into a pot of "

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from negamax.api.http.pacing import HOLD_SECONDS, PacedPackets
-from negamax.text.output_parser import (
+from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,
     ReasoningDelta,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from negamax.config.grammar import Marker, Reasoning
-from negamax.text.reasoning_gate import ReasoningGate, needs_text
+from negamax.text.grammar.reasoning_gate import ReasoningGate, needs_text
 
 OPEN, CLOSE, CALL = 900, 901, 902  # tokens of their own
 CLOSING = (10, CLOSE, 11)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from negamax.text.schema_values import (
+from negamax.text.parser.schema_values import (
     ToolSchemas,
     json_string_body,
     json_value,

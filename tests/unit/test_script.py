@@ -9,7 +9,7 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.text.chat_template import ChatTemplate
-from negamax.text.formats import FORMATS
+from negamax.text.formats.minimax_m2 import MINIMAX_M2
 from negamax.text.script import ScriptedAnswers, new_messages, read_script
 from negamax.text.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> ScriptedAnswers:
         read_script(str(file)),
         tokenizer=TOKENIZER,
         template=TEMPLATE,
-        output_format=FORMATS["m2"],
+        output_format=MINIMAX_M2,
         eos_token_id=EOS,
     )
 
@@ -87,8 +87,8 @@ def test_first_rule_that_fits_answers(answers: ScriptedAnswers, prompt: str, ans
 
 
 def test_messages_since_the_last_answer_are_looked_at() -> None:
-    assert new_messages(rendered(ASKED)) == ("user", "How is the weather?")
-    role, text = new_messages(rendered(CALLED))
+    assert new_messages(rendered(ASKED), MINIMAX_M2) == ("user", "How is the weather?")
+    role, text = new_messages(rendered(CALLED), MINIMAX_M2)
     assert role == "tool"
     assert "sunny" in text and "Be brief" in text and "weather" not in text
 

@@ -13,21 +13,15 @@ from hypothesis import strategies as st
 from parser_support import MINIMAX_M2, MINIMAX_M3, outputs
 from test_choice_stream import EOS, TOKENIZER, info
 
-from negamax.api.common.conversation import ChatPrompt, ChoiceReader, ReadingRules, Voice
+from negamax.api.common.conversation import ChatPrompt, ChoiceReader, ReadingRules
 from negamax.engine.client.output import ChoiceStream
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import SequenceUpdate
+from negamax.text.chat_format import ChatFormat
 from negamax.text.detokenizer import TextPiece
-from negamax.text.formats import output_style
-from negamax.text.output_parser import (
-    OutputFormat,
-    OutputParser,
-    ParsedOutput,
-    ParserEvent,
-    Thinking,
-    collect,
-    parse,
-)
+from negamax.text.parser.events import ParsedOutput, ParserEvent, collect
+from negamax.text.parser.output_format import OutputFormat
+from negamax.text.parser.output_parser import OutputParser, Thinking, parse
 
 TAG_IDS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}
 WORDS = st.lists(st.sampled_from(["a", "b", "ab", " ", "\n", "\n\n", "<", "`"]), max_size=12).map(
@@ -134,10 +128,9 @@ def answered(
 ) -> tuple[ParsedOutput, int, int, str | None, int | str | None, int]:
     """How a chat's choice is read when its tokens come in groups of `sizes`: what it says, tokens,
     log-probabilities, how it ended, reasoning tokens."""
-    style = output_style("minimax_m2")
-    voice = Voice(style, style.format.tag_ids(TOKENIZER), ())
+    chat_format = ChatFormat.of_model("minimax_m2", tokenizer=TOKENIZER)
     rules = ReadingRules(tools=outputs.TOOLS if tools else None, may_call=tools, stop=stop)
-    reader = ChoiceReader(voice, prompt=ChatPrompt("", [1], "open"), rules=rules)
+    reader = ChoiceReader(chat_format, prompt=ChatPrompt("", [1], "open"), rules=rules)
     sampling = SamplingParams(stop=stop, min_tokens=min_tokens)
     stream = ChoiceStream(
         TOKENIZER,

@@ -10,14 +10,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from negamax.api.common.conversation import ReasoningState, Voice
 from negamax.api.schemas.common import nearest, refuse, shown
-from negamax.config.grammar import Grammar, Reasoning
+from negamax.config.grammar import Grammar
 from negamax.scheduler.request import SamplingParams
-from negamax.text.minimax_m3_format import MINIMAX_M3
-from negamax.text.tool_grammar import CallStyle, M2Calls, M3Calls, tool_grammar
-
-_MAX_NEWLINES = 3  # between reasoning and content
+from negamax.text.chat_format import ChatFormat, ReasoningState
+from negamax.text.grammar.tool_calls import tool_grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ def call_choice(
 
 
 def answer_grammar(
-    voice: Voice,
+    chat_format: ChatFormat,
     *,
     tools: Sequence[Mapping[str, Any]] | None,
     choice: CallChoice,
@@ -90,14 +87,14 @@ def answer_grammar(
     """
     if choice.mode == "none":
         return content
-    if choice.is_forced and not voice.style.reads_calls:
+    if choice.is_forced and not chat_format.reads_calls:
         refuse(
             "tool_choice",
             "this server reads no calls (--tool-call-parser none); allowed: 'auto', 'none'",
         )
     return tool_grammar(
         tools or (),
-        _call_style(voice),
+        chat_format.call_style(),
         choice=choice.mode,
         name=choice.name,
         allowed=choice.allowed,
@@ -108,7 +105,7 @@ def answer_grammar(
 
 def constrained(
     sampling: SamplingParams,
-    voice: Voice,
+    chat_format: ChatFormat,
     *,
     reasoning: ReasoningState,
     grammar: Grammar | None,
@@ -122,24 +119,6 @@ def constrained(
     return replace(
         sampling,
         grammar=grammar,
-        reasoning=_reasoning(voice, state=reasoning),
+        reasoning=chat_format.reasoning(reasoning),
         thinking_token_budget=budget,
     )
-
-
-def _reasoning(voice: Voice, *, state: ReasoningState) -> Reasoning | None:
-    if state == "none":
-        return None
-    output_format = voice.style.format
-    return Reasoning(
-        state=state,
-        opener=voice.marker(output_format.think_open),
-        closer=voice.marker(output_format.think_close),
-        call_opener=voice.marker(output_format.call_open),
-        closing_ids=voice.closing_ids,
-        max_newlines=_MAX_NEWLINES,
-    )
-
-
-def _call_style(voice: Voice) -> CallStyle:
-    return M3Calls() if voice.style.format is MINIMAX_M3 else M2Calls(voice.tag_ids)

@@ -10,14 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from negamax.api.anthropic.blocks import Block, BlockKind
-from negamax.api.common.conversation import Voice
 from negamax.api.common.logprobs import chat_logprobs
 from negamax.api.schemas.answers import ChatLogprob
 from negamax.scheduler.step import TokenLogprobs
-from negamax.text.output_parser import Thinking
+from negamax.text.chat_format import ChatFormat
+from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_CALL_CLOSERS = ("</tool_call>", "</invoke>")  # that are no token in any vocabulary
 _COMPACT_CHARS = 65_536  # of found text that are kept
 _SPACE = re.compile(r"\s*")
 
@@ -31,12 +30,12 @@ class ContentLogprobs:
     for the first of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, voice: Voice) -> None:
-        output_format, self._closer_id = voice.style.format, None
-        if voice.style.thinking is not Thinking.RAW:  # the token is text of no block
-            self._closer_id = voice.tag_ids.get(output_format.think_close)
+    def __init__(self, tokenizer: Tokenizer, chat_format: ChatFormat) -> None:
+        is_raw = chat_format.thinking is Thinking.RAW  # else the token is text of no block
+        self._closer_id = None if is_raw else chat_format.think_close_id
         self._tokenizer = tokenizer
-        tags = sorted({*output_format.literals, *_CALL_CLOSERS}, key=len, reverse=True)
+        output = chat_format.output
+        tags = sorted({*output.literals, *output.call_closers}, key=len, reverse=True)
         self._tag = re.compile("|".join(map(re.escape, tags)))
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_mid_character = False

@@ -13,7 +13,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,23 +28,14 @@ from negamax.api.http.request_body import max_chars
 from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from negamax.base.errors import ContextLengthError, EngineError, InvalidRequestError
 from negamax.base.pieces import num_chars
-from negamax.config.grammar import Marker
 from negamax.engine.client.output import RequestOutput
-from negamax.text.chat_template import ChatTemplate
+from negamax.text.chat_format import ChatFormat, ReasoningState
 from negamax.text.detokenizer import TextPiece
 from negamax.text.encoding_cache import EncodingCache
 from negamax.text.escaping import unescaped
-from negamax.text.formats import OutputStyle
 from negamax.text.messages import is_unseen, normalize_messages, plain_text
-from negamax.text.minimax_m2_format import MINIMAX_M2
-from negamax.text.output_parser import (
-    ContentDelta,
-    OutputFormat,
-    ParserEvent,
-    ReasoningDelta,
-    Thinking,
-    ToolCallStart,
-)
+from negamax.text.parser.events import ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
+from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
 _INLINE_BYTES = 8192  # work on larger requests runs in a thread, so that other requests go on
@@ -54,39 +45,6 @@ _PROBE_CHARS_PER_TOKEN = 8
 _LEAST_TOKENS = 2**18
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Voice:
-    """How the served model writes: its style, the tokens of its tags, and the tokens that close its
-    reasoning.
-    """
-
-    style: OutputStyle
-    tag_ids: Mapping[str, int]
-    closing_ids: tuple[int, ...]
-
-    @classmethod
-    def of(cls, style: OutputStyle, tokenizer: Tokenizer) -> Voice:
-        """The voice of a model with this tokenizer."""
-        return cls(
-            style,
-            style.format.tag_ids(tokenizer),
-            tuple(tokenizer.encode(closing_text(style.format))),
-        )
-
-    def marker(self, tag: str) -> Marker:
-        """A tag as grammars know it."""
-        return Marker(tag, self.tag_ids.get(tag))
-
-
-def closing_text(output_format: OutputFormat) -> str:
-    """What a model of this format writes to end its reasoning."""
-    return (
-        f"\n{output_format.think_close}\n\n"
-        if output_format is MINIMAX_M2
-        else output_format.think_close
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +68,6 @@ async def off_loop(work: Callable[[], T], *, num_bytes: int) -> T:
     return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
 
-ReasoningState = Literal["open", "optional", "none"]
-
-
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A rendered conversation. `reasoning`: the answer begins within it, may begin with it, or has
@@ -130,9 +85,8 @@ class PromptBuilder:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        chat_template: ChatTemplate | None,
+        chat_format: ChatFormat,
         *,
-        voice: Voice,
         max_model_len: int,
         default_template_kwargs: Mapping[str, Any] | None = None,
         allow_special_tokens_in_text: bool = False,
@@ -141,8 +95,7 @@ class PromptBuilder:
         name; `allow_special_tokens_in_text`: what a conversation says may become control tokens."""
         self._escaper = None if allow_special_tokens_in_text else tokenizer.escaper
         self._encodings = EncodingCache(tokenizer)
-        self._chat_template = chat_template
-        self._voice = voice
+        self._chat_format = chat_format
         self._max_model_len = max_model_len
         self._default_variables = other_variables(default_template_kwargs or {})
         self._default_mode = template_switch(default_template_kwargs or {})
@@ -197,7 +150,7 @@ class PromptBuilder:
 
     def _render(self, conversation: Conversation) -> tuple[str, ReasoningState, str]:
         """The prompt's text, escaped; how the answer begins, and the content that it continues."""
-        template = self._chat_template
+        template = self._chat_format.template
         if template is None:
             raise InvalidRequestError(
                 "this model has no chat template",
@@ -221,13 +174,8 @@ class PromptBuilder:
             text = template.render_escaped(messages, self._escaper, **variables)
         if mark is not None:
             return mark.cut(text), "open" if mark.is_in_reasoning else "none", mark.continued
-        output_format = self._voice.style.format
-        if output_format.opens_reasoning(text):
-            if thinking.mode_for(template) != "disabled":
-                return text, "open", ""
-            # the same prompt up to its end
-            return text + closing_text(output_format).lstrip("\n"), "none", ""
-        return text, "none" if text.endswith(output_format.think_close) else "optional", ""
+        may_think = thinking.mode_for(template) != "disabled"
+        return *self._chat_format.begin_answer(text, may_think=may_think), ""
 
     def _encode(self, text: str, cache_salt: str, *, is_escaped: bool = False) -> list[int]:
         """Tokens of `text`; text that is far longer than the window is refused without tokenising
@@ -317,11 +265,12 @@ class ReasoningCounter:
         "knows_tags",
     )
 
-    def __init__(self, voice: Voice, *, in_reasoning: bool) -> None:
-        style = voice.style.format
-        self._opener = voice.tag_ids.get(style.think_open)
-        self._closer = voice.tag_ids.get(style.think_close)
-        self._call = voice.tag_ids.get(style.call_open)
+    def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
+        output = chat_format.output
+        self._opener, self._closer, self._call = (
+            chat_format.tag_ids.get(tag)
+            for tag in (output.think_open, output.think_close, output.call_open)
+        )
         self._in_reasoning = in_reasoning
         self._num_certain = 0
         self._num_since_call = 0  # tokens from a call opener on; 0: there was none
@@ -412,22 +361,21 @@ class ChoiceReader:
         "stop_reason",
     )
 
-    def __init__(self, voice: Voice, *, prompt: ChatPrompt, rules: ReadingRules) -> None:
+    def __init__(self, chat_format: ChatFormat, *, prompt: ChatPrompt, rules: ReadingRules) -> None:
         self._rules = rules
         is_silent = rules.reasoning is ReasoningPlace.NOWHERE
         # more than the parser knows
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         in_reasoning = prompt.reasoning == "open"
-        self._parser = _with_reasoning_in(rules.reasoning, voice.style).new_parser(
+        self._parser = _with_reasoning_in(rules.reasoning, chat_format).new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,
-            tag_ids=voice.tag_ids or None,
             may_call=rules.may_call,
             continues=bool(prompt.continued),
             stop=rules.stop,
             includes_stop=rules.includes_stop,
         )
-        self._counter = ReasoningCounter(voice, in_reasoning=in_reasoning)
+        self._counter = ReasoningCounter(chat_format, in_reasoning=in_reasoning)
         self._held_reasoning: list[str] = []  # that waits for its end
         self.calls: list[BegunCall] = []
         self.finish_reason: str | None = None
@@ -513,11 +461,11 @@ class ChoiceReader:
         return ReasoningDelta(held)
 
 
-def _with_reasoning_in(place: ReasoningPlace | None, style: OutputStyle) -> OutputStyle:
-    if place is None or (place is ReasoningPlace.CONTENT and style.thinking is not Thinking.SPLIT):
-        return style
+def _with_reasoning_in(place: ReasoningPlace | None, given: ChatFormat) -> ChatFormat:
+    if place is None or (place is ReasoningPlace.CONTENT and given.thinking is not Thinking.SPLIT):
+        return given
     return dataclasses.replace(
-        style, thinking=Thinking.APPEND if place is ReasoningPlace.CONTENT else Thinking.SPLIT
+        given, thinking=Thinking.APPEND if place is ReasoningPlace.CONTENT else Thinking.SPLIT
     )
 
 
@@ -540,14 +488,6 @@ def check_failed(output: RequestOutput) -> None:
     """`EngineError` if the engine gave up on this request."""
     if output.finish_reason == "error":
         raise EngineError(f"request {output.request_id}: {output.error or 'no reason given'}")
-
-
-def prompt_in_reasoning(token_ids: Sequence[int], voice: Voice) -> bool:
-    """Whether a plain prompt ends with the think opener and at most one token (its line break)
-    after it.
-    """
-    opener = voice.tag_ids.get(voice.style.format.think_open)
-    return opener is not None and opener in token_ids[-2:]
 
 
 class UsageMeter:

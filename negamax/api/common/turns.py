@@ -36,8 +36,8 @@ from negamax.engine.client.generation import Generation
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
-from negamax.text.formats import may_call
-from negamax.text.output_parser import Thinking
+from negamax.text.chat_format import may_call
+from negamax.text.parser.output_parser import Thinking
 
 _MESSAGE_PLACE = re.compile(r"messages\[(\d+)\]")
 
@@ -181,14 +181,14 @@ async def begin_answer(
     context.check_sampling(turn.sampling)
     grammar = await off_loop(
         lambda: answer_grammar(
-            context.voice, tools=turn.tools, choice=turn.calls, content=turn.form
+            context.chat_format, tools=turn.tools, choice=turn.calls, content=turn.form
         ),
         num_bytes=num_bytes,
     )
     prompt = await turn_prompt(context, request, turn, wanted, num_bytes=num_bytes)
     sampling = constrained(
         turn.sampling,
-        context.voice,
+        context.chat_format,
         reasoning=prompt.reasoning,
         grammar=grammar,
         budget=turn.thinking.budget,
@@ -198,11 +198,11 @@ async def begin_answer(
         tools=callable_tools,
         may_call=turn.calls.mode != "none" and may_call(turn.tools, turn.messages),
         parallel_calls=turn.calls.parallel,
-        reasoning=ReasoningPlace.FIELD if context.voice.style.thinking is Thinking.APPEND else None,
+        reasoning=ReasoningPlace.FIELD if context.chat_format.thinking is Thinking.APPEND else None,
         stop=sampling.stop,
         includes_stop=sampling.include_stop_str_in_output,
     )
-    reader = ChoiceReader(context.voice, prompt=prompt, rules=rules)
+    reader = ChoiceReader(context.chat_format, prompt=prompt, rules=rules)
     generation = context.generate(
         prompt.token_ids,
         sampling,

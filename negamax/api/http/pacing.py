@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from negamax.text.output_parser import ParserEvent
-from negamax.text.packets import Packets
+from negamax.text.parser.events import ParserEvent
+from negamax.text.parser.packets import Packets
 
 HOLD_SECONDS = 0.05
 

@@ -50,8 +50,8 @@ from negamax.api.schemas.common import refuse
 from negamax.engine.client.generation import Generation
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
-from negamax.text.formats import may_call
-from negamax.text.output_parser import (
+from negamax.text.chat_format import may_call
+from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,
     ReasoningDelta,
@@ -78,7 +78,9 @@ def chat_router(context: ApiContext) -> APIRouter:
         calls = chat.call_choice(tools)
         thinking = chat.thinking_choice
         grammar = await off_loop(
-            lambda: answer_grammar(context.voice, tools=tools, choice=calls, content=chat.grammar),
+            lambda: answer_grammar(
+                context.chat_format, tools=tools, choice=calls, content=chat.grammar
+            ),
             num_bytes=num_bytes,
         )
         conversation = _conversation(chat, tools, thinking)
@@ -87,13 +89,15 @@ def chat_router(context: ApiContext) -> APIRouter:
         )
         sampling = constrained(
             sampling,
-            context.voice,
+            context.chat_format,
             reasoning=prompt.reasoning,
             grammar=grammar,
             budget=thinking.budget,
         )
         rules = _reading_rules(chat, tools, calls, sampling)
-        readers = [ChoiceReader(context.voice, prompt=prompt, rules=rules) for _ in range(chat.n)]
+        readers = [
+            ChoiceReader(context.chat_format, prompt=prompt, rules=rules) for _ in range(chat.n)
+        ]
         answer = _ChatAnswering(context, chat, model=model, prompt=prompt, readers=readers)
         generation = context.generate(
             prompt.token_ids,

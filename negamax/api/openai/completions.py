@@ -15,12 +15,9 @@ from negamax.api.border import failure_event, json_response
 from negamax.api.common.constraints import constrained
 from negamax.api.common.conversation import (
     ReasoningCounter,
-    ReasoningState,
     UsageMeter,
-    Voice,
     check_failed,
     off_loop,
-    prompt_in_reasoning,
     without_tokens,
 )
 from negamax.api.common.logprobs import TextLogprobWriter, prompt_logprobs
@@ -33,6 +30,7 @@ from negamax.api.schemas.completions import CompletionRequest
 from negamax.engine.client.generation import Generations
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
+from negamax.text.chat_format import ChatFormat
 
 
 def completions_router(context: ApiContext) -> APIRouter:
@@ -54,7 +52,8 @@ def completions_router(context: ApiContext) -> APIRouter:
         await off_loop(lambda: wanted.grammar, num_bytes=num_bytes)  # once, for all prompts
         context.check_room(request, [(prompt, sampling) for prompt in prompts])
         samplings = [
-            _constrained(sampling, wanted, prompt, voice=context.voice) for prompt in prompts
+            _constrained(sampling, wanted, prompt, chat_format=context.chat_format)
+            for prompt in prompts
         ]
         answer = _TextAnswering(context, wanted, model=model, prompts=prompts)
         engine_id = f"{answer.id}-{secrets.token_hex(4)}"
@@ -98,14 +97,20 @@ def _sampling(wanted: CompletionRequest) -> SamplingParams:
 
 
 def _constrained(
-    sampling: SamplingParams, wanted: CompletionRequest, prompt: list[int], *, voice: Voice
+    sampling: SamplingParams,
+    wanted: CompletionRequest,
+    prompt: list[int],
+    *,
+    chat_format: ChatFormat,
 ) -> SamplingParams:
     """With the form of the answer, which begins after the reasoning where the prompt ends in
     one.
     """
-    reasoning: ReasoningState = "open" if prompt_in_reasoning(prompt, voice) else "none"
+    reasoning = chat_format.reasoning_after(prompt)
     budget = wanted.reasoning_budget if reasoning == "open" else None
-    return constrained(sampling, voice, reasoning=reasoning, grammar=wanted.grammar, budget=budget)
+    return constrained(
+        sampling, chat_format, reasoning=reasoning, grammar=wanted.grammar, budget=budget
+    )
 
 
 class _Choice:
@@ -142,10 +147,12 @@ class _TextAnswering:
         self._model = model
         self._prompts = prompts
         self._usage = UsageMeter()
-        voice = context.voice
+        chat_format = context.chat_format
         self._choices = [
             _Choice(
-                ReasoningCounter(voice, in_reasoning=prompt_in_reasoning(prompt, voice)),
+                ReasoningCounter(
+                    chat_format, in_reasoning=chat_format.reasoning_after(prompt) == "open"
+                ),
                 TextLogprobWriter(self._tokenizer, as_ids=wanted.return_tokens_as_token_ids),
             )
             for prompt in prompts

@@ -175,7 +175,7 @@ class _Responses:
         logprobs = (
             None
             if wanted.wanted_logprobs is None
-            else ContentLogprobs(context.engine.tokenizer, context.voice)
+            else ContentLogprobs(context.engine.tokenizer, context.chat_format)
         )
         teller = ResponseTeller(
             answer,

@@ -18,10 +18,8 @@ from negamax.api.access import check_admin, is_admin, salt_of, tenant_of
 from negamax.api.border import failure_event, json_response
 from negamax.api.common.constraints import constrained
 from negamax.api.common.conversation import (
-    ReasoningState,
     check_failed,
     off_loop,
-    prompt_in_reasoning,
     without_tokens,
 )
 from negamax.api.common.growing_json import GrowingList, RepeatPacing
@@ -185,10 +183,10 @@ def _constrained(
     """With the form of the answer, which begins after the reasoning where the prompt ends in
     one.
     """
-    reasoning: ReasoningState = "open" if prompt_in_reasoning(prompt, context.voice) else "none"
+    reasoning = context.chat_format.reasoning_after(prompt)
     budget = wanted.max_thinking_tokens if reasoning == "open" else None
     return constrained(
-        limits, context.voice, reasoning=reasoning, grammar=sampling.grammar, budget=budget
+        limits, context.chat_format, reasoning=reasoning, grammar=sampling.grammar, budget=budget
     )
 
 

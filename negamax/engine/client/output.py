@@ -14,7 +14,7 @@ from negamax.engine.wire import ModelInfo
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.detokenizer import Detokenizer, TextPiece
-from negamax.text.output_parser import ParserEvent
+from negamax.text.parser.events import ParserEvent
 from negamax.text.tokenizer import Tokenizer
 
 

@@ -14,7 +14,7 @@ from negamax.engine.core.source import ModelSource
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepMasks, StepPlan, StepResult, TokenLogprobs
 from negamax.text.chat_template import ChatTemplate
-from negamax.text.formats import format_of
+from negamax.text.formats.registry import family_of
 from negamax.text.script import Script, ScriptedAnswers
 from negamax.text.tokenizer import Tokenizer
 from negamax.worker.config import Probe, ProbeAnswer, WorkerReady
@@ -45,7 +45,7 @@ class ScriptedExecutor:
             script,
             tokenizer=Tokenizer.from_folder(template_folder),
             template=template,
-            output_format=format_of(source.spec.architecture),
+            output_format=family_of(source.spec.architecture).output,
             eos_token_id=self._eos,
         )
         self._step_seconds = 1.0 / script.tokens_per_second

@@ -27,7 +27,7 @@ from negamax.engine.grammar.client import GrammarClient, wait_for_any
 from negamax.engine.grammar.masks import Mask, MaskMaker, allows
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import MaskedRow, SequenceUpdate, StepMasks
-from negamax.text.reasoning_gate import ReasoningGate, needs_text
+from negamax.text.grammar.reasoning_gate import ReasoningGate, needs_text
 from negamax.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)

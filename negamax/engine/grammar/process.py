@@ -28,13 +28,14 @@ from negamax.base.process import exit_now, exit_with_parent
 from negamax.config.grammar import Grammar, Reasoning
 from negamax.engine.grammar import wire
 from negamax.engine.grammar.fair_threads import FairThreads
-from negamax.text.grammar import structural_tag
+from negamax.text.formats.registry import CALL_STYLES, TOKEN_TAGS
+from negamax.text.grammar.structural_tag import structural_tag
 from negamax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import xgrammar
 
-    from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher
+    from negamax.text.grammar.matcher import GrammarCompiler, GrammarMatcher
 
 logger = get_logger(__name__)
 
@@ -73,7 +74,7 @@ class _Job:
             self.problem = "nobody waits for it"
             return
         try:
-            self.compiled = compiler.compile(structural_tag(*self.wanted))
+            self.compiled = compiler.compile(structural_tag(*self.wanted, CALL_STYLES))
         except InvalidRequestError as error:
             self.problem = str(error)
         except Exception as error:
@@ -112,7 +113,7 @@ class GrammarServer:
         self._compiler: GrammarCompiler | None = None
         try:
             # seconds of import
-            from negamax.text.grammar_matcher import GrammarCompiler, GrammarMatcher
+            from negamax.text.grammar.matcher import GrammarCompiler, GrammarMatcher
         except ImportError as error:
             logger.warning("%s: %s", _NOT_INSTALLED, error)
             self._send(wire.GrammarsReady())
@@ -125,6 +126,7 @@ class GrammarServer:
             vocab_size=setup.vocab_size,
             eos_token_ids=setup.eos_token_ids,
             num_threads=size,
+            token_tags=TOKEN_TAGS,
         )
         self._compilers = FairThreads(
             COMPILERS, patience=COMPILER_PATIENCE, most=COMPILERS + MAX_STUCK, name="compile"

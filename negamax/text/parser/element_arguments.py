@@ -17,8 +17,8 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from negamax.text.output_parser import CallWriter
-from negamax.text.schema_values import TEXT_TYPES, ValueSchema, json_string, json_value
+from negamax.text.parser.output_format import CallWriter
+from negamax.text.parser.schema_values import TEXT_TYPES, ValueSchema, json_string, json_value
 
 MAX_DEPTH = 64  # elements inside each other; deeper ones are dropped
 ITEM = "item"  # the name of an element of an array

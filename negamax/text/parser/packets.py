@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from negamax.text.output_parser import (
+from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,
     ReasoningDelta,

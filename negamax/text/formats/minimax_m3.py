@@ -22,11 +22,18 @@ get wrong:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from negamax.text.element_arguments import ElementArguments
-from negamax.text.output_parser import CallWriter, OutputFormat
-from negamax.text.schema_values import ToolSchemas
-from negamax.text.tag_lexer import (
+from negamax.config.grammar import refuse_grammar
+from negamax.text.formats.family import ChatFamily
+from negamax.text.grammar.json_schema import Budget
+from negamax.text.grammar.tag_formats import Format, const, sequence
+from negamax.text.grammar.tool_calls import CallStyle, count
+from negamax.text.parser.element_arguments import ElementArguments
+from negamax.text.parser.output_format import CallWriter, OutputFormat
+from negamax.text.parser.schema_values import ToolSchemas
+from negamax.text.parser.tag_lexer import (
     MAX_ATTRIBUTE_CHARS,
     TEXT,
     Lexeme,
@@ -34,9 +41,11 @@ from negamax.text.tag_lexer import (
     TagKind,
     TagPattern,
 )
-from negamax.text.tag_names import tool_name
+from negamax.text.parser.tag_names import tool_name
 
 MARKER = "]<]minimax[>["
+MAX_CALL_DEPTH = 6  # levels of nested elements in the grammar of a call; JSON below
+_ELEMENT = re.compile(r"[^\s\"<>/=\]\[]+")  # a name that an element can have
 
 _BLOCK, _INVOKE = "tool_call", "invoke"
 _M = re.escape(MARKER)
@@ -193,6 +202,93 @@ def _is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) 
     return schemas.declares(_tool_name(lexeme.text, schemas))
 
 
+class M3Calls(CallStyle):
+    """M3, whose tags all begin with the marker, however it is cut into tokens."""
+
+    name = "m3"
+    end_of_text = MARKER
+
+    def __init__(
+        self, tag_ids: Mapping[str, int] | None = None, budget: Budget | None = None
+    ) -> None:
+        super().__init__(None, budget)  # all tags are written as text
+
+    def block(self, calls: Format) -> Format:
+        return {
+            "type": "tag",
+            "begin": f"{MARKER}<tool_call>\n",
+            "content": calls,
+            "end": f"{MARKER}</tool_call>",
+        }
+
+    def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
+        # readers also know blocks whose opener lost its marker
+        excludes = ["<invoke"] if no_other_calls else []
+        triggers = [f"{MARKER}<tool_call>"]
+        return {
+            "type": "triggered_tags", "triggers": triggers, "tags": [block],
+            "stop_after_first": once, "excludes": excludes
+        }  # fmt: skip
+
+    def invoke(self, name: str, arguments: Format) -> Format:
+        return sequence(
+            [
+                const(f'{MARKER}<invoke name="{name}">'),
+                arguments,
+                const(f"{MARKER}</invoke>\n"),
+            ]
+        )
+
+    def argument(self, key: str, value: Format) -> Format:
+        if not _ELEMENT.fullmatch(key):
+            refuse_grammar(
+                f"the parameter name {key!r} cannot be an element of a call; leave out spaces, "
+                f"quotes and brackets"
+            )
+        self.budget.spend(num_bytes=2 * len(key))
+        return sequence([const(f"{MARKER}<{key}>"), value, const(f"{MARKER}</{key}>")])
+
+    def any_argument(self, value: Format) -> Format:
+        name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]*"}
+        return sequence(
+            [
+                const(f"{MARKER}<"),
+                name,
+                const(">"),
+                value,
+                const(f"{MARKER}</"),
+                name,
+                const(">"),
+            ]
+        )
+
+    def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
+        if depth > MAX_CALL_DEPTH:
+            return self.json_value(node, root=root)
+        if node["type"] == "object":
+            return self.arguments(node, root=root, depth=depth)
+        first = node.get("prefixItems")
+        first = first if isinstance(first, list) else []
+        parts = [
+            self.argument("item", self.value(schema, root=root, depth=depth + 1))
+            for schema in first
+        ]
+        items = node.get("items", not first)
+        if items is not False:
+            least, most = count(node.get("minItems")), count(node.get("maxItems"))
+            item = self.argument("item", self.value(items, root=root, depth=depth + 1))
+            least = max(0, (least or 0) - len(first))
+            parts.append(
+                {
+                    "type": "repeat",
+                    "min": least,
+                    "max": -1 if most is None else max(least, most - len(first)),
+                    "content": item,
+                }
+            )
+        return sequence(parts) if parts else const("")
+
+
 # Between its angles a tag has at most MAX_ATTRIBUTE_CHARS characters, whatever it is; the lexer
 # relies on it.
 _INSIDE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
@@ -232,4 +328,13 @@ MINIMAX_M3 = OutputFormat(
     new_block=MiniMaxM3Block,
     is_bare_call=_is_bare_call,
     may_think_again=True,
+    call_closers=("</tool_call>", "</invoke>"),
+)
+
+MINIMAX_M3_FAMILY = ChatFamily(
+    title="MiniMax-M3",
+    output=MINIMAX_M3,
+    call_style=M3Calls,
+    closing_text=MINIMAX_M3.think_close,
+    parser_names=("minimax_m3", "minimax-m3"),
 )

@@ -1,13 +1,7 @@
-r"""Grammars of tool calls, in the form that the model itself writes.
+"""Grammars of tool calls, in the form that the model itself writes.
 
-    M2:  <minimax:tool_call>\n<invoke name="f">\n<parameter
-    name="k">v</parameter>\n</invoke>\n</minimax:tool_call> M3:
-    ]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke
-    name="f">]<]minimax[>[<k>v]<]minimax[>[</k>]<]minimax[>[</invoke>\n…
-
-Strings stand there raw, up to the closer; in M2 every other value is JSON, in M3 objects and arrays
-are nested elements. Arguments come in the order in which the schema lists them, which is how models
-write them.
+How calls are written is the family's `CallStyle`. Strings stand there raw, up to the closer.
+Arguments come in the order in which the schema lists them, which is how models write them.
 
 `tool_grammar`, which runs in a server process, only writes down what is wanted, as JSON.
 `calls_format` expands the schemas, in the grammar process.
@@ -26,23 +20,18 @@ from urllib.parse import unquote
 import msgspec
 
 from negamax.base.errors import InvalidRequestError
-from negamax.config.grammar import MAX_NESTING, Grammar, Marker, refuse_grammar, written
-from negamax.text.grammar_formats import (
+from negamax.config.grammar import MAX_NESTING, Grammar, refuse_grammar, written
+from negamax.text.grammar.json_schema import Budget, prepared, resolve
+from negamax.text.grammar.tag_formats import (
     Format,
     any_of,
     const,
     json_format,
-    marker,
-    newlines,
     optional,
     sequence,
 )
-from negamax.text.json_schema import Budget, prepared, resolve
 
-MAX_DEPTH = 6  # levels of nested M3 elements; JSON below
-
-_NAME = re.compile(r"[^\"<>\n]+")  # that a tag can carry
-_ELEMENT = re.compile(r"[^\s\"<>/=\]\[]+")  # that can be an M3 element
+NAME = re.compile(r"[^\"<>\n]+")  # that a tag can carry
 _DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
@@ -140,12 +129,13 @@ def read_rules(text: str) -> CallRules:
         refuse_grammar(f"the tool_calls cannot be read: {error}")
 
 
-def calls_format(rules: CallRules, *, content: Format | None, budget: Budget) -> Format:
-    """The format of an answer that follows `rules`; `content`: of one without a call. Errors:
-    `InvalidRequestError` for a schema that cannot be followed, and beyond the `budget`."""
-    style: CallStyle = (
-        M3Calls(budget) if rules.style == M3Calls.name else M2Calls(rules.tag_ids, budget)
-    )
+def calls_format(
+    rules: CallRules, styles: CallStyles, *, content: Format | None, budget: Budget
+) -> Format:
+    """The format of an answer that follows `rules`; `content`: of one without a call; `styles`: by
+    their names. Errors: `InvalidRequestError` for a schema that cannot be followed, and beyond the
+    `budget`."""
+    style = styles[rules.style](rules.tag_ids, budget)
     calls = any_of([_call(function, style) for function in rules.functions])
     block = style.block(calls if rules.once else {"type": "plus", "content": calls})
     alone = block if style.lead is None else sequence([style.lead, block])
@@ -171,7 +161,7 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _call(function: CalledFunction, style: CallStyle) -> Format:
     """One call of a declared function."""
-    if not _NAME.fullmatch(function.name):
+    if not NAME.fullmatch(function.name):
         refuse_grammar(
             f"the tool name {function.name!r} cannot stand in a call; leave out quotes, angle "
             f"brackets and line breaks"
@@ -197,7 +187,10 @@ class CallStyle(ABC):
     lead: Format | None = None  # what may stand before a block that comes first
     tag_ids: Mapping[str, int]  # of the tags that are written as tokens
 
-    def __init__(self, budget: Budget | None = None) -> None:
+    def __init__(
+        self, tag_ids: Mapping[str, int] | None = None, budget: Budget | None = None
+    ) -> None:
+        self.tag_ids = tag_ids or {}
         self.budget = budget or Budget()
         self._level = 0
 
@@ -358,7 +351,7 @@ class CallStyle(ABC):
         pattern = node.get("pattern", _STRING_FORMATS.get(str(node.get("format"))))
         if isinstance(pattern, str):
             return self._counted({"type": "regex", "pattern": pattern})
-        least, most = _count(node.get("minLength")), _count(node.get("maxLength"))
+        least, most = count(node.get("minLength")), count(node.get("maxLength"))
         rest = self.raw(most=None if most is None else max(0, most - (least or 0)))
         if not least:
             return rest
@@ -372,149 +365,9 @@ class CallStyle(ABC):
         return free if free in branches else any_of(branches)
 
 
-class M2Calls(CallStyle):
-    """The M2 family. Tags of `tag_ids` are written as these tokens."""
-
-    name = "m2"
-    end_of_text = "</parameter>"
-    lead = newlines(3)
-
-    def __init__(self, tag_ids: Mapping[str, int], budget: Budget | None = None) -> None:
-        super().__init__(budget)
-        self.tag_ids = tag_ids
-        tags = ("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>")
-        self._open, self._close, *self._think = (Marker(tag, tag_ids.get(tag)) for tag in tags)
-        self._has_ids = self._open.token_id is not None and self._close.token_id is not None
-
-    def block(self, calls: Format) -> Format:
-        begin, end = (
-            marker(tag) if self._has_ids else tag.text for tag in (self._open, self._close)
-        )
-        return {
-            "type": "tag",
-            "begin": begin,
-            "content": sequence([const("\n"), calls]),
-            "end": end,
-        }
-
-    def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        shared = {"tags": [block], "stop_after_first": once}
-        if not self._has_ids:
-            return {"type": "triggered_tags", "triggers": [self._open.text], **shared}
-        others = [tag.token_id for tag in (self._close, *self._think) if tag.token_id is not None]
-        return {
-            "type": "token_triggered_tags",
-            "trigger_tokens": [self._open.token_id],
-            "exclude_tokens": others,
-            **shared,
-        }
-
-    def invoke(self, name: str, arguments: Format) -> Format:
-        return sequence([const(f'<invoke name="{name}">\n'), arguments, const("</invoke>\n")])
-
-    def argument(self, key: str, value: Format) -> Format:
-        if not _NAME.fullmatch(key):
-            refuse_grammar(
-                f"the parameter name {key!r} cannot stand in a call; leave out quotes and angle "
-                f"brackets"
-            )
-        self.budget.spend(num_bytes=len(key))
-        return sequence([const(f'<parameter name="{key}">'), value, const("</parameter>\n")])
-
-    def any_argument(self, value: Format) -> Format:
-        name = {"type": "regex", "pattern": '[^"<>\\n]+'}
-        return sequence(
-            [const('<parameter name="'), name, const('">'), value, const("</parameter>\n")]
-        )
-
-    def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
-        return self.json_value(node, root=root)
-
-
-class M3Calls(CallStyle):
-    """M3, whose tags all begin with a mark, however it is cut into tokens."""
-
-    name = "m3"
-    tag_ids: Mapping[str, int] = {}
-    mark = "]<]minimax[>["
-    end_of_text = mark
-
-    def block(self, calls: Format) -> Format:
-        return {
-            "type": "tag",
-            "begin": f"{self.mark}<tool_call>\n",
-            "content": calls,
-            "end": f"{self.mark}</tool_call>",
-        }
-
-    def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        # readers also know blocks whose opener lost its mark
-        excludes = ["<invoke"] if no_other_calls else []
-        triggers = [f"{self.mark}<tool_call>"]
-        return {
-            "type": "triggered_tags", "triggers": triggers, "tags": [block],
-            "stop_after_first": once, "excludes": excludes
-        }  # fmt: skip
-
-    def invoke(self, name: str, arguments: Format) -> Format:
-        return sequence(
-            [
-                const(f'{self.mark}<invoke name="{name}">'),
-                arguments,
-                const(f"{self.mark}</invoke>\n"),
-            ]
-        )
-
-    def argument(self, key: str, value: Format) -> Format:
-        if not _ELEMENT.fullmatch(key):
-            refuse_grammar(
-                f"the parameter name {key!r} cannot be an element of a call; leave out spaces, "
-                f"quotes and brackets"
-            )
-        self.budget.spend(num_bytes=2 * len(key))
-        return sequence([const(f"{self.mark}<{key}>"), value, const(f"{self.mark}</{key}>")])
-
-    def any_argument(self, value: Format) -> Format:
-        name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]*"}
-        return sequence(
-            [
-                const(f"{self.mark}<"),
-                name,
-                const(">"),
-                value,
-                const(f"{self.mark}</"),
-                name,
-                const(">"),
-            ]
-        )
-
-    def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
-        if depth > MAX_DEPTH:
-            return self.json_value(node, root=root)
-        if node["type"] == "object":
-            return self.arguments(node, root=root, depth=depth)
-        first = node.get("prefixItems")
-        first = first if isinstance(first, list) else []
-        parts = [
-            self.argument("item", self.value(schema, root=root, depth=depth + 1))
-            for schema in first
-        ]
-        items = node.get("items", not first)
-        if items is not False:
-            least, most = _count(node.get("minItems")), _count(node.get("maxItems"))
-            item = self.argument("item", self.value(items, root=root, depth=depth + 1))
-            least = max(0, (least or 0) - len(first))
-            parts.append(
-                {
-                    "type": "repeat",
-                    "min": least,
-                    "max": -1 if most is None else max(least, most - len(first)),
-                    "content": item,
-                }
-            )
-        return sequence(parts) if parts else const("")
-
-
-def _count(value: Any) -> int | None:
+def count(value: Any) -> int | None:
     """A limit of a schema, if it is one."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+CallStyles = Mapping[str, type[CallStyle]]

@@ -1,5 +1,5 @@
 """Grammars in the one form that the compiler takes: xgrammar's structural tags
-(`text.grammar_formats`).
+(`text.grammar.tag_formats`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import json
 from typing import Any
 
 from negamax.config.grammar import Grammar, Reasoning, parse_json, refuse_grammar
-from negamax.text.grammar_formats import (
+from negamax.text.grammar.json_schema import Budget, prepared
+from negamax.text.grammar.tag_formats import (
     MAX_WHITESPACE,
     Format,
     any_of,
@@ -19,22 +20,21 @@ from negamax.text.grammar_formats import (
     optional,
     sequence,
 )
-from negamax.text.json_schema import Budget, prepared
-from negamax.text.tool_grammar import calls_format, read_rules
+from negamax.text.grammar.tool_calls import CallStyles, calls_format, read_rules
 
 
-def structural_tag(grammar: Grammar, reasoning: Reasoning | None) -> str:
+def structural_tag(grammar: Grammar, reasoning: Reasoning | None, styles: CallStyles) -> str:
     """The whole of what the compiler reads for an output, from where its grammar begins.
 
     After an open reasoning that is after its closer; an optional reasoning is a part of the
-    grammar. Errors: `InvalidRequestError` for what the grammar's own check could not see.
+    grammar. `styles`: how families write calls, by name. Errors: `InvalidRequestError` for what the
+    grammar's own check could not see.
     """
-    return json.dumps(
-        {"type": "structural_tag", "format": _after(reasoning, content_format(grammar, Budget()))}
-    )
+    content = content_format(grammar, Budget(), styles)
+    return json.dumps({"type": "structural_tag", "format": _after(reasoning, content)})
 
 
-def content_format(grammar: Grammar, budget: Budget) -> Format:
+def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Format:
     """The format of the content alone."""
     match grammar.kind:
         case "json_object":
@@ -57,8 +57,10 @@ def content_format(grammar: Grammar, budget: Budget) -> Format:
             return _given_format(parse_json(grammar.text, what="structural tag"), budget)
         case "tool_calls":
             rules = read_rules(grammar.text)
-            content = None if rules.content is None else content_format(rules.content, budget)
-            return calls_format(rules, content=content, budget=budget)
+            content = (
+                None if rules.content is None else content_format(rules.content, budget, styles)
+            )
+            return calls_format(rules, styles, content=content, budget=budget)
 
 
 def _after(reasoning: Reasoning | None, content: Format) -> Format:

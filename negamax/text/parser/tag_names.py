@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from negamax.text.schema_values import ToolSchemas
+from negamax.text.parser.schema_values import ToolSchemas
 
 _QUOTED_NAME = re.compile(r"""\sname\s*=\s*(?:"([^"]*)"|'([^']*)')""")
 _LOOSE_EDGES = " \t\r\n=:\"'"

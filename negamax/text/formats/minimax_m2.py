@@ -20,10 +20,17 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from negamax.text.output_parser import CallWriter, OutputFormat
-from negamax.text.schema_values import TEXT_TYPES, ToolSchemas, json_value
-from negamax.text.tag_lexer import (
+from negamax.config.grammar import Marker, refuse_grammar
+from negamax.text.formats.family import ChatFamily
+from negamax.text.grammar.json_schema import Budget
+from negamax.text.grammar.tag_formats import Format, const, marker, newlines, sequence
+from negamax.text.grammar.tool_calls import NAME, CallStyle
+from negamax.text.parser.output_format import CallWriter, OutputFormat
+from negamax.text.parser.schema_values import TEXT_TYPES, ToolSchemas, json_value
+from negamax.text.parser.tag_lexer import (
     MAX_ATTRIBUTE_CHARS,
     TEXT,
     Lexeme,
@@ -31,8 +38,10 @@ from negamax.text.tag_lexer import (
     TagKind,
     TagPattern,
 )
-from negamax.text.tag_names import quoted_name, tag_name, tool_name
+from negamax.text.parser.tag_names import quoted_name, tag_name, tool_name
 
+_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+_CALL_OPEN, _CALL_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 _ATTRIBUTES = rf"\s[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
 
@@ -228,16 +237,76 @@ def _is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) 
     return at_line_start and schemas.declares(quoted_name(lexeme.text))
 
 
+class M2Calls(CallStyle):
+    """The M2 family. Tags of `tag_ids` are written as these tokens."""
+
+    name = "m2"
+    end_of_text = "</parameter>"
+    lead = newlines(3)
+
+    def __init__(
+        self, tag_ids: Mapping[str, int] | None = None, budget: Budget | None = None
+    ) -> None:
+        super().__init__(tag_ids, budget)
+        tags = (_CALL_OPEN, _CALL_CLOSE, _THINK_OPEN, _THINK_CLOSE)
+        self._open, self._close, *self._think = (Marker(tag, self.tag_ids.get(tag)) for tag in tags)
+        self._has_ids = self._open.token_id is not None and self._close.token_id is not None
+
+    def block(self, calls: Format) -> Format:
+        begin, end = (
+            marker(tag) if self._has_ids else tag.text for tag in (self._open, self._close)
+        )
+        return {
+            "type": "tag",
+            "begin": begin,
+            "content": sequence([const("\n"), calls]),
+            "end": end,
+        }
+
+    def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
+        shared = {"tags": [block], "stop_after_first": once}
+        if not self._has_ids:
+            return {"type": "triggered_tags", "triggers": [self._open.text], **shared}
+        others = [tag.token_id for tag in (self._close, *self._think) if tag.token_id is not None]
+        return {
+            "type": "token_triggered_tags",
+            "trigger_tokens": [self._open.token_id],
+            "exclude_tokens": others,
+            **shared,
+        }
+
+    def invoke(self, name: str, arguments: Format) -> Format:
+        return sequence([const(f'<invoke name="{name}">\n'), arguments, const("</invoke>\n")])
+
+    def argument(self, key: str, value: Format) -> Format:
+        if not NAME.fullmatch(key):
+            refuse_grammar(
+                f"the parameter name {key!r} cannot stand in a call; leave out quotes and angle "
+                f"brackets"
+            )
+        self.budget.spend(num_bytes=len(key))
+        return sequence([const(f'<parameter name="{key}">'), value, const("</parameter>\n")])
+
+    def any_argument(self, value: Format) -> Format:
+        name = {"type": "regex", "pattern": '[^"<>\\n]+'}
+        return sequence(
+            [const('<parameter name="'), name, const('">'), value, const("</parameter>\n")]
+        )
+
+    def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
+        return self.json_value(node, root=root)
+
+
 MINIMAX_M2 = OutputFormat(
     name="minimax_m2",
-    think_open="<think>",
-    think_close="</think>",
-    call_open="<minimax:tool_call>",
+    think_open=_THINK_OPEN,
+    think_close=_THINK_CLOSE,
+    call_open=_CALL_OPEN,
     literals={
-        "<think>": TagKind.THINK_OPEN,
-        "</think>": TagKind.THINK_CLOSE,
-        "<minimax:tool_call>": TagKind.BLOCK_OPEN,
-        "</minimax:tool_call>": TagKind.BLOCK_CLOSE,
+        _THINK_OPEN: TagKind.THINK_OPEN,
+        _THINK_CLOSE: TagKind.THINK_CLOSE,
+        _CALL_OPEN: TagKind.BLOCK_OPEN,
+        _CALL_CLOSE: TagKind.BLOCK_CLOSE,
     },
     patterns=(
         TagPattern(TagKind.INVOKE_OPEN, "<", rf"invoke{_ATTRIBUTES}>"),
@@ -254,4 +323,16 @@ MINIMAX_M2 = OutputFormat(
     new_block=MiniMaxM2Block,
     is_bare_call=_is_bare_call,
     may_think_again=False,
+    call_closers=("</invoke>",),
+)
+
+MINIMAX_M2_FAMILY = ChatFamily(
+    title="MiniMax-M2",
+    output=MINIMAX_M2,
+    call_style=M2Calls,
+    closing_text=f"\n{_THINK_CLOSE}\n\n",
+    token_tags=frozenset(MINIMAX_M2.literals),
+    always_thinks=True,
+    parser_names=("minimax_m2", "minimax-m2", "minimax"),
+    append_names=("minimax_m2_append_think", "minimax-append-think"),
 )

@@ -8,7 +8,7 @@ this module.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from threading import Lock
 
 import numpy as np
@@ -16,7 +16,6 @@ import xgrammar
 from numpy.typing import NDArray
 
 from negamax.config.grammar import refuse_grammar
-from negamax.text.minimax_m2_format import MINIMAX_M2
 from negamax.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 512 << 20
@@ -24,7 +23,6 @@ CACHE_ENTRIES = 512
 
 Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], bit i of byte j: token 8 j + i may come next
 
-_TAGS = frozenset(MINIMAX_M2.literals)  # that count as their own token only; M3's count as text
 _TAG_PREFIX = b"\xff\xff"  # no UTF-8, so that no grammar of texts can reach the token
 
 
@@ -40,10 +38,12 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         num_threads: int,
+        token_tags: Collection[str],
     ) -> None:
-        """`vocab_size` is the model's, which may be padded."""
+        """`vocab_size` is the model's, which may be padded; `token_tags` count as their own token
+        only."""
         self.vocab_size = vocab_size
-        vocabulary = [_spelling(tokenizer, token_id) for token_id in range(vocab_size)]
+        vocabulary = [_spelling(tokenizer, token_id, token_tags) for token_id in range(vocab_size)]
         info = xgrammar.TokenizerInfo(
             vocabulary,
             xgrammar.VocabType.RAW,
@@ -53,7 +53,7 @@ class GrammarCompiler:
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=num_threads, cache_enabled=False
         )
-        ids = (tokenizer.token_id(tag) for tag in sorted(_TAGS))
+        ids = (tokenizer.token_id(tag) for tag in sorted(token_tags))
         self.tags = TagBits([i for i in ids if i is not None and i < vocab_size])
         self._lock = Lock()
         # the latest use last
@@ -137,14 +137,14 @@ class GrammarMatcher:
         return mask
 
 
-def _spelling(tokenizer: Tokenizer, token_id: int) -> bytes:
+def _spelling(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) -> bytes:
     """What a token means to a grammar: its text; if it is a tag, what only its id can name; if it
     controls, nothing.
     """
     text = tokenizer.token_bytes(token_id)
     if not tokenizer.is_added(token_id):
         return text
-    if text.decode() in _TAGS:
+    if text.decode() in token_tags:
         return _TAG_PREFIX + text
     return b"" if tokenizer.is_special(token_id) else text
 

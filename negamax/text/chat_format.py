@@ -1,0 +1,206 @@
+"""How the served model converses, chosen once: its template, its tags, the parser of its answers
+and the grammar of its calls.
+
+The options name parsers as vLLM and SGLang do:
+
+| name | tool calls | reasoning |
+|---|---|---|
+| `minimax_m2`, `minimax-m2`, `minimax` | those of the M2 family | apart from the content |
+| `minimax_m2_append_think`, `minimax-append-think` | - | stays in the content, after `<think>` |
+| `minimax_m3`, `minimax-m3` | those of the M3 family | apart from the content |
+| `auto` | by the checkpoint | by the checkpoint, apart from the content |
+| `none` | stay text | stays in the content as generated |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from negamax.base.errors import ConfigError
+from negamax.config.grammar import Marker, Reasoning
+from negamax.text.chat_template import ChatTemplate
+from negamax.text.formats.family import ChatFamily
+from negamax.text.formats.minimax_m2 import MINIMAX_M2_FAMILY
+from negamax.text.formats.registry import FAMILIES, family_of
+from negamax.text.grammar.tool_calls import CallStyle
+from negamax.text.parser.output_format import OutputFormat
+from negamax.text.parser.output_parser import OutputParser, Thinking
+from negamax.text.tokenizer import Tokenizer
+
+AUTO, NONE = "auto", "none"
+
+_TOOL_CALL_FAMILIES = {name: family for family in FAMILIES.values() for name in family.parser_names}
+_REASONING_FAMILIES = {
+    **{name: (family, Thinking.SPLIT) for name, family in _TOOL_CALL_FAMILIES.items()},
+    **{
+        name: (family, Thinking.APPEND)
+        for family in FAMILIES.values()
+        for name in family.append_names
+    },
+}
+TOOL_CALL_PARSERS = (AUTO, NONE, *_TOOL_CALL_FAMILIES)
+REASONING_PARSERS = (AUTO, NONE, *_REASONING_FAMILIES)
+
+_MAX_NEWLINES = 3  # between reasoning and content
+
+# How an answer begins: within its reasoning, perhaps with one, or without.
+ReasoningState = Literal["open", "optional", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """How the served model is prompted and how its answers are read. With `reads_calls` False, what
+    looks like a call is content.
+    """
+
+    family: ChatFamily
+    thinking: Thinking
+    reads_calls: bool
+    template: ChatTemplate | None = None  # None: prompts are plain text
+    # token ids of the tags that are tokens; others count by their text
+    tag_ids: Mapping[str, int] = field(default_factory=dict)
+    closing_ids: tuple[int, ...] = ()  # the tokens that close the reasoning
+
+    @classmethod
+    def of_model(
+        cls,
+        model: str,
+        *,
+        tokenizer: Tokenizer | None = None,
+        template: ChatTemplate | None = None,
+        tool_call_parser: str | None = AUTO,
+        reasoning_parser: str | None = AUTO,
+    ) -> ChatFormat:
+        """The format of `model` (its architecture or model_type in config.json). A parser that is
+        None is `none`; without a `tokenizer` all tags count by their text.
+
+        Errors: `ConfigError` for an unknown name, for parsers of two families, and for `auto` with
+        a model of no known family.
+        """
+        family, thinking = _chosen(model, tool_call_parser or NONE, reasoning_parser or NONE)
+        chosen = cls(family, thinking, tool_call_parser not in (None, NONE), template)
+        if tokenizer is None:
+            return chosen
+        return dataclasses.replace(
+            chosen,
+            tag_ids=family.output.tag_ids(tokenizer),
+            closing_ids=tuple(tokenizer.encode(family.closing_text)),
+        )
+
+    @property
+    def output(self) -> OutputFormat:
+        """The tags, and the reader of call blocks."""
+        return self.family.output
+
+    @property
+    def think_close_id(self) -> int | None:
+        """The token that closes the reasoning, if the vocabulary has one."""
+        return self.tag_ids.get(self.output.think_close)
+
+    def new_parser(
+        self,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        in_reasoning: bool,
+        may_call: bool = True,
+        continues: bool = False,
+        stop: Sequence[str] = (),
+        includes_stop: bool = False,
+    ) -> OutputParser:
+        """A parser for one answer; with `may_call` False it has no calls either. The rest is as of
+        `OutputParser`."""
+        output = self.output if self.reads_calls and may_call else self.output.without_calls()
+        return OutputParser(
+            output,
+            tools=tools,
+            in_reasoning=in_reasoning,
+            tag_ids=self.tag_ids or None,
+            thinking=self.thinking,
+            continues=continues,
+            stop=stop,
+            includes_stop=includes_stop,
+        )
+
+    def call_style(self) -> CallStyle:
+        """How the model writes calls, for the grammar of one request."""
+        return self.family.call_style(self.tag_ids)
+
+    def reasoning(self, state: ReasoningState) -> Reasoning | None:
+        """What the engine must know of the reasoning of an answer that begins in `state`."""
+        if state == "none":
+            return None
+        output = self.output
+        opener, closer, call_opener = (
+            Marker(tag, self.tag_ids.get(tag))
+            for tag in (output.think_open, output.think_close, output.call_open)
+        )
+        return Reasoning(
+            state=state,
+            opener=opener,
+            closer=closer,
+            call_opener=call_opener,
+            closing_ids=self.closing_ids,
+            max_newlines=_MAX_NEWLINES,
+        )
+
+    def begin_answer(self, prompt: str, *, may_think: bool) -> tuple[str, ReasoningState]:
+        """A rendered prompt and how the answer to it begins. An answer that may not think gets the
+        reasoning that its prompt opens closed.
+        """
+        if not self.output.opens_reasoning(prompt):
+            return prompt, "none" if prompt.endswith(self.output.think_close) else "optional"
+        if may_think:
+            return prompt, "open"
+        return prompt + self.family.closing_text.lstrip("\n"), "none"
+
+    def reasoning_after(self, token_ids: Sequence[int]) -> ReasoningState:
+        """How the continuation of a plain prompt begins: open where the prompt ends with the think
+        opener and at most one token (its line break) after it.
+        """
+        opener = self.tag_ids.get(self.output.think_open)
+        return "open" if opener is not None and opener in token_ids[-2:] else "none"
+
+
+def may_call(tools: Sequence[Mapping[str, Any]] | None, messages: Sequence[Any]) -> bool:
+    """Whether an answer to `messages` may have calls: of declared tools, or, where none is
+    declared, of those that the conversation has called already. Any other client would not know
+    what to do with them.
+    """
+    return bool(tools) or any(
+        isinstance(message, Mapping) and message.get("tool_calls") for message in messages
+    )
+
+
+def check_parsers(*, tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    """Refuse names that fit no model, before one is loaded. Errors: `ConfigError`."""
+    _chosen(MINIMAX_M2_FAMILY.output.name, tool_call_parser or NONE, reasoning_parser or NONE)
+
+
+def _chosen(
+    model: str, tool_call_parser: str, reasoning_parser: str
+) -> tuple[ChatFamily, Thinking]:
+    """The family that the names choose, and where its reasoning goes."""
+    _check_name("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS)
+    _check_name("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
+    of_calls = _TOOL_CALL_FAMILIES.get(tool_call_parser)
+    of_reasoning, thinking = _REASONING_FAMILIES.get(reasoning_parser, (None, Thinking.RAW))
+    if of_calls and of_reasoning and of_calls is not of_reasoning:
+        raise ConfigError(
+            f"--tool-call-parser is {tool_call_parser}, --reasoning-parser is "
+            f"{reasoning_parser}: two model families",
+            hint=f"use {of_calls.output.name} or {of_reasoning.output.name} for both, or auto",
+        )
+    if reasoning_parser == AUTO:
+        thinking = Thinking.SPLIT
+    named = of_calls or of_reasoning
+    if named is None and AUTO not in (tool_call_parser, reasoning_parser):
+        named = MINIMAX_M2_FAMILY  # nothing is read
+    return named or family_of(model), thinking
+
+
+def _check_name(flag: str, name: str, allowed: Sequence[str]) -> None:
+    if name not in allowed:
+        raise ConfigError(f"{flag} is {name!r}; allowed: {', '.join(allowed)}")

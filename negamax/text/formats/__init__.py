@@ -1,0 +1,1 @@
+"""The model families: one file each, and the table of them."""

@@ -1,0 +1,112 @@
+"""What a parser makes of generated text, piece by piece and as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
+    """More reasoning text."""
+
+    text: str
+
+
+class ContentDelta(msgspec.Struct, frozen=True, gc=False):
+    """More content text."""
+
+    text: str
+
+
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
+    """A tool call begins; `index` counts the calls of the answer from 0."""
+
+    index: int
+    name: str
+
+
+class ToolArgumentsDelta(msgspec.Struct, frozen=True, gc=False):
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
+    """The arguments of this call are complete: their deltas form one JSON object. A call that was
+    cut has no end."""
+
+    index: int
+
+
+ParserEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolArgumentsDelta | ToolCallEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedToolCall:
+    """One call of an answer; `arguments` is the text of a JSON object, or of its beginning where
+    the call is not whole because it was cut."""
+
+    name: str
+    arguments: str
+    is_whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedOutput:
+    """A whole answer. A part that does not occur is None."""
+
+    reasoning: str | None
+    content: str | None
+    tool_calls: list[ParsedToolCall]
+
+
+def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
+    """The whole answer behind all events of one parser."""
+    reasoning: list[str] = []
+    content: list[str] = []
+    names: list[str] = []
+    arguments: list[list[str]] = []
+    num_whole = 0  # only the last call can be cut
+    for event in events:
+        match event:
+            case ReasoningDelta(text):
+                reasoning.append(text)
+            case ContentDelta(text):
+                content.append(text)
+            case ToolCallStart(_, name):
+                names.append(name)
+                arguments.append([])
+            case ToolArgumentsDelta(index, text):
+                arguments[index].append(text)
+            case ToolCallEnd(index):
+                num_whole = index + 1
+    calls = [
+        ParsedToolCall(name, "".join(parts), is_whole=index < num_whole)
+        for index, (name, parts) in enumerate(zip(names, arguments, strict=True))
+    ]
+    return ParsedOutput("".join(reasoning) or None, "".join(content) or None, calls)
+
+
+def merged(events: list[ParserEvent]) -> list[ParserEvent]:
+    """`events` with neighbouring text of the same kind joined, so that one step gives one delta."""
+    merged: list[ParserEvent] = []
+    texts: list[str] = []
+    for position, event in enumerate(events):
+        if isinstance(event, ToolCallStart | ToolCallEnd):
+            merged.append(event)
+            continue
+        texts.append(event.text)
+        following = events[position + 1] if position + 1 < len(events) else None
+        # one call's arguments end before those of the next begin
+        if type(following) is type(event):
+            continue
+        text = "".join(texts)
+        texts = []
+        if isinstance(event, ToolArgumentsDelta):
+            merged.append(ToolArgumentsDelta(event.index, text))
+        else:
+            merged.append(type(event)(text))
+    return merged
