@@ -23,6 +23,7 @@ from negamax.base.errors import ConfigError
 from negamax.bench.bindings import Call, bind, case_bytes, copy_case, map_tensors
 from negamax.bench.report import environment
 from negamax.kernels.op import FLOAT_DTYPES, Case, Kernel, Op
+from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import OPS, providers
 from negamax.worker.device import choose_device
 
@@ -217,7 +218,7 @@ def measure_ceilings(platform: str, *, dtype: torch.dtype) -> Ceilings:
 
 
 def _kernels(name: str, platform: str, *, dtype: torch.dtype, provider: str | None) -> list[Kernel]:
-    found = providers(name, platform=platform, dtype=dtype)
+    found = providers(name, platform=platform_of(torch.device(platform)), dtype=dtype)
     if provider is not None:
         return [kernel for kernel in found if kernel.provider == provider]
     return (

@@ -12,7 +12,7 @@ from negamax.config.kv_cache import block_bytes
 from negamax.config.memory import weight_bytes
 from negamax.config.model_spec import BUNDLED_NAMES, ModelSpec, bundled_spec
 from negamax.config.options import EngineOptions
-from negamax.kernels.platform import Platform
+from negamax.kernels.platform import Platform, nvidia
 from negamax.parallel.split import tensor_parallel_sizes
 
 GIB = 2**30
@@ -36,7 +36,7 @@ class Gpu:
     @property
     def platform(self) -> Platform:
         """As the engine sees it."""
-        return Platform("nvidia", self.name, self.capability)
+        return nvidia(self.capability, name=self.name)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from negamax.kernels.platform import Feature
+
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,14 +59,15 @@ class Kernel:
 
     `run` is called in the forward pass. `prepare` turns what changes rarely into the form `run`
     reads: a weight once at load, the block tables of a step once per step; an op whose arguments
-    need no such step has no `prepare`.
+    need no such step has no `prepare`. It is chosen only where the platform has all features that
+    it `requires`.
     """
 
     op: str
     provider: str
     run: Callable[..., Any]
     prepare: Callable[..., Any] | None = None
-    platforms: tuple[str, ...] = ("cpu",)
+    requires: frozenset[Feature] = frozenset({Feature.CPU})
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     available: Callable[[], bool] = lambda: True  # asked once, when the table is resolved
 

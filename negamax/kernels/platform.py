@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -15,36 +16,75 @@ from negamax.base.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-BF16_CAPABILITY = (8, 0)  # Ampere: the first with bf16 arithmetic
-FP8_CAPABILITY = (8, 9)  # Ada: the first on which Triton multiplies e4m3 values
-DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
-MEASURED_CAPABILITIES = ((9, 0),)  # kernels were tested, and tiles chosen, on H200
+
+class Feature(StrEnum):
+    """What a kernel may need of a device (`Kernel.requires`)."""
+
+    CPU = "cpu"  # kernels of the host: oneDNN, native functions
+    TRITON = "triton"  # a GPU for which Triton compiles
+    BF16 = "bf16"  # tensor cores multiply bf16
+    FP8 = "fp8"  # and e4m3, of whichever form
+    E4M3FN = "e4m3fn"  # in the form in which checkpoints are stored; else e4m3fnuz
+    SPIN_WAIT = "spin_wait"  # a program may wait for what others of its launch write
+    PEER_MEMORY = "peer_memory"  # a kernel writes the memory of other GPUs
+    PDL = "pdl"  # programmatic dependent launch
+    TMA = "tma"  # tensor memory accelerator
+    CUBLAS_BLOCK_FP8 = "cublas_block_fp8"  # cuBLAS multiplies FP8 with scales per block
+
+
+# from which compute capability on an NVIDIA GPU has a feature
+_NVIDIA = {
+    Feature.SPIN_WAIT: (7, 0),
+    Feature.PEER_MEMORY: (7, 0),
+    Feature.BF16: (8, 0),
+    Feature.FP8: (8, 9),
+    Feature.E4M3FN: (8, 9),
+    Feature.PDL: (9, 0),
+    Feature.TMA: (9, 0),
+}
+_AMD = {
+    "gfx90a": frozenset({Feature.BF16}),
+    "gfx942": frozenset({Feature.BF16, Feature.FP8}),
+    "gfx950": frozenset({Feature.BF16, Feature.FP8, Feature.E4M3FN}),
+}
+MEASURED_ARCHS = ("sm_90",)  # kernels were tested, and tiles chosen, on H200
 
 
 @dataclass(frozen=True)
 class Platform:
-    """One device. `capability` is NVIDIA's (major, minor); None on others."""
+    """One kind of device."""
 
     vendor: str  # "cpu", "nvidia", "amd"
     name: str
-    capability: tuple[int, int] | None = None
+    arch: str  # "cpu", "sm_90", "gfx942"
+    warp_size: int
+    multiprocessors: int
+    shared_memory: int  # bytes per multiprocessor
+    features: frozenset[Feature]
 
     @property
-    def has_dependent_launch(self) -> bool:
-        """Whether a kernel may start before the one in front of it has ended."""
-        return self.capability is not None and self.capability >= DEPENDENT_LAUNCH_CAPABILITY
+    def capability(self) -> tuple[int, int]:
+        """NVIDIA's (major, minor)."""
+        assert self.vendor == "nvidia", self
+        return divmod(int(self.arch.removeprefix("sm_")), 10)
 
     @property
     def is_measured(self) -> bool:
         """Whether tests and measurements of the kernels were made on such a device."""
-        return self.vendor == "cpu" or self.capability in MEASURED_CAPABILITIES
+        return self.vendor == "cpu" or self.arch in MEASURED_ARCHS
 
     @property
     def label(self) -> str:
         """The device in words."""
-        if self.capability is None:
+        if self.vendor == "cpu":
             return self.name
+        if self.vendor == "amd":
+            return f"{self.name} ({self.arch})"
         return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
+
+    def missing(self, requires: frozenset[Feature]) -> list[str]:
+        """What of `requires` this device lacks, by name."""
+        return sorted(requires - self.features)
 
     def check(self, *, fp8_weights: bool, fp8_cache: bool) -> None:
         """Refuse what does not run here. Errors: `ConfigError` naming the device and what does."""
@@ -53,25 +93,51 @@ class Platform:
                 f"{self.label}: AMD GPUs (ROCm) are not supported yet",
                 hint="use an NVIDIA GPU of compute capability 9.0, or --device cpu",
             )
-        if self.capability is None:
+        if self.vendor == "cpu":
             return
-        if self.capability < BF16_CAPABILITY:
+        if Feature.BF16 not in self.features:
             raise ConfigError(
                 f"{self.label} has no bfloat16 arithmetic; 8.0 or higher is needed",
                 hint="use another GPU, or --device cpu",
             )
-        if fp8_weights and self.capability < FP8_CAPABILITY:
+        if fp8_weights and Feature.FP8 not in self.features:
             raise ConfigError(
                 f"{self.label} cannot multiply FP8 weights, which this checkpoint has; 8.9 or "
                 f"higher is needed",
                 hint="use another GPU, --device cpu, or a bf16 checkpoint (never measured on "
                 "this GPU)",
             )
-        if fp8_cache and self.capability < FP8_CAPABILITY:
+        if fp8_cache and Feature.E4M3FN not in self.features:
             raise ConfigError(
                 f"{self.label} has no FP8 KV cache; 8.9 or higher is needed",
                 hint="drop --kv-cache-dtype",
             )
+
+
+# Its warps and multiprocessors are those of Triton's interpreter, which plays a small GPU.
+CPU = Platform("cpu", "CPU", "cpu", 32, 2, 2**20, frozenset({Feature.CPU}))
+
+
+def nvidia(
+    capability: tuple[int, int], *, name: str, multiprocessors: int = 132, shared_memory: int = 0
+) -> Platform:
+    """An NVIDIA GPU of this compute capability; `shared_memory` in bytes per multiprocessor."""
+    features = {feature for feature, least in _NVIDIA.items() if capability >= least}
+    if capability == (9, 0):
+        features.add(Feature.CUBLAS_BLOCK_FP8)
+    arch = f"sm_{capability[0]}{capability[1]}"
+    return Platform(
+        "nvidia", name, arch, 32, multiprocessors, shared_memory,
+        frozenset({Feature.TRITON, *features}),
+    )  # fmt: skip
+
+
+def amd(arch: str, *, name: str, multiprocessors: int, shared_memory: int) -> Platform:
+    """An AMD GPU of this architecture ("gfx942")."""
+    features = _AMD.get(arch, frozenset())
+    return Platform(
+        "amd", name, arch, 64, multiprocessors, shared_memory, features | {Feature.TRITON}
+    )
 
 
 @cache
@@ -80,11 +146,16 @@ def platform_of(device: torch.device) -> Platform:
     import torch
 
     if device.type != "cuda":
-        return Platform("cpu", "CPU")
-    name = torch.cuda.get_device_name(device)
+        return CPU
+    found = torch.cuda.get_device_properties(device)
+    sizes = {
+        "name": found.name,
+        "multiprocessors": found.multi_processor_count,
+        "shared_memory": found.shared_memory_per_multiprocessor,
+    }
     if torch.version.hip is not None:
-        return Platform("amd", name)
-    return Platform("nvidia", name, torch.cuda.get_device_capability(device))
+        return amd(found.gcnArchName.split(":")[0], **sizes)
+    return nvidia((found.major, found.minor), **sizes)
 
 
 def cpu_computes_bf16() -> bool:

@@ -23,6 +23,7 @@ from negamax.kernels.moe import spec as moe
 from negamax.kernels.native import rows as native_rows
 from negamax.kernels.norm import spec as norm
 from negamax.kernels.op import Kernel, Op
+from negamax.kernels.platform import Feature, Platform
 from negamax.kernels.quantize import spec as quantize
 from negamax.kernels.rope import spec as rope
 from negamax.kernels.sampling import spec as sampling
@@ -83,7 +84,7 @@ def gpu_kernels() -> tuple[Kernel, ...]:
 class KernelTable:
     """The chosen kernel of every op for one platform and dtype."""
 
-    platform: str
+    platform: Platform
     dtype: torch.dtype
     kernels: Mapping[str, Kernel] = field(repr=False)
 
@@ -92,7 +93,7 @@ class KernelTable:
 
     def describe(self) -> str:
         """One line per op: its name, the provider and what the op does."""
-        lines = [f"kernels for {self.platform}, {str(self.dtype).removeprefix('torch.')}:"]
+        lines = [f"kernels for {self.platform.label}, {str(self.dtype).removeprefix('torch.')}:"]
         lines += [
             f"  {name:30} {kernel.provider:18} {OPS[name].summary}"
             for name, kernel in sorted(self.kernels.items())
@@ -100,23 +101,26 @@ class KernelTable:
         return "\n".join(lines)
 
 
-def providers(op: str, *, platform: str, dtype: torch.dtype) -> list[Kernel]:
+def providers(op: str, *, platform: Platform, dtype: torch.dtype) -> list[Kernel]:
     """Every kernel of `op` that runs here, preferred first. The reference runs everywhere."""
     return [
         kernel
-        for kernel in (gpu_kernels() if platform == "cuda" else KERNELS)
+        for kernel in _kernels(platform)
         if kernel.op == op
-        and (kernel.provider == "reference" or platform in kernel.platforms)
+        and (kernel.provider == "reference" or not platform.missing(kernel.requires))
         and dtype in kernel.dtypes
         and kernel.available()
     ]
 
 
+def _kernels(platform: Platform) -> tuple[Kernel, ...]:
+    return gpu_kernels() if Feature.TRITON in platform.features else KERNELS
+
+
 def resolve(
-    *, platform: str, dtype: torch.dtype, choices: Mapping[str, str] | None = None
+    *, platform: Platform, dtype: torch.dtype, choices: Mapping[str, str] | None = None
 ) -> KernelTable:
-    """The table for `platform` ("cpu", "cuda") and `dtype`; `choices` names a provider for some
-    ops.
+    """The table for `platform` and `dtype`; `choices` names a provider for some ops.
 
     Errors: `ConfigError` for an op or a provider that does not exist here, with those that do.
     """
@@ -130,11 +134,20 @@ def resolve(
         if op in choices:
             named = [kernel for kernel in found if kernel.provider == choices[op]]
             if not named:
-                names = ", ".join(kernel.provider for kernel in found)
                 raise ConfigError(
-                    f"no provider {choices[op]!r} of {op} for {platform} and {dtype}; available: "
-                    f"{names}"
+                    f"no provider {choices[op]!r} of {op} in {dtype} for {platform.label}"
+                    f"{_lacks(op, choices[op], platform)}; available: "
+                    f"{', '.join(kernel.provider for kernel in found)}"
                 )
             found = named
         chosen[op] = found[0]
     return KernelTable(platform=platform, dtype=dtype, kernels=chosen)
+
+
+def _lacks(op: str, provider: str, platform: Platform) -> str:
+    """What the platform lacks for that provider, as the end of a sentence."""
+    for kernel in _kernels(platform):
+        if (kernel.op, kernel.provider) == (op, provider):
+            missing = platform.missing(kernel.requires)
+            return f", which lacks {', '.join(missing)}" if missing else ""
+    return ""

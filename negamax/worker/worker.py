@@ -50,8 +50,9 @@ class Worker:
         self._on_gpu = device.type == "cuda"
         dtype = choose_dtype(config.dtype, spec=config.spec, device=config.device)
         cache_dtype = kv_dtype(config.kv_cache_dtype, dtype=dtype, device=config.device)
+        platform = platform_of(device)
         check_platform(
-            platform_of(device),
+            platform,
             config.spec,
             dtype=dtype,
             cache_dtype=cache_dtype,
@@ -64,7 +65,7 @@ class Worker:
         self._context = context = _parallel_context(config, device)
         self._group = context.attention_group
         self.poll_control = context.poll_control
-        self._kernels = kernels = resolve(platform=config.device, dtype=dtype)
+        self._kernels = kernels = resolve(platform=platform, dtype=dtype)
         self._model = model = build_model(
             config.spec, context=context, dtype=dtype, device=device, kernels=kernels
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from negamax.config.model_spec import MINIMAX_M2, ModelSpec
 from negamax.kernels.attention.spec import PagedQueries, paged_queries
+from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.layers.attention import AttentionInputs
 from negamax.models.registry import CausalModel, build_model
@@ -88,7 +89,7 @@ def build(
     """A model holding `weights`, ready to run (or, with `loaded` False, before anything was
     written).
     """
-    kernels = resolve(platform="cpu", dtype=dtype, choices=choices)
+    kernels = resolve(platform=CPU, dtype=dtype, choices=choices)
     context = context or ParallelContext.single()
     model = build_model(
         spec, context=context, dtype=dtype, device=torch.device("cpu"), kernels=kernels

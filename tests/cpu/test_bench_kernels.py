@@ -17,6 +17,7 @@ from negamax.bench.bindings import bind, case_bytes, copy_case, map_tensors
 from negamax.bench.kernels import Ceilings, cases, has_fp8, time_kernel
 from negamax.cli.main import main
 from negamax.kernels.op import Case
+from negamax.kernels.platform import CPU
 from negamax.kernels.registry import OPS, providers
 
 
@@ -24,7 +25,7 @@ from negamax.kernels.registry import OPS, providers
 def test_every_op_can_be_bound_and_repeated(name: str) -> None:
     op = OPS[name]
     for case in cases(op, platform="cpu", dtype=torch.bfloat16, ranks=(1,)):
-        for kernel in providers(name, platform="cpu", dtype=torch.bfloat16):
+        for kernel in providers(name, platform=CPU, dtype=torch.bfloat16):
             call = bind(op, kernel, case)
             with torch.inference_mode():
                 call()

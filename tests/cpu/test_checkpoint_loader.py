@@ -32,6 +32,7 @@ from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.names import layer_of, mtp_layers, place
 from negamax.config.model_spec import ModelSpec, bundled_spec
+from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot, slots_by_name
@@ -624,7 +625,7 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 
 def build(spec: ModelSpec) -> CausalModel:
     device, dtype = torch.device("cpu"), torch.float32
-    kernels = resolve(platform="cpu", dtype=dtype)
+    kernels = resolve(platform=CPU, dtype=dtype)
     return build_model(
         spec, context=ParallelContext.single(), dtype=dtype, device=device, kernels=kernels
     )

@@ -17,6 +17,7 @@ from negamax.base.errors import CheckpointError, ConfigError
 from negamax.checkpoint.loader import LoadReport, load_weights
 from negamax.checkpoint.synthetic import VALUE_MAX, fill_synthetic
 from negamax.config.model_spec import ModelSpec, bundled_spec
+from negamax.kernels.platform import platform_of
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.layers.attention import QkNormAttention
@@ -52,7 +53,7 @@ def kernels(prepared: dict[str, list[Any]]) -> KernelTable:
     def recording(op: str) -> Any:
         return lambda *weights: prepared.setdefault(op, []).append(weights)
 
-    table = resolve(platform="cpu", dtype=torch.float32)
+    table = resolve(platform=platform_of(CPU), dtype=torch.float32)
     changed = {
         op: replace(table[op], prepare=recording(op)) for op in ("gemm.linear", "moe.experts")
     }

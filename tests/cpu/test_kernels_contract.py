@@ -4,11 +4,14 @@ is to be tested.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from negamax.base.errors import ConfigError
 from negamax.kernels.op import FLOAT_DTYPES, Kernel
+from negamax.kernels.platform import CPU, amd
 from negamax.kernels.registry import KERNELS, OPS, providers, resolve
 
 CONTRACTS = [
@@ -56,7 +59,7 @@ def test_cost_counts_bytes_and_flops(name: str) -> None:
 
 
 def test_table_holds_every_op_and_says_who_runs_it() -> None:
-    table = resolve(platform="cpu", dtype=torch.float32)
+    table = resolve(platform=CPU, dtype=torch.float32)
     text = table.describe()
     for name in OPS:
         assert table[name].op == name
@@ -64,22 +67,25 @@ def test_table_holds_every_op_and_says_who_runs_it() -> None:
     assert "bucketed" in text
 
 
-def test_an_unknown_platform_runs_the_references() -> None:
-    table = resolve(platform="abacus", dtype=torch.float32)
+def test_a_device_without_any_feature_runs_the_references() -> None:
+    table = resolve(platform=replace(CPU, features=frozenset()), dtype=torch.float32)
     assert {kernel.provider for kernel in table.kernels.values()} == {"reference"}
 
 
 def test_choice_of_a_provider_is_kept_and_a_wrong_one_names_the_right_ones() -> None:
-    table = resolve(platform="cpu", dtype=torch.float32, choices={"attention.decode": "reference"})
+    table = resolve(platform=CPU, dtype=torch.float32, choices={"attention.decode": "reference"})
     assert table["attention.decode"].provider == "reference"
     with pytest.raises(ConfigError, match="bucketed, reference"):
-        resolve(platform="cpu", dtype=torch.float32, choices={"attention.decode": "magic"})
+        resolve(platform=CPU, dtype=torch.float32, choices={"attention.decode": "magic"})
+    mi300x = amd("gfx942", name="MI300X", multiprocessors=304, shared_memory=65536)
+    with pytest.raises(ConfigError, match=r"MI300X .gfx942., which lacks spin_wait; available:"):
+        resolve(platform=mi300x, dtype=torch.bfloat16, choices={"attention.decode": "triton"})
     with pytest.raises(ConfigError, match="no op named"):
-        resolve(platform="cpu", dtype=torch.float32, choices={"attention.encode": "reference"})
+        resolve(platform=CPU, dtype=torch.float32, choices={"attention.encode": "reference"})
 
 
 def test_preferred_provider_comes_first_and_the_reference_last() -> None:
     for name in OPS:
-        found = providers(name, platform="cpu", dtype=torch.bfloat16)
+        found = providers(name, platform=CPU, dtype=torch.bfloat16)
         assert found[-1].provider == "reference"
-        assert resolve(platform="cpu", dtype=torch.bfloat16)[name] is found[0]
+        assert resolve(platform=CPU, dtype=torch.bfloat16)[name] is found[0]

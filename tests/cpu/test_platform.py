@@ -8,6 +8,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from negamax.base.errors import ConfigError
 from negamax.config.model_spec import bundled_spec
 from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.native import library
-from negamax.kernels.platform import Platform, platform_of
-from negamax.kernels.registry import providers, resolve
+from negamax.kernels.platform import CPU, Feature, nvidia, platform_of
+from negamax.kernels.registry import OPS, providers, resolve
 from negamax.worker.device import check_platform, choose_dtype
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -31,8 +32,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """Lets PyTorch name a GPU that is not there."""
 
     def fake(name: str, capability: tuple[int, int], hip: str | None = None) -> torch.device:
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        found = SimpleNamespace(
+            name=name, major=capability[0], minor=capability[1], multi_processor_count=132,
+            shared_memory_per_multiprocessor=233472, gcnArchName="gfx942:sramecc+:xnack-",
+        )  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
         monkeypatch.setattr(torch.version, "hip", hip)
         return torch.device("cuda", 0)
 
@@ -72,7 +76,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
             (9, 4),
             "6.2",
             BF16,
-            "AMD Instinct MI300X: AMD GPUs (ROCm) are not supported yet",
+            "AMD Instinct MI300X (gfx942): AMD GPUs (ROCm) are not supported yet",
         ),
     ],
 )
@@ -116,7 +120,18 @@ def test_measured_gpus_and_the_cpu_run_everything_without_a_word(
         for found in platforms:
             check_platform(found, M2, dtype=BF16, cache_dtype=FP8)
     assert not caplog.records
-    assert platforms[0] == Platform("nvidia", "NVIDIA H200", (9, 0))
+    assert platforms[0] == nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
+
+
+@pytest.mark.parametrize("op", list(OPS))
+def test_rocm_which_says_cuda_never_gets_a_kernel_that_needs_nvidia(gpu: FakeGpu, op: str) -> None:
+    nvidias = {Feature.SPIN_WAIT, Feature.PEER_MEMORY, Feature.PDL, Feature.TMA}
+    found = platform_of(gpu("AMD Instinct MI300X", (9, 4), "6.2"))
+    assert (found.arch, found.warp_size) == ("gfx942", 64) and not found.features & nvidias
+    assert not any(
+        kernel.requires & nvidias for kernel in providers(op, platform=found, dtype=BF16)
+    )
+    assert resolve(platform=found, dtype=BF16)[op].provider
 
 
 @pytest.mark.parametrize(
@@ -154,9 +169,9 @@ def test_a_cpu_computes_in_bf16_only_where_it_has_instructions_for_it(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_native_kernels_run_in_both_dtypes_of_the_cpu(dtype: torch.dtype) -> None:
-    linear = providers("gemm.linear", platform="cpu", dtype=dtype)[0]
+    linear = providers("gemm.linear", platform=CPU, dtype=dtype)[0]
     if library.load() is None or linear.provider != "onednn":
         pytest.skip("no C compiler, or no oneDNN products in this dtype")
-    table = resolve(platform="cpu", dtype=dtype)
+    table = resolve(platform=CPU, dtype=dtype)
     native = [op for op, kernel in table.kernels.items() if kernel.provider.startswith("native")]
     assert len(native) == 6 and table["attention.decode"].provider == "native"

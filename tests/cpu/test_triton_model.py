@@ -16,6 +16,7 @@ from torch import Tensor
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.spec import PagedQueries
 from negamax.kernels.moe import tiles as moe_tiles
+from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.attention import AttentionInputs
@@ -45,7 +46,7 @@ def kernel_table() -> KernelTable:
     preferred = {
         kernel.op: kernel for kernel in reversed(gpu_kernels()) if torch.bfloat16 in kernel.dtypes
     }
-    return KernelTable(platform="cuda", dtype=torch.bfloat16, kernels=preferred)
+    return KernelTable(platform=CPU, dtype=torch.bfloat16, kernels=preferred)
 
 
 def gpu_model(weights: Mapping[str, Tensor], *, keep_quantized: bool) -> CausalModel:

@@ -20,6 +20,7 @@ from negamax.kernels.moe import spec as moe_spec
 from negamax.kernels.moe import triton as moe
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.spec import NormWeight
+from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
@@ -182,7 +183,7 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
     preferred = {
         kernel.op: kernel for kernel in reversed(gpu_kernels()) if torch.float16 in kernel.dtypes
     }
-    table = KernelTable(platform="cuda", dtype=torch.float16, kernels=preferred)
+    table = KernelTable(platform=CPU, dtype=torch.float16, kernels=preferred)
 
     def logits(shard_rows: int) -> list[Tensor]:
         monkeypatch.setattr(tiles, "SHARD_ROWS", shard_rows)

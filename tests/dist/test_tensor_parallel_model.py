@@ -17,6 +17,7 @@ from model_support import PagedRun, build, random_weights, tiny_config
 
 from negamax.base.errors import ConfigError
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.models.minimax_m2 import MiniMaxM2
 from negamax.models.registry import build_model
@@ -146,7 +147,7 @@ def test_each_rank_holds_its_token_ids_and_nothing_of_the_others(world: tuple[in
 
 def test_sizes_that_do_not_split_are_refused_by_name() -> None:
     spec = make_spec(2)
-    kernels = resolve(platform="cpu", dtype=torch.float32)
+    kernels = resolve(platform=CPU, dtype=torch.float32)
     single = ParallelContext.single()
 
     def refused(layout: ParallelLayout) -> str:

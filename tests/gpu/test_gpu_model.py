@@ -14,6 +14,7 @@ from torch import Tensor
 
 from negamax.config.model_spec import ModelSpec, bundled_spec
 from negamax.kernels.attention.spec import PagedQueries
+from negamax.kernels.platform import CPU, platform_of
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable, resolve
 from negamax.layers.attention import AttentionInputs
@@ -24,7 +25,8 @@ from negamax.worker.kv_cache import allocate
 
 SPEC = replace(bundled_spec("minimax-m2"), num_layers=2)
 BLOCK_SIZE = 64
-REFERENCES = KernelTable("cuda", torch.float32, {name: op.reference for name, op in OPS.items()})
+PLATFORM = platform_of(torch.device("cuda", 0)) if torch.cuda.is_available() else CPU
+REFERENCES = KernelTable(PLATFORM, torch.float32, {name: op.reference for name, op in OPS.items()})
 # Products with FP8 weights and activations lose 2.6 % per rounded factor; with 16-bit ones the
 # rounding of each result.
 BOUNDS = {"stored FP8": 0.05, "bf16": 0.015}  # measured: 0.020, 0.007
@@ -189,7 +191,7 @@ def typical_error(
 
 @pytest.mark.parametrize("form", list(BOUNDS))
 def test_two_full_layers_give_the_logits_of_the_definition(form: str) -> None:
-    kernels = resolve(platform="cuda", dtype=torch.bfloat16)
+    kernels = resolve(platform=PLATFORM, dtype=torch.bfloat16)
     error = typical_error(
         SPEC, kernels, keep_quantized=form == "stored FP8", device=torch.device("cuda"), longest=600
     )

@@ -13,8 +13,9 @@ from negamax.kernels.attention.triton_decode import decode, plan_decode
 from negamax.kernels.attention.triton_prefill import plan_prefill, prefill
 from negamax.kernels.attention.triton_qk_norm import prepare_qk_norm, qk_norm_rope_write
 from negamax.kernels.op import Kernel
+from negamax.kernels.platform import Feature
 
-_GPU = ("cuda",)
+_GPU = frozenset({Feature.TRITON})
 _DTYPES = (torch.bfloat16, torch.float16)
 
 KERNELS = (
@@ -23,9 +24,16 @@ KERNELS = (
         "triton",
         qk_norm_rope_write,
         prepare_qk_norm,
-        platforms=_GPU,
+        requires=_GPU,
         dtypes=_DTYPES,
     ),
-    Kernel("attention.decode", "triton", decode, plan_decode, platforms=_GPU, dtypes=_DTYPES),
-    Kernel("attention.prefill", "triton", prefill, plan_prefill, platforms=_GPU, dtypes=_DTYPES),
+    Kernel(
+        "attention.decode",
+        "triton",
+        decode,
+        plan_decode,
+        requires=_GPU | {Feature.SPIN_WAIT},
+        dtypes=_DTYPES,
+    ),
+    Kernel("attention.prefill", "triton", prefill, plan_prefill, requires=_GPU, dtypes=_DTYPES),
 )

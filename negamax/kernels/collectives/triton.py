@@ -39,6 +39,7 @@ from negamax.kernels.norm.triton import (
     words_of,
 )
 from negamax.kernels.op import Kernel
+from negamax.kernels.platform import Feature
 
 # between two looks at the abort flag, which is host memory: about a millisecond
 _SPINS = tl.constexpr(1024)
@@ -528,7 +529,7 @@ KERNELS = (
         "triton",
         all_reduce_add_rms,
         norm_kernels.prepare,
-        platforms=("cuda",),
+        requires=frozenset({Feature.TRITON}),
         dtypes=(torch.bfloat16, torch.float16),
     ),
 )

@@ -40,6 +40,7 @@ from negamax.kernels.launch.triton import (
     wait_then_start_next,
 )
 from negamax.kernels.op import Kernel
+from negamax.kernels.platform import Feature
 from negamax.kernels.quantize import triton as quantize
 
 _BLOCK: tl.constexpr = tl.constexpr(GROUP)  # columns that share a scale
@@ -476,7 +477,7 @@ KERNELS: tuple[Kernel, ...] = (
         "triton",
         linear,
         prepare,
-        platforms=("cuda",),
+        requires=frozenset({Feature.TRITON}),
         dtypes=(torch.bfloat16, torch.float16),
     ),
 )

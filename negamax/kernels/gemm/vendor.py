@@ -87,7 +87,6 @@ def _kernel(dtype: torch.dtype) -> Kernel:
         "onednn",
         linear,
         pack,
-        platforms=("cpu",),
         dtypes=(dtype,),
         available=lambda: _runs(dtype),
     )

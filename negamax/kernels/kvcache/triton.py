@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.op import Kernel
+from negamax.kernels.platform import Feature
 
 
 @triton.jit
@@ -80,7 +81,7 @@ KERNELS = (
         "kvcache.locate",
         "triton",
         locate,
-        platforms=("cuda",),
+        requires=frozenset({Feature.TRITON}),
         dtypes=(torch.bfloat16, torch.float16),
     ),
 )

@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from negamax.kernels.platform import platform_of
+from negamax.kernels.platform import Feature, platform_of
 
 triton.knobs.language.default_fp_fusion = True  # off, the kernels' last bits and speed are others
 
@@ -52,7 +52,7 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     """
     return (
         {"PDL": True, "launch_pdl": True}
-        if platform_of(device).has_dependent_launch
+        if Feature.PDL in platform_of(device).features
         else {"PDL": False}
     )
 

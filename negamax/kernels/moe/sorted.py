@@ -60,7 +60,7 @@ def kernel(linear: Kernel) -> Kernel:
         f"sorted+{linear.provider}",
         run,
         prepare,
-        linear.platforms,
+        linear.requires,
         linear.dtypes,
         linear.available,
     )

@@ -17,8 +17,6 @@ where the weights are FP8. A pair is numbered token * top_k + choice.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -29,6 +27,7 @@ from negamax.kernels.moe.triton_prefill import experts_sorted
 from negamax.kernels.moe.triton_route import prepare_gate, route
 from negamax.kernels.moe.triton_shared import FP8, PreparedExperts
 from negamax.kernels.op import Kernel
+from negamax.kernels.platform import Feature
 
 
 def prepare_experts(
@@ -79,12 +78,16 @@ def experts(
     return experts_sorted(x, ids, weights, prepared, first=first, count=count)
 
 
-_WHERE: dict[str, Any] = {
-    "platforms": ("cuda",),
-    "dtypes": (torch.bfloat16, torch.float16),
-    "available": torch.cuda.is_available,
-}
+_GPU = frozenset({Feature.TRITON})
+_DTYPES = (torch.bfloat16, torch.float16)
 KERNELS = (
-    Kernel("moe.route", "triton", route, prepare_gate, **_WHERE),
-    Kernel("moe.experts", "triton", experts, prepare_experts, **_WHERE),
+    Kernel(
+        "moe.route",
+        "triton",
+        route,
+        prepare_gate,
+        requires=_GPU | {Feature.SPIN_WAIT},
+        dtypes=_DTYPES,
+    ),
+    Kernel("moe.experts", "triton", experts, prepare_experts, requires=_GPU, dtypes=_DTYPES),
 )

@@ -21,6 +21,7 @@ from negamax.kernels.launch.triton import launch_options, wait_for_inputs
 from negamax.kernels.norm import spec, tiles
 from negamax.kernels.norm.spec import NormWeight
 from negamax.kernels.op import Kernel
+from negamax.kernels.platform import Feature
 
 _GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
 _E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
@@ -296,7 +297,7 @@ KERNELS = (
         "triton",
         add_rms,
         prepare,
-        platforms=("cuda",),
+        requires=frozenset({Feature.TRITON}),
         dtypes=(torch.bfloat16, torch.float16),
     ),
 )

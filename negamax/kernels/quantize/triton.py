@@ -11,6 +11,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.op import Kernel
+from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.spec import E4M3_MAX
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
@@ -53,7 +54,7 @@ KERNELS: tuple[Kernel, ...] = (
         "quantize.activations",
         "triton",
         rows,
-        platforms=("cuda",),
+        requires=frozenset({Feature.TRITON}),
         dtypes=(torch.bfloat16, torch.float16),
     ),
 )

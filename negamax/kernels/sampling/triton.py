@@ -20,6 +20,7 @@ from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.collectives.triton import copy_of, poll, push
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs
 from negamax.kernels.op import Kernel
+from negamax.kernels.platform import Feature
 from negamax.kernels.sampling import noise, spec, tiles
 
 _INFINITY = tl.constexpr(float("inf"))
@@ -456,6 +457,12 @@ def draw_leading(
 
 
 KERNELS = tuple(
-    Kernel(op, "triton", run, platforms=("cuda",), dtypes=(torch.bfloat16, torch.float16))
+    Kernel(
+        op,
+        "triton",
+        run,
+        requires=frozenset({Feature.TRITON}),
+        dtypes=(torch.bfloat16, torch.float16),
+    )
     for op, run in (("sampling.pick", pick), ("sampling.draw_leading", draw_leading))
 )
