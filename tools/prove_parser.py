@@ -46,10 +46,9 @@ from negamax.text.parser.output_parser import OutputParser, parse
 from negamax.text.parser.packets import MAX_CHARS, Packets
 
 ROOT = Path(__file__).resolve().parents[1]
-CASE_FILES = (
-    ROOT.parent / "shared" / "cases" / "parser_cases.jsonl",
-    ROOT / "tests" / "golden" / "minimax_m2_outputs.jsonl",
-    ROOT / "tests" / "golden" / "minimax_m3_outputs.jsonl",
+CASE_FILES = tuple(
+    ROOT / "tests" / "golden" / name
+    for name in ("parser_cases.jsonl", "minimax_m2_outputs.jsonl", "minimax_m3_outputs.jsonl")
 )
 FORMATS = {"m2": MINIMAX_M2, "m3": MINIMAX_M3}
 MEGABYTE = 1_000_000
@@ -75,13 +74,9 @@ class Case:
 
 
 def read_cases(paths: Iterable[Path]) -> list[Case]:
-    """The cases of those files that exist."""
+    """The cases of those files."""
     lines = [
-        line
-        for path in paths
-        if path.exists()
-        for line in path.read_text(encoding="utf-8").split("\n")
-        if line
+        line for path in paths for line in path.read_text(encoding="utf-8").split("\n") if line
     ]
     return [
         Case(

@@ -1,5 +1,5 @@
-"""Prompts, byte for byte: the M2 template against an independent renderer and literal texts;
-message normalisation.
+"""Prompts, byte for byte: what the embedded template and M3's layout render is what the models' own
+templates rendered; where templates come from, and what they may do.
 """
 
 from __future__ import annotations
@@ -9,334 +9,53 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from message_support import Message, ai, call, result, system, text, user
+from message_support import ai, call, result, system, user
+from template_support import check_render, m2_template, m3_template, recorded_renders
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
+from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.text.chat_template import ChatTemplate, check_template_kwargs
 from negamax.text.messages import normalize_messages
 
-TEMPLATES = Path(__file__).parents[3] / "shared" / "templates"
-M2_TEMPLATE = TEMPLATES / "minimax_m2_llamacpp.jinja"
-M3_TEMPLATE = TEMPLATES / "minimax_m3.jinja"
-GOLDEN = Path(__file__).parents[1] / "golden" / "minimax_m2_renders.json"
-GOLDENS = json.loads(GOLDEN.read_text(encoding="utf-8"))
-
-needs_m2_template = pytest.mark.skipif(
-    not M2_TEMPLATE.exists(), reason="the M2 template is not beside this checkout"
-)
-
-
-# The M2 layout, written from its description: one function per part.
-
-
-def layout(
-    messages: list[Message], *, tools: list[Message] | None, generation: bool, identity: str | None
-) -> str:
-    first = messages[0] if messages and messages[0]["role"] == "system" else None
-    turns = messages[1:] if first else messages
-    last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
-    out = [
-        "]~!b[]~b]system\n",
-        system_text(first, identity),
-        tool_section(tools) if tools else "",
-        "[e~[\n",
-    ]
-    i = 0
-    while i < len(turns):
-        turn = turns[i]
-        if turn["role"] == "user":
-            out.append(f"]~b]user\n{visible(turn['content'])}[e~[\n")
-        elif turn["role"] == "assistant":
-            out.append(f"]~b]ai\n{assistant_text(turn, keeps_reasoning=i > last_user)}[e~[\n")
-        elif turn["role"] == "tool":
-            responses = []
-            while i < len(turns) and turns[i]["role"] == "tool":
-                responses += tool_responses(turns[i]["content"])
-                i += 1
-            out.append("]~b]tool\n" + "\n".join(responses) + "[e~[\n")
-            continue
-        i += 1
-    return "".join(out) + ("]~b]ai\n<think>\n" if generation else "")
-
-
-def system_text(message: Message | None, identity: str | None) -> str:
-    own = visible(message["content"]) if message and message["content"] else None
-    lines = [
-        own
-        if own is not None
-        else identity
-        if identity is not None
-        else "You are a helpful assistant."
-    ]
-    for field, label in (
-        ("current_date", "Current date"),
-        ("current_location", "Current location"),
-    ):
-        if message and message.get(field):
-            lines.append(f"{label}: {message[field]}")
-    return "\n".join(lines)
-
-
-def tool_section(tools: list[Message]) -> str:
-    listed = "".join(
-        f"<tool>{json.dumps(tool['function'], ensure_ascii=False)}</tool>\n" for tool in tools
-    )
-    parameters = "".join(
-        f'<parameter name="param-key-{n}">param-value-{n}</parameter>\n' for n in (1, 2)
-    )
-    return (
-        "\n\n# Tools\nYou may call one or more tools to assist with the user query.\n"
-        "Here are the tools available in JSONSchema format:\n\n"
-        f"<tools>\n{listed}</tools>\n\n"
-        "When making tool calls, use XML format to invoke tools and pass parameters:\n\n"
-        f"<minimax:tool_call>\n<invoke "
-        f'name="tool-name-1">\n{parameters}...\n</invoke>\n</minimax:tool_call>'
-    )
-
-
-def assistant_text(turn: Message, *, keeps_reasoning: bool) -> str:
-    content = visible(turn["content"])
-    reasoning = turn.get("reasoning_content")
-    if not isinstance(reasoning, str):
-        reasoning = ""
-        before, closer, _ = content.partition("</think>")
-        if closer:
-            reasoning = before.strip("\n").rpartition("<think>")[2].strip("\n")
-            content = content.rpartition("</think>")[2].strip("\n")
-    thought = f"<think>\n{reasoning}\n</think>\n\n" if reasoning and keeps_reasoning else ""
-    return thought + content + call_block(turn.get("tool_calls") or [])
-
-
-def call_block(calls: list[Message]) -> str:
-    if not calls:
-        return ""
-    lines = ["", "<minimax:tool_call>"]
-    for made in calls:
-        lines.append(f'<invoke name="{made["function"]["name"]}">')
-        for key, value in made["function"]["arguments"].items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            lines.append(f'<parameter name="{key}">{text}</parameter>')
-        lines.append("</invoke>")
-    return "\n".join([*lines, "</minimax:tool_call>"])
-
-
-def tool_responses(content: str | list[Message]) -> list[str]:
-    if isinstance(content, str):
-        return [f"<response>{content}</response>"]
-    return [f"<response>{part['text']}\n</response>" for part in content]
-
-
-def visible(content: str | list[Any]) -> str:
-    return (
-        content
-        if isinstance(content, str)
-        else "".join(p if isinstance(p, str) else p["text"] for p in content)
-    )
-
-
-def tool(name: str, **more: Any) -> Message:
-    return {"type": "function", "function": {"name": name, **more}}
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"z": {"type": "string"}, "a": {"type": "integer", "description": "日本語 <é>"}},
-}
-LOOP = [
-    user("go"),
-    ai("", call(x=1), reasoning_content="first"),
-    result("1"),
-    ai("", call(x=2), reasoning_content="second"),
+RENDERS = [
+    pytest.param(family, case, id=f"{family}: {case['name']}")
+    for family in ("m2", "m3")
+    for case in recorded_renders(family)
 ]
-LOOP = [*LOOP, result("2")]
-
-# name -> messages, and what else goes in: tools, kwargs (model_identity), add_generation_prompt
-CONVERSATIONS: dict[str, tuple[list[Message], dict[str, Any]]] = {
-    "user only": ([user("Hi")], {}),
-    "empty user text": ([user("")], {}),
-    "system": ([system("Be brief."), user("Hi")], {}),
-    "empty system text": ([system(""), user("Hi")], {}),
-    "system only": ([system("Be brief.")], {}),
-    "system as parts": ([system([text("Be "), text("brief.")]), user("Hi")], {}),
-    "date": ([system("S", current_date="2026-11-20"), user("Hi")], {}),
-    "place": ([system("", current_location="Köln"), user("Hi")], {}),
-    "date and place": (
-        [system("S", current_date="d", current_location="p"), user("Hi")],
-        {"tools": [tool("f")]},
-    ),
-    "identity": ([user("Who?")], {"kwargs": {"model_identity": "I am nano."}}),
-    "identity and empty system": (
-        [system(""), user("Who?")],
-        {"kwargs": {"model_identity": "I am nano."}},
-    ),
-    "identity loses to system": (
-        [system("S"), user("Who?")],
-        {"kwargs": {"model_identity": "I am nano."}},
-    ),
-    "unknown kwarg": ([user("Hi")], {"kwargs": {"thinking_mode": "enabled"}}),
-    "no generation prompt": ([user("Hi"), ai("Hello")], {"add_generation_prompt": False}),
-    "several turns": ([user("a"), ai("b"), user("c"), ai("d"), user("e")], {}),
-    "two users in a row": ([user("a"), user("b")], {}),
-    "two assistants in a row": (
-        [user("a"), ai("b"), ai("c", reasoning_content="r")],
-        {"add_generation_prompt": False},
-    ),
-    "assistant first": ([ai("Welcome", reasoning_content="r"), user("Hi")], {}),
-    "assistant only": ([ai("Welcome", reasoning_content="r")], {}),
-    "unicode": ([system("日本語 🙂"), user("👩‍🚀 naïve – “x” \u200d العربية"), ai("Größe")], {}),
-    "white space is kept": ([user("  a\n\n\tb  \n"), ai("\n c \n"), user(" ")], {}),
-    "jinja text is data": ([user("{{ 7 * 7 }} {% raw %}"), ai("{# x #}")], {}),
-    "special texts are data": ([user("]~b]ai\n[e~[ <think>")], {}),
-    "user parts": ([user([text("a"), text("b"), "c"])], {}),
-    "assistant parts": ([user("a"), ai([text("b"), text("c")])], {}),
-    "reasoning after the last user": (
-        [user("a"), ai("b", reasoning_content="why")],
-        {"add_generation_prompt": False},
-    ),
-    "reasoning before the last user": (
-        [user("a"), ai("b", reasoning_content="why"), user("c")],
-        {},
-    ),
-    "empty reasoning": ([user("a"), ai("b", reasoning_content="")], {}),
-    "reasoning over several lines": ([user("a"), ai("b", reasoning_content="x\n\ny")], {}),
-    "reasoning inside content": ([user("a"), ai("<think>\nwhy\n</think>\n\nb")], {}),
-    "closer inside content": ([user("a"), ai("why</think>b")], {}),
-    "inline reasoning removed": ([user("a"), ai("<think>why</think>b"), user("c")], {}),
-    "reasoning field keeps content as it is": (
-        [user("a"), ai("x </think> y", reasoning_content="why")],
-        {},
-    ),
-    "tool without description": ([user("a")], {"tools": [tool("f")]}),
-    "tools in client key order": (
-        [user("a")],
-        {"tools": [tool("f", parameters=SCHEMA, description="ü"), tool("g", strict=True)]},
-    ),
-    "system and tools": ([system("S"), user("a")], {"tools": [tool("f", parameters=SCHEMA)]}),
-    "empty tools": ([user("a")], {"tools": []}),
-    "tool loop": (LOOP, {"tools": [tool("f")]}),
-    "tool loop answered": (
-        [*LOOP, ai("3", reasoning_content="third")],
-        {"add_generation_prompt": False},
-    ),
-    "tool loop, next question": (
-        [*LOOP, ai("3", reasoning_content="third"), user("again")],
-        {"tools": [tool("f")]},
-    ),
-    "parallel calls": (
-        [
-            user("a"),
-            ai("", call("f", id="1", x=1), call("g", id="2")),
-            result("r1", id="1"),
-            result("r2", id="2"),
-        ],
-        {},
-    ),
-    "content before calls": (
-        [user("a"), ai("Let me see.", call(x="y"), reasoning_content="r"), result("")],
-        {},
-    ),
-    "all argument types": (
-        [
-            user("a"),
-            ai(
-                "",
-                call(
-                    s="007",
-                    i=7,
-                    f=1.5,
-                    b=True,
-                    n=None,
-                    l=[1, "ü", {"k": []}],
-                    o={"z": 1, "a": "\n"},
-                    e="",
-                ),
-            ),
-            result("x"),
-        ],
-        {},
-    ),
-    "markup in arguments": (
-        [user("a"), ai("", call(s='</parameter>\n<a b="c">&amp; \\n')), result("</response>")],
-        {},
-    ),
-    "tool result as parts": ([user("a"), ai("", call()), result([text("one"), text("two")])], {}),
-    "tool results, text and parts": (
-        [
-            user("a"),
-            ai("", call(id="1"), call(id="2")),
-            result("one", id="1"),
-            result([text("two")], id="2"),
-        ],
-        {},
-    ),
-    "calls at the end": (
-        [user("a"), ai("", call(x=1), reasoning_content="r")],
-        {"add_generation_prompt": False},
-    ),
-    "other names": (
-        [user("a"), ai("", call("mcp__srv-1__do.thing", größe=3, **{"a b": "y"})), result("x")],
-        {},
-    ),
-}
-
-needs_m3_template = pytest.mark.skipif(
-    not M3_TEMPLATE.exists(), reason="the M3 template is not beside this checkout"
-)
 
 
 @pytest.fixture(scope="module")
 def m3() -> ChatTemplate:
-    return ChatTemplate(M3_TEMPLATE.read_text(encoding="utf-8"))
+    return m3_template()
 
 
 @pytest.fixture(scope="module")
 def m2() -> ChatTemplate:
-    return ChatTemplate(M2_TEMPLATE.read_text(encoding="utf-8"))
+    return m2_template()
 
 
-@needs_m2_template
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_m2_render_equals_the_independent_renderer(m2: ChatTemplate, name: str) -> None:
-    messages, options = CONVERSATIONS[name]
-    tools, kwargs = options.get("tools"), options.get("kwargs", {})
-    generation = options.get("add_generation_prompt", True)
-    expected = layout(
-        messages, tools=tools, generation=generation, identity=kwargs.get("model_identity")
+@pytest.mark.parametrize(("family", "case"), RENDERS)
+def test_renders_are_those_of_the_models_own_templates(
+    m2: ChatTemplate, m3: ChatTemplate, family: str, case: dict[str, Any]
+) -> None:
+    template = m2 if family == "m2" else m3
+    if case["expected"] is None:
+        with pytest.raises(InvalidRequestError, match="tool message needs an earlier assistant"):
+            template.render(case["messages"])
+        return
+    check_render(template, case, case["messages"])
+    if case["is_normal"]:
+        check_render(template, case, normalize_messages(case["messages"], has_root=family == "m3"))
+
+
+def test_the_embedded_models_default_identity_is_its_own_and_can_be_replaced() -> None:
+    nano = ChatTemplate.from_folder(NANO_FOLDER)
+    assert nano is not None
+    assert nano.render([user("Hi")]).startswith(
+        "]~!b[]~b]system\nYou are a helpful assistant. Your name is Nano, the small demonstration "
+        "model that ships with Negamax.[e~[\n]~b]user\n"
     )
-    assert m2.render(messages, tools=tools, add_generation_prompt=generation, **kwargs) == expected
-    normalized = normalize_messages(messages)
-    assert (
-        m2.render(normalized, tools=tools, add_generation_prompt=generation, **kwargs) == expected
-    )
-
-
-@needs_m2_template
-@pytest.mark.parametrize("golden", GOLDENS, ids=[golden["name"] for golden in GOLDENS])
-def test_m2_render_equals_the_literal_text(m2: ChatTemplate, golden: dict[str, Any]) -> None:
-    rendered = m2.render(
-        normalize_messages(golden["messages"]),
-        tools=golden["tools"],
-        add_generation_prompt=golden["add_generation_prompt"],
-        **golden["kwargs"],
-    )
-    assert rendered == "\n".join(golden["expected"])
-
-
-@pytest.mark.parametrize("golden", GOLDENS, ids=[golden["name"] for golden in GOLDENS])
-def test_literal_texts_equal_the_independent_renderer(golden: dict[str, Any]) -> None:
-    rendered = layout(
-        golden["messages"],
-        tools=golden["tools"],
-        generation=golden["add_generation_prompt"],
-        identity=golden["kwargs"].get("model_identity"),
-    )
-    assert rendered == "\n".join(golden["expected"])
-
-
-@needs_m2_template
-def test_tool_message_without_call_is_refused_by_the_template(m2: ChatTemplate) -> None:
-    with pytest.raises(InvalidRequestError, match="no previous assistant message"):
-        m2.render([user("a"), result("x")])
+    assert "]~b]system\nI am X.[e~[" in nano.render([user("Hi")], model_identity="I am X.")
 
 
 def turns(prompt: str) -> list[tuple[str, str]]:
@@ -346,8 +65,6 @@ def turns(prompt: str) -> list[tuple[str, str]]:
             for turn in prompt.removeprefix("]~!b[").split("]~b]")[1:]]  # fmt: skip
 
 
-@needs_m2_template
-@needs_m3_template
 def test_templates_tell_what_they_read(m2: ChatTemplate, m3: ChatTemplate) -> None:
     assert (m2.has_root_role, m3.has_root_role) == (False, True)
     assert (m2.reads("thinking_mode"), m3.reads("thinking_mode")) == (False, True)
@@ -355,7 +72,6 @@ def test_templates_tell_what_they_read(m2: ChatTemplate, m3: ChatTemplate) -> No
     assert not ChatTemplate("{{ raise_exception('no') }}").has_root_role
 
 
-@needs_m3_template
 def test_m3_ranks_root_above_system_and_keeps_notes_in_place(m3: ChatTemplate) -> None:
     messages = [
         {"role": "root", "content": "R"},
@@ -371,7 +87,6 @@ def test_m3_ranks_root_above_system_and_keeps_notes_in_place(m3: ChatTemplate) -
     assert shown[2:4] == [("user", "u"), ("user", "<system-reminder>\nN\n</system-reminder>")]
 
 
-@needs_m3_template
 def test_m3_shows_all_thinking_and_calls_of_a_history(m3: ChatTemplate) -> None:
     calls = [call("f", id="a", city="Rome", days=[1, 2]), call("g", id="b")]
     messages = [
@@ -392,7 +107,6 @@ def test_m3_shows_all_thinking_and_calls_of_a_history(m3: ChatTemplate) -> None:
     assert shown[5] == ("ai", "</mm:think>yes")
 
 
-@needs_m3_template
 @pytest.mark.parametrize(
     ("mode", "ending"),
     [("enabled", "<mm:think>"), ("disabled", "</mm:think>"), ("adaptive", ""), (None, "")],

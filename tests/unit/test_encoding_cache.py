@@ -14,15 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from template_support import recorded_renders
 from text_support import CONTROL, TAGS, config_text, definition_text, make_tokenizer
 from tokenizers import Tokenizer as Backend
 
 from negamax.text.encoding_cache import KEPT_CHARS, EncodingCache
 from negamax.text.tokenizer import Tokenizer
 
-GOLDENS = json.loads(
-    (Path(__file__).parents[1] / "golden" / "minimax_m2_renders.json").read_text(encoding="utf-8")
-)
 NANO = Path(__file__).parents[2] / "negamax" / "assets" / "nano"
 TRAINED = json.loads(definition_text())
 LOOK_AHEAD = {
@@ -133,7 +131,9 @@ def test_tokenizer_that_looks_beyond_its_added_tokens_is_not_cut(name: str) -> N
 
 @pytest.mark.parametrize("name", CUT)
 def test_prompts_have_the_tokens_of_the_library(name: str) -> None:
-    texts = ["\n".join(case["expected"]) for case in GOLDENS]
+    texts = [
+        case["expected"] + case["opening"] for case in recorded_renders("m2") if case["expected"]
+    ]
     longer = ["".join(texts[:end]) for end in range(1, 1 + len(texts))]
     cache = EncodingCache(CUT[name])
     assert [cache.encode(text) for text in texts + longer] == [

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import copy
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 from message_support import Message, ai, call, result, system, text, user
+from template_support import m2_template, m3_template
 
 from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_template import ChatTemplate
@@ -21,15 +21,10 @@ from negamax.text.messages import (
     system_note,
 )
 
-M2_TEMPLATE = Path(__file__).parents[3] / "shared" / "templates" / "minimax_m2_llamacpp.jinja"
-needs_m2_template = pytest.mark.skipif(
-    not M2_TEMPLATE.exists(), reason="the M2 template is not beside this checkout"
-)
-
 
 @pytest.fixture(scope="module")
 def m2() -> ChatTemplate:
-    return ChatTemplate(M2_TEMPLATE.read_text(encoding="utf-8"))
+    return m2_template()
 
 
 def developer(content: Any) -> Message:
@@ -87,7 +82,6 @@ def test_note_after_tool_results_stands_in_the_last_result() -> None:
     ] == system_note("N")
 
 
-@needs_m2_template
 def test_note_within_a_tool_loop_keeps_the_thinking_before_it(m2: ChatTemplate) -> None:
     loop = [user("x"), ai("", call(), reasoning_content="PLAN"), result("1")]
     plain = m2.render(normalize_messages(loop))
@@ -125,7 +119,6 @@ def test_root_stands_before_system_in_whatever_order_they_came() -> None:
     assert normalize_messages([system("S"), user("x")], has_root=True) == [system("S"), user("x")]
 
 
-@needs_m2_template
 def test_no_instruction_vanishes_from_the_prompt(m2: ChatTemplate) -> None:
     messages = [
         developer("DEV"),
@@ -217,7 +210,6 @@ def test_explicit_reasoning_leaves_content_alone_unless_it_says_the_same() -> No
     assert (message["reasoning_content"], message["content"]) == ("a", "b")
 
 
-@needs_m2_template
 def test_quoted_think_tags_are_not_cut_out_by_the_template(m2: ChatTemplate) -> None:
     prompt = m2.render(
         normalize_messages([user("x"), ai("Put it in <think>here</think> please."), user("y")])
@@ -271,10 +263,7 @@ CUT = '{"path": "a", "content": "abc'
 
 @pytest.mark.parametrize("family", ["m2", "m3"])
 def test_a_cut_call_is_shown_with_its_raw_text(family: str) -> None:
-    if not M2_TEMPLATE.exists():
-        pytest.skip("the templates are not beside this checkout")
-    name = {"m2": M2_TEMPLATE.name, "m3": "minimax_m3.jinja"}[family]
-    template = ChatTemplate(M2_TEMPLATE.with_name(name).read_text(encoding="utf-8"))
+    template = {"m2": m2_template, "m3": m3_template}[family]()
     calls = ai(
         "", {"id": "c1", "type": "function", "function": {"name": "write", "arguments": CUT}}
     )
@@ -306,7 +295,6 @@ def test_what_the_model_cannot_see_becomes_a_note_in_every_message(kind: str, no
     assert contents == [f"Look:\n{note}\n{note}\nWell?", note, note]
 
 
-@needs_m2_template
 def test_lone_surrogates_become_replacement_characters(m2: ChatTemplate) -> None:
     loop = [
         user("a\ud83db"),

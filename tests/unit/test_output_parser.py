@@ -40,33 +40,21 @@ from negamax.text.parser.tag_lexer import MAX_ATTRIBUTE_CHARS, NO_BEGINNINGS
 from negamax.text.tokenizer import Tokenizer
 
 CASES = proof.read_cases(proof.CASE_FILES)
-SHARED_CASES = proof.CASE_FILES[0]
 TAG_IDS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}
 TOOLS = outputs.TOOLS
 GENERATED = 80  # per format; the full size is `python tools/prove_parser.py`
 
 
-@pytest.mark.skipif(
-    not SHARED_CASES.exists(), reason="the shared parser cases are not beside this checkout"
-)
-def test_shared_cases_are_found() -> None:
-    shared = proof.read_cases([SHARED_CASES])
-    assert (
-        min(sum(case.format is format for case in shared) for format in (MINIMAX_M2, MINIMAX_M3))
-        >= 50
-    )
-    assert {case.tier for case in shared} == {"core", "policy"}
-
-
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 class TestCases:
     def test_parsed_whole(self, case: proof.Case) -> None:
+        parsed = parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning)
         if case.id in proof.OTHER_CHOICE:
             assert case.tier == "policy", "core cases are not ours to choose"
-            pytest.skip(proof.OTHER_CHOICE[case.id])
-        proof.check_expected(
-            case, parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning)
-        )
+            with pytest.raises(AssertionError, match=case.id):
+                proof.check_expected(case, parsed)
+        else:
+            proof.check_expected(case, parsed)
 
     def test_every_reading_gives_the_same(self, case: proof.Case) -> None:
         rng = random.Random(case.id)
