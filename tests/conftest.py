@@ -1,18 +1,30 @@
-"""Markers come from the folder a test lives in; how Triton's kernels and PyTorch's threads run is
-decided here.
+"""Markers come from the folder a test lives in; how Triton's kernels and PyTorch's threads run, and
+for which reasons a test may skip, is decided here.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from negamax.base import env
 
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
 TESTS = Path(__file__).parent
+# What a machine may lack. A test that skips for another reason fails.
+MAY_SKIP = re.compile(
+    "PyTorch finds no GPU here|needs two GPUs|needs . GPUs"
+    "|in this run Triton compiles its kernels for the GPU"
+    "|no Chromium here|no nginx here|no oneDNN linear here"
+    "|has no wide cases|its plan depends on lengths that only the host knows"  # of tests/gpu
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,6 +56,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(getattr(pytest.mark, folder))
         if folder == "attacks":
             item.add_marker(pytest.mark.serial)  # they measure what others feel
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return check_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return check_skip((yield))
+
+
+def check_skip(report: Report) -> Report:
+    """Have a skip for an unlisted reason fail."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not MAY_SKIP.search(reason):
+            report.outcome = "failed"
+            report.longrepr = f"{reason}\nMAY_SKIP in tests/conftest.py does not list this reason"
+    return report
 
 
 def _gpu_is_here() -> bool:

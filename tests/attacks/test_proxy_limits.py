@@ -18,9 +18,7 @@ import pytest
 
 from tests.e2e.conftest import Server, eventually
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("nginx") is None or shutil.which("openssl") is None, reason="runs nginx"
-)
+pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx here")
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx.conf"
 FLOODER, NEIGHBOUR = "127.0.0.1", "127.0.0.2"
 BURST = 40  # requests at once, and then 10 a second

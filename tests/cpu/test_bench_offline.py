@@ -224,7 +224,6 @@ def test_limit_counts_the_kv_cache_in_its_own_dtype() -> None:
 
 
 def test_plot_is_written_or_asks_for_matplotlib(document: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     from negamax.bench.plots import plot_offline
 
     plot_offline(tmp_path / "out.png", document["results"])

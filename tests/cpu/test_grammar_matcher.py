@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("xgrammar")
-
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar, Marker, Reasoning
 from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls

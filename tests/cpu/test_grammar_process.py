@@ -14,8 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("xgrammar")
-
 from negamax import LLM, SamplingParams
 from negamax.base import process
 from negamax.config.grammar import Grammar

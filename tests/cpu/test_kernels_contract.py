@@ -26,8 +26,9 @@ CONTRACTS = [
 
 @pytest.mark.parametrize(("kernel", "dtype"), CONTRACTS)
 def test_kernel_computes_its_op(kernel: Kernel, dtype: torch.dtype) -> None:
-    if not kernel.available():
-        pytest.skip(f"{kernel.provider} does not run on this machine")
+    if kernel.provider == "onednn" and not kernel.available():
+        pytest.skip(f"no oneDNN linear here in {dtype}")
+    assert kernel.available()
     op = OPS[kernel.op]
     tolerance = op.tolerance[dtype]
     cases = op.cases(dtype, torch.Generator().manual_seed(0))

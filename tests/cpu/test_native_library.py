@@ -9,10 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from negamax.kernels.native import library
-
 ASK = """
 from negamax import LLM, SamplingParams
 with LLM("nano", dtype="bfloat16", num_threads=1, max_model_len=512) as llm:
@@ -47,8 +43,6 @@ def test_without_a_working_compiler_the_answer_is_the_same(tmp_path: Path) -> No
 
 
 def test_the_library_is_compiled_once_and_found_again(tmp_path: Path) -> None:
-    if library.load() is None:
-        pytest.skip("no C compiler on this machine")
     output = ask(XDG_CACHE_HOME=str(tmp_path))
     assert "native" in output and "85" in output
     (compiled,) = (tmp_path / "negamax" / "native").iterdir()

@@ -16,7 +16,6 @@ import torch
 from negamax.base.errors import ConfigError
 from negamax.config.model_spec import bundled_spec
 from negamax.kernels.launch.triton import launch_options
-from negamax.kernels.native import library
 from negamax.kernels.platform import CPU, Feature, nvidia, platform_of
 from negamax.kernels.registry import OPS, providers, resolve
 from negamax.worker.device import check_platform, choose_dtype
@@ -170,8 +169,8 @@ def test_a_cpu_computes_in_bf16_only_where_it_has_instructions_for_it(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_native_kernels_run_in_both_dtypes_of_the_cpu(dtype: torch.dtype) -> None:
     linear = providers("gemm.linear", platform=CPU, dtype=dtype)[0]
-    if library.load() is None or linear.provider != "onednn":
-        pytest.skip("no C compiler, or no oneDNN products in this dtype")
+    if linear.provider != "onednn":
+        pytest.skip(f"no oneDNN linear here in {dtype}")
     table = resolve(platform=CPU, dtype=dtype)
     native = [op for op, kernel in table.kernels.items() if kernel.provider.startswith("native")]
     assert len(native) == 6 and table["attention.decode"].provider == "native"

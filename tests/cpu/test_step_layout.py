@@ -9,8 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("triton", reason="the kernels' language is not installed")
-
 from negamax.kernels.attention import triton as attention
 from negamax.kernels.attention.spec import PagedQueries, PagedShape, paged_queries
 from negamax.scheduler.request import SamplingParams

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("xgrammar")
-
 import negamax
 from negamax import LLM, SamplingParams
 from negamax.base.errors import EngineError, InvalidRequestError

@@ -6,10 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-pytest.importorskip("triton")
-
 OPTIONS = """
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("xgrammar")
-
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
 

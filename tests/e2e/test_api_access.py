@@ -121,7 +121,6 @@ def test_cors_is_closed_and_keys_come_from_file_and_environment(
         assert "first-key" not in server.log and "third-key" not in server.log
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_tls_with_a_certificate_and_its_key(tmp_path: Path) -> None:
     def make(name: str) -> tuple[str, str]:
         certificate, key = str(tmp_path / f"{name}.crt"), str(tmp_path / f"{name}.key")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -635,7 +634,6 @@ def test_the_browser_asks_for_the_key_of_a_guarded_server_once(
         page.open("about:blank")
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="runs the command that it copies")
 def test_the_copied_command_repeats_the_request(page: Browser, script: Script) -> None:
     script.steps = [{"content": "Again"}]
     request = {
