@@ -39,7 +39,7 @@ PROBE_SECONDS = 0.8  # without an answer /readyz counts as red
 STOPPED_SECONDS = 10.0
 STATES = ("idle", "prefill", "decode", "opening")
 ENGINE, GRAMMAR = "negamax.engine.core.process", "negamax.engine.grammar.process"
-RANK, MEMBER = "negamax.worker.rank_process", "negamax.api.processes.member"
+RANK, MEMBER = "negamax.worker.rank_process", "negamax.api.server_worker"
 # Name, options, server processes, parts.
 SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
     ("one process", (), 1, ("server process", "engine", "grammar process")),

@@ -32,20 +32,19 @@ import msgspec
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
-from negamax.api import schemas, server
+from negamax import api
+from negamax.api import server
+from negamax.api.anthropic import messages_schema as messages
+from negamax.api.openai import chat_schema as chat
+from negamax.api.openai import completions_schema as completions
+from negamax.api.openai import response_items_schema as response_items
+from negamax.api.openai import responses_schema as responses
+from negamax.api.openai import tokens_schema as tokens
 from negamax.api.processes.peers import Peers
-from negamax.api.processes.seat import Seat
-from negamax.api.schemas import (
-    answers,
-    chat,
-    completions,
-    messages,
-    native_generate,
-    response_items,
-    responses,
-    tokens,
-)
-from negamax.api.schemas.common import RequestModel
+from negamax.api.processes.server_rank import Seat
+from negamax.api.schemas import answers
+from negamax.api.schemas.request_model import RequestModel
+from negamax.api.sglang import generate_schema as native_generate
 from negamax.base.errors import InvalidRequestError
 from negamax.config.options import ServerOptions
 from negamax.scheduler.request import SamplingParams
@@ -68,6 +67,8 @@ answers a field is always there unless it is said that it may be absent. Errors 
 # of fields, and what the engine calls them
 _ALIASES = {"sampling_seed": "seed", "min_new_tokens": "min_tokens"}
 _SERVER_LIMITED = frozenset({"logprobs", "prompt_logprobs"})  # by --max-logprobs
+
+_SHARED = "negamax.api.schemas."  # modules of the dialects' own schemas end in _schema
 
 Schema = type[RequestModel] | type[msgspec.Struct]
 
@@ -95,16 +96,18 @@ class Section:
 _MESSAGE_EVENTS = (
     messages.MessageStart, messages.Ping, messages.BlockStart, messages.BlockDelta,
     messages.BlockStop,
-    messages.MessageDelta, messages.MessageStop, messages.MessageError,
+    messages.MessageDelta, messages.MessageStop, answers.MessageError,
 )  # fmt: skip
 _RESPONSE_EVENTS = (
     response_items.ResponseEvent, response_items.ItemEvent, response_items.PartEvent,
     response_items.SummaryPartEvent,
     response_items.TextEvent,
 )  # fmt: skip
-_CHAT = Route(chat.ChatRequest, answers.ChatAnswer, (answers.ChatChunk, answers.ErrorAnswer))
+_CHAT = Route(chat.ChatRequest, chat.ChatAnswer, (chat.ChatChunk, answers.ErrorAnswer))
 _TEXT = Route(
-    completions.CompletionRequest, answers.TextAnswer, (answers.TextAnswer, answers.ErrorAnswer)
+    completions.CompletionRequest,
+    completions.TextAnswer,
+    (completions.TextAnswer, answers.ErrorAnswer),
 )
 _RESPONSE = Route(responses.ResponsesRequest, response_items.ResponseAnswer, _RESPONSE_EVENTS)
 _MESSAGE = Route(messages.MessagesRequest, messages.MessageAnswer, _MESSAGE_EVENTS)
@@ -125,9 +128,7 @@ SECTIONS = (
         "Chat completions",
         {
             ("POST", "/v1/chat/completions"): _CHAT,
-            ("POST", "/v1/chat/completions/render"): Route(
-                chat.ChatRequest, answers.RenderedPrompt
-            ),
+            ("POST", "/v1/chat/completions/render"): Route(chat.ChatRequest, chat.RenderedPrompt),
         },
     ),
     Section("Completions", {("POST", "/v1/completions"): _TEXT}),
@@ -306,7 +307,9 @@ def _check_routes(
 
 def _check_schemas(listed: set[Schema]) -> None:
     """Every schema that is not only a base of others is on the page."""
-    for info in pkgutil.iter_modules(schemas.__path__, f"{schemas.__name__}."):
+    for info in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
+        if not (info.name.endswith("_schema") or info.name.startswith(_SHARED)):
+            continue
         module = importlib.import_module(info.name)
         for value in vars(module).values():
             is_schema = inspect.isclass(value) and issubclass(value, RequestModel | msgspec.Struct)
@@ -635,7 +638,7 @@ def field_comments(schema: Schema) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for base in reversed(schema.__mro__):
-        if base.__module__.startswith(schemas.__name__):
+        if base.__module__.startswith(api.__name__):
             found.update(_module_comments(base.__module__).get(base.__name__, {}))
     return found
 

@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
 
 from negamax import __version__
-from negamax.api.border import json_response
-from negamax.api.context import ApiContext
+from negamax.api.common.context import ApiContext
+from negamax.api.errors import json_response
 from negamax.api.schemas.answers import HealthAnswer, VersionAnswer
 
 

@@ -7,8 +7,8 @@ import datetime
 from fastapi import APIRouter, Request, Response
 
 from negamax import __version__
-from negamax.api.border import json_response
-from negamax.api.context import ApiContext
+from negamax.api.common.context import ApiContext
+from negamax.api.errors import json_response
 from negamax.api.schemas.answers import ModelCard, ModelList, ServerAnswer
 
 

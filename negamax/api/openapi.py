@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from negamax.api.schemas.common import RequestModel
+from negamax.api.schemas.request_model import RequestModel
 
 _DEFINITIONS = "$defs"
 

@@ -22,9 +22,9 @@ from starlette.middleware.cors import CORSMiddleware
 
 from negamax import __version__
 from negamax.api.anthropic.messages import messages_router
-from negamax.api.border import HANDLERS, Border
-from negamax.api.context import ApiContext
-from negamax.api.guard import Guard, is_loopback
+from negamax.api.auth import Guard, is_loopback
+from negamax.api.common.context import ApiContext
+from negamax.api.errors import HANDLERS, Border
 from negamax.api.health import health_router
 from negamax.api.http.lifecycle import Signals
 from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
@@ -37,9 +37,9 @@ from negamax.api.openai.responses import responses_router
 from negamax.api.openai.tokens import tokens_router
 from negamax.api.openapi import document
 from negamax.api.playground import playground_router
-from negamax.api.processes.leader import Leader, bound_to
-from negamax.api.processes.seat import Seat
-from negamax.api.sglang.native_generate import native_router
+from negamax.api.processes.server_rank import Seat
+from negamax.api.processes.supervisor import Leader, bound_to
+from negamax.api.sglang.generate import native_router
 from negamax.base import env
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger

@@ -58,7 +58,7 @@ class Server:
 
     def member_pids(self) -> list[int]:
         """The server processes beside the first."""
-        return self._children("negamax.api.processes.member")
+        return self._children("negamax.api.server_worker")
 
     def _children(self, module: str) -> list[int]:
         pids = (

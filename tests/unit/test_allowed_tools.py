@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from negamax.api.common.constraints import CallChoice
-from negamax.api.schemas.chat import ChatRequest
-from negamax.api.schemas.responses import ResponsesRequest
+from negamax.api.openai.chat_schema import ChatRequest
+from negamax.api.openai.responses_schema import ResponsesRequest
+from negamax.api.schemas.tools import CallChoice
 from negamax.base.errors import InvalidRequestError
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -12,14 +12,20 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from negamax.api.common.thinking import ReasoningPlace, ThinkingChoice
-from negamax.api.schemas.answers import ChatChunkChoice, Delta, FunctionCall, ToolCall, encode
-from negamax.api.schemas.chat import ChatRequest
-from negamax.api.schemas.common import FOREIGN_FIELDS, RequestModel
-from negamax.api.schemas.completions import CompletionRequest
-from negamax.api.schemas.messages import CountRequest, MessagesRequest
-from negamax.api.schemas.native_generate import NativeRequest
-from negamax.api.schemas.responses import ResponsesRequest
+from negamax.api.anthropic.messages_schema import CountRequest, MessagesRequest
+from negamax.api.openai.chat_schema import (
+    ChatChunkChoice,
+    ChatRequest,
+    Delta,
+    FunctionCall,
+    ToolCall,
+)
+from negamax.api.openai.completions_schema import CompletionRequest
+from negamax.api.openai.responses_schema import ResponsesRequest
+from negamax.api.schemas.answers import encode
+from negamax.api.schemas.request_model import FOREIGN_FIELDS, RequestModel
+from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
+from negamax.api.sglang.generate_schema import NativeRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_template import ChatTemplate
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from negamax.api.anthropic.blocks import BlockGrew, BlockKind, BlockWriter
+from negamax.api.common.blocks import BlockGrew, BlockKind, BlockWriter
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.conversation import BegunCall
 from negamax.api.schemas.answers import ChatLogprob

@@ -19,7 +19,7 @@ from negamax.api.common.conversation import (
     new_call_id,
     without_tokens,
 )
-from negamax.api.common.thinking import ReasoningPlace, ThinkingChoice
+from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import EngineError, InvalidRequestError
 from negamax.engine.client.output import RequestOutput
 from negamax.text.chat_format import ChatFormat

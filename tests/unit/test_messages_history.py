@@ -12,8 +12,7 @@ import pytest
 
 from negamax.api.anthropic.messages_history import History, history_of
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
-from negamax.api.schemas.answers import error_answer
-from negamax.api.schemas.messages import message_error
+from negamax.api.schemas.answers import error_answer, message_error
 from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.text.messages import normalize_messages
 

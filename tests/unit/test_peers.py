@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from negamax.api.http.sse import ClientGoneError
 from negamax.api.processes.peers import Peers
-from negamax.api.processes.seat import Seat
+from negamax.api.processes.server_rank import Seat
 from negamax.base.errors import UnavailableError
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 
-from negamax.api.common.unpacking import PIECE_BYTES, Unpacker, packed_as
+from negamax.api.http.unpacking import PIECE_BYTES, Unpacker, packed_as
 from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
 
 SAYS = (

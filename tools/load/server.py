@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from negamax.api.processes.leader import MEMBER_MODULE
+from negamax.api.processes.supervisor import MEMBER_MODULE
 from tools.load.http import Connection
 
 ROOT = Path(__file__).parents[2]

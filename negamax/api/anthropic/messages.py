@@ -13,24 +13,8 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Struct
 from msgspec.structs import replace
 
-from negamax.api.anthropic.blocks import (
-    Block,
-    BlockClosed,
-    BlockEvent,
-    BlockGrew,
-    BlockKind,
-    BlockOpened,
-)
 from negamax.api.anthropic.messages_history import history_of
-from negamax.api.border import json_response, logged_failure
-from negamax.api.common.conversation import off_loop
-from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
-from negamax.api.common.turns import Turn, TurnAnswer, begin_answer, turn_prompt
-from negamax.api.context import ApiContext
-from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import EventStream, Say, named_event, while_connected
-from negamax.api.openapi import json_body
-from negamax.api.schemas.messages import (
+from negamax.api.anthropic.messages_schema import (
     NO_INPUT,
     BlockDelta,
     BlockStart,
@@ -54,8 +38,24 @@ from negamax.api.schemas.messages import (
     ThinkingTokens,
     TokenCount,
     ToolUseBlock,
-    message_error,
 )
+from negamax.api.common.blocks import (
+    Block,
+    BlockClosed,
+    BlockEvent,
+    BlockGrew,
+    BlockKind,
+    BlockOpened,
+)
+from negamax.api.common.context import ApiContext
+from negamax.api.common.conversation import off_loop
+from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.common.turns import Turn, TurnAnswer, begin_answer, turn_prompt
+from negamax.api.errors import json_response, logged_failure
+from negamax.api.http.request_body import read_request
+from negamax.api.http.sse import EventStream, Say, named_event, while_connected
+from negamax.api.openapi import json_body
+from negamax.api.schemas.answers import message_error
 
 _PING = named_event("ping", Ping())
 # of silence, so that nobody on the way hangs up while the model reads a long prompt

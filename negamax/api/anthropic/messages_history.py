@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from negamax.api.common.thought_signature import HiddenThoughts
-from negamax.api.schemas.common import refuse, shown
+from negamax.api.schemas.request_model import refuse, shown
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system")

@@ -9,7 +9,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 
-from negamax.api.anthropic.blocks import Block, BlockKind
+from negamax.api.common.blocks import Block, BlockKind
 from negamax.api.common.logprobs import chat_logprobs
 from negamax.api.schemas.answers import ChatLogprob
 from negamax.scheduler.step import TokenLogprobs

@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from negamax.api.common.thinking import (
+from negamax.api.http.request_body import max_chars
+from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
+from negamax.api.schemas.thinking import (
     NO_CHOICE,
     ReasoningPlace,
     ThinkingChoice,
     other_variables,
     template_switch,
 )
-from negamax.api.http.request_body import max_chars
-from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from negamax.base.errors import ContextLengthError, EngineError, InvalidRequestError
 from negamax.base.pieces import num_chars
 from negamax.engine.client.output import RequestOutput

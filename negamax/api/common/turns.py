@@ -13,8 +13,9 @@ from typing import Any
 from starlette.requests import Request
 
 from negamax.api.access import salt_of
-from negamax.api.anthropic.blocks import Block, BlockEvent, BlockWriter
-from negamax.api.common.constraints import CallChoice, answer_grammar, constrained
+from negamax.api.common.blocks import Block, BlockEvent, BlockWriter
+from negamax.api.common.constraints import answer_grammar, constrained
+from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import (
     ChatPrompt,
     ChoiceReader,
@@ -24,12 +25,12 @@ from negamax.api.common.conversation import (
     off_loop,
     without_tokens,
 )
-from negamax.api.common.thinking import ReasoningPlace, ThinkingChoice, other_variables
-from negamax.api.context import ApiContext
 from negamax.api.http.pacing import PacedPackets
 from negamax.api.http.sse import FIRST_OUTPUT_SECONDS, begun
 from negamax.api.schemas.answers import Usage
-from negamax.api.schemas.turns import TurnRequest
+from negamax.api.schemas.conversation import TurnRequest
+from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice, other_variables
+from negamax.api.schemas.tools import CallChoice
 from negamax.base.errors import AbortedError, InvalidRequestError
 from negamax.config.grammar import Grammar
 from negamax.engine.client.generation import Generation

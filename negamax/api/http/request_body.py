@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 from starlette.requests import Request
 
-from negamax.api.schemas.common import RequestModel, RequestT
+from negamax.api.schemas.request_model import RequestModel, RequestT
 from negamax.base.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
 from negamax.base.unicode import valid_escapes
 

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
 from negamax.api.access import names_of, salt_of
-from negamax.api.border import failure_event, json_response
-from negamax.api.common.constraints import CallChoice, answer_grammar, constrained
+from negamax.api.common.constraints import answer_grammar, constrained
+from negamax.api.common.context import FINGERPRINT, ApiContext
 from negamax.api.common.conversation import (
     ChatPrompt,
     ChoiceReader,
@@ -23,30 +23,28 @@ from negamax.api.common.conversation import (
     without_tokens,
 )
 from negamax.api.common.logprobs import chat_logprobs, prompt_logprobs
-from negamax.api.common.thinking import ThinkingChoice, other_variables
-from negamax.api.context import FINGERPRINT, ApiContext
+from negamax.api.errors import failure_event, json_response
 from negamax.api.http.pacing import PacedPackets
 from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
-from negamax.api.openapi import json_body
-from negamax.api.schemas.answers import (
+from negamax.api.openai.chat_schema import (
     ChatAnswer,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
-    ChatLogprob,
-    ChatLogprobs,
+    ChatRequest,
     Delta,
     FunctionCall,
     Message,
-    PromptLogprobs,
     ReasoningDetail,
     RenderedPrompt,
     ToolCall,
-    Usage,
 )
-from negamax.api.schemas.chat import ChatRequest
-from negamax.api.schemas.common import refuse
+from negamax.api.openapi import json_body
+from negamax.api.schemas.answers import ChatLogprob, ChatLogprobs, PromptLogprobs, Usage
+from negamax.api.schemas.request_model import refuse
+from negamax.api.schemas.thinking import ThinkingChoice, other_variables
+from negamax.api.schemas.tools import CallChoice
 from negamax.engine.client.generation import Generation
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams

@@ -11,8 +11,8 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from negamax.api.access import names_of, salt_of
-from negamax.api.border import failure_event, json_response
 from negamax.api.common.constraints import constrained
+from negamax.api.common.context import FINGERPRINT, ApiContext
 from negamax.api.common.conversation import (
     ReasoningCounter,
     UsageMeter,
@@ -21,12 +21,12 @@ from negamax.api.common.conversation import (
     without_tokens,
 )
 from negamax.api.common.logprobs import TextLogprobWriter, prompt_logprobs
-from negamax.api.context import FINGERPRINT, ApiContext
+from negamax.api.errors import failure_event, json_response
 from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
+from negamax.api.openai.completions_schema import CompletionRequest, TextAnswer, TextChoice
 from negamax.api.openapi import json_body
-from negamax.api.schemas.answers import PromptLogprobs, TextAnswer, TextChoice, TextLogprobs, Usage
-from negamax.api.schemas.completions import CompletionRequest
+from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs, Usage
 from negamax.engine.client.generation import Generations
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams

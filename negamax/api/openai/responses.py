@@ -13,21 +13,16 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from negamax.api.access import tenant_of
-from negamax.api.border import error_of, json_response
 from negamax.api.common.content_logprobs import ContentLogprobs
+from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import off_loop
 from negamax.api.common.thought_signature import ThoughtSigner
 from negamax.api.common.turns import Turn, begin_answer, turn_prompt
-from negamax.api.context import ApiContext
+from negamax.api.errors import error_of, json_response
 from negamax.api.http.request_body import receive, understand
 from negamax.api.http.sse import while_connected
-from negamax.api.openai.response_store import Item, KeptResponse, KeptTurn, ResponseStore, decoded
-from negamax.api.openai.response_telling import ResponseTeller
-from negamax.api.openai.responses_history import history_of
-from negamax.api.openapi import json_body
-from negamax.api.schemas.answers import encode
-from negamax.api.schemas.common import refuse, shown
-from negamax.api.schemas.response_items import (
+from negamax.api.openai.response_events import ResponseTeller
+from negamax.api.openai.response_items_schema import (
     DeletedResponse,
     InputTokenCount,
     ItemList,
@@ -35,7 +30,12 @@ from negamax.api.schemas.response_items import (
     ResponseAnswer,
     TextEcho,
 )
-from negamax.api.schemas.responses import ResponsesRequest
+from negamax.api.openai.response_store import Item, KeptResponse, KeptTurn, ResponseStore, decoded
+from negamax.api.openai.responses_history import history_of
+from negamax.api.openai.responses_schema import ResponsesRequest
+from negamax.api.openapi import json_body
+from negamax.api.schemas.answers import encode
+from negamax.api.schemas.request_model import refuse, shown
 from negamax.base.errors import InvalidRequestError, NotFoundError
 from negamax.base.log import get_logger
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from negamax.api.anthropic.messages_history import AssistantParts, HiddenThought, History
 from negamax.api.common.thought_signature import HiddenThoughts
-from negamax.api.schemas.common import refuse, shown
-from negamax.api.schemas.responses import CUSTOM_INPUT, shown_name
+from negamax.api.openai.responses_schema import CUSTOM_INPUT, shown_name
+from negamax.api.schemas.request_model import refuse, shown
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system", "developer")

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from negamax.api.http.sse import ClientGoneError, while_connected
-from negamax.api.processes.seat import Seat
+from negamax.api.processes.server_rank import Seat
 from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16

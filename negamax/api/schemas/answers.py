@@ -41,21 +41,6 @@ class Usage(Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails  # what was reasoning
 
 
-class FunctionCall(Struct, frozen=True):
-    name: str | UnsetType = UNSET  # of the tool; in a stream only in the first piece
-    arguments: str | UnsetType = UNSET  # JSON text of an object; in a stream the next piece of it
-
-
-class ToolCall(Struct, frozen=True):
-    """A call in a message, or a piece of one in a delta (then only `index` is always there)."""
-
-    index: int | UnsetType = UNSET  # of the call in the message; in a stream
-    # what the tool message names in tool_call_id; in a stream only in the first piece
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET  # `function`; in a stream only in the first piece
-    function: FunctionCall = FunctionCall()  # what is called, and with what
-
-
 class TopLogprob(Struct, frozen=True):
     token: str  # its text
     logprob: float  # its log-probability
@@ -93,119 +78,6 @@ class PromptLogprob(Struct, frozen=True):
 
 # one entry per prompt token, by token id; the first is null
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-
-
-class ReasoningDetail(Struct, frozen=True):
-    """A piece of reasoning in MiniMax's own shape; in a stream `text` is what is new."""
-
-    text: str  # the reasoning
-    type: str = "reasoning.text"  # what kind of detail it is
-    id: str = "reasoning-text-1"  # which reasoning of the message it is of
-    format: str = "MiniMax-response-v1"  # whose form the text has
-    index: int = 0  # which reasoning of the message it is of
-
-
-class Message(Struct, frozen=True):
-    role: str  # `assistant`
-    # the text without reasoning and calls; null where there are calls and nothing else
-    content: str | None
-    reasoning_content: str | None  # the reasoning, apart from the content
-    reasoning: str | None  # the same by vLLM's and OpenRouter's name
-    # the same in MiniMax's form, with reasoning_split
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET  # in the order in which the model wrote them
-
-
-class ChatChoice(Struct, frozen=True):
-    index: int  # 0 to n - 1
-    message: Message  # the answer
-    logprobs: ChatLogprobs | None  # with logprobs
-    finish_reason: str | None  # stop, length, tool_calls or abort
-    stop_reason: int | str | None  # the stop string or the id of the stop token that ended it
-    token_ids: list[int] | UnsetType = UNSET  # generated tokens, with return_token_ids
-
-
-class ChatAnswer(Struct, frozen=True, kw_only=True):
-    id: str  # the request's own id, or a random one, after a prefix
-    object: str = "chat.completion"  # the kind of answer
-    created: int  # seconds since 1970
-    model: str  # the name that the request used
-    choices: list[ChatChoice]  # n of them, in their order
-    usage: Usage  # token counts
-    system_fingerprint: str  # the server's version
-    # an object by token id for each prompt token, null for the first; with prompt_logprobs
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
-
-
-class Delta(Struct, frozen=True):
-    role: str | UnsetType = UNSET  # `assistant`, in the first delta
-    content: str | UnsetType = UNSET  # the next text without reasoning and calls
-    reasoning_content: str | UnsetType = UNSET  # the next reasoning, never beside content
-    reasoning: str | UnsetType = UNSET  # the same by vLLM's and OpenRouter's name
-    # the same in MiniMax's form, with reasoning_split
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET  # the next pieces of calls
-
-
-class ChatChunkChoice(Struct, frozen=True):
-    index: int  # 0 to n - 1
-    delta: Delta  # what is new
-    logprobs: ChatLogprobs | None = None  # of the tokens since the last chunk, with logprobs
-    finish_reason: str | None = None  # stop, length, tool_calls or abort, in its last chunk
-    # the stop string or the id of the stop token that ended it, in its last chunk
-    stop_reason: int | str | UnsetType | None = UNSET
-    # generated since the last chunk, with return_token_ids
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatChunk(Struct, frozen=True, kw_only=True):
-    id: str  # the request's own id, or a random one, after a prefix
-    object: str = "chat.completion.chunk"  # the kind of answer
-    created: int  # seconds since 1970
-    model: str  # the name that the request used
-    choices: list[ChatChunkChoice]  # one, or none in the chunk with the counts
-    system_fingerprint: str  # the server's version
-    # token counts, with include_usage; null where they are not due
-    usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk, with return_token_ids
-
-
-class RenderedPrompt(Struct, frozen=True, kw_only=True):
-    """What a conversation looks like to the model."""
-
-    request_id: str  # the id that an answer would have
-    model: str  # the name that the request used
-    prompt: str  # the text
-    token_ids: list[int]  # its tokens
-
-
-class TextChoice(Struct, frozen=True):
-    index: int  # the prompt's number times n, and the choice's
-    text: str  # the answer, or what is new of it
-    logprobs: TextLogprobs | None  # with logprobs
-    # stop, length or abort; null in a stream before the last chunk of the choice
-    finish_reason: str | None
-    # the stop string or the id of the stop token that ended it
-    stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET  # of the text, with return_token_ids
-    # an object by token id for each prompt token, null for the first; with prompt_logprobs
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
-
-
-class TextAnswer(Struct, frozen=True, kw_only=True):
-    """Whole answer and stream chunk of /v1/completions."""
-
-    id: str  # the request's own id, or a random one, after a prefix
-    object: str = "text_completion"  # the kind of answer
-    created: int  # seconds since 1970
-    model: str  # the name that the request used
-    # n for each prompt, prompt by prompt; in a stream one, or none in the chunk with the counts
-    choices: list[TextChoice]
-    system_fingerprint: str  # the server's version
-    # token counts; in a stream with include_usage, null where they are not due
-    usage: Usage | UnsetType | None = UNSET
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
@@ -263,3 +135,41 @@ def error_answer(
 ) -> ErrorAnswer:
     """An error in the OpenAI shape."""
     return ErrorAnswer(ErrorBody(message, error_type, param, code))
+
+
+class MessageErrorDetails(Struct, frozen=True):
+    error_code: str  # a word for programs, such as context_length_exceeded
+
+
+class MessageErrorBody(Struct, frozen=True):
+    type: str  # the class of the error by Anthropic's names, such as overloaded_error
+    message: str  # what is wrong, the limit, and what to do
+    details: MessageErrorDetails | UnsetType = UNSET  # what programs can tell it by
+
+
+class MessageError(Struct, frozen=True, tag="error", tag_field="type"):
+    """Anthropic's error shape, also an event."""
+
+    error: MessageErrorBody  # what went wrong
+    request_id: str  # the same as in the header x-request-id
+
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+def message_error(status: int, answer: ErrorAnswer, *, request_id: str) -> MessageError:
+    """An error of this server in Anthropic's shape."""
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    code = answer.error.code
+    details = UNSET if code is None else MessageErrorDetails(code)
+    return MessageError(MessageErrorBody(kind, answer.error.message, details), request_id)

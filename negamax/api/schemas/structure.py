@@ -8,7 +8,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from negamax.api.schemas.common import GenerationRequest, refuse, shown
+from negamax.api.schemas.request_model import refuse, shown
+from negamax.api.schemas.sampled_request import GenerationRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar, GrammarKind, written
 

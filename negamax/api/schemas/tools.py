@@ -3,11 +3,11 @@ and a schema; and which of them a `tool_choice` allows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from negamax.api.schemas.common import refuse, shown
+from negamax.api.schemas.request_model import nearest, refuse, shown
 
 MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARS = 256
@@ -91,3 +91,59 @@ def allowed_tools(choice: Mapping[str, Any], *, may_run_elsewhere: bool = False)
             "has no tool that can be called here; name at least one, or use tool_choice 'none'",
         )
     return AllowedTools(mode, names)
+
+
+@dataclass(frozen=True, slots=True)
+class CallChoice:
+    """Which calls an answer may or must have: "auto", "none", "required", or "function" with the
+    `name` of the one to make. `allowed`: the names of the tools that may be called, where the model
+    is shown more."""
+
+    mode: str = "auto"
+    name: str | None = None
+    parallel: bool = True
+    allowed: tuple[str, ...] | None = None
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.mode in ("required", "function")
+
+    def callable_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Those of the declared `tools` that may be called."""
+        if tools is None or self.allowed is None:
+            return tools
+        return [tool for tool in tools if tool["function"]["name"] in self.allowed]
+
+
+def call_choice(
+    mode: str,
+    name: str | None,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    parallel: bool,
+    allowed: Mapping[str, str] | None = None,
+) -> CallChoice:
+    """The checked choice of calls: `mode` is auto, none, required, or function with a `name`.
+    `allowed` has the names of the tools that may be called, where not all may, with the places in
+    the request that name them."""
+    names = [tool["function"]["name"] for tool in tools or ()]
+    for allowed_name, place in (allowed or {}).items():
+        if allowed_name not in names:
+            refuse(
+                place,
+                f"{shown(allowed_name)} is not a declared tool.{nearest(allowed_name, names)}",
+            )
+    may_call = None if allowed is None else tuple(allowed)
+    if mode in ("auto", "none"):
+        return CallChoice(mode, parallel=parallel, allowed=may_call)
+    if not tools:
+        refuse(
+            "tool_choice",
+            "asks for a call, but there are no tools to call; send tools, or use 'auto'",
+        )
+    if mode == "required":
+        return CallChoice("required", parallel=parallel, allowed=may_call)
+    if name not in names:
+        refuse("tool_choice", f"names the tool {shown(name)}, which is not declared")
+    return CallChoice("function", name, parallel=False)

@@ -9,16 +9,14 @@ from typing import Annotated, Any, ClassVar
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
-from negamax.api.schemas.common import (
+from negamax.api.schemas.request_model import RequestModel, refuse, shown
+from negamax.api.schemas.sampled_request import (
+    MAX_PROMPTS,
     LogitBias,
     RequestId,
-    RequestModel,
     StopStrings,
     StopTokenIds,
-    refuse,
-    shown,
 )
-from negamax.api.schemas.completions import MAX_PROMPTS
 from negamax.api.schemas.structure import form_grammar
 from negamax.config.grammar import Grammar, GrammarKind
 from negamax.scheduler.request import SamplingParams

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
+from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from negamax.api.schemas.common import refuse, shown
+from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs, Usage
+from negamax.api.schemas.request_model import refuse, shown
+from negamax.api.schemas.sampled_request import MAX_PROMPTS
 from negamax.api.schemas.structure import StructuredRequest
 
-MAX_PROMPTS = 128
 Prompt = str | list[int]
 
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
@@ -84,3 +86,31 @@ class CompletionRequest(StructuredRequest):
         if not self.echo:
             refuse("max_tokens", "0 is allowed only with echo=true; allowed: 1 or more")
         return True
+
+
+class TextChoice(Struct, frozen=True):
+    index: int  # the prompt's number times n, and the choice's
+    text: str  # the answer, or what is new of it
+    logprobs: TextLogprobs | None  # with logprobs
+    # stop, length or abort; null in a stream before the last chunk of the choice
+    finish_reason: str | None
+    # the stop string or the id of the stop token that ended it
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # of the text, with return_token_ids
+    # an object by token id for each prompt token, null for the first; with prompt_logprobs
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
+
+
+class TextAnswer(Struct, frozen=True, kw_only=True):
+    """Whole answer and stream chunk of /v1/completions."""
+
+    id: str  # the request's own id, or a random one, after a prefix
+    object: str = "text_completion"  # the kind of answer
+    created: int  # seconds since 1970
+    model: str  # the name that the request used
+    # n for each prompt, prompt by prompt; in a stream one, or none in the chunk with the counts
+    choices: list[TextChoice]
+    system_fingerprint: str  # the server's version
+    # token counts; in a stream with include_usage, null where they are not due
+    usage: Usage | UnsetType | None = UNSET

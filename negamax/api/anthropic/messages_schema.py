@@ -9,14 +9,12 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
-from negamax.api.common.constraints import CallChoice, call_choice
-from negamax.api.common.thinking import EFFORTS, ThinkingChoice, template_switch
-from negamax.api.schemas.answers import ErrorAnswer
-from negamax.api.schemas.chat import check_messages
-from negamax.api.schemas.common import RequestModel, StopStrings, refuse, shown
+from negamax.api.schemas.conversation import TurnRequest, check_messages
+from negamax.api.schemas.request_model import RequestModel, refuse, shown
+from negamax.api.schemas.sampled_request import StopStrings
 from negamax.api.schemas.structure import form_grammar
-from negamax.api.schemas.tools import check_function, check_tool_count
-from negamax.api.schemas.turns import TurnRequest
+from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, template_switch
+from negamax.api.schemas.tools import CallChoice, call_choice, check_function, check_tool_count
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar
 
@@ -289,44 +287,6 @@ class MessageDelta(Struct, frozen=True, tag="message_delta", tag_field="type"):
 
 class MessageStop(Struct, frozen=True, tag="message_stop", tag_field="type"):
     pass
-
-
-class MessageErrorDetails(Struct, frozen=True):
-    error_code: str  # a word for programs, such as context_length_exceeded
-
-
-class MessageErrorBody(Struct, frozen=True):
-    type: str  # the class of the error by Anthropic's names, such as overloaded_error
-    message: str  # what is wrong, the limit, and what to do
-    details: MessageErrorDetails | UnsetType = UNSET  # what programs can tell it by
-
-
-class MessageError(Struct, frozen=True, tag="error", tag_field="type"):
-    """Anthropic's error shape, also an event."""
-
-    error: MessageErrorBody  # what went wrong
-    request_id: str  # the same as in the header x-request-id
-
-
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    529: "overloaded_error",
-}
-
-
-def message_error(status: int, answer: ErrorAnswer, *, request_id: str) -> MessageError:
-    """An error of this server in Anthropic's shape."""
-    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    code = answer.error.code
-    details = UNSET if code is None else MessageErrorDetails(code)
-    return MessageError(MessageErrorBody(kind, answer.error.message, details), request_id)
 
 
 NO_INPUT = msgspec.Raw(b"{}")  # of a call that begins

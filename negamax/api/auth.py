@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from negamax.api.access import owner_of
-from negamax.api.border import negamax_error
-from negamax.api.common.unpacking import Unpacker, packed_as
-from negamax.api.context import ApiContext
+from negamax.api.common.context import ApiContext
+from negamax.api.errors import negamax_error
 from negamax.api.http.request_body import too_large
+from negamax.api.http.unpacking import Unpacker, packed_as
 from negamax.base.errors import (
     ForbiddenError,
     HeadTooLargeError,

@@ -1,4 +1,4 @@
-"""A server process beside the first: `python -m negamax.api.processes.member`, started by `leader`.
+"""A server process beside the first: `python -m negamax.api.server_worker`, started by `leader`.
 
 It serves like the first one, with an engine that is not its own. What becomes of that, and when to
 end, it reads from its standard input; when that ends, the leader is gone. A thread watches whether
@@ -15,9 +15,9 @@ import threading
 import time
 from pathlib import Path
 
-from negamax.api.context import ApiContext
+from negamax.api.common.context import ApiContext
 from negamax.api.processes import wire
-from negamax.api.processes.seat import Seat
+from negamax.api.processes.server_rank import Seat
 from negamax.api.server import HttpServer, event_loop, settle_garbage_collection
 from negamax.base import log
 from negamax.base.log import get_logger

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from negamax.api.schemas.common import refuse, shown
+from negamax.api.schemas.request_model import refuse, shown
 from negamax.text.chat_template import ChatTemplate
 
 MODES = ("enabled", "disabled", "adaptive")

@@ -21,10 +21,10 @@ from negamax.api.http.request_body import BodyLimits
 from negamax.api.http.sse import EventStream, Say, Source
 from negamax.api.metrics import ServerMetrics
 from negamax.api.processes.peers import Peers
-from negamax.api.processes.seat import Seat
+from negamax.api.processes.server_rank import Seat
 from negamax.api.request_log import RequestLog
 from negamax.api.request_record import Observers, RequestRecord, RequestRecorder
-from negamax.api.schemas.common import nearest, shown
+from negamax.api.schemas.request_model import nearest, shown
 from negamax.api.tracing import RequestTracer
 from negamax.base.errors import InvalidRequestError, NotFoundError
 from negamax.config.options import ServerOptions

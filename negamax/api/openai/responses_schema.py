@@ -9,13 +9,18 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
-from negamax.api.common.constraints import CallChoice, call_choice
-from negamax.api.common.thinking import EFFORTS, ThinkingChoice, template_switch
-from negamax.api.schemas.chat import MAX_MESSAGES
-from negamax.api.schemas.common import RequestModel, StopStrings, refuse, shown
+from negamax.api.schemas.conversation import MAX_MESSAGES, TurnRequest
+from negamax.api.schemas.request_model import RequestModel, refuse, shown
+from negamax.api.schemas.sampled_request import StopStrings
 from negamax.api.schemas.structure import form_grammar
-from negamax.api.schemas.tools import allowed_tools, check_function, check_tool_count
-from negamax.api.schemas.turns import TurnRequest
+from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, template_switch
+from negamax.api.schemas.tools import (
+    CallChoice,
+    allowed_tools,
+    call_choice,
+    check_function,
+    check_tool_count,
+)
 from negamax.config.grammar import Grammar
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # of `include`

@@ -19,9 +19,8 @@ from negamax.api.http.lifecycle import Lifecycle
 from negamax.api.http.sse import ClientGoneError, event
 from negamax.api.playground import CHALLENGE, PAGE_PATHS
 from negamax.api.request_log import log_access, log_refusal
-from negamax.api.schemas.answers import ErrorAnswer, encode, error_answer
-from negamax.api.schemas.common import nearest
-from negamax.api.schemas.messages import message_error
+from negamax.api.schemas.answers import ErrorAnswer, encode, error_answer, message_error
+from negamax.api.schemas.request_model import nearest
 from negamax.base.errors import NegamaxError
 from negamax.base.log import get_logger
 

@@ -15,20 +15,19 @@ from msgspec import UNSET
 
 from negamax import __version__
 from negamax.api.access import check_admin, is_admin, salt_of, tenant_of
-from negamax.api.border import failure_event, json_response
 from negamax.api.common.constraints import constrained
+from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import (
     check_failed,
     off_loop,
     without_tokens,
 )
-from negamax.api.common.growing_json import GrowingList, RepeatPacing
-from negamax.api.context import ApiContext
+from negamax.api.errors import failure_event, json_response
 from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
 from negamax.api.openapi import json_body
-from negamax.api.schemas.common import refuse
-from negamax.api.schemas.native_generate import (
+from negamax.api.schemas.request_model import refuse
+from negamax.api.sglang.generate_schema import (
     AbortRequest,
     LogprobEntry,
     MetaInfo,
@@ -39,6 +38,7 @@ from negamax.api.schemas.native_generate import (
     NativeServerInfo,
     NumAborted,
 )
+from negamax.api.sglang.growing_json import GrowingList, RepeatPacing
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.generation import Generations

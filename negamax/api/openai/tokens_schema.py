@@ -8,8 +8,9 @@ from typing import Annotated, Any, ClassVar
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, PlainValidator, WithJsonSchema
 
-from negamax.api.schemas.chat import Tools, check_messages, check_template_kwargs
-from negamax.api.schemas.common import RequestModel, refuse, shown
+from negamax.api.openai.chat_schema import Tools
+from negamax.api.schemas.conversation import check_messages, check_template_kwargs
+from negamax.api.schemas.request_model import RequestModel, refuse, shown
 
 MAX_TEXTS = 1024
 _LIST_OF_IDS = {"type": "array", "items": {"type": "integer"}}

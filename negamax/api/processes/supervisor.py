@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from negamax.api.processes import wire
-from negamax.api.processes.seat import Seat
+from negamax.api.processes.server_rank import Seat
 from negamax.base import process
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
@@ -28,7 +28,7 @@ from negamax.engine.wire import ModelInfo
 
 logger = get_logger(__name__)
 
-MEMBER_MODULE = "negamax.api.processes.member"
+MEMBER_MODULE = "negamax.api.server_worker"
 _POLL_SECONDS = 0.05
 _RESTARTS = Supervision(max_restarts=3)  # of one process
 _END_SECONDS = 7.0  # that processes get which were told to break off

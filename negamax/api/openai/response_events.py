@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from negamax.api.anthropic.blocks import (
+from negamax.api.common.blocks import (
     Block,
     BlockClosed,
     BlockEvent,
@@ -18,13 +18,12 @@ from negamax.api.anthropic.blocks import (
     BlockKind,
     BlockOpened,
 )
-from negamax.api.border import logged_failure
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.thought_signature import ThoughtSigner
 from negamax.api.common.turns import TurnAnswer
+from negamax.api.errors import logged_failure
 from negamax.api.http.sse import Say, named_event
-from negamax.api.schemas.answers import ChatLogprob
-from negamax.api.schemas.response_items import (
+from negamax.api.openai.response_items_schema import (
     CustomCallItem,
     FunctionCallItem,
     IncompleteDetails,
@@ -45,7 +44,8 @@ from negamax.api.schemas.response_items import (
     SummaryText,
     TextEvent,
 )
-from negamax.api.schemas.responses import CUSTOM_INPUT, ENCRYPTED_REASONING, ResponsesRequest
+from negamax.api.openai.responses_schema import CUSTOM_INPUT, ENCRYPTED_REASONING, ResponsesRequest
+from negamax.api.schemas.answers import ChatLogprob
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.CONTENT: "msg", BlockKind.CALL: "fc"}
 

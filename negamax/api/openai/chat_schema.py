@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeGuard
 
+from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
-from negamax.api.common.constraints import CallChoice, call_choice
-from negamax.api.common.thinking import (
+from negamax.api.schemas.answers import ChatLogprobs, PromptLogprobs, Usage
+from negamax.api.schemas.conversation import check_messages, check_template_kwargs
+from negamax.api.schemas.request_model import RequestModel, refuse, shown
+from negamax.api.schemas.structure import StructuredRequest
+from negamax.api.schemas.thinking import (
     EFFORTS,
     MODES,
     ReasoningPlace,
@@ -16,22 +20,14 @@ from negamax.api.common.thinking import (
     switch,
     template_switch,
 )
-from negamax.api.schemas.common import RequestModel, refuse, shown
-from negamax.api.schemas.structure import StructuredRequest
-from negamax.api.schemas.tools import allowed_tools, check_function, check_tool_count
+from negamax.api.schemas.tools import (
+    CallChoice,
+    allowed_tools,
+    call_choice,
+    check_function,
+    check_tool_count,
+)
 from negamax.text.messages import INSTRUCTION_ROLES
-
-MAX_MESSAGES = 16_384
-_RENDER_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt"})
-
-
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Refuse no messages, and more of them than a conversation has."""
-    if not messages:
-        refuse("messages", "the list is empty; send at least one message")
-    if len(messages) > MAX_MESSAGES:
-        refuse("messages", f"{len(messages)} messages; allowed: at most {MAX_MESSAGES}")
-    return messages
 
 
 def _check_tools(tools: list[dict[str, Any]], *, field: str = "tools") -> list[dict[str, Any]]:
@@ -79,18 +75,6 @@ def _chosen_name(choice: dict[str, Any]) -> str | None:
     function = choice.get("function", choice)
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
-
-
-def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Refuse template variables that are none, or that the request itself sets."""
-    for name in kwargs:
-        if name in _RENDER_ARGUMENTS:
-            refuse(
-                "chat_template_kwargs", f"{name!r} is a field of the request itself; set it there"
-            )
-        if not name.isidentifier():
-            refuse("chat_template_kwargs", f"{shown(name)} is not a variable name")
-    return kwargs
 
 
 def _check_modalities(modalities: list[str]) -> list[str]:
@@ -255,3 +239,103 @@ class ChatRequest(StructuredRequest):
         if split is None:
             return None
         return ReasoningPlace.FIELD if split else ReasoningPlace.CONTENT
+
+
+class FunctionCall(Struct, frozen=True):
+    name: str | UnsetType = UNSET  # of the tool; in a stream only in the first piece
+    arguments: str | UnsetType = UNSET  # JSON text of an object; in a stream the next piece of it
+
+
+class ToolCall(Struct, frozen=True):
+    """A call in a message, or a piece of one in a delta (then only `index` is always there)."""
+
+    index: int | UnsetType = UNSET  # of the call in the message; in a stream
+    # what the tool message names in tool_call_id; in a stream only in the first piece
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET  # `function`; in a stream only in the first piece
+    function: FunctionCall = FunctionCall()  # what is called, and with what
+
+
+class ReasoningDetail(Struct, frozen=True):
+    """A piece of reasoning in MiniMax's own shape; in a stream `text` is what is new."""
+
+    text: str  # the reasoning
+    type: str = "reasoning.text"  # what kind of detail it is
+    id: str = "reasoning-text-1"  # which reasoning of the message it is of
+    format: str = "MiniMax-response-v1"  # whose form the text has
+    index: int = 0  # which reasoning of the message it is of
+
+
+class Message(Struct, frozen=True):
+    role: str  # `assistant`
+    # the text without reasoning and calls; null where there are calls and nothing else
+    content: str | None
+    reasoning_content: str | None  # the reasoning, apart from the content
+    reasoning: str | None  # the same by vLLM's and OpenRouter's name
+    # the same in MiniMax's form, with reasoning_split
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET  # in the order in which the model wrote them
+
+
+class ChatChoice(Struct, frozen=True):
+    index: int  # 0 to n - 1
+    message: Message  # the answer
+    logprobs: ChatLogprobs | None  # with logprobs
+    finish_reason: str | None  # stop, length, tool_calls or abort
+    stop_reason: int | str | None  # the stop string or the id of the stop token that ended it
+    token_ids: list[int] | UnsetType = UNSET  # generated tokens, with return_token_ids
+
+
+class ChatAnswer(Struct, frozen=True, kw_only=True):
+    id: str  # the request's own id, or a random one, after a prefix
+    object: str = "chat.completion"  # the kind of answer
+    created: int  # seconds since 1970
+    model: str  # the name that the request used
+    choices: list[ChatChoice]  # n of them, in their order
+    usage: Usage  # token counts
+    system_fingerprint: str  # the server's version
+    # an object by token id for each prompt token, null for the first; with prompt_logprobs
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
+
+
+class Delta(Struct, frozen=True):
+    role: str | UnsetType = UNSET  # `assistant`, in the first delta
+    content: str | UnsetType = UNSET  # the next text without reasoning and calls
+    reasoning_content: str | UnsetType = UNSET  # the next reasoning, never beside content
+    reasoning: str | UnsetType = UNSET  # the same by vLLM's and OpenRouter's name
+    # the same in MiniMax's form, with reasoning_split
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET  # the next pieces of calls
+
+
+class ChatChunkChoice(Struct, frozen=True):
+    index: int  # 0 to n - 1
+    delta: Delta  # what is new
+    logprobs: ChatLogprobs | None = None  # of the tokens since the last chunk, with logprobs
+    finish_reason: str | None = None  # stop, length, tool_calls or abort, in its last chunk
+    # the stop string or the id of the stop token that ended it, in its last chunk
+    stop_reason: int | str | UnsetType | None = UNSET
+    # generated since the last chunk, with return_token_ids
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct, frozen=True, kw_only=True):
+    id: str  # the request's own id, or a random one, after a prefix
+    object: str = "chat.completion.chunk"  # the kind of answer
+    created: int  # seconds since 1970
+    model: str  # the name that the request used
+    choices: list[ChatChunkChoice]  # one, or none in the chunk with the counts
+    system_fingerprint: str  # the server's version
+    # token counts, with include_usage; null where they are not due
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk, with return_token_ids
+
+
+class RenderedPrompt(Struct, frozen=True, kw_only=True):
+    """What a conversation looks like to the model."""
+
+    request_id: str  # the id that an answer would have
+    model: str  # the name that the request used
+    prompt: str  # the text
+    token_ids: list[int]  # its tokens

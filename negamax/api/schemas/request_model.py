@@ -1,0 +1,220 @@
+"""The strict base of every request, and readable refusals.
+
+Handling of fields, the same for every endpoint and every object inside a request: `null` means
+"left out"; a field in `ignored_fields` is accepted and has no effect; one in `unsupported_fields`
+is refused with its reason, unless its value asks for nothing (false, 0, "", []). Of the fields that
+nobody here knows, one that is nearly a known name is refused as a slip of the pen, unless that name
+is there too, and others are ignored, as vLLM and SGLang do: clients send fields of other servers.
+An integer may be written as 5.0. Of a list with many wrong elements the first one is told, and the
+others are not looked at; objects whose values have one type are bounded before their values are
+looked at. Ranges are checked once, by `SamplingParams.check`, so that the server and the embedded
+`LLM` refuse alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import typing
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from negamax.base.errors import InvalidRequestError
+
+RequestT = TypeVar("RequestT", bound="RequestModel")
+
+# Names of other systems (OpenRouter, llama.cpp, TensorRT-LLM, TGI, Anthropic and others) that
+# resemble names here and mean something else.
+FOREIGN_FIELDS = frozenset(
+    {
+        "auto_max_new_tokens", "ctx_request_id", "inputs", "mode", "models",
+        "presence_penalty_range", "prompt_id",
+        "reasoning_format", "return_tokens", "speed",
+    }
+)  # fmt: skip
+# unknown ones of one object that are compared with the known names, which takes time
+_MAX_CHECKED_FIELDS = 32
+
+_UNION_BRANCH = re.compile(r"(str|int|float|bool|list\[.*|dict\[.*|constrained-.*|function-.*)$")
+_SHOWN_CHARS = 60  # of an offending value in a message
+# of two names, 1.0 being the same: from here on a field was probably misspelt
+_SLIP_LIKENESS = 0.85
+
+
+def refuse(param: str, message: str) -> NoReturn:
+    """Raise the 400 error about field `param`."""
+    raise InvalidRequestError(f"{param}: {message}", param=param, code="invalid_value")
+
+
+def shown(value: object) -> str:
+    """`value` as it may stand in a message: never longer than a line, however large the input
+    was.
+    """
+    if isinstance(value, list | tuple | dict):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    if isinstance(value, str):
+        return (
+            repr(value)
+            if len(value) <= _SHOWN_CHARS
+            else f"{value[:_SHOWN_CHARS]!r}... ({len(value)} characters)"
+        )
+    text = (
+        str(value)
+        if not isinstance(value, int) or value.bit_length() < 256
+        else "a very large integer"
+    )
+    return text[:_SHOWN_CHARS]
+
+
+def nearest(name: str, known: frozenset[str] | list[str]) -> str:
+    """' Did you mean X?' for the known name closest to `name`, or an empty string."""
+    matches = difflib.get_close_matches(name[:_SHOWN_CHARS], sorted(known), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def _fail_fast(schema: Any) -> None:
+    """Let every list in a core schema end at its first wrong element: pydantic would note an error
+    for each."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "tuple"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
+class RequestModel(BaseModel):
+    """Base of every request and of the objects inside it: strict types, immutable."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
+    ignored_fields: ClassVar[frozenset[str]] = frozenset()
+    unsupported_fields: ClassVar[Mapping[str, str]] = {}
+    # of unsupported fields: what asks for nothing, beside those
+    neutral_values: ClassVar[Mapping[str, object]] = {}
+    # fields that mean the same as another one
+    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
+    @classmethod
+    def parse(cls: type[RequestT], body: object) -> RequestT:
+        """The request in `body` (decoded JSON), or `InvalidRequestError` naming the first field at
+        fault.
+        """
+        if not isinstance(body, dict):
+            raise InvalidRequestError(
+                f"the body must be a JSON object; it is {shown(body)}", code="invalid_body"
+            )
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise _readable(error) from None
+
+    @classmethod
+    def reads(cls, name: str) -> bool:
+        """Whether the value of a field of this name matters."""
+        is_known = name in cls.model_fields or name in cls.unsupported_fields
+        return is_known and name not in cls.ignored_fields
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, fields: Any) -> Any:
+        """Drop what has no meaning here, refuse what would be misunderstood."""
+        if not isinstance(fields, dict):
+            return fields
+        kept: dict[str, Any] = {}
+        unknown: list[str] = []
+        for name, value in fields.items():
+            if value is None or name in cls.ignored_fields:
+                continue
+            if name in cls.model_fields:
+                is_whole = (
+                    isinstance(value, float) and name in _integer_fields(cls) and value.is_integer()
+                )
+                kept[name] = int(value) if is_whole else value
+            elif name in cls.unsupported_fields:
+                if value not in (False, "", [], cls.neutral_values.get(name)):
+                    reason = {"name": name, "reason": cls.unsupported_fields[name]}
+                    raise PydanticCustomError(
+                        "unsupported_parameter", "is not supported: {reason}", reason
+                    )
+            elif name not in FOREIGN_FIELDS:
+                unknown.append(name)
+        cls._check_unknown(unknown, given=kept)
+        return kept
+
+    @classmethod
+    def _check_unknown(cls, names: list[str], *, given: Mapping[str, Any]) -> None:
+        """Refuse a slip of the pen: a name that is nearly that of a field which was not given."""
+        known = {_squashed(name): name for name in cls.model_fields}
+        for name in names[:_MAX_CHECKED_FIELDS]:
+            near = difflib.get_close_matches(_squashed(name), known, n=1, cutoff=_SLIP_LIKENESS)
+            if near and given.keys().isdisjoint(
+                (known[near[0]], *cls.synonyms.get(known[near[0]], ()))
+            ):
+                meant = {"name": name, "meant": known[near[0]]}
+                raise PydanticCustomError(
+                    "unknown_parameter", "is not a known field. Did you mean '{meant}'?", meant
+                )
+
+
+@functools.cache
+def _integer_fields(model: type[RequestModel]) -> frozenset[str]:
+    """The fields that hold an integer and no other number."""
+    return frozenset(
+        name
+        for name, field in model.model_fields.items()
+        if _number_types(field.annotation) == {int}
+    )
+
+
+def _number_types(annotation: Any) -> set[type]:
+    if annotation in (int, float):
+        return {annotation}
+    if typing.get_origin(annotation) in (list, dict):
+        return set()
+    return set().union(*map(_number_types, typing.get_args(annotation)))
+
+
+def _squashed(name: str) -> str:
+    return name[:_SHOWN_CHARS].replace("_", "").replace("-", "").lower()
+
+
+def _readable(error: ValidationError) -> InvalidRequestError:
+    """The first problem pydantic found, as one sentence with the path, the rule and the value."""
+    first = error.errors(include_url=False)[0]
+    path = ""
+    for part in first["loc"]:
+        if isinstance(part, str) and _UNION_BRANCH.match(part):
+            continue  # which of several types was tried
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    kind, message = first["type"], first["msg"]
+    if kind in ("unknown_parameter", "unsupported_parameter"):
+        name = shown(first["ctx"]["name"]).strip("'")
+        path = f"{path}.{name}" if path else name
+        hint = "leave the field out" if kind == "unsupported_parameter" else None
+        return InvalidRequestError(f"{path} {message}", hint=hint, param=path, code=kind)
+    if kind == "missing":
+        return InvalidRequestError(
+            f"{path} is required and missing", param=path, code="missing_parameter"
+        )
+    message = message[0].lower() + message[1:]
+    return InvalidRequestError(
+        f"{path}: {message}; got {shown(first['input'])}", param=path, code="invalid_value"
+    )
