@@ -7,7 +7,7 @@ TORCH  ?= torch==2.13.0
 # Everything else in the versions that were tested together.
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test attack fault-table test-install lint types contracts docs check sbom constraints clean
+.PHONY: demo serve test attack fault-table test-install lint types contracts statements docs check sbom constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
 	$(BIN)/python examples/demo.py
@@ -37,10 +37,13 @@ types: $(VENV)/.dev
 contracts: $(VENV)/.dev
 	$(BIN)/lint-imports
 
+statements: $(VENV)/.dev  ## statements per room against the last release; fails where one has grown
+	$(BIN)/python tools/count_statements.py
+
 docs: $(VENV)/.docs   ## the rendered documentation, in build/site; every link is checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-check: lint types contracts docs test-install test
+check: lint types contracts statements docs test-install test
 
 sbom:                 ## the components of the wheel's environment: build/negamax.cdx.json (CycloneDX)
 	rm -rf build/sbom
