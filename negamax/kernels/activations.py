@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from negamax.kernels.collectives.spec import Collective
+    from negamax.kernels.peers import Collective
 
 GROUP = 128  # columns that share a scale
 

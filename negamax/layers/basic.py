@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.collectives.spec import Collective
+from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.layers.linear import ColumnParallel, Part
 from negamax.layers.weights import WeightSlot

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.spec import PagedShape
-from negamax.kernels.collectives.spec import Collective
+from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
 from negamax.layers.attention import (

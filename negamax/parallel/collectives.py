@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from negamax.base.errors import EngineDeadError
-from negamax.kernels.collectives.spec import Collective, PeerMemory
+from negamax.kernels.peers import Collective, PeerMemory
 
 if TYPE_CHECKING:
     from negamax.parallel.symmetric import SharedBuffer

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from negamax.base.log import get_logger
 from negamax.kernels.collectives import tiles
-from negamax.kernels.collectives.spec import PeerMemory, PeerRegion, ShardRegion
+from negamax.kernels.peers import PeerMemory, PeerRegion, ShardRegion
 from negamax.kernels.sampling.spec import CANDIDATES
 from negamax.parallel.poll_control import PollControl
 

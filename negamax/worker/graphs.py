@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention.spec import PagedQueries
-from negamax.kernels.collectives.spec import Collective
+from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import AttentionInputs, KvCaches
 from negamax.models.registry import CausalModel

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from negamax.kernels.collectives.spec import Collective
+from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling import noise
 from negamax.kernels.sampling import spec as ops

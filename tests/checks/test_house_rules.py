@@ -51,7 +51,9 @@ def room(path: Path) -> str:
     ("module", "door"),
     [
         ("torch.distributed", r"(parallel|transfer)/"),
-        ("triton", r"kernels/\w+/triton(_\w+)?\.py"),
+        ("triton", r"kernels/(\w+/triton(_\w+)?|launch/ptx)\.py"),
+        ("triton.language.extra", r"kernels/launch/ptx\.py"),
+        ("tl.inline_asm_elementwise", r"kernels/launch/ptx\.py"),
         ("ray", r"engine/ray_executor\.py"),
         ("os.environ", r"base/env\.py"),
         ("flashinfer", r"kernels/\w+/vendor\.py"),

@@ -16,9 +16,9 @@ from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import spec
 from negamax.kernels.attention import triton as kernels
 from negamax.kernels.attention.spec import PagedQueries, PagedShape, paged_queries
-from negamax.kernels.collectives.spec import PeerMemory, PeerRegion
 from negamax.kernels.kvcache.spec import FP8, cache_rows
 from negamax.kernels.op import Kernel, Op
+from negamax.kernels.peers import PeerMemory, PeerRegion
 from negamax.kernels.rope.spec import cos_sin, signed_frequencies
 
 FP8_ERROR = 0.08  # of rounding to e4m3; the interpreter truncates, a GPU stays below 0.03

@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton import language
 from triton.runtime import interpreter
 
-from negamax.kernels.collectives.spec import PeerMemory, PeerRegion, ShardRegion
+from negamax.kernels.peers import PeerMemory, PeerRegion, ShardRegion
 
 Result = TypeVar("Result")
 

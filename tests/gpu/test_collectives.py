@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from negamax.kernels.collectives.spec import Collective
+from negamax.kernels.peers import Collective
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 

@@ -17,9 +17,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.kvcache.spec import FP8, cache_rows, write
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, rounding_tolerance
+from negamax.kernels.peers import Collective
 from negamax.kernels.rope.spec import cos_sin, half_split_, signed_frequencies
 
 

@@ -32,7 +32,8 @@ from negamax.kernels.attention.triton_shared import (
     tile_start,
     write_heads,
 )
-from negamax.kernels.launch.triton import launch_options, start_next, wait
+from negamax.kernels.launch.ptx import e4m3_to_fp16, launch_dependents, wait_for_predecessor
+from negamax.kernels.launch.triton import launch_options
 
 # words per program in a decode plan: first tile, end, sequence, nothing, then the sequence's record
 _RECORD = 16
@@ -184,19 +185,8 @@ def _sequence(at):
 
 @triton.jit
 def _multiplied_as(x, dtype: tl.constexpr):
-    """x in the dtype of the products. From FP8 before the tile goes to shared memory (what has side
-    effects stays where it is): the tensor cores take values of adjacent keys together, which would
-    be gathered there byte by byte.
-    """
-    if x.dtype == tl.float8e4nv and dtype == tl.float16:
-        x = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; "
-            "cvt.rn.f16x2.e4m3x2 $1, high; }",
-            "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
-        )  # fmt: skip
-    else:
-        x = x.to(dtype)
-    return x
+    """x in the dtype of the products."""
+    return e4m3_to_fp16(x) if x.dtype == tl.float8e4nv and dtype == tl.float16 else x.to(dtype)
 
 
 @triton.jit
@@ -495,10 +485,10 @@ def _decode_kernel(
     tile, stop, seq = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     base, end, length, table_row, first_program, count = _sequence(record + 4)
     early_k, early_v, newest = 0, 0, 0
-    start_next(PDL)
+    launch_dependents(PDL)
     if CUT:
         if tile >= stop:
-            wait(PDL)
+            wait_for_predecessor(PDL)
             return
         if EARLY:
             lane = (tl.arange(0, WARPS) * (KEYS // WARPS))[:, None, None] + tl.arange(
@@ -514,7 +504,7 @@ def _decode_kernel(
             newest = tile_start(
                 table, tl.maximum(length - 1, 0), 0, length, head, KV_HEADS, DIM, BLOCK_SIZE, 1
             )
-    wait(PDL)  # the plan and the tables are from before this step's first layer
+    wait_for_predecessor(PDL)  # the plan and the tables are from before this step's first layer
     if CUT:
         _piece(
             q, k_cache, v_cache, tables, parts, out, values, scales, qk_scale, v_scale,

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.collectives.triton import copy_of, poll, push
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs
+from negamax.kernels.peers import Collective
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Triton kernels that exchange rows with other ranks through memory that all of them can write
-(protocols: `spec.py`).
+(protocols: `kernels/peers.py`).
 
 Few rows (`PeerRegion`): a row is one program. It writes its words straight into the memory of every
 peer, each with a tag beside it, and waits until the words of all peers have arrived in its own
@@ -23,14 +23,13 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, ShardedActivations
 from negamax.kernels.collectives import spec, tiles
-from negamax.kernels.collectives.spec import Collective, PeerMemory, ShardRegion
+from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.spec import NormWeight
 from negamax.kernels.norm.triton import (
     add_and_normalise,
     normalise,
-    pack,
     quantise,
     store_quantised,
     sum_parts,
@@ -39,6 +38,7 @@ from negamax.kernels.norm.triton import (
     words_of,
 )
 from negamax.kernels.op import Kernel
+from negamax.kernels.peers import Collective, PeerMemory, ShardRegion
 from negamax.kernels.platform import Feature
 
 # between two looks at the abort flag, which is host memory: about a millisecond
@@ -124,7 +124,7 @@ def poll(base, index, tag, mask, control):
 def _sum_over_ranks(words, DTYPE: tl.constexpr):
     """[WORLD, N] words of every rank's values summed in fp32 and rounded once, as two fp32 [N]."""
     even, odd = unpack(words, DTYPE)
-    return unpack(pack(tl.sum(even, axis=0), tl.sum(odd, axis=0), DTYPE), DTYPE)
+    return unpack(pack_pair(tl.sum(even, axis=0), tl.sum(odd, axis=0), DTYPE), DTYPE)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -184,7 +184,7 @@ def _all_reduce_add_rms(
             addresses,
             offset + rank * SLOT + share,
             part_index,
-            pack(part_even, part_odd, dtype),
+            pack_pair(part_even, part_odd, dtype),
             tag,
             part_mask,
             WORLD,
@@ -297,7 +297,7 @@ def _complete_rows(
         more_even, more_odd = unpack(tl.load(sent, mask=mask, other=0, cache_modifier=".cg"), dtype)
         even += more_even
         odd += more_odd
-    even, odd = unpack(pack(even, odd, dtype), dtype)
+    even, odd = unpack(pack_pair(even, odd, dtype), dtype)
     normed = normalise(
         even, odd, residual_words, weight_words, place, index, mask, residual, eps, WORDS, dtype
     )

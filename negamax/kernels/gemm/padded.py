@@ -16,8 +16,8 @@ from torch import Tensor
 from negamax.kernels.activations import QuantizedActivations, unquantized
 from negamax.kernels.gemm.spec import refuse_scale
 from negamax.kernels.op import Kernel
+from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
-SAFE_MULTIPLE = 4
 _SAFE_ROWS = 12  # from here on every count was alike
 
 
@@ -33,8 +33,8 @@ def linear(
     """x [T, in] fp32, weight [out, in] fp32 -> [T, out] in `out_dtype` (None: fp32)."""
     x = unquantized(x)
     num_rows = x.shape[0]
-    if num_rows < _SAFE_ROWS and num_rows % SAFE_MULTIPLE != 0:
-        x = F.pad(x, (0, 0, 0, -num_rows % SAFE_MULTIPLE))
+    if num_rows < _SAFE_ROWS and num_rows % SAFE_ROWS_MULTIPLE != 0:
+        x = F.pad(x, (0, 0, 0, -num_rows % SAFE_ROWS_MULTIPLE))
     return F.linear(x, weight)[:num_rows].to(out_dtype or x.dtype)
 
 

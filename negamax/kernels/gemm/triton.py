@@ -32,13 +32,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, model_dtype, unquantized
 from negamax.kernels.gemm import cublas, tiles
-from negamax.kernels.launch.triton import (
-    launch_options,
-    start_next,
-    wait,
-    wait_for_inputs,
-    wait_then_start_next,
-)
+from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
+from negamax.kernels.launch.triton import launch_options, wait_for_inputs, wait_then_start_next
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize import triton as quantize
@@ -71,7 +66,7 @@ def _dot_products(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start_next(PDL)  # this early: what the next kernel fetches at its start is a weight, too
+    launch_dependents(PDL)  # this early: what the next kernel fetches at its start is a weight, too
     threads: tl.constexpr = WARPS * _LANES
     span: tl.constexpr = threads * _VECTOR
     steps: tl.constexpr = (K + span - 1) // span
@@ -91,7 +86,7 @@ def _dot_products(
         column = i * span + thread * _VECTOR
         at = scale + (first // _BLOCK) * (K // _BLOCK) + column // _BLOCK
         factors += (tl.load(at, mask=column < K, other=0.0),)
-    wait(PDL)
+    wait_for_predecessor(PDL)
     sums = ()
     for _ in tl.static_range(ROWS):
         sums += (tl.zeros((threads,), tl.float32),)
@@ -178,7 +173,7 @@ def _few_tokens(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start_next(PDL)  # as early as in `_dot_products`
+    launch_dependents(PDL)  # as early as in `_dot_products`
     blocks: tl.constexpr = K // _BLOCK
     steps: tl.constexpr = (blocks + WARPS - 1) // WARPS
     first = tl.program_id(0) * ROWS
@@ -193,7 +188,7 @@ def _few_tokens(
     for i in tl.static_range(steps):
         weights += (_fetch(weights_at, i, K, WARPS),)
         weight_scales += (tl.load(scale_at + i * WARPS, mask=warp < blocks - i * WARPS, other=0.0),)
-    wait(PDL)
+    wait_for_predecessor(PDL)
     # Past the end from the start again: many reads of one row would wait for each other, and masks
     # take registers
     values_at = values + _step_rows(TOKENS) % num_tokens * K + _step_columns(WARPS)

@@ -36,7 +36,7 @@ def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
 
     Slot -1 (a token of padding) gives negative rows, which GPU kernels skip.
     """
-    if slots.is_cuda:
+    if slots.device.type != "cpu":
         offsets = slots % block_size
         heads = torch.arange(0, kv_heads * block_size, block_size, device=slots.device)
         return ((slots - offsets) * kv_heads + offsets).unsqueeze(1).add(heads).view(-1)

@@ -7,8 +7,9 @@ runs.
 After an ordinary launch a kernel starts when the one before it in the stream has ended, which
 leaves the GPU idle for a few microseconds: long, where a decode step is hundreds of kernels of 3 to
 30 us. NVIDIA GPUs from Hopper on can start the next kernel as soon as every program of the running
-one has allowed it (`start_next`, or its end); a kernel that was started so itself waits, where it
-has to, until the one before it has ended and what that wrote can be read. CUDA graphs keep both.
+one has allowed it (`launch_dependents`, or its end); a kernel that was started so itself waits,
+where it has to, until the one before it has ended and what that wrote can be read. CUDA graphs keep
+both.
 
 A kernel that is launched with `launch_options`
 
@@ -38,8 +39,8 @@ from zlib import crc32
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
 from negamax.kernels.platform import Feature, platform_of
 
 triton.knobs.language.default_fp_fusion = True  # off, the kernels' last bits and speed are others
@@ -58,24 +59,10 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def start_next(PDL: tl.constexpr):
-    """Lets the next kernel start up, once every program of this one has come here."""
-    if PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def wait(PDL: tl.constexpr):
-    """Until the kernel before this one has ended."""
-    if PDL:
-        gdc_wait()
-
-
-@triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """What most kernels do: the next one starts up while this one waits for the one before it."""
-    start_next(PDL)
-    wait(PDL)
+    launch_dependents(PDL)
+    wait_for_predecessor(PDL)
 
 
 @triton.jit
@@ -86,8 +73,8 @@ def wait_then_start_next(PDL: tl.constexpr):
 
     The products of many columns and the experts were measured, and their tiles chosen, with it.
     """
-    wait(PDL)
-    start_next(PDL)
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
 
 
 class _Share(triton.AsyncCompileMode):

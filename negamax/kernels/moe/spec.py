@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
-from negamax.kernels.gemm.padded import SAFE_MULTIPLE
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
 from negamax.kernels.quantize.spec import E4M3_MAX
-from negamax.kernels.rowwise import apply, padded_rows
+from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
 
 Activated = Tensor | QuantizedActivations
 
@@ -42,7 +41,7 @@ def route(
     gate, bias = prepared
     x = unquantized(x)
     num_tokens, wide = x.shape[0], x.float()
-    rows = padded_rows(num_tokens, width=gate.shape[0], multiple=SAFE_MULTIPLE)
+    rows = padded_rows(num_tokens, width=gate.shape[0], multiple=SAFE_ROWS_MULTIPLE)
     if num_tokens == 1:
         wide = wide.expand(rows, -1)
     elif rows > num_tokens:

@@ -17,13 +17,13 @@ from torch import Tensor
 from negamax.kernels.activations import unquantized
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.attention.spec import PagedQueries, PagedShape, QkNorm
-from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.moe import sorted as moe_sorted
 from negamax.kernels.moe.sorted import PreparedExperts
 from negamax.kernels.moe.spec import Activated, Gate, mask_padding, pair
 from negamax.kernels.native import library
 from negamax.kernels.norm.spec import sum_parts
 from negamax.kernels.op import Kernel
+from negamax.kernels.peers import Collective
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
+from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs
 from negamax.kernels.norm import spec, tiles
 from negamax.kernels.norm.spec import NormWeight
@@ -25,12 +26,6 @@ from negamax.kernels.platform import Feature
 
 _GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
 _E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
-# Whether two values are rounded by one PTX instruction. What ptxas makes of two single ones runs on
-# the slowest of the units: in the program of a row, 36 conversions of 8 cycles a warp, one after
-# the other.
-_IN_PAIRS: tl.constexpr = tl.constexpr(
-    torch.version.cuda is not None and not triton.knobs.runtime.interpret
-)
 # a scale's lower bound, far above what fp32 cannot invert
 _TINY: tl.constexpr = tl.constexpr(1e-30)
 
@@ -64,25 +59,6 @@ def unpack(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def pack(even, odd, DTYPE: tl.constexpr):
-    """fp32 pairs rounded to DTYPE, two to a word."""
-    if _IN_PAIRS:
-        convert: tl.constexpr = (
-            "cvt.rn.bf16x2.f32 $0, $1, $2;"
-            if tl.bfloat16 == DTYPE
-            else "cvt.rn.f16x2.f32 $0, $1, $2;"
-        )
-        words = tl.inline_asm_elementwise(
-            convert, "=r,f,f", [odd, even], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        low = even.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        high = odd.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        words = low | high
-    return words
-
-
-@triton.jit
 def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr):
     """Row `row` of x [T, PARTS, 2 * WORDS] summed over its parts in fp32 and rounded once, as
     words.
@@ -95,7 +71,7 @@ def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTY
             more_even, more_odd = unpack(tl.load(parts + part * WORDS, mask=mask, other=0), DTYPE)
             even += more_even
             odd += more_odd
-        words = pack(even, odd, DTYPE)
+        words = pack_pair(even, odd, DTYPE)
     return words
 
 
@@ -123,7 +99,7 @@ def add_parts(fetched, PARTS: tl.constexpr, DTYPE: tl.constexpr):
             more_even, more_odd = unpack(fetched[part], DTYPE)
             even += more_even
             odd += more_odd
-        even, odd = unpack(pack(even, odd, DTYPE), DTYPE)
+        even, odd = unpack(pack_pair(even, odd, DTYPE), DTYPE)
     return even, odd
 
 
@@ -146,13 +122,13 @@ def normalise(
     """
     at = row.to(tl.int64) * WORDS + index
     even, odd = unpack(residual_words, DTYPE)
-    total = pack(even + x_even, odd + x_odd, DTYPE)
+    total = pack_pair(even + x_even, odd + x_odd, DTYPE)
     tl.store(words_of(residual) + at, total, mask=mask)
     even, odd = unpack(total, DTYPE)
     inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
-    even, odd = unpack(pack(even * inverse, odd * inverse, DTYPE), DTYPE)
+    even, odd = unpack(pack_pair(even * inverse, odd * inverse, DTYPE), DTYPE)
     weight_even, weight_odd = unpack(weight_words, DTYPE)
-    return pack(even * weight_even, odd * weight_odd, DTYPE)
+    return pack_pair(even * weight_even, odd * weight_odd, DTYPE)
 
 
 @triton.jit

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
+from negamax.kernels.peers import Collective
 from negamax.kernels.sampling import noise
 
 # Rows with 1 <= top_k <= CANDIDATES are drawn from this many leading tokens; all others from the

@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import libdevice
 
-from negamax.kernels.collectives.spec import Collective
 from negamax.kernels.collectives.triton import copy_of, poll, push
+from negamax.kernels.launch.ptx import fast_log
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs
 from negamax.kernels.op import Kernel
+from negamax.kernels.peers import Collective
 from negamax.kernels.platform import Feature
 from negamax.kernels.sampling import noise, spec, tiles
 
@@ -61,17 +61,11 @@ def token_bits(low_key, high_key, token_ids):
 
 
 @triton.jit
-def logarithm(x, ON_CUDA: tl.constexpr):
-    """log x; on NVIDIA GPUs the hardware's, good to 2^-22 beside a logarithm of 1 or less."""
-    return libdevice.fast_logf(x) if ON_CUDA else tl.log(x)
-
-
-@triton.jit
-def exponentials(bits, ON_CUDA: tl.constexpr):
+def exponentials(bits):
     """As `noise.exponentials`, to the last bits of the logarithm. bits: uint32."""
     v = tl.minimum((bits.to(tl.float32) + 0.5) * (2.0**-32), _LARGEST_UNIFORM)
     series = v * (1 + v * (0.5 + v * (1 / 3 + v * 0.25)))
-    return tl.where(v < _SMALL_UNIFORM, series, -logarithm(1 - v, ON_CUDA))
+    return tl.where(v < _SMALL_UNIFORM, series, -fast_log(1 - v))
 
 
 @triton.jit(do_not_specialize_on_alignment=_ROW_VALUES)
@@ -86,7 +80,6 @@ def _best_of_tiles(
     vocab,
     first_id,
     TILE: tl.constexpr,
-    ON_CUDA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -101,9 +94,7 @@ def _best_of_tiles(
     if heat > 0:
         low_key, high_key = row_keys(tl.load(seeds + row), tl.load(positions + row))
         bits = token_bits(low_key, high_key, (first_id + column).to(tl.uint32))
-        score = tl.minimum(score * (1 / heat), _LARGEST_SCORE) - logarithm(
-            exponentials(bits, ON_CUDA), ON_CUDA
-        )
+        score = tl.minimum(score * (1 / heat), _LARGEST_SCORE) - fast_log(exponentials(bits))
     score = tl.where(broken, _INFINITY, score)
     best = tl.max(score, axis=0)
     slot = row * tl.num_programs(0) + tile
@@ -177,7 +168,7 @@ def pick(
     options = launch_options(logits.device)
     _best_of_tiles[(num_tiles, num_rows)](
         logits, temperature, seeds, positions, scores, ids, logits.stride(0), vocab, first_id,
-        TILE=tiles.PICK_TILE, ON_CUDA=logits.is_cuda and torch.version.hip is None,
+        TILE=tiles.PICK_TILE,
         num_warps=tiles.PICK_WARPS, **options,
     )  # fmt: skip
     peers = None if group is None or group.size == 1 else group.peers
