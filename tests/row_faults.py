@@ -10,9 +10,9 @@ from typing import Any
 
 from negamax import SamplingParams
 from negamax.scheduler.step import NewRow
-from negamax.worker import rows as rows_module
+from negamax.worker import request_state as state_module
 from negamax.worker import sampler
-from negamax.worker.rows import Rows
+from negamax.worker.request_state import RequestState
 from negamax.worker.runner import Runner
 
 FAULTS = ("classify", "state", "fill", "late fill", "edit", "late edit", "prompt logprobs")
@@ -55,17 +55,19 @@ def install(rank: int, patch: Patch) -> None:
 
         patch(owner, name, faulty)
 
-    def in_edit(_logits: object, slot: int, *, position: int, rows: Rows, **_: object) -> bool:
+    def in_edit(
+        _logits: object, slot: int, *, position: int, rows: RequestState, **_: object
+    ) -> bool:
         state = rows.state(slot)
         is_late = position >= state.prompt_len + LATE
         return asks(state.sampling, "edit") or (is_late and asks(state.sampling, "late edit"))
 
-    def in_fill(_rows: Rows, row: NewRow) -> bool:
+    def in_fill(_rows: RequestState, row: NewRow) -> bool:
         return asks(row.sampling, "fill")
 
-    fill = Rows._fill
+    fill = RequestState._fill
 
-    def fill_late(rows: Rows, row: NewRow) -> None:
+    def fill_late(rows: RequestState, row: NewRow) -> None:
         fill(rows, row)
         if asks(row.sampling, "late fill"):
             raise Injected("after the row was filled")
@@ -73,10 +75,10 @@ def install(rank: int, patch: Patch) -> None:
     def in_entries(_runner: Runner, _hidden: object, token_ids: Any, **_: object) -> bool:
         return int(token_ids[0]) == PROMPT_MARK
 
-    patch(Rows, "_fill", fill_late)
-    wrap(Rows, "_fill", in_fill)
-    wrap(Rows, "_classify", lambda _rows, _slot, params, **_: asks(params, "classify"))
-    wrap(rows_module, "_state", lambda row, *_, **__: asks(row.sampling, "state"))
+    patch(RequestState, "_fill", fill_late)
+    wrap(RequestState, "_fill", in_fill)
+    wrap(RequestState, "_classify", lambda _rows, _slot, params, **_: asks(params, "classify"))
+    wrap(state_module, "_state", lambda row, *_, **__: asks(row.sampling, "state"))
     wrap(sampler, "_edit", in_edit)
     wrap(Runner, "_entries", in_entries)
 

@@ -66,7 +66,7 @@ class Loop:
         plan = self.scheduler.plan()
         planned = perf_counter()
         if plan is not None:
-            sampled = self._sampled[plan.step_id % 1024 :][: sum(plan.samples)]
+            sampled = self._sampled[plan.step_id % 1024 :][: sum(plan.needs_sampling)]
             self._in_flight.append((plan, StepResult(plan.step_id, sampled, {}, {}, {})))
         commit_start = perf_counter()
         if len(self._in_flight) > 1 or (plan is None and self._in_flight):

@@ -48,7 +48,7 @@ def of_sequences(sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
             "cached_tokens": sequence.num_cached_tokens,
             "slot": sequence.slot,
             "kv_blocks": len(sequence.block_ids),
-            "is_held": sequence.is_held,
+            "is_postponed": sequence.is_postponed,
         }
         for sequence, _ in zip(sequences, range(_MAX_REQUESTS), strict=False)
     ]
@@ -59,15 +59,16 @@ def of_plan(plan: StepPlan) -> dict[str, Any]:
     return {
         "step_id": plan.step_id,
         "slots": plan.slots,
-        "starts": plan.starts,
-        "counts": plan.counts,
-        "samples": plan.samples,
-        "masked": plan.masked,
+        "num_scheduled": plan.num_scheduled,
+        "num_draft_tokens": plan.num_draft_tokens,
+        "needs_sampling": plan.needs_sampling,
+        "grammar_rows": plan.grammar_rows,
         "new_rows": [
             {
                 "slot": row.slot,
                 "tokens": len(row.token_ids),
                 "prompt_tokens": row.prompt_len,
+                "computed_tokens": row.num_computed,
                 "kv_blocks": len(row.block_ids),
                 "sampling": of_sampling(row.sampling),
             }

@@ -5,7 +5,11 @@ Steps overlap: `plan` may be called again before the last plan was committed. Th
 worker executes plans in order and feeds a sampled token to its row by itself: blocks and slots
 freed here are reused by a later plan at the earliest, and a decode row can be planned while its
 input token is still unknown here. A row whose next token depends on a mask is planned like any
-other; where the mask comes too late, `defer` takes the row back.
+other; where the mask comes too late, `postpone` takes the row back.
+
+A row that verifies draft tokens brings between one and all of them and one more. Until its step is
+committed the sequence counts as if all were accepted: its blocks and its limits are those of the
+longest it can be. The commit gives back what was rejected, also for the plans made since.
 
 Same calls, same plans: nothing here depends on time, hashes of strings or set order.
 """
@@ -19,10 +23,11 @@ from operator import attrgetter
 
 from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from negamax.scheduler.blocks import BlockPool
+from negamax.scheduler.plan_builder import PlanBuilder
 from negamax.scheduler.prefix_cache import match_prefix
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.sequence import NEVER, NO_SLOT, Sequence
-from negamax.scheduler.step import MaskedRow, NewRow, SequenceUpdate, StepPlan, StepResult
+from negamax.scheduler.step import GrammarRow, NewRow, SequenceUpdate, StepPlan, StepResult
 
 _by_order = attrgetter("order")
 
@@ -39,6 +44,7 @@ class SchedulerLimits:
     enable_prefix_caching: bool
     max_queued_requests: int
     eos_token_ids: frozenset[int]
+    num_draft_tokens: int = 0  # that a row may verify in a step
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class _InFlight:
 
     step_id: int
     sequences: list[Sequence]  # of its rows
-    deferred: set[int]  # rows that were taken back: what they sample means nothing
+    postponed: set[int]  # rows that were taken back: what they sample means nothing
 
 
 class Scheduler:
@@ -64,6 +70,9 @@ class Scheduler:
         self.prompt_tokens = 0  # of requests that were admitted
         self.cached_prompt_tokens = 0  # of these, taken from the prefix cache
         self.generated_tokens = 0
+        self.draft_rows = 0  # committed rows with draft tokens
+        self.draft_tokens = 0  # of these rows
+        self.accepted_draft_tokens = 0
         self._pool = BlockPool(limits.num_blocks)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by order
@@ -179,39 +188,37 @@ class Scheduler:
         """Empty the prefix cache, but for what running requests hold."""
         self._pool.forget()
 
-    def masked_rows(self, plan: StepPlan) -> list[MaskedRow]:
-        """The masked rows of the latest plan whose sequences have not ended since."""
+    def grammar_rows(self, plan: StepPlan) -> list[GrammarRow]:
+        """The grammar rows of the latest plan whose sequences have not ended since."""
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
-        rows = [(row, latest.sequences[row]) for row in plan.masked]
+        rows = [(row, latest.sequences[row]) for row in plan.grammar_rows]
         return [
-            MaskedRow(
-                row, sequence.request_id, plan.starts[row] + plan.counts[row] - sequence.prompt_len
-            )
+            GrammarRow(row, sequence.request_id, sequence.num_total - 1 - sequence.prompt_len)
             for row, sequence in rows
             if not sequence.finished
         ]
 
-    def defer(self, plan: StepPlan, rows: list[int]) -> None:
+    def postpone(self, plan: StepPlan, rows: list[int]) -> None:
         """Take rows of the latest plan back: their sequences stay as they were before they were
-        sampled, and are not planned until `resume`. What the rows ran is run, and their last token
-        will run again."""
+        sampled, and are not planned until `unblock`. What the rows ran is run, and their last token
+        will run again. The worker is told by the step's `GrammarBitmask`."""
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
         for row in rows:
             sequence = latest.sequences[row]
-            latest.deferred.add(row)
-            sequence.is_held = True
+            latest.postponed.add(row)
+            sequence.is_postponed = True
             sequence.num_computed -= 1
             sequence.num_total -= 1
 
-    def resume(self, request_id: str) -> None:
-        """Plan a deferred sequence again."""
+    def unblock(self, request_id: str) -> None:
+        """Plan a postponed sequence again."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            sequence.is_held = False
+            sequence.is_postponed = False
 
-    def release(self, request_id: str) -> None:
+    def clear_grammar(self, request_id: str) -> None:
         """From now on nothing constrains the sequence."""
         sequence = self._sequences.get(request_id)
         if sequence is not None and sequence.is_constrained:
@@ -220,23 +227,23 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step; None when nothing can run before the next commit or `add`."""
-        draft = _Draft(self.limits.max_num_batched_tokens)
-        for sequence in self._plan_decodes(draft):
-            if not draft.budget:
+        builder = PlanBuilder(self.limits.max_num_batched_tokens)
+        for sequence in self._plan_decodes(builder):
+            if not builder.budget:
                 break
-            draft.add_chunk(sequence)
-        while draft.budget and self._waiting and self._free_slots:
+            builder.add_chunk(sequence)
+        while builder.budget and self._waiting and self._free_slots:
             new_row = self._admit(self._waiting[0])
             if new_row is None:
                 break  # nobody overtakes the first
-            draft.new_rows.append(new_row)
+            builder.new_rows.append(new_row)
             sequence = self._waiting.pop(0)
             self._turn = max(self._turn, sequence.turn)
-            draft.add_chunk(sequence)
-        if not draft.sequences and not draft.chunks:
+            builder.add_chunk(sequence)
+        if not builder.sequences and not builder.chunks:
             return None
-        plan = draft.finish(self._step_count, may_be_masked=self._num_constrained > 0)
-        self._in_flight.append(_InFlight(self._step_count, draft.sequences, set()))
+        plan = builder.finish(self._step_count, has_constrained=self._num_constrained > 0)
+        self._in_flight.append(_InFlight(self._step_count, builder.sequences, set()))
         self._step_count += 1
         return plan
 
@@ -246,23 +253,30 @@ class Scheduler:
         return admitted
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Take in the result of the oldest uncommitted plan: one update per sequence that gained a
-        token or ended.
+        """Take in the result of the oldest uncommitted plan: one update per sequence that gained
+        tokens or ended.
 
         Rows of sequences that ended meanwhile are dropped. `result.token_ids` has an entry for
-        every row with `samples` True, failed rows included.
+        every row with `needs_sampling`, failed rows included, and one per accepted draft token.
         """
         step = self._take_in_flight(plan)
-        sequences, deferred = step.sequences, step.deferred
+        postponed = step.postponed
         assert result.step_id == plan.step_id
         token_ids, logprobs = result.token_ids, result.logprobs
         prompt_logprobs, errors = result.prompt_logprobs, result.errors
         updates: list[SequenceUpdate] = []
-        position = -1  # in token_ids
-        for row, (sequence, start, count, sampled) in enumerate(
-            zip(sequences, plan.starts, plan.counts, plan.samples, strict=True)
+        end = 0  # in token_ids, of the row's tokens
+        num_generated = 0
+        columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)
+        for row, (sequence, count, num_drafts, sampled) in enumerate(
+            zip(step.sequences, *columns, strict=True)
         ):
-            position += sampled
+            first = end
+            end += sampled
+            if num_drafts:
+                num_accepted = result.num_accepted.get(row, 0)
+                end += num_accepted
+                self._give_back(sequence, num_drafts, num_accepted)
             if sequence.finished:
                 continue
             if errors and row in errors:
@@ -270,36 +284,51 @@ class Scheduler:
                 continue
             if prompt_logprobs and row in prompt_logprobs and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(prompt_logprobs[row])
-            # a deferred row's last token will run again
-            computed = start + count - (row in deferred)
-            if computed >= sequence.index_at:
-                self._index_blocks(sequence, computed)
-            if not sampled or row in deferred:
+            if not sampled or row in postponed:
+                # a postponed row's last token will run again
+                sequence.num_committed += count - sampled
+                if sequence.num_committed >= sequence.index_at:
+                    self._index_blocks(sequence)
                 continue
-            token_id = token_ids[position]
+            token_id = token_ids[first]
+            tokens = [token_id]
+            computed = len(sequence.tokens)
             sequence.tokens.append(token_id)
-            self.generated_tokens += 1
-            token_logprobs = [logprobs[position]] if logprobs and position in logprobs else None
             finish_reason: str | None = None
-            if computed >= sequence.stop_from and token_id in sequence.stop_ids:
-                finish_reason = "stop"
-            elif computed + 1 >= sequence.limit:
-                finish_reason = "length"
+            if token_id in sequence.stop_ids or computed + 1 >= sequence.limit:
+                finish_reason = self._finish_reason(sequence)
+            if num_drafts:
+                for token_id in token_ids[first + 1 : end]:
+                    if finish_reason is not None:
+                        break  # what was accepted behind the end is dropped
+                    tokens.append(token_id)
+                    sequence.tokens.append(token_id)
+                    finish_reason = self._finish_reason(sequence)
+                computed += len(tokens) - 1
+            num_generated += len(tokens)
+            sequence.num_committed = computed
+            if computed >= sequence.index_at:
+                self._index_blocks(sequence)
+            token_logprobs = None
+            if logprobs:
+                places = range(first, first + len(tokens))
+                token_logprobs = [logprobs[i] for i in places if i in logprobs] or None
             if finish_reason is not None:
                 self._free(sequence)
             updates.append(
                 SequenceUpdate(
                     sequence.request_id,
-                    [token_id],
+                    tokens,
                     token_logprobs,
                     sequence.prompt_logprobs,
                     finish_reason,
-                    self._stop_reason(sequence, token_id) if finish_reason == "stop" else None,
+                    self._stop_reason(sequence, tokens[-1]) if finish_reason == "stop" else None,
                     sequence.num_cached_tokens,
                     None,
                 )
             )
             sequence.prompt_logprobs = None
+        self.generated_tokens += num_generated
         return updates
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
@@ -330,20 +359,23 @@ class Scheduler:
             code="kv_cache_exceeded",
         )
 
-    def _plan_decodes(self, draft: _Draft) -> list[Sequence]:
+    def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
         """One row for each running sequence with one token left to run; returns those with more, in
         order.
 
         The budget suffices for all of them: a sequence is admitted only into a step in which every
-        running one had a row and a token was left over.
+        running one had a row and a token was left over. Drafts take what is left after a token for
+        each running sequence.
         """
         prefills: list[Sequence] = []
-        num_held = 0
-        sequences, slots, starts = draft.sequences, draft.slots, draft.starts
+        num_postponed = 0
+        sequences, slots = builder.sequences, builder.slots
+        most_drafts = self.limits.num_draft_tokens
+        spare = builder.budget - len(self._running) if most_drafts else 0
         # _grow may take sequences off the end, never one already passed
         for sequence in self._running:
-            if sequence.is_held:
-                num_held += 1  # the budget keeps its place
+            if sequence.is_postponed:
+                num_postponed += 1  # the budget keeps its place
                 continue
             computed = sequence.num_computed
             total = sequence.num_total
@@ -355,16 +387,40 @@ class Scheduler:
             if computed >= sequence.capacity:
                 if not self._grow(sequence):
                     continue
-                draft.appended_slots.append(sequence.slot)
-                draft.appended_blocks.append(sequence.block_ids[-1])
+                builder.append_block(sequence)
+            if spare > 0 and not sequence.is_constrained:
+                num_drafts = self._reserve_drafts(sequence, min(most_drafts, spare), builder)
+                builder.drafts[len(slots)] = num_drafts
+                spare -= num_drafts
+                total += num_drafts
             sequence.num_computed = total
             sequence.num_total = total + 1
             sequences.append(sequence)
             slots.append(sequence.slot)
-            starts.append(computed)
-        draft.budget -= len(slots) + num_held
-        assert draft.budget >= 0
+        builder.budget -= len(slots) + sum(builder.drafts.values()) + num_postponed
+        assert builder.budget >= 0
         return prefills
+
+    def _reserve_drafts(self, sequence: Sequence, most: int, builder: PlanBuilder) -> int:
+        """How many draft tokens, up to `most`, the sequence's row may verify: none past its length
+        limit, and only in blocks that are free. Nobody is preempted for drafts.
+        """
+        wanted = min(most, sequence.limit - 1 - sequence.num_total)
+        pool = self._pool
+        while sequence.num_total + wanted > sequence.capacity and pool.num_free:
+            self._take_block(sequence)
+            builder.append_block(sequence)
+        return min(wanted, sequence.capacity - sequence.num_total)
+
+    def _give_back(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Take back what a committed row was granted for drafts that were rejected. Blocks past the
+        sequence's end stay: its next tokens go there.
+        """
+        sequence.num_computed -= num_drafts - num_accepted
+        sequence.num_total -= num_drafts - num_accepted
+        self.draft_rows += 1
+        self.draft_tokens += num_drafts
+        self.accepted_draft_tokens += num_accepted
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give a running sequence one more block, preempting later ones; False: it is the last
@@ -379,9 +435,12 @@ class Scheduler:
             if victim is sequence:
                 return False
             self._preempt(victim)
-        sequence.block_ids.append(pool.allocate())
-        sequence.capacity += self.limits.block_size
+        self._take_block(sequence)
         return True
+
+    def _take_block(self, sequence: Sequence) -> None:
+        sequence.block_ids.append(self._pool.allocate())
+        sequence.capacity += self.limits.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to waiting, to be recomputed later; tokens that are on the way still reach it at
@@ -421,7 +480,7 @@ class Scheduler:
         pool.share(shared)
         sequence.block_ids = shared + [pool.allocate() for _ in range(num_new)]
         sequence.capacity = len(sequence.block_ids) * block_size
-        sequence.num_computed = len(shared) * block_size
+        sequence.num_computed = sequence.num_committed = len(shared) * block_size
         sequence.num_indexed = len(shared)
         if self.limits.enable_prefix_caching:
             sequence.index_at = sequence.num_computed + block_size
@@ -433,27 +492,35 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed
             self.prompt_tokens += sequence.prompt_len
             self.cached_prompt_tokens += sequence.num_computed
-        sequence.is_held = False
+        sequence.is_postponed = False
         sequence.slot = self._free_slots.pop()
         insort(self._running, sequence, key=_by_order)
         return NewRow(
             sequence.slot,
             sequence.tokens.copy(),
             sequence.prompt_len,
+            sequence.num_computed,
             sequence.block_ids.copy(),
             sequence.worker_sampling,
         )
 
-    def _index_blocks(self, sequence: Sequence, num_computed: int) -> None:
+    def _index_blocks(self, sequence: Sequence) -> None:
         """Make the blocks filled by committed steps findable; earlier, a lost step would leave
         garbage behind.
         """
         block_size = self.limits.block_size
-        num_full = num_computed // block_size
+        num_full = sequence.num_committed // block_size
         for index in range(sequence.num_indexed, num_full):
             self._pool.index(sequence.block_ids[index], sequence.chain.digest(index))
         sequence.num_indexed = num_full
         sequence.index_at = (num_full + 1) * block_size
+
+    def _finish_reason(self, sequence: Sequence) -> str | None:
+        """Whether the sequence's latest token is its last, and why."""
+        tokens = sequence.tokens
+        if len(tokens) > sequence.stop_from and tokens[-1] in sequence.stop_ids:
+            return "stop"
+        return "length" if len(tokens) >= sequence.limit else None
 
     def _stop_reason(self, sequence: Sequence, token_id: int) -> int | None:
         """The stop token to report: none when the end-of-sequence token did it."""
@@ -500,68 +567,3 @@ class Scheduler:
         assert step.step_id == plan.step_id, "plans are committed in the order they were made"
         self._last_committed = step.step_id
         return step
-
-
-class _Draft:
-    """Columns of a plan in the making: rows of one token first, longer chunks last."""
-
-    __slots__ = (
-        "appended_blocks",
-        "appended_slots",
-        "budget",
-        "chunks",
-        "new_rows",
-        "sequences",
-        "slots",
-        "starts",
-    )
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget  # tokens this step may still take
-        self.new_rows: list[NewRow] = []
-        self.appended_slots: list[int] = []
-        self.appended_blocks: list[int] = []
-        self.sequences: list[Sequence] = []  # with slots and starts: the decode rows
-        self.slots: list[int] = []
-        self.starts: list[int] = []
-        self.chunks: list[tuple[int, int, bool, Sequence]] = []  # count, start, samples, of whom
-
-    def add_chunk(self, sequence: Sequence) -> None:
-        """As much of the sequence's remaining tokens as the budget allows, at least 1."""
-        start = sequence.num_computed
-        count = min(sequence.num_total - start, self.budget)
-        sequence.num_computed = start + count
-        samples = sequence.num_computed == sequence.num_total
-        sequence.num_total += samples
-        self.budget -= count
-        self.chunks.append((count, start, samples, sequence))
-
-    def finish(self, step_id: int, *, may_be_masked: bool) -> StepPlan:
-        """The plan; afterwards `sequences` has one entry per row. `may_be_masked`: some sequence is
-        constrained.
-        """
-        counts = [1] * len(self.slots)
-        samples = [True] * len(self.slots)
-        self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable
-        for count, start, sampled, sequence in self.chunks:
-            self.sequences.append(sequence)
-            self.slots.append(sequence.slot)
-            self.starts.append(start)
-            counts.append(count)
-            samples.append(sampled)
-        masked: list[int] = []
-        if may_be_masked:
-            masked = [
-                row for row, of in enumerate(self.sequences) if of.is_constrained and samples[row]
-            ]
-        return StepPlan(
-            step_id,
-            self.new_rows,
-            self.appended_slots,
-            self.appended_blocks,
-            self.slots,
-            self.starts,
-            counts,
-            samples,
-            masked,
-        )

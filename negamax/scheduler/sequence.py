@@ -18,7 +18,7 @@ class Sequence:
 
     Its progress in tokens: `len(tokens)` are known here; `num_total` are known or being sampled by
     a step in flight; `num_computed`, always fewer, have been run or are in a plan. What remains to
-    run is `num_total - num_computed`.
+    run is `num_total - num_computed`. Draft tokens in flight count as if they were accepted.
     """
 
     __slots__ = (
@@ -28,9 +28,10 @@ class Sequence:
         "finished",
         "index_at",
         "is_constrained",
-        "is_held",
+        "is_postponed",
         "limit",
         "num_cached_tokens",
+        "num_committed",
         "num_computed",
         "num_indexed",
         "num_total",
@@ -81,6 +82,7 @@ class Sequence:
         self.block_ids: list[int] = []
         self.capacity = 0  # positions that block_ids hold
         self.num_computed = 0
+        self.num_committed = 0  # of these, run by committed steps
         self.num_total = self.prompt_len
         self.num_indexed = 0  # leading blocks whose digest has been offered to the pool's index
         self.index_at = NEVER  # computed tokens at which the next block is full
@@ -94,7 +96,7 @@ class Sequence:
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
         self.is_constrained = sampling.is_constrained  # its next token may depend on a mask
-        self.is_held = False  # not to be planned: nobody knows yet what it may sample
+        self.is_postponed = False  # not to be planned: nobody knows yet what it may sample
         self.worker_sampling = sampling  # without what only the engine reads
         if sampling.grammar is not None or sampling.reasoning is not None:
             self.worker_sampling = msgspec.structs.replace(sampling, grammar=None, reasoning=None)

@@ -1,10 +1,15 @@
 """What the scheduler tells the worker (StepPlan) and what it hears back (StepResult). Frozen plain
 data, columns not rows, so that a plan for hundreds of sequences stays a handful of flat lists.
 
-A *slot* is a persistent row of the worker: it holds a sequence's tokens, block table and sampling
-state from `NewRow` until the slot is given to another sequence. The worker reads its input tokens
-from the row, and writes each sampled token into the row itself, so a plan can run before the
-previous step's tokens have reached the host.
+A *slot* is a persistent place in the worker's request state: it holds a sequence's tokens, block
+table, sampling state and its length from `NewRow` until the slot is given to another sequence. A
+plan says how many tokens a slot runs, not where they begin: the worker knows how many tokens of
+each slot it has computed. It writes each sampled token into the slot itself, so a plan can run
+before the previous step's tokens have reached the host.
+
+A row may verify *draft tokens*, which the worker's proposer has guessed: the row runs its last
+known token and the drafts behind it, and samples after each. Drafts are accepted up to the first
+one that differs from what is sampled in its place; the row yields that many tokens and one more.
 """
 
 from __future__ import annotations
@@ -20,13 +25,14 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     slot: int
     token_ids: list[int]  # all tokens known now: prompt, then outputs so far
     prompt_len: int  # how many of them are prompt
+    num_computed: int  # how many of them have their KV in `block_ids` already (prefix cache)
     block_ids: list[int]  # KV blocks of positions 0.., in order
     sampling: SamplingParams
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One step: apply `new_rows` and `appended_*`, then run row i of `slots` on tokens [starts[i],
-    starts[i] + counts[i]).
+    """One step: apply `new_rows` and `appended_*`, then run the next num_scheduled[i] tokens of
+    slots[i]. Rows that generate come first, longer chunks of prompts last.
     """
 
     step_id: int
@@ -34,20 +40,21 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     appended_slots: list[int]  # one entry per appended block
     appended_blocks: list[int]  # block id, goes to the end of that slot's table
     slots: list[int]
-    starts: list[int]  # position of the first token to run
-    counts: list[int]  # tokens to run, at least 1
-    # True: the last token's logits are sampled; the token lands at position start + count
-    samples: list[bool]
-    # rows whose sampling waits for the `StepMasks` of this step; empty: it brings none
-    masked: list[int] = []
+    num_scheduled: list[int]  # tokens to run, at least 1
+    # how many of them, the last ones, are draft tokens; a slot with fewer drafts runs padding
+    num_draft_tokens: list[int]
+    # True: the logits of the last token are sampled, and of those before its draft tokens
+    needs_sampling: list[bool]
+    # rows whose sampling waits for the `GrammarBitmask` of this step; empty: it brings none
+    grammar_rows: list[int] = []
 
     @property
     def num_tokens(self) -> int:
         """Tokens run by this step over all rows."""
-        return sum(self.counts)
+        return sum(self.num_scheduled)
 
 
-class MaskedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class GrammarRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sampled row of a plan whose next token may be constrained."""
 
     row: int  # of the plan
@@ -55,8 +62,8 @@ class MaskedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_outputs: int  # output tokens before the one that is sampled
 
 
-class StepMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Which tokens the masked rows of step `step_id` may sample; follows the plan. Rows that are
+class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Which tokens the grammar rows of step `step_id` may sample; follows the plan. Rows that are
     not named may sample any.
     """
 
@@ -64,6 +71,9 @@ class StepMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rows: list[int]  # of the plan
     places: list[int]  # for each of them, its mask in `masks`
     masks: list[bytes]  # ceil(vocabulary / 8) bytes each: bit i of byte j allows token 8 j + i
+    # rows of the plan whose mask is late: what they sample means nothing, and their last token runs
+    # again in a later step
+    postponed: list[int] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -79,8 +89,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What step `step_id` produced. `token_ids` has one entry per row with `samples` True, in plan
-    order.
+    """What step `step_id` produced. `token_ids` has the tokens of each row with `needs_sampling`,
+    in plan order: one for each accepted draft token of the row, and one more.
     """
 
     step_id: int
@@ -89,6 +99,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # by row index of the plan; one entry per prompt token run after the first
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     errors: dict[int, str]  # by row index of the plan: this row failed, the others are good
+    num_accepted: dict[int, int] = {}  # by row index of the plan: draft tokens that were right
     device_seconds: float = 0.0  # that the step took on a GPU
     idle_seconds: float = 0.0  # that the GPU had nothing to do before it
 

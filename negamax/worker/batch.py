@@ -15,7 +15,7 @@ from negamax.kernels.attention.spec import PagedQueries
 from negamax.layers.attention import AttentionInputs
 from negamax.scheduler.step import StepPlan
 from negamax.worker.device import upload
-from negamax.worker.rows import Rows
+from negamax.worker.request_state import RequestState
 
 Column = NDArray[np.int64]
 
@@ -31,7 +31,7 @@ class SampleInputs:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """A step on the host: T tokens of S sequences, first the generated tokens, each a sequence of
     its own, then runs of prompt tokens."""
 
@@ -61,22 +61,19 @@ class ForwardBatch:
     attention: AttentionInputs
 
 
-def is_decode(plan: StepPlan, rows: Rows) -> bool:
+def is_decode(plan: StepPlan, rows: RequestState) -> bool:
     """Every row runs one generated token and samples the next: the step that a captured graph can
     replay.
     """
     return (
         bool(plan.slots)
-        and all(plan.samples)
-        and max(plan.counts) == 1
-        and all(
-            start >= rows.state(slot).prompt_len
-            for slot, start in zip(plan.slots, plan.starts, strict=True)
-        )
+        and all(plan.needs_sampling)
+        and max(plan.num_scheduled) == 1
+        and bool((rows.num_computed >= rows.prompt_lens)[plan.slots].all())
     )
 
 
-def lay_out(plan: StepPlan, rows: Rows, *, generated_apart: bool) -> Layout:
+def build_batch_layout(plan: StepPlan, rows: RequestState, *, generated_apart: bool) -> BatchLayout:
     """Cut `plan` into single generated tokens and runs of prompt tokens.
 
     `generated_apart`: generated tokens run one by one as decodes, prompt tokens as prefills,
@@ -90,7 +87,8 @@ def lay_out(plan: StepPlan, rows: Rows, *, generated_apart: bool) -> Layout:
     last_tokens: list[int] = []
     prompt_starts: list[int] = []
     num_prompt_tokens = 0
-    for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+    num_computed = rows.num_computed[plan.slots].tolist()
+    for slot, start, count in zip(plan.slots, num_computed, plan.num_scheduled, strict=True):
         end = start + count
         split = min(max(rows.state(slot).prompt_len, start), end)
         if count > 1 and not generated_apart:
@@ -105,8 +103,8 @@ def lay_out(plan: StepPlan, rows: Rows, *, generated_apart: bool) -> Layout:
     slots, starts, counts = np.array(decodes + prefills, dtype=np.int64).T
     ends = counts.cumsum()
     query_starts = np.concatenate(([0], ends))
-    sampled = [i for i, samples in enumerate(plan.samples) if samples]
-    return Layout(
+    sampled = [i for i, samples in enumerate(plan.needs_sampling) if samples]
+    return BatchLayout(
         num_decodes=num_decodes,
         token_slots=slots.repeat(counts),
         token_positions=np.arange(ends[-1]) + (starts - query_starts[:-1]).repeat(counts),
@@ -116,7 +114,7 @@ def lay_out(plan: StepPlan, rows: Rows, *, generated_apart: bool) -> Layout:
         query_starts=query_starts,
         prompt_starts=[num_decodes + start for start in prompt_starts],
         sample_slots=[plan.slots[i] for i in sampled],
-        sample_positions=[plan.starts[i] + plan.counts[i] for i in sampled],
+        sample_positions=[num_computed[i] + plan.num_scheduled[i] for i in sampled],
         sample_tokens=[
             last_tokens[i] if last_tokens[i] >= 0 else num_decodes - last_tokens[i] - 1
             for i in sampled
@@ -124,7 +122,7 @@ def lay_out(plan: StepPlan, rows: Rows, *, generated_apart: bool) -> Layout:
     )
 
 
-def build(layout: Layout, rows: Rows) -> ForwardBatch:
+def build(layout: BatchLayout, rows: RequestState) -> ForwardBatch:
     """The tokens, positions and cache slots of `layout`, gathered from `rows` (already holding the
     plan's changes).
     """

@@ -24,7 +24,7 @@ from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import AttentionInputs, KvCaches
 from negamax.models.registry import CausalModel
 from negamax.scheduler.step import StepPlan
-from negamax.worker.rows import Rows
+from negamax.worker.request_state import RequestState
 
 Result = TypeVar("Result")
 
@@ -86,7 +86,7 @@ class DecodeGraphs:
         self,
         model: CausalModel,
         kv: Sequence[KvCaches],
-        rows: Rows,
+        rows: RequestState,
         *,
         kernels: KernelTable,
         group: Collective,
@@ -133,7 +133,7 @@ class DecodeGraphs:
             f"{time.monotonic() - started:.1f} s"
         )
 
-    def rehearse(self, layers: int) -> None:
+    def warmup(self, layers: int) -> None:
         """Launch what every size launches, of the first `layers` alone."""
         for size in self._sizes:
             self._fill(size, slots=[self._rows.padding_slot] * size, positions=[0] * size, active=0)
@@ -146,8 +146,9 @@ class DecodeGraphs:
         size = self._size(num_rows)
         padding = size - num_rows
         slots = plan.slots + [self._rows.padding_slot] * padding
-        self._latest[size] = (slots, plan.starts + [0] * padding, num_rows)
-        self._fill(size, slots=slots, positions=self._latest[size][1], active=num_rows)
+        positions = self._rows.num_computed[plan.slots].tolist() + [0] * padding
+        self._latest[size] = (slots, positions, num_rows)
+        self._fill(size, slots=slots, positions=positions, active=num_rows)
         return self._graphs[size]
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> DecodeOutputs:

@@ -21,9 +21,9 @@ from torch import Tensor
 from negamax.kernels.attention.spec import PagedQueries
 from negamax.layers.attention import AttentionInputs, KvCaches
 from negamax.models.registry import CausalModel
-from negamax.worker.batch import Column, Layout
+from negamax.worker.batch import BatchLayout, Column
 from negamax.worker.graphs import pool_bytes, record
-from negamax.worker.rows import Rows
+from negamax.worker.request_state import RequestState
 
 # A generated token in such a step is one query of a whole tile and reads its keys alone: slower
 # than decoding from here on.
@@ -48,7 +48,7 @@ class PrefillGraphs:
         self,
         model: CausalModel,
         kv: Sequence[KvCaches],
-        rows: Rows,
+        rows: RequestState,
         *,
         largest: int,
         max_num_seqs: int,
@@ -81,13 +81,13 @@ class PrefillGraphs:
             f"{len(self._sizes)} up to {self._sizes[-1]} tokens: {taken:.0f} MiB, {seconds:.1f} s"
         )
 
-    def rehearse(self, layers: int) -> None:
+    def warmup(self, layers: int) -> None:
         """Launch what every size launches, of the first `layers` alone."""
         for size in self._sizes:
             self._fill_with_nothing(size)
             self._run(size, self._kv[:layers])
 
-    def fits(self, layout: Layout) -> bool:
+    def fits(self, layout: BatchLayout) -> bool:
         """Whether `layout` can be replayed, and gains from it."""
         longest = int(layout.seq_lens[: layout.num_decodes].max(initial=0))
         return (
@@ -96,7 +96,7 @@ class PrefillGraphs:
             and longest <= LONGEST_DECODE
         )
 
-    def prepare(self, layout: Layout) -> int:
+    def prepare(self, layout: BatchLayout) -> int:
         """Send the inputs of `layout` to the device; the size to replay."""
         size = self._sizes[bisect_left(self._sizes, layout.num_tokens)]
         tokens = (layout.token_slots, layout.token_positions)

@@ -11,7 +11,7 @@ from negamax.models.registry import CausalModel
 from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
 from negamax.worker.kv_cache import allocate
-from negamax.worker.rehearsal import LAYERS, rehearsal
+from negamax.worker.warmup import LAYERS, warming_up
 
 logger = get_logger(__name__)
 
@@ -64,7 +64,7 @@ def peak_bytes(
         active=None,
     )
     token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)
-    with rehearsal(context):
+    with warming_up(context):
         model.local_logits(model.forward(token_ids, inputs, kv[:LAYERS])[: config.max_num_seqs])
     hidden = model.forward(token_ids, inputs, kv)
     model.local_logits(hidden[: config.max_num_seqs])

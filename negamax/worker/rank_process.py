@@ -1,11 +1,11 @@
 """One tensor-parallel rank as a process: `python -m negamax.worker.rank_process FOLDER RANK`.
 
 Frames on the rank's socket in the executor's folder: a WorkerConfig, then StepPlans (each with its
-StepMasks behind it, where it has masked rows) and Probes, all behind one byte that tells which, and
-an empty frame to stop; back come a WorkerReady or a RankFailed, then one answer per probe. The
-socket of the results carries one StepResult per plan, from rank 0 only: a thread of its own waits
-for the device, so that the next plan is launched meanwhile. Another thread writes the time into the
-rank's row of the file of beats (`worker.heartbeat`).
+GrammarBitmask behind it, where it has grammar rows) and Probes, all behind one byte that tells
+which, and an empty frame to stop; back come a WorkerReady or a RankFailed, then one answer per
+probe. The socket of the results carries one StepResult per plan, from rank 0 only: a thread of its
+own waits for the device, so that the next plan is launched meanwhile. Another thread writes the
+time into the rank's row of the file of beats (`worker.heartbeat`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from negamax.base.log import get_logger
 from negamax.base.process import exit_now, exit_with_parent
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.scheduler import crash_details
-from negamax.scheduler.step import StepMasks, StepPlan, StepResult
+from negamax.scheduler.step import GrammarBitmask, StepPlan, StepResult
 from negamax.worker.config import Probe, WorkerConfig, WorkerReady
 from negamax.worker.heartbeat import LOST_SECONDS, Heartbeat
 
 if TYPE_CHECKING:
-    from negamax.worker.outcome import Outcome
+    from negamax.worker.step_output import StepOutput
 
 logger = get_logger(__name__)
 
-PLAN, MASKS, PROBE = b"s", b"m", b"p"  # first byte of a frame
+PLAN, BITMASK, PROBE = b"s", b"m", b"p"  # first byte of a frame
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by
 # themselves, is not used. The executor watches the ranks, so PyTorch's own watch of them, which
@@ -98,26 +98,26 @@ def main(folder: str, rank: int) -> int:
         # it
         gc.freeze()
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
-        outcomes: SimpleQueue[Outcome | StepResult | None] = SimpleQueue()
+        outcomes: SimpleQueue[StepOutput | StepResult | None] = SimpleQueue()
         sending = (outcomes, context, f"ipc://{folder}/results", dumps, heartbeat)
         sender = threading.Thread(target=_send_results, args=sending, name="results")
         if rank == 0:
             sender.start()
         plans, probes = msgspec.msgpack.Decoder(StepPlan), msgspec.msgpack.Decoder(Probe)
-        masks = msgspec.msgpack.Decoder(StepMasks)
+        bitmasks = msgspec.msgpack.Decoder(GrammarBitmask)
 
-        def next_masks() -> StepMasks:
+        def next_bitmask() -> GrammarBitmask:
             frame = socket.recv()
-            if frame[:1] != MASKS:
+            if frame[:1] != BITMASK:
                 raise _Stopped
-            return masks.decode(frame[1:])
+            return bitmasks.decode(frame[1:])
 
         plan: StepPlan | None = None
         try:
             while frame := socket.recv():
                 if frame[:1] == PLAN:
                     plan = plans.decode(frame[1:])
-                    outcome = worker.launch(plan, next_masks)
+                    outcome = worker.launch(plan, next_bitmask)
                     if rank == 0:
                         outcomes.put(outcome)
                 else:
@@ -143,7 +143,7 @@ def main(folder: str, rank: int) -> int:
 
 
 def _send_results(
-    outcomes: SimpleQueue[Outcome | StepResult | None],
+    outcomes: SimpleQueue[StepOutput | StepResult | None],
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     dumps: CrashDumps,

@@ -11,8 +11,8 @@ from negamax.base.errors import EngineDeadError
 from negamax.layers.attention import KvCaches
 from negamax.models.registry import CausalModel
 from negamax.scheduler.step import StepPlan
-from negamax.worker.batch import ForwardBatch, Layout
-from negamax.worker.rows import Rows
+from negamax.worker.batch import BatchLayout, ForwardBatch
+from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import LogprobEntries
 
 # Prompt log-probabilities need logits of every prompt token; this many positions at a time bound
@@ -32,7 +32,7 @@ class Runner:
         return self._model.forward(batch.token_ids, batch.attention, self._kv)
 
     def prompt_logprobs(
-        self, plan: StepPlan, hidden: Tensor, *, layout: Layout, rows: Rows
+        self, plan: StepPlan, hidden: Tensor, *, layout: BatchLayout, rows: RequestState
     ) -> dict[int, list[LogprobEntries]]:
         """For each row that asked: entries of the prompt tokens that this step's tokens predict, by
         row index, in tiles.
@@ -40,9 +40,9 @@ class Runner:
         if not rows.prompt_logprob_slots:
             return {}
         found: dict[int, list[LogprobEntries]] = {}
-        columns = zip(plan.slots, plan.starts, plan.counts, layout.prompt_starts, strict=True)
-        for row, (slot, start, count, first) in enumerate(columns):
-            state = rows.state(slot)
+        columns = zip(plan.slots, plan.num_scheduled, layout.prompt_starts, strict=True)
+        for row, (slot, count, first) in enumerate(columns):
+            state, start = rows.state(slot), int(rows.num_computed[slot])
             predicted = min(start + count, state.prompt_len - 1) - start
             if slot in rows.prompt_logprob_slots and predicted > 0:
                 try:

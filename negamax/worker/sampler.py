@@ -18,8 +18,8 @@ from negamax.kernels.sampling import spec as ops
 from negamax.scheduler.step import TokenLogprobs
 from negamax.worker.batch import SampleInputs
 from negamax.worker.device import HostTensor, indices
-from negamax.worker.masks import RowMasks
-from negamax.worker.rows import Rows
+from negamax.worker.grammar_bitmask import RowBitmasks
+from negamax.worker.request_state import RequestState
 
 BROKEN = -1  # instead of a token: the row's logits were not finite numbers
 
@@ -61,9 +61,9 @@ def sample(
     logits: Tensor,
     inputs: SampleInputs,
     *,
-    rows: Rows,
+    rows: RequestState,
     kernels: KernelTable,
-    masks: RowMasks | None = None,
+    masks: RowBitmasks | None = None,
 ) -> Sampled:
     """Choose a token for every sampled row from all its logits. `logits` [R, V] fp32 may be changed
     in place.
@@ -86,12 +86,12 @@ def sample_sharded(
     logits: Tensor,  # [R, V of this rank] fp32
     inputs: SampleInputs,
     *,
-    rows: Rows,
+    rows: RequestState,
     kernels: KernelTable,
     first_id: int,
     group: Collective,
     picked: Tensor | None = None,
-    masks: RowMasks | None = None,
+    masks: RowBitmasks | None = None,
 ) -> Sampled:
     """The same for logits split over the ranks of `group`; this rank's begin at token `first_id`.
 
@@ -149,10 +149,10 @@ def _sample_gathered(
     members: list[int],
     *,
     picked: Tensor,
-    rows: Rows,
+    rows: RequestState,
     kernels: KernelTable,
     group: Collective,
-    masks: RowMasks | None,
+    masks: RowBitmasks | None,
 ) -> Sampled:
     """`sample_sharded` for the rows `members`, whose logits are gathered."""
     device = logits.device
@@ -194,13 +194,15 @@ def _sample_gathered(
 
 
 def _entries(
-    raw: Tensor, token_ids: Tensor, inputs: SampleInputs, members: list[int], *, rows: Rows
+    raw: Tensor, token_ids: Tensor, inputs: SampleInputs, members: list[int], *, rows: RequestState
 ) -> LogprobEntries:
     num_top = [rows.state(inputs.slots[i]).sampling.logprobs or 0 for i in members]
     return LogprobEntries(raw, token_ids, num_top=num_top)
 
 
-def _draw(logits: Tensor, inputs: SampleInputs, *, rows: Rows, kernels: KernelTable) -> Tensor:
+def _draw(
+    logits: Tensor, inputs: SampleInputs, *, rows: RequestState, kernels: KernelTable
+) -> Tensor:
     """Greedy rows take the maximum; rows with a small top_k draw from a fixed number of candidates;
     the others sort all.
 
@@ -238,7 +240,9 @@ def _draw(logits: Tensor, inputs: SampleInputs, *, rows: Rows, kernels: KernelTa
     return token_ids
 
 
-def _filtered(inputs: SampleInputs, rows: Rows, *, vocab_size: int) -> list[tuple[list[int], int]]:
+def _filtered(
+    inputs: SampleInputs, rows: RequestState, *, vocab_size: int
+) -> list[tuple[list[int], int]]:
     """The rows with top-k, top-p or min-p, in groups (rows, candidates to draw from)."""
     narrow: list[int] = []
     wide: list[int] = []
@@ -260,7 +264,7 @@ def _draw_from(
     members: list[int],
     *,
     candidates: int,
-    rows: Rows,
+    rows: RequestState,
     kernels: KernelTable,
 ) -> Tensor:
     """Draw for `members` of the rows; logits [len(members), V]."""
@@ -269,7 +273,7 @@ def _draw_from(
     return drawn
 
 
-def _filters(inputs: SampleInputs, members: list[int], *, rows: Rows) -> dict[str, Tensor]:
+def _filters(inputs: SampleInputs, members: list[int], *, rows: RequestState) -> dict[str, Tensor]:
     """The parameters by which `members` of the rows are drawn, and their random numbers; each
     [len(members)] fp32.
     """
@@ -284,7 +288,9 @@ def _filters(inputs: SampleInputs, members: list[int], *, rows: Rows) -> dict[st
     return filters | {"uniforms": noise.uniforms(rows.seeds[slots], positions)}
 
 
-def _edit_rows(logits: Tensor, inputs: SampleInputs, *, rows: Rows, masks: RowMasks | None) -> None:
+def _edit_rows(
+    logits: Tensor, inputs: SampleInputs, *, rows: RequestState, masks: RowBitmasks | None
+) -> None:
     """Everything that a row does to its logits [R, V], in place. A mask has the last word, and
     knows of min_tokens.
     """
@@ -305,7 +311,9 @@ def _edit_rows(logits: Tensor, inputs: SampleInputs, *, rows: Rows, masks: RowMa
         masks.apply(logits, first_id=0)
 
 
-def _edit(logits: Tensor, slot: int, *, position: int, rows: Rows, may_hold_back: bool) -> None:
+def _edit(
+    logits: Tensor, slot: int, *, position: int, rows: RequestState, may_hold_back: bool
+) -> None:
     """Penalties, bias, the allowed tokens and the min_tokens block of one row; `logits` [V] is
     changed in place, `position` is the new token's."""
     state = rows.state(slot)

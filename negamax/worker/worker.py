@@ -24,23 +24,23 @@ from negamax.worker import batch as batches
 from negamax.worker import kv_cache
 from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
 from negamax.worker.device import HostTensor, check_platform, choose_dtype, indices, kv_dtype
+from negamax.worker.grammar_bitmask import PendingBitmask, RowBitmasks, WaitForBitmask
 from negamax.worker.graphs import DecodeGraphs, DecodeOutputs
-from negamax.worker.masks import LateMasks, RowMasks, WaitForMasks
-from negamax.worker.outcome import Outcome, StepTimes
 from negamax.worker.prefill_graphs import PrefillGraphs
 from negamax.worker.probes import Probes
 from negamax.worker.profile import peak_bytes
-from negamax.worker.rehearsal import LAYERS, rehearsal
-from negamax.worker.rows import Rows
+from negamax.worker.request_state import RequestState
 from negamax.worker.runner import Runner
 from negamax.worker.sampler import Sampled, sample, sample_sharded
+from negamax.worker.step_output import StepOutput, StepTimes
+from negamax.worker.warmup import LAYERS, warming_up
 
 logger = get_logger(__name__)
 
 
 class Worker:
-    """The model runtime of one rank. Everything is called from one thread; an `Outcome` may be read
-    from another.
+    """The model runtime of one rank. Everything is called from one thread; a `StepOutput` may be
+    read from another.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -73,7 +73,7 @@ class Worker:
             load_summary = _load(model, config, device=device)
             if self._on_gpu:
                 torch.cuda.empty_cache()  # of what only loading needed
-            self._rows = Rows(
+            self._rows = RequestState(
                 config.max_num_seqs,
                 config.max_model_len,
                 max_blocks=-(-config.max_model_len // config.block_size),
@@ -117,9 +117,9 @@ class Worker:
         )
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, wait_for_masks: WaitForMasks) -> Outcome | StepResult:
+    def launch(self, plan: StepPlan, wait_for_bitmask: WaitForBitmask) -> StepOutput | StepResult:
         """Run one plan; on a GPU it has only been enqueued when this returns. Where the plan has
-        masked rows, their masks are waited for between the model and the sampling.
+        grammar rows, their bitmask is waited for between the model and the sampling.
 
         A row that fails is reported in `errors` and leaves the other rows as they would be without
         it: one that cannot be prepared, sampled or described, and on the CPU one that makes the
@@ -128,11 +128,21 @@ class Worker:
         """
         self._rows.apply(plan)
         vocab_size = self._config.spec.vocab_size
-        masks = LateMasks.of_plan(plan, wait_for_masks, vocab_size=vocab_size, rows=self._rows)
+        bitmask = PendingBitmask.of_plan(
+            plan, wait_for_bitmask, vocab_size=vocab_size, rows=self._rows
+        )
+        output = self._run_rows_together(plan, bitmask)
+        self._rows.advance(plan, postponed=bitmask.postponed)
+        return output
+
+    def _run_rows_together(
+        self, plan: StepPlan, bitmask: PendingBitmask
+    ) -> StepOutput | StepResult:
+        """The step as one batch; on the CPU, where that fails, row by row."""
         if self._on_gpu:
-            return self._run(plan, masks)
+            return self._run(plan, bitmask)
         try:
-            return self._run(plan, masks).result()
+            return self._run(plan, bitmask).result()
         except EngineDeadError:  # another rank is gone: there is nothing to repeat
             raise
         except Exception:
@@ -141,7 +151,7 @@ class Worker:
                 plan.step_id,
                 len(plan.slots),
             )
-            return self._run_apart(plan, masks)
+            return self._run_rows_separately(plan, bitmask)
 
     @torch.inference_mode()
     def probe(self, probe: Probe) -> ProbeAnswer:
@@ -178,9 +188,9 @@ class Worker:
             largest=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
         )
-        with rehearsal(self._context):
-            self._graphs.rehearse(LAYERS)
-            self._prefill_graphs.rehearse(LAYERS)
+        with warming_up(self._context):
+            self._graphs.warmup(LAYERS)
+            self._prefill_graphs.warmup(LAYERS)
         pool = torch.cuda.graph_pool_handle()
         shown = config.show_progress and config.layout.rank == 0
         with Progress("recording CUDA graphs of prefills", enabled=shown) as progress:
@@ -189,8 +199,8 @@ class Worker:
             decodes = self._graphs.capture(pool, progress)
         return f"; CUDA graphs: {decodes}; {prefills}"
 
-    def _run(self, plan: StepPlan, late_masks: LateMasks) -> Outcome:
-        """The step itself: gather, forward, sample, remember. Writes are idempotent, so it may be
+    def _run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput:
+        """The step itself: gather, forward, sample, store. Writes are idempotent, so it may be
         repeated.
         """
         use_graphs = not self._probes.need_eager
@@ -202,41 +212,41 @@ class Worker:
             and batches.is_decode(plan, self._rows)
         ):
             graph = graphs.prepare(plan)
-            began = self._mark()
+            began = self._record_event()
             outputs = graphs.replay(graph)
-            masks = late_masks.of(range(len(plan.slots)), device=self._device)
+            masks = bitmask.of(range(len(plan.slots)), device=self._device)
             if masks is None and not self._rows.filtered_slots.isdisjoint(plan.slots):
                 graphs.draw(len(plan.slots))
             outcome = self._decoded(plan, outputs, masks)
         else:
-            began, outcome = self._forward(plan, late_masks, use_graphs=use_graphs)
+            began, outcome = self._forward(plan, bitmask, use_graphs=use_graphs)
         outcome = outcome.failing(self._rows.failures_of(plan.slots))
-        ended, previous = self._mark(), self._ended
+        ended, previous = self._record_event(), self._ended
         if began is None or ended is None:
             return outcome
         self._ended = ended
         return outcome.timed(StepTimes(began, ended, previous))
 
     def _forward(
-        self, plan: StepPlan, late_masks: LateMasks, *, use_graphs: bool
-    ) -> tuple[torch.cuda.Event | None, Outcome]:
+        self, plan: StepPlan, bitmask: PendingBitmask, *, use_graphs: bool
+    ) -> tuple[torch.cuda.Event | None, StepOutput]:
         """A step of any shape, and when it began."""
         # Which kernel computes a token must not depend on the step it runs in, where that decides
         # about bits.
-        layout = batches.lay_out(plan, self._rows, generated_apart=not self._on_gpu)
+        layout = batches.build_batch_layout(plan, self._rows, generated_apart=not self._on_gpu)
         graphs = self._prefill_graphs
         if use_graphs and graphs is not None and graphs.fits(layout):
             size = graphs.prepare(layout)
-            began = self._mark()
+            began = self._record_event()
             hidden = graphs.replay(size)
         else:
             batch = batches.build(layout, self._rows)
-            began = self._mark()
+            began = self._record_event()
             hidden = self._runner.hidden(batch)
         prompt_logprobs = self._runner.prompt_logprobs(plan, hidden, layout=layout, rows=self._rows)
-        rows = [i for i, samples in enumerate(plan.samples) if samples]
+        rows = [i for i, samples in enumerate(plan.needs_sampling) if samples]
         if not rows:
-            return began, Outcome(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
+            return began, StepOutput(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
         inputs = batches.sample_inputs(
             layout.sample_slots, layout.sample_positions, device=self._device
         )
@@ -246,16 +256,18 @@ class Worker:
             hidden[indices(failed, self._device)] = torch.nan
         if self._on_gpu:
             logits = self._model.local_logits(hidden)
-            sampled = self._sample(logits, inputs, masks=late_masks.of(rows, device=self._device))
+            sampled = self._sample(logits, inputs, masks=bitmask.of(rows, device=self._device))
         else:
-            logits, masks = self._model.logits(hidden), late_masks.of(rows, device=self._device)
+            logits, masks = self._model.logits(hidden), bitmask.of(rows, device=self._device)
             sampled = sample(logits, inputs, rows=self._rows, kernels=self._kernels, masks=masks)
-        self._remember(sampled, inputs)
-        return began, Outcome(
+        self._store_sampled(sampled, inputs)
+        return began, StepOutput(
             plan.step_id, rows, HostTensor(sampled.token_ids), sampled, prompt_logprobs
         )
 
-    def _decoded(self, plan: StepPlan, outputs: DecodeOutputs, masks: RowMasks | None) -> Outcome:
+    def _decoded(
+        self, plan: StepPlan, outputs: DecodeOutputs, masks: RowBitmasks | None
+    ) -> StepOutput:
         """What a replayed step of generated tokens came to; only rows that ask for more are sampled
         again, and all where some have masks, of which the graph knows nothing."""
         num_rows = len(plan.slots)
@@ -263,13 +275,13 @@ class Worker:
         sampled = None
         if masks is not None or any(self._rows.needs_all_logits(slot) for slot in plan.slots):
             inputs = batches.sample_inputs(
-                plan.slots, [start + 1 for start in plan.starts], device=self._device
+                plan.slots, (self._rows.num_computed[plan.slots] + 1).tolist(), device=self._device
             )
             picked = token_ids if masks is None else None
             sampled = self._sample(outputs.logits[:num_rows], inputs, picked=picked, masks=masks)
-            self._remember(sampled, inputs)
+            self._store_sampled(sampled, inputs)
             token_ids = sampled.token_ids
-        return Outcome(plan.step_id, list(range(num_rows)), HostTensor(token_ids), sampled)
+        return StepOutput(plan.step_id, list(range(num_rows)), HostTensor(token_ids), sampled)
 
     def _sample(
         self,
@@ -277,7 +289,7 @@ class Worker:
         inputs: batches.SampleInputs,
         *,
         picked: torch.Tensor | None = None,
-        masks: RowMasks | None = None,
+        masks: RowBitmasks | None = None,
     ) -> Sampled:
         return sample_sharded(
             logits,
@@ -290,22 +302,22 @@ class Worker:
             masks=masks,
         )
 
-    def _remember(self, sampled: Sampled, inputs: batches.SampleInputs) -> None:
+    def _store_sampled(self, sampled: Sampled, inputs: batches.SampleInputs) -> None:
         """Write the sampled tokens into their rows, where the next step finds them."""
         tokens = self._rows.tokens
         tokens[inputs.slots_device, inputs.positions_device] = sampled.token_ids.clamp_min(0).to(
             tokens.dtype
         )
 
-    def _run_apart(self, plan: StepPlan, late_masks: LateMasks) -> StepResult:
+    def _run_rows_separately(self, plan: StepPlan, bitmask: PendingBitmask) -> StepResult:
         """The same plan a row at a time, so that only rows that fail by themselves are lost."""
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
-        for row, samples in enumerate(plan.samples):
+        for row, samples in enumerate(plan.needs_sampling):
             try:
-                result = self._run(_single_row(plan, row), late_masks.single(row)).result()
+                result = self._run(_single_row(plan, row), bitmask.single(row)).result()
             except EngineDeadError:
                 raise
             except Exception as error:
@@ -322,7 +334,7 @@ class Worker:
             token_ids += result.token_ids
         return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)
 
-    def _mark(self) -> torch.cuda.Event | None:
+    def _record_event(self) -> torch.cuda.Event | None:
         """The present moment on the device's own time line."""
         if not self._on_gpu:
             return None
@@ -392,7 +404,7 @@ def _single_row(plan: StepPlan, row: int) -> StepPlan:
         appended_slots=[],
         appended_blocks=[],
         slots=[plan.slots[row]],
-        starts=[plan.starts[row]],
-        counts=[plan.counts[row]],
-        samples=[plan.samples[row]],
+        num_scheduled=[plan.num_scheduled[row]],
+        num_draft_tokens=[plan.num_draft_tokens[row]],
+        needs_sampling=[plan.needs_sampling[row]],
     )

@@ -57,13 +57,13 @@ def drive(llm: LLM, params: Sequence[SamplingParams], *, seconds: float) -> list
 
 def test_a_process_that_is_stopped_while_a_grammar_is_opened_is_replaced(llm: LLM) -> None:
     assert says_yes(llm)
-    client = llm._loop._constraints._client
+    client = llm._loop._grammars._client
     assert client is not None
     os.kill(client._process.pid, signal.SIGSTOP)
     started = time.monotonic()
     (update,) = drive(llm, [LETTERS], seconds=40.0)
     assert update.finish_reason == "stop"
-    assert llm._loop._constraints._client is not client and not client.is_alive
+    assert llm._loop._grammars._client is not client and not client.is_alive
     assert time.monotonic() - started < 30.0
 
 
@@ -102,10 +102,10 @@ def test_an_engine_that_can_open_no_file_refuses_what_needs_one(llm: LLM) -> Non
 def test_an_output_whose_mask_takes_too_long_ends_and_its_neighbour_goes_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hurried = msgspec.structs.replace(llm._loop._constraints._setup, mask_seconds=0.2)
-    monkeypatch.setattr(llm._loop._constraints, "_setup", hurried)
+    hurried = msgspec.structs.replace(llm._loop._grammars._setup, mask_seconds=0.2)
+    monkeypatch.setattr(llm._loop._grammars, "_setup", hurried)
     slow, letters = drive(llm, [SLOW, LETTERS], seconds=60.0)
     assert slow.finish_reason == "error" and "0.2 s for one token" in (slow.error or "")
     assert letters.finish_reason == "stop"
-    client = llm._loop._constraints._client
+    client = llm._loop._grammars._client
     assert client is not None and client.is_alive and says_yes(llm)

@@ -13,10 +13,10 @@ import torch
 from negamax.kernels.registry import OPS, KernelTable
 from negamax.parallel.collectives import Alone
 from negamax.scheduler.request import SamplingParams
-from negamax.scheduler.step import NewRow, StepMasks, StepPlan
+from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan
 from negamax.worker.batch import sample_inputs
-from negamax.worker.masks import LateMasks, RowMasks
-from negamax.worker.rows import Rows
+from negamax.worker.grammar_bitmask import PendingBitmask, RowBitmasks
+from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import BROKEN, Sampled, sample, sample_sharded
 
 VOCAB = 500
@@ -42,8 +42,8 @@ def packed(*token_ids: int) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def rows_of(kinds: tuple[dict[str, object], ...]) -> Rows:
-    rows = Rows(len(kinds), 64, max_blocks=4, eos_token_ids=(1,), device=CPU)
+def rows_of(kinds: tuple[dict[str, object], ...]) -> RequestState:
+    rows = RequestState(len(kinds), 64, max_blocks=4, eos_token_ids=(1,), device=CPU)
     defaults = {
         "temperature": 1.0,
         "top_k": 0,
@@ -54,7 +54,9 @@ def rows_of(kinds: tuple[dict[str, object], ...]) -> Rows:
     }
     for slot, kind in enumerate(kinds):
         rows._assign(
-            NewRow(slot, [7, 8, 9, 9], 3, [0], SamplingParams(**(defaults | {"seed": slot} | kind)))
+            NewRow(
+                slot, [7, 8, 9, 9], 3, 0, [0], SamplingParams(**(defaults | {"seed": slot} | kind))
+            )
         )
     return rows
 
@@ -63,17 +65,17 @@ def some_logits(num_rows: int, seed: int) -> torch.Tensor:
     return 3 * torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def masks_for(members: list[int], *token_ids: int) -> RowMasks:
+def masks_for(members: list[int], *token_ids: int) -> RowBitmasks:
     one = torch.frombuffer(bytearray(packed(*token_ids)), dtype=torch.uint8)
-    return RowMasks(members, one.repeat(len(members), 1))
+    return RowBitmasks(members, one.repeat(len(members), 1))
 
 
-def sampled_whole(logits: torch.Tensor, rows: Rows, masks: RowMasks | None) -> Sampled:
+def sampled_whole(logits: torch.Tensor, rows: RequestState, masks: RowBitmasks | None) -> Sampled:
     inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), device=CPU)
     return sample(logits.clone(), inputs, rows=rows, kernels=REFERENCES, masks=masks)
 
 
-def sampled_sharded(logits: torch.Tensor, rows: Rows, masks: RowMasks | None) -> Sampled:
+def sampled_sharded(logits: torch.Tensor, rows: RequestState, masks: RowBitmasks | None) -> Sampled:
     inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), device=CPU)
     return sample_sharded(
         logits.clone(),
@@ -197,13 +199,13 @@ def test_each_rank_masks_its_own_share_of_the_vocabulary(ranks: int) -> None:
 def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> None:
     waits = []
 
-    def wait() -> StepMasks:
+    def wait() -> GrammarBitmask:
         waits.append(1)
-        return StepMasks(5, [2, 0], [0, 1], [packed(7), packed(8)])
+        return GrammarBitmask(5, [2, 0], [0, 1], [packed(7), packed(8)], [1])
 
-    plan = StepPlan(5, [], [], [], [4, 5, 6], [9, 9, 9], [1, 1, 1], [True, False, True], [0, 2])
+    plan = StepPlan(5, [], [], [], [4, 5, 6], [1, 1, 1], [0, 0, 0], [True, False, True], [0, 2])
     rows = rows_of(KINDS)
-    late = LateMasks.of_plan(plan, wait, vocab_size=VOCAB, rows=rows)
+    late = PendingBitmask.of_plan(plan, wait, vocab_size=VOCAB, rows=rows)
     assert waits == []
     masks = late.of([0, 2], device=CPU)  # the sampled rows of the plan
     assert masks is not None and masks.members == [0, 1]
@@ -213,19 +215,21 @@ def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> No
     single = late.single(2).of([0], device=CPU)
     assert single is not None and single.packed.numpy().tobytes() == packed(7)
     assert late.single(1).of([0], device=CPU) is None
+    assert late.postponed == [1]
     assert len(waits) == 1
-    unmasked = StepPlan(6, [], [], [], [4], [9], [1], [True])
+    unmasked = StepPlan(6, [], [], [], [4], [1], [0], [True])
     assert (
-        LateMasks.of_plan(unmasked, wait, vocab_size=VOCAB, rows=rows).of([0], device=CPU) is None
+        PendingBitmask.of_plan(unmasked, wait, vocab_size=VOCAB, rows=rows).of([0], device=CPU)
+        is None
     )
     assert len(waits) == 1
 
 
 def test_a_mask_of_another_vocabulary_fails_its_row_alone() -> None:
-    plan = StepPlan(5, [], [], [], [0, 1], [9, 9], [1, 1], [True, True], [0, 1])
+    plan = StepPlan(5, [], [], [], [0, 1], [1, 1], [0, 0], [True, True], [0, 1])
     rows = rows_of(KINDS[:2])
-    frame = StepMasks(5, [0, 1], [0, 1], [packed(7)[:-1], packed(8)])
-    late = LateMasks.of_plan(plan, lambda: frame, vocab_size=VOCAB, rows=rows)
+    frame = GrammarBitmask(5, [0, 1], [0, 1], [packed(7)[:-1], packed(8)])
+    late = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, rows=rows)
     masks = late.of([0, 1], device=CPU)
     assert masks is not None and masks.members == [1]
     assert list(rows.failures_of(plan.slots)) == [0]

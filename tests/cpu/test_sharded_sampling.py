@@ -14,7 +14,7 @@ from negamax.parallel.collectives import Alone
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow
 from negamax.worker.batch import sample_inputs
-from negamax.worker.rows import Rows
+from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import BROKEN, sample, sample_sharded
 
 VOCAB = 500
@@ -34,8 +34,8 @@ KINDS = (
 )
 
 
-def rows_of(kinds: tuple[dict[str, object], ...]) -> Rows:
-    rows = Rows(len(kinds), 64, max_blocks=4, eos_token_ids=(1,), device=CPU)
+def rows_of(kinds: tuple[dict[str, object], ...]) -> RequestState:
+    rows = RequestState(len(kinds), 64, max_blocks=4, eos_token_ids=(1,), device=CPU)
     defaults = {
         "temperature": 1.0,
         "top_k": 0,
@@ -46,7 +46,9 @@ def rows_of(kinds: tuple[dict[str, object], ...]) -> Rows:
     }
     for slot, kind in enumerate(kinds):
         rows._assign(
-            NewRow(slot, [7, 8, 9, 9], 3, [0], SamplingParams(**(defaults | {"seed": slot} | kind)))
+            NewRow(
+                slot, [7, 8, 9, 9], 3, 0, [0], SamplingParams(**(defaults | {"seed": slot} | kind))
+            )
         )
     return rows
 
@@ -117,10 +119,10 @@ def test_a_row_that_cannot_be_edited_fails_alone() -> None:
 def test_a_row_that_could_not_be_filled_still_draws_as_the_other_ranks_expect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(_rows: Rows, _row: NewRow) -> None:
+    def fail(_rows: RequestState, _row: NewRow) -> None:
         raise RuntimeError("not filled")
 
-    monkeypatch.setattr(Rows, "_fill", fail)
+    monkeypatch.setattr(RequestState, "_fill", fail)
     rows = rows_of(({"top_k": 5, "top_p": 0.5, "min_p": 0.25},))
     assert rows.failures_of([0])
     assert rows.sampling[0].tolist() == [1.0, 5.0, 0.5, 0.25]

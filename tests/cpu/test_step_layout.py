@@ -14,7 +14,7 @@ from negamax.kernels.attention.spec import PagedQueries, PagedShape, paged_queri
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, graphs, prefill_graphs
-from negamax.worker.rows import Rows
+from negamax.worker.request_state import RequestState
 
 SHAPE = PagedShape(kv_heads=1, group=2, block_size=16)
 
@@ -74,7 +74,7 @@ def test_prefill_sizes_waste_little(largest: int) -> None:
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_resumed_sequence_runs_token_by_token_only_where_bits_count(apart: bool) -> None:
-    rows = Rows(4, 64, max_blocks=8, eos_token_ids=(1,), device=torch.device("cpu"))
+    rows = RequestState(4, 64, max_blocks=8, eos_token_ids=(1,), device=torch.device("cpu"))
     defaults = {
         "temperature": 0.0,
         "top_k": 0,
@@ -83,20 +83,20 @@ def test_a_resumed_sequence_runs_token_by_token_only_where_bits_count(apart: boo
         "repetition_penalty": 1.0,
         "seed": 0,
     }
-    for slot, (known, prompt_len) in enumerate(((10, 6), (5, 5), (9, 3))):
+    for slot, (known, prompt_len, num_computed) in enumerate(((10, 6, 2), (5, 5, 4), (9, 3, 8))):
         sampling = SamplingParams(**defaults, max_tokens=9)
-        rows._assign(NewRow(slot, list(range(known)), prompt_len, [slot], sampling))
+        rows._assign(NewRow(slot, list(range(known)), prompt_len, num_computed, [slot], sampling))
     plan = StepPlan(
         0,
         [],
         [],
         [],
         slots=[2, 0, 1],
-        starts=[8, 2, 4],
-        counts=[1, 8, 1],
-        samples=[True, True, True],
+        num_scheduled=[1, 8, 1],
+        num_draft_tokens=[0, 0, 0],
+        needs_sampling=[True, True, True],
     )
-    layout = batch.lay_out(plan, rows, generated_apart=apart)
+    layout = batch.build_batch_layout(plan, rows, generated_apart=apart)
     tokens = list(zip(layout.token_slots.tolist(), layout.token_positions.tolist(), strict=True))
     if apart:
         assert tokens == [

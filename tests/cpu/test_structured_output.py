@@ -18,7 +18,7 @@ from negamax import LLM, SamplingParams
 from negamax.base.errors import EngineError, InvalidRequestError
 from negamax.config.grammar import Grammar, Marker, Reasoning
 from negamax.engine.grammar import manager as constraints
-from negamax.engine.grammar.manager import Constraints
+from negamax.engine.grammar.manager import GrammarManager
 from negamax.engine.llm import Completion
 from negamax.scheduler.step import SequenceUpdate
 from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
@@ -115,7 +115,7 @@ def run_out(llm: LLM) -> None:
         stats.num_running == stats.num_waiting == 0
         and stats.num_free_kv_blocks == stats.num_kv_blocks
     )
-    assert not llm._loop._constraints._rules and not llm._loop._constraints._by_key
+    assert not llm._loop._grammars._rules and not llm._loop._grammars._by_key
 
 
 def is_person(text: str) -> bool:
@@ -317,14 +317,14 @@ def test_masks_that_come_too_late_cost_the_constrained_requests_steps_and_nobody
     expected = [completion.token_ids for completion in outputs(llm, prompts, params)]
     monkeypatch.setattr(constraints, "GRACE_SECONDS", -1.0)
     late = []
-    masks = Constraints.masks
+    masks = GrammarManager.masks
 
-    def counted(self: Constraints, *args: Any, **options: Any) -> Any:
+    def counted(self: GrammarManager, *args: Any, **options: Any) -> Any:
         verdict = masks(self, *args, **options)
-        late.extend(verdict.late)
+        late.extend(verdict.bitmask.postponed)
         return verdict
 
-    monkeypatch.setattr(Constraints, "masks", counted)
+    monkeypatch.setattr(GrammarManager, "masks", counted)
     assert [completion.token_ids for completion in outputs(llm, prompts, params)] == expected
     assert len(late) > 20
     run_out(llm)
@@ -423,7 +423,7 @@ def test_a_lost_step_leaves_no_rules_behind(llm: LLM, monkeypatch: pytest.Monkey
         llm._loop.add(request)
     while llm._loop._in_flight is None or len(llm._loop._in_flight.plan.slots) < 2:
         llm._loop.step()
-    lost = llm._loop._in_flight.launched  # type: ignore[union-attr]
+    lost = llm._loop._in_flight.handle  # type: ignore[union-attr]
 
     def raising() -> Any:
         monkeypatch.undo()
@@ -521,7 +521,7 @@ def test_a_grammar_process_that_dies_takes_only_its_own_requests_along(llm: LLM)
         for update in llm._loop.step():
             updates[update.request_id].append(update)
         if not killed and len(updates[requests[0].request_id]) > 3:
-            client = llm._loop._constraints._client
+            client = llm._loop._grammars._client
             assert client is not None
             client._process.kill()
             killed = True
@@ -547,7 +547,7 @@ def test_a_grammar_that_compiles_for_ever_is_refused_in_time_and_stalls_nobody(
             ].text
             == "a"
         )
-        first = engine._loop._constraints._client
+        first = engine._loop._grammars._client
         requests = admitted(
             engine,
             ["letters:", "x", "Once upon a time"],
@@ -569,7 +569,7 @@ def test_a_grammar_that_compiles_for_ever_is_refused_in_time_and_stalls_nobody(
         with pytest.raises(InvalidRequestError, match="1 s"):
             engine.generate("x", seeded(1, grammar=schema(RUNAWAY)))
         assert first is not None and not first.is_alive  # its compiler would have gone on
-        assert engine._loop._constraints._client is None  # what was too slow is known
+        assert engine._loop._grammars._client is None  # what was too slow is known
         assert time.monotonic() - started < 20.0
         assert (
             outputs(engine, ["?"], [seeded(1, grammar=Grammar(kind="choice", text='["b"]'))])[
@@ -591,7 +591,7 @@ def test_servers_that_never_see_a_grammar_start_no_process(llm: LLM) -> None:
                 seeded(2, max_tokens=5, reasoning=rules, thinking_token_budget=2),
             ],
         )
-        assert engine._loop._constraints._client is None
+        assert engine._loop._grammars._client is None
 
 
 def admitted(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[Any]:

@@ -76,7 +76,7 @@ def test_ranks_that_wait_for_masks_can_be_stopped(two_ranks: LLM) -> None:
     (request,) = next(llm._sequences([prompt], llm._admit([prompt], params)))[0][1:2]
     llm._loop._scheduler.add(request)
     plan = llm._loop._scheduler.plan()
-    assert plan is not None and plan.masked == [0]
+    assert plan is not None and plan.grammar_rows == [0]
     executor = llm._loop._executor
     executor.launch(plan)  # and never any masks
     time.sleep(1.0)

@@ -11,6 +11,7 @@ from negamax.scheduler.prefix_cache import DigestChain, match_prefix
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.scheduler.step import NewRow, StepPlan, StepResult
+from tests.unit.plan_support import WatchedScheduler
 
 EOS = 0
 
@@ -115,8 +116,8 @@ def test_match_stops_at_the_first_gap() -> None:
 
 def make_scheduler(
     *, num_blocks: int = 32, enable_prefix_caching: bool = True, budget: int = 64
-) -> Scheduler:
-    return Scheduler(
+) -> WatchedScheduler:
+    return WatchedScheduler(
         SchedulerLimits(
             max_num_seqs=4,
             max_num_batched_tokens=budget,
@@ -139,7 +140,7 @@ def request(name: str, prompt: list[int], **fields: object) -> GenerateRequest:
 
 
 def result(plan: StepPlan, *, token: int = 7, errors: dict[int, str] | None = None) -> StepResult:
-    return StepResult(plan.step_id, [token] * sum(plan.samples), {}, {}, errors or {})
+    return StepResult(plan.step_id, [token] * sum(plan.needs_sampling), {}, {}, errors or {})
 
 
 def planned(scheduler: Scheduler) -> StepPlan:
@@ -161,16 +162,16 @@ def run_all(scheduler: Scheduler) -> list[NewRow]:
 PROMPT = list(range(10, 20))  # two full blocks and two tokens
 
 
-def admit_start(scheduler: Scheduler, new: GenerateRequest) -> int:
+def admit_start(scheduler: WatchedScheduler, new: GenerateRequest) -> int:
     """Add a request to an idle scheduler, run it to its end; the position its first row started
     at.
     """
     scheduler.add(new)
     plan = planned(scheduler)
-    assert len(plan.starts) == 1
+    (start,) = scheduler.starts[plan.step_id]
     scheduler.commit(plan, result(plan))
     run_all(scheduler)
-    return plan.starts[0]
+    return start
 
 
 def test_same_prompt_takes_its_full_blocks_from_the_cache() -> None:
@@ -178,7 +179,7 @@ def test_same_prompt_takes_its_full_blocks_from_the_cache() -> None:
     assert admit_start(scheduler, request("a", PROMPT)) == 0
     scheduler.add(request("b", PROMPT))
     plan = planned(scheduler)
-    assert (plan.starts, plan.counts) == ([8], [2])
+    assert (scheduler.starts[plan.step_id], plan.num_scheduled) == ([8], [2])
     (update,) = scheduler.commit(plan, result(plan))
     assert update.num_cached_tokens == 8
     assert (scheduler.prompt_tokens, scheduler.cached_prompt_tokens) == (20, 8)
@@ -224,7 +225,7 @@ def test_block_is_found_only_after_the_step_that_filled_it_was_committed() -> No
     first = planned(scheduler)
     scheduler.add(request("b", PROMPT))
     second = planned(scheduler)
-    assert second.starts == [0]
+    assert scheduler.starts[second.step_id] == [0]
     scheduler.commit(first, result(first))
     scheduler.commit(second, result(second))
 
@@ -275,7 +276,7 @@ def test_chunks_of_one_prompt_are_indexed_one_after_the_other() -> None:
     scheduler = make_scheduler(budget=6)
     scheduler.add(request("a", PROMPT))
     first = planned(scheduler)
-    assert first.counts == [6]
+    assert first.num_scheduled == [6]
     scheduler.commit(first, result(first))
     scheduler.abort("a")
     assert admit_start(scheduler, request("b", PROMPT)) == 4
@@ -287,7 +288,7 @@ def test_blocks_shared_with_a_running_request_cost_nothing() -> None:
     first = planned(scheduler)
     scheduler.commit(first, result(first))
     scheduler.add(request("b", PROMPT[:9], max_tokens=3))  # one of the two free ones, one is left
-    assert planned(scheduler).starts == [9, 8]
+    assert scheduler.starts[planned(scheduler).step_id] == [9, 8]
 
 
 def test_blocked_request_is_admitted_once_its_prefix_is_in_the_cache() -> None:
@@ -297,7 +298,7 @@ def test_blocked_request_is_admitted_once_its_prefix_is_in_the_cache() -> None:
     first = planned(scheduler)
     assert len(first.new_rows) == 1  # three more blocks and one to spare are not there
     scheduler.commit(first, result(first))
-    assert planned(scheduler).starts == [9, 8]
+    assert scheduler.starts[planned(scheduler).step_id] == [9, 8]
 
 
 def test_taken_prefix_is_not_evicted_for_the_rest_of_the_same_request() -> None:
@@ -306,7 +307,7 @@ def test_taken_prefix_is_not_evicted_for_the_rest_of_the_same_request() -> None:
     admit_start(scheduler, request("b", list(range(50, 58))))  # two more: nothing is blank any more
     scheduler.add(request("c", list(range(10, 19))))
     plan = planned(scheduler)
-    assert plan.starts == [8] and len(set(plan.new_rows[0].block_ids)) == 3
+    assert scheduler.starts[plan.step_id] == [8] and len(set(plan.new_rows[0].block_ids)) == 3
 
 
 def test_needed_cached_blocks_count_as_taken_from_the_free_ones() -> None:

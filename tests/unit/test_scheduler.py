@@ -13,6 +13,7 @@ from negamax.scheduler.prefix_cache import DigestChain, match_prefix
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, TokenLogprobs
+from tests.unit.plan_support import WatchedScheduler
 
 EOS = 0
 TOKEN = 7  # what the worker samples unless a test says otherwise
@@ -26,8 +27,8 @@ def make_scheduler(
     blocks: int = 64,
     queue: int = 16,
     prefix_cache: bool = False,
-) -> Scheduler:
-    return Scheduler(
+) -> WatchedScheduler:
+    return WatchedScheduler(
         SchedulerLimits(
             max_num_seqs=slots,
             max_num_batched_tokens=budget,
@@ -60,7 +61,9 @@ def planned(scheduler: Scheduler) -> StepPlan:
 def result(
     plan: StepPlan, tokens: list[int] | None = None, *, errors: dict[int, str] | None = None
 ) -> StepResult:
-    return StepResult(plan.step_id, tokens or [TOKEN] * sum(plan.samples), {}, {}, errors or {})
+    return StepResult(
+        plan.step_id, tokens or [TOKEN] * sum(plan.needs_sampling), {}, {}, errors or {}
+    )
 
 
 def step(scheduler: Scheduler, tokens: list[int] | None = None) -> list[SequenceUpdate]:
@@ -168,7 +171,9 @@ def test_prompt_is_chunked_under_the_budget_and_samples_at_its_end_only() -> Non
     scheduler = make_scheduler(budget=4)
     scheduler.add(request("a", 10))
     plans = [planned(scheduler) for _ in range(4)]
-    assert [(plan.starts, plan.counts, plan.samples) for plan in plans] == [
+    assert [
+        (scheduler.starts[plan.step_id], plan.num_scheduled, plan.needs_sampling) for plan in plans
+    ] == [
         ([0], [4], [False]),
         ([4], [4], [False]),
         ([8], [2], [True]),
@@ -182,13 +187,17 @@ def test_decodes_come_first_then_unfinished_prompts_then_new_ones() -> None:
     scheduler = make_scheduler(budget=12)
     scheduler.add(request("a", 4))
     scheduler.add(request("b", 14))
-    assert planned(scheduler).counts == [4, 8]
+    assert planned(scheduler).num_scheduled == [4, 8]
     scheduler.add(request("c", 4))
     scheduler.add(request("d", 4))
     # rows of one token stand before longer ones, also when they are the rest of the budget
     plan = planned(scheduler)
-    assert (plan.slots, plan.starts, plan.counts) == ([0, 3, 1, 2], [4, 0, 8, 0], [1, 1, 6, 4])
-    assert plan.samples == [True, False, True, True]
+    assert (plan.slots, scheduler.starts[plan.step_id], plan.num_scheduled) == (
+        [0, 3, 1, 2],
+        [4, 0, 8, 0],
+        [1, 1, 6, 4],
+    )
+    assert plan.needs_sampling == [True, False, True, True]
     assert plan.num_tokens == 12
 
 
@@ -327,7 +336,7 @@ def test_decode_is_planned_before_its_input_token_is_known() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 4))
     plans = [planned(scheduler) for _ in range(3)]
-    assert [plan.starts for plan in plans] == [[0], [4], [5]]
+    assert list(scheduler.starts.values()) == [[0], [4], [5]]
     for plan, token in zip(plans, (11, 12, 13), strict=True):
         (update,) = scheduler.commit(plan, result(plan, [token]))
         assert update.token_ids == [token]
@@ -457,21 +466,23 @@ def test_logprobs_are_counted_by_sampled_rows() -> None:
     assert [update.logprobs for update in updates] == [None, None, [logprob(23)]]
 
 
-def commit_prompt_logprobs(scheduler: Scheduler, name: str) -> dict[str, SequenceUpdate]:
+def commit_prompt_logprobs(scheduler: WatchedScheduler, name: str) -> dict[str, SequenceUpdate]:
     """One step whose worker reports log-probabilities for the rows of `name`, one per next prompt
     token.
     """
     plan = planned(scheduler)
     slot = scheduler._sequences[name].slot
     gathered: dict[int, list[TokenLogprobs]] = {}
-    for row, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+    for row, (start, count) in enumerate(
+        zip(scheduler.starts[plan.step_id], plan.num_scheduled, strict=True)
+    ):
         if plan.slots[row] == slot:
             last = scheduler._sequences[name].prompt_len - 1
             gathered[row] = [
                 logprob(position) for position in range(start + 1, min(start + count, last) + 1)
             ]
     updates = scheduler.commit(
-        plan, StepResult(plan.step_id, [TOKEN] * sum(plan.samples), {}, gathered, {})
+        plan, StepResult(plan.step_id, [TOKEN] * sum(plan.needs_sampling), {}, gathered, {})
     )
     return {update.request_id: update for update in updates}
 

@@ -1,5 +1,5 @@
-"""Rows that wait for masks: who they are, what becomes of those whose mask is late, and that nobody
-else notices.
+"""Rows that wait for their grammar bitmasks: who they are, what becomes of those whose mask is
+late, and that nobody else notices.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from negamax.config.grammar import Grammar
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.scheduler.step import StepPlan, StepResult
+from tests.unit.plan_support import WatchedScheduler
 from tests.unit.test_scheduler_traces import EOS_IDS, ModelWorker, Trace, any_limits
 
 GRAMMAR = Grammar(kind="json_object")
@@ -45,7 +46,7 @@ def request(
 
 
 def result(plan: StepPlan, token: int = 7) -> StepResult:
-    return StepResult(plan.step_id, [token] * sum(plan.samples), {}, {}, {})
+    return StepResult(plan.step_id, [token] * sum(plan.needs_sampling), {}, {}, {})
 
 
 def next_plan(scheduler: Scheduler) -> StepPlan:
@@ -59,23 +60,23 @@ def test_a_plan_names_the_rows_that_wait_for_masks_and_only_sampled_ones() -> No
     scheduler.add(request("free", grammar=None, length=3))
     scheduler.add(request("long", length=9))
     first = next_plan(scheduler)
-    assert (first.samples, first.masked) == ([True, False], [])
+    assert (first.needs_sampling, first.grammar_rows) == ([True, False], [])
     scheduler.commit(first, result(first))
     second = next_plan(scheduler)
-    (row,) = scheduler.masked_rows(second)
-    assert (second.masked, row.row, row.request_id, row.num_outputs) == ([1], 1, "long", 0)
+    (row,) = scheduler.grammar_rows(second)
+    assert (second.grammar_rows, row.row, row.request_id, row.num_outputs) == ([1], 1, "long", 0)
     scheduler.commit(second, result(second))
-    (row,) = scheduler.masked_rows(next_plan(scheduler))
+    (row,) = scheduler.grammar_rows(next_plan(scheduler))
     assert row.num_outputs == 1
 
 
-def test_without_constrained_requests_no_row_is_masked() -> None:
+def test_without_constrained_requests_no_row_waits_for_a_bitmask() -> None:
     scheduler = Scheduler(limits())
     for name in ("a", "b"):
         scheduler.add(request(name, grammar=None))
     scheduler.add(request("c"))
     scheduler.abort("c")
-    assert next_plan(scheduler).masked == []
+    assert next_plan(scheduler).grammar_rows == []
 
 
 def test_the_worker_is_not_sent_what_only_the_engine_reads() -> None:
@@ -86,20 +87,24 @@ def test_the_worker_is_not_sent_what_only_the_engine_reads() -> None:
 
 
 def test_a_late_row_is_sampled_again_when_its_mask_is_there_and_others_go_on() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = WatchedScheduler(limits())
     scheduler.add(request("late"))
     scheduler.add(request("other", grammar=None, length=5))
     first = next_plan(scheduler)
-    scheduler.defer(first, [0])
+    scheduler.postpone(first, [0])
     updates = scheduler.commit(first, result(first))
     assert [(update.request_id, update.token_ids) for update in updates] == [("other", [7])]
     second = next_plan(scheduler)
-    assert (second.slots, second.starts) == ([first.slots[1]], [5])
-    scheduler.resume("late")
+    assert (second.slots, scheduler.starts[second.step_id]) == ([first.slots[1]], [5])
+    scheduler.unblock("late")
     scheduler.commit(second, result(second))
     third = next_plan(scheduler)
     # the last token of the prompt, once more
-    assert (third.starts[0], third.counts[0], third.masked) == (5, 1, [0])
+    assert (scheduler.starts[third.step_id][0], third.num_scheduled[0], third.grammar_rows) == (
+        5,
+        1,
+        [0],
+    )
     updates = scheduler.commit(third, result(third, token=8))
     assert [(update.request_id, update.token_ids) for update in updates] == [
         ("late", [8]),
@@ -107,23 +112,23 @@ def test_a_late_row_is_sampled_again_when_its_mask_is_there_and_others_go_on() -
     ]
 
 
-def test_the_block_of_a_deferred_row_enters_the_cache_only_when_its_last_token_ran_for_good() -> (
+def test_the_block_of_a_postponed_row_enters_the_cache_only_when_its_last_token_ran_for_good() -> (
     None
 ):
     scheduler = Scheduler(limits())
     scheduler.add(request("late", length=8))  # two whole blocks
     first = next_plan(scheduler)
-    scheduler.defer(first, [0])
+    scheduler.postpone(first, [0])
     scheduler.commit(first, result(first))
     blocks = scheduler._running[0].block_ids
     assert [scheduler._pool.is_indexed(block) for block in blocks] == [True, False]
-    scheduler.resume("late")
+    scheduler.unblock("late")
     again = next_plan(scheduler)
     scheduler.commit(again, result(again))
     assert all(scheduler._pool.is_indexed(block) for block in blocks)
 
 
-def test_requests_can_be_ended_and_released_from_outside() -> None:
+def test_requests_can_be_ended_and_freed_of_their_grammars_from_outside() -> None:
     scheduler = Scheduler(limits(max_num_batched_tokens=32))
     for name in ("ends", "fails", "is free"):
         scheduler.add(request(name))
@@ -131,15 +136,15 @@ def test_requests_can_be_ended_and_released_from_outside() -> None:
     ended, failed = scheduler.end("ends", "stop"), scheduler.end("fails", "error", error="no way")
     assert ended is not None and ended.finish_reason == "stop" and not ended.token_ids
     assert failed is not None and failed.error == "no way"
-    scheduler.release("is free")
+    scheduler.clear_grammar("is free")
     # of a plan that was made before
-    assert [row.request_id for row in scheduler.masked_rows(plan)] == ["is free"]
+    assert [row.request_id for row in scheduler.grammar_rows(plan)] == ["is free"]
     assert [update.request_id for update in scheduler.commit(plan, result(plan))] == ["is free"]
-    assert next_plan(scheduler).masked == []
+    assert next_plan(scheduler).grammar_rows == []
     assert scheduler.end("ends", "stop") is None
 
 
-def test_held_sequences_keep_their_place_in_the_budget() -> None:
+def test_postponed_sequences_keep_their_place_in_the_budget() -> None:
     """Four rows of one token each are all that fits: nobody may be admitted into the place of one
     that sits out.
     """
@@ -147,12 +152,12 @@ def test_held_sequences_keep_their_place_in_the_budget() -> None:
     for name in "abcd":
         scheduler.add(request(name, length=1, max_tokens=20))
     plan = next_plan(scheduler)
-    scheduler.defer(plan, [0, 1, 2, 3])
+    scheduler.postpone(plan, [0, 1, 2, 3])
     scheduler.commit(plan, result(plan))
     scheduler.add(request("e", length=1, grammar=None))
     assert scheduler.plan() is None
     for name in "abcd":
-        scheduler.resume(name)
+        scheduler.unblock(name)
     assert len(next_plan(scheduler).slots) == 4
 
 
@@ -162,6 +167,7 @@ class ForgettingWorker(ModelWorker):
     def forget_sample(self, slot: int) -> None:
         row = self.rows[slot]
         row.tokens.pop()
+        row.num_computed -= 1
         if not row.lost:
             assert row.sampling.seed is not None
             del self.sampled[row.sampling.seed, len(row.tokens)]
@@ -184,17 +190,17 @@ class LateTrace(Trace):
 
     def launch(self, plan: StepPlan) -> None:
         super().launch(plan)
-        rows = [row.row for row in self.scheduler.masked_rows(plan)]
+        rows = [row.row for row in self.scheduler.grammar_rows(plan)]
         late = [row for row in rows if self.rng.random() < 0.3]
-        self.scheduler.defer(plan, late)
+        self.scheduler.postpone(plan, late)
         for row in late:
             self.worker.forget_sample(plan.slots[row])
 
     def check_counters(self) -> None:
         super().check_counters()
         for sequence in [*self.scheduler._running, *self.scheduler._waiting]:
-            if sequence.is_held and (not self.in_flight or self.rng.random() < 0.5):
-                self.scheduler.resume(sequence.request_id)
+            if sequence.is_postponed and (not self.in_flight or self.rng.random() < 0.5):
+                self.scheduler.unblock(sequence.request_id)
         live = self.scheduler._sequences.values()
         assert self.scheduler._num_constrained == sum(sequence.is_constrained for sequence in live)
 

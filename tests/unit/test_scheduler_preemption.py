@@ -9,12 +9,13 @@ import pytest
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult
+from tests.unit.plan_support import WatchedScheduler
 
 TOKEN = 7
 
 
-def make_scheduler(*, blocks: int, prefix_cache: bool = False) -> Scheduler:
-    return Scheduler(
+def make_scheduler(*, blocks: int, prefix_cache: bool = False) -> WatchedScheduler:
+    return WatchedScheduler(
         SchedulerLimits(
             max_num_seqs=4,
             max_num_batched_tokens=64,
@@ -49,7 +50,9 @@ def planned(scheduler: Scheduler) -> StepPlan:
 
 
 def commit(scheduler: Scheduler, plan: StepPlan) -> list[SequenceUpdate]:
-    return scheduler.commit(plan, StepResult(plan.step_id, [TOKEN] * sum(plan.samples), {}, {}, {}))
+    return scheduler.commit(
+        plan, StepResult(plan.step_id, [TOKEN] * sum(plan.needs_sampling), {}, {}, {})
+    )
 
 
 def run_until_preemption(scheduler: Scheduler) -> StepPlan:
@@ -96,7 +99,7 @@ def test_last_running_request_sits_out_instead_of_taking_from_better_ones() -> N
         plans.append(planned(scheduler))
         commit(scheduler, plans[-1])
     assert [plan.slots for plan in plans] == [[0, 1]] * 4 + [[0], [1]]
-    assert plans[5].starts == [8] and scheduler.preemption_count == 0
+    assert scheduler.starts[plans[5].step_id] == [8] and scheduler.preemption_count == 0
 
 
 def test_tokens_in_flight_still_reach_a_preempted_request() -> None:
@@ -117,7 +120,7 @@ def test_tokens_in_flight_still_reach_a_preempted_request() -> None:
     assert outputs == 8
     ((row,),) = (plan.new_rows for plan in resumed)
     assert (len(row.token_ids), row.prompt_len, row.token_ids[8:]) == (13, 8, [TOKEN] * 5)
-    assert (resumed[0].starts, resumed[0].counts, resumed[0].samples) == ([0], [13], [True])
+    assert (scheduler.starts[resumed[0].step_id], resumed[0].num_scheduled) == ([0], [13])
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -186,7 +189,7 @@ def test_resumed_request_takes_what_is_left_of_it_in_the_cache() -> None:
     while scheduler.has_unfinished:
         plan = planned(scheduler)
         if plan.new_rows:
-            starts += plan.starts
+            starts += scheduler.starts[plan.step_id]
         updates += commit(scheduler, plan)
     assert starts == [8]
     # as at its first admission
@@ -203,7 +206,10 @@ def test_preempted_request_leaves_shared_blocks_to_the_other_holder() -> None:
         plan = planned(scheduler)
         commit(scheduler, plan)
     shared = plan.new_rows[0].block_ids[:2]
-    assert (plan.starts, [scheduler._pool.ref_count(block_id) for block_id in shared]) == (
+    assert (
+        scheduler.starts[plan.step_id],
+        [scheduler._pool.ref_count(block_id) for block_id in shared],
+    ) == (
         [9, 8],
         [2, 2],
     )

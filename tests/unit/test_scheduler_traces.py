@@ -5,6 +5,9 @@ steps. A KV cell holds the identity of the whole token prefix up to its position
 depend on all of it), so a row that reads a block shared wrongly, overwritten or never computed is
 found at once. What each request must receive is known beforehand: the token at a position is a
 function of the request alone, so nothing may be lost, repeated or changed by whatever else runs.
+
+Rows may verify draft tokens: right ones, wrong ones, or fewer than the plan has room for. What a
+wrong draft has left in the KV cells behind a sequence's end must never be read.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class Row:
     tokens: list[int]
     blocks: list[int]
     sampling: SamplingParams
+    num_computed: int
     lost: bool = False  # a step of it went wrong: its cells and tokens mean nothing
 
 
@@ -60,24 +64,35 @@ class ModelWorker:
     identities: dict[tuple[int, int], int] = field(default_factory=dict)
     # (request seed, position) -> times sampled
     sampled: dict[tuple[int, int], int] = field(default_factory=dict)
+    draft_quality: float = 0.5  # probability that a draft token is right
 
     def execute(self, plan: StepPlan, *, lose: bool, bad_rows: frozenset[int]) -> StepResult:
         for new in plan.new_rows:
-            self.rows[new.slot] = Row(list(new.token_ids), list(new.block_ids), new.sampling)
+            self.rows[new.slot] = Row(
+                list(new.token_ids), list(new.block_ids), new.sampling, new.num_computed
+            )
         for slot, block in zip(plan.appended_slots, plan.appended_blocks, strict=True):
             self.rows[slot].blocks.append(block)
         written: set[tuple[int, int]] = set()
         token_ids: list[int] = []
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        num_accepted: dict[int, int] = {}
         for index, slot in enumerate(plan.slots):
-            row, start, count = self.rows[slot], plan.starts[index], plan.counts[index]
+            row, num_drafts = self.rows[slot], plan.num_draft_tokens[index]
             row.lost |= lose or index in bad_rows
-            end = start + count
-            assert end == len(row.tokens) if plan.samples[index] else end < len(row.tokens)
+            drafts = self._drafts(row, num_drafts)
+            start, end = row.num_computed, row.num_computed + plan.num_scheduled[index]
+            known = len(row.tokens) + num_drafts
+            assert end == known if plan.needs_sampling[index] else end < known
             assert end <= len(row.blocks) * self.block_size, "a token without a block"
-            self._run(row, start, end, written)
-            if plan.samples[index]:
-                token_ids.append(self._sample(row))
+            self._run(row, [*row.tokens, *drafts], start, end, written)
+            if plan.needs_sampling[index]:
+                sampled = self._sample(row, drafts)
+                token_ids += sampled
+                if num_drafts:
+                    num_accepted[index] = len(sampled) - 1
+                end -= num_drafts - (len(sampled) - 1)
+            row.num_computed = end
             if row.sampling.prompt_logprobs is not None:
                 assert row.sampling.seed is not None
                 last = len(prompt_of(row.sampling.seed)) - 1
@@ -92,15 +107,34 @@ class ModelWorker:
             if token % 2
         }  # a request's wish is the worker's to know; the scheduler passes on what comes
         return StepResult(
-            plan.step_id, token_ids, logprobs, prompt_logprobs, dict.fromkeys(bad_rows, "bad row")
+            plan.step_id,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            dict.fromkeys(bad_rows, "bad row"),
+            num_accepted,
         )
 
-    def _run(self, row: Row, start: int, end: int, written: set[tuple[int, int]]) -> None:
+    def _drafts(self, row: Row, count: int) -> list[int]:
+        """Some right tokens, some wrong ones, and some that are missing."""
+        seed, position = row.sampling.seed, len(row.tokens)
+        assert seed is not None
+        rng = random.Random(f"{seed} {position}")
+        return [
+            sampled_token(seed, position + place)
+            if rng.random() < self.draft_quality
+            else rng.choice([GARBAGE, 3, 4, 5])
+            for place in range(count)
+        ]
+
+    def _run(
+        self, row: Row, tokens: list[int], start: int, end: int, written: set[tuple[int, int]]
+    ) -> None:
         """Check the cells before `start`, write those of the chunk."""
         assert row.sampling.logit_bias is not None
         identity = self._identity((-1, int(row.sampling.logit_bias[0])))  # the salt
         for position in range(end):
-            identity = self._identity((identity, row.tokens[position]))
+            identity = self._identity((identity, tokens[position]))
             cell = (row.blocks[position // self.block_size], position % self.block_size)
             if position < start:
                 assert row.lost or self.cells[cell] == identity, f"wrong KV at position {position}"
@@ -109,17 +143,22 @@ class ModelWorker:
                 written.add(cell)
                 self.cells[cell] = GARBAGE if row.lost else identity
 
-    def _sample(self, row: Row) -> int:
-        seed, position = row.sampling.seed, len(row.tokens)
+    def _sample(self, row: Row, drafts: list[int]) -> list[int]:
+        """The accepted drafts, and the token after them."""
+        seed = row.sampling.seed
         assert seed is not None
-        if row.lost:
-            token = GARBAGE
-        else:
-            token = sampled_token(seed, position)
-            self.sampled[seed, position] = self.sampled.get((seed, position), 0) + 1
-            assert self.sampled[seed, position] == 1, "a position sampled twice"
-        row.tokens.append(token)
-        return token
+        sampled: list[int] = []
+        for draft in [*drafts, None]:
+            position = len(row.tokens)
+            token = GARBAGE if row.lost else sampled_token(seed, position)
+            if not row.lost:
+                self.sampled[seed, position] = self.sampled.get((seed, position), 0) + 1
+                assert self.sampled[seed, position] == 1, "a position sampled twice"
+            row.tokens.append(token)
+            sampled.append(token)
+            if token != draft or row.lost:
+                break
+        return sampled
 
     def _identity(self, key: tuple[int, int]) -> int:
         return self.identities.setdefault(key, len(self.identities))
@@ -251,16 +290,21 @@ class Trace:
 
     def check_plan(self, plan: StepPlan) -> None:
         limits, pool = self.limits, self.scheduler._pool
-        assert 0 < plan.num_tokens <= limits.max_num_batched_tokens and min(plan.counts) >= 1
+        assert 0 < plan.num_tokens <= limits.max_num_batched_tokens and min(plan.num_scheduled) >= 1
         assert len(set(plan.slots)) == len(plan.slots) <= limits.max_num_seqs
         assert all(0 <= slot < limits.max_num_seqs for slot in plan.slots)
-        assert [count > 1 for count in plan.counts] == sorted(count > 1 for count in plan.counts)
+        drafts, columns = plan.num_draft_tokens, (plan.num_scheduled, plan.num_draft_tokens)
+        is_long = [count - num_drafts > 1 for count, num_drafts in zip(*columns, strict=True)]
+        assert is_long == sorted(is_long)
+        assert all(0 <= number <= limits.num_draft_tokens for number in drafts)
         assert len({row.slot for row in plan.new_rows}) == len(plan.new_rows)
         assert {row.slot for row in plan.new_rows} <= set(plan.slots)
         by_slot = {sequence.slot: sequence for sequence in self.scheduler._running}
         assert len(by_slot) == len(self.scheduler._running)
-        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
-            sequence = by_slot[slot]
+        starts = {slot: row.num_computed for slot, row in self.worker.rows.items()}
+        starts |= {row.slot: row.num_computed for row in plan.new_rows}
+        for slot, count in zip(plan.slots, plan.num_scheduled, strict=True):
+            sequence, start = by_slot[slot], starts[slot]
             first, last = start // limits.block_size, (start + count - 1) // limits.block_size
             for block in sequence.block_ids[first : last + 1]:
                 assert pool.ref_count(block) == 1, "writes a shared block"
@@ -304,10 +348,10 @@ class Trace:
                 assert places == whole and (update.prompt_logprobs is not None) == (
                     wants and number == 0
                 )
-                (token,) = update.token_ids
-                assert [entry.token_id for entry in update.logprobs or []] == (
-                    [token] if token % 2 else []
-                )
+                assert len(update.token_ids) <= self.limits.num_draft_tokens + 1
+                assert [entry.token_id for entry in update.logprobs or []] == [
+                    token for token in update.token_ids if token % 2
+                ]
             cached = {update.num_cached_tokens for update in with_tokens}
             assert len(cached) <= 1 and all(
                 0 <= number < len(request.prompt_token_ids) for number in cached
@@ -334,6 +378,7 @@ def any_limits(draw: st.DrawFn) -> SchedulerLimits:
         enable_prefix_caching=draw(st.sampled_from((True, True, False))),
         max_queued_requests=draw(st.sampled_from((3, 100))),
         eos_token_ids=EOS_IDS,
+        num_draft_tokens=draw(st.sampled_from((0, 0, 1, 3, 6))),
     )
 
 
@@ -350,7 +395,7 @@ def test_random_traces(limits: SchedulerLimits, seed: int, depth: int, trouble: 
 
 def standard_traces() -> list[Trace]:
     traces = []
-    for seed in range(12):
+    for seed in range(16):
         limits = SchedulerLimits(
             max_num_seqs=5,
             max_num_batched_tokens=16,
@@ -360,6 +405,7 @@ def standard_traces() -> list[Trace]:
             enable_prefix_caching=True,
             max_queued_requests=100,
             eos_token_ids=EOS_IDS,
+            num_draft_tokens=seed % 4,
         )
         traces.append(Trace(limits, seed=seed, depth=seed % 3, trouble=seed % 2 == 1).run(30))
     return traces
@@ -375,6 +421,11 @@ def test_traces_reach_what_they_are_meant_to_test() -> None:
         row for trace in traces for plan in trace.plans for row in plan.new_rows if is_resumed(row)
     ]
     assert len(resumed) >= 30
+    schedulers = [trace.scheduler for trace in traces]
+    assert sum(scheduler.draft_rows for scheduler in schedulers) >= 500
+    accepted = sum(scheduler.accepted_draft_tokens for scheduler in schedulers)
+    rejected = sum(scheduler.draft_tokens for scheduler in schedulers) - accepted
+    assert min(accepted, rejected) >= 300
     for trace in traces:
         trace.check_outputs()
 

@@ -19,17 +19,17 @@ from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.base.private_folder import PrivateFolder
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.core.rank_watch import RankWatch
-from negamax.scheduler.step import StepMasks, StepPlan, StepResult
+from negamax.scheduler.step import GrammarBitmask, StepPlan, StepResult
 from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
-from negamax.worker.rank_process import MASKS, PLAN, PROBE, RankFailed, RankReport
+from negamax.worker.rank_process import BITMASK, PLAN, PROBE, RankFailed, RankReport
 
 if TYPE_CHECKING:
-    from negamax.worker.outcome import Outcome
+    from negamax.worker.step_output import StepOutput
 
 SHUTDOWN_SECONDS = 5.0  # in which ranks that are told to end do so
 
 
-class Launched(Protocol):
+class StepHandle(Protocol):
     """A plan on its way."""
 
     def result(self) -> StepResult:
@@ -42,10 +42,10 @@ class Executor(Protocol):
 
     ready: WorkerReady
 
-    def launch(self, plan: StepPlan) -> Launched: ...
+    def launch(self, plan: StepPlan) -> StepHandle: ...
 
-    def send_masks(self, masks: StepMasks) -> None:
-        """What the masked rows of the plan launched last may sample: owed for every plan that has
+    def send_bitmask(self, bitmask: GrammarBitmask) -> None:
+        """What the grammar rows of the plan launched last may sample: owed for every plan that has
         any, before the next plan.
         """
         ...
@@ -69,16 +69,16 @@ class InProcessExecutor:
 
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
         self._closed = False
-        self._masks: Future[StepMasks] = Future()  # of the plan launched last
+        self._bitmask: Future[GrammarBitmask] = Future()  # of the plan launched last
         self._worker = self._thread.submit(Worker, config).result()
         self.ready = self._worker.ready
 
-    def launch(self, plan: StepPlan) -> Launched:
-        self._masks = Future()
-        return _LocalStep(self._thread.submit(self._worker.launch, plan, self._masks.result))
+    def launch(self, plan: StepPlan) -> StepHandle:
+        self._bitmask = Future()
+        return _LocalStep(self._thread.submit(self._worker.launch, plan, self._bitmask.result))
 
-    def send_masks(self, masks: StepMasks) -> None:
-        self._masks.set_result(masks)
+    def send_bitmask(self, bitmask: GrammarBitmask) -> None:
+        self._bitmask.set_result(bitmask)
 
     def probe(self, probe: Probe) -> ProbeAnswer:
         return self._thread.submit(self._worker.probe, probe).result()
@@ -89,7 +89,7 @@ class InProcessExecutor:
     def shutdown(self) -> None:
         if not self._closed:
             self._closed = True
-            self._masks.cancel()  # a step that waits for them fails
+            self._bitmask.cancel()  # a step that waits for them fails
             self._thread.submit(self._worker.close).result()
             self._thread.shutdown(wait=True)
 
@@ -97,7 +97,7 @@ class InProcessExecutor:
 class _LocalStep:
     """The worker's thread enqueues the step; whoever wants the result waits for the device."""
 
-    def __init__(self, launched: Future[Outcome | StepResult]) -> None:
+    def __init__(self, launched: Future[StepOutput | StepResult]) -> None:
         self._launched = launched
 
     def result(self) -> StepResult:
@@ -150,12 +150,12 @@ class MultiProcessExecutor:
         assert len(blocks) == 1 or config.num_kv_blocks is None
         self.ready = dataclasses.replace(readies[0], num_kv_blocks=min(blocks))
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> StepHandle:
         self._send_all(PLAN + msgspec.msgpack.encode(plan))
         return _RemoteStep(self)
 
-    def send_masks(self, masks: StepMasks) -> None:
-        self._send_all(MASKS + msgspec.msgpack.encode(masks))
+    def send_bitmask(self, bitmask: GrammarBitmask) -> None:
+        self._send_all(BITMASK + msgspec.msgpack.encode(bitmask))
 
     def probe(self, probe: Probe) -> ProbeAnswer:
         self._send_all(PROBE + msgspec.msgpack.encode(probe))

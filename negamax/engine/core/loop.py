@@ -13,9 +13,9 @@ import msgspec
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import EngineDeadError, EngineError, NegamaxError
 from negamax.base.log import get_logger
-from negamax.engine.core.executor import Executor, Launched
+from negamax.engine.core.executor import Executor, StepHandle
 from negamax.engine.core.rank_watch import RankWatch
-from negamax.engine.grammar.manager import Constraints
+from negamax.engine.grammar.manager import GrammarManager
 from negamax.engine.wire import EngineStats
 from negamax.scheduler import crash_details
 from negamax.scheduler.request import GenerateRequest
@@ -41,7 +41,7 @@ WAIT_SECONDS = 0.005  # between looks for new requests, while all here wait for 
 @dataclass(frozen=True)
 class _InFlight:
     plan: StepPlan
-    launched: Launched
+    handle: StepHandle
     started: float  # monotonic seconds
 
 
@@ -53,13 +53,13 @@ class EngineLoop:
         scheduler: Scheduler,
         executor: Executor,
         *,
-        constraints: Constraints,
+        grammars: GrammarManager,
         overlap: bool,
         crash_dumps: CrashDumps,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
-        self._constraints = constraints
+        self._grammars = grammars
         self._overlap = overlap
         self._crash_dumps = crash_dumps
         self._last_plans: deque[StepPlan] = deque(maxlen=2)  # launched; for a crash dump
@@ -78,14 +78,14 @@ class EngineLoop:
             self._scheduler.has_unfinished
             or self._in_flight is not None
             or bool(self._pending_updates)
-            or self._constraints.num_opening > 0
+            or self._grammars.num_opening > 0
         )
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; one that cannot be served becomes an update with finish_reason
         "error".
         """
-        if request.request_id in self._constraints:
+        if request.request_id in self._grammars:
             error = (
                 f"request id {request.request_id!r} is in use by an unfinished request; "
                 f"choose another"
@@ -99,7 +99,7 @@ class EngineLoop:
     def abort(self, request_ids: list[str]) -> None:
         """End requests now; unknown or finished ids are ignored."""
         for request_id in request_ids:
-            if self._constraints.close(request_id):
+            if self._grammars.close(request_id):
                 self._pending_updates.append(ended_update(request_id, "abort"))
             update = self._scheduler.abort(request_id)
             if update is not None:
@@ -107,7 +107,7 @@ class EngineLoop:
 
     def request_ids(self) -> list[str]:
         """The requests that run or wait."""
-        return [*self._constraints.opening_ids(), *self._scheduler.request_ids()]
+        return [*self._grammars.opening_ids(), *self._scheduler.request_ids()]
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, but for what running requests hold."""
@@ -129,8 +129,8 @@ class EngineLoop:
             updates += self._commit(self._in_flight)
         elif launched is None and not updates:
             self._wait()
-        if plan is not None and plan.masked:
-            updates += self._mask(plan)
+        if plan is not None and plan.grammar_rows:
+            updates += self._send_bitmask(plan)
         if launched is not None and not self._overlap:
             updates += self._commit(launched)
             launched = None
@@ -155,7 +155,7 @@ class EngineLoop:
         s = self._scheduler
         return EngineStats(
             num_running=s.num_running,
-            num_waiting=s.num_waiting + self._constraints.num_opening,
+            num_waiting=s.num_waiting + self._grammars.num_opening,
             num_kv_blocks=s.num_blocks,
             num_free_kv_blocks=s.num_free_blocks,
             step_count=self._step_count,
@@ -203,7 +203,7 @@ class EngineLoop:
         return self._executor.watch_ranks()
 
     def shutdown(self) -> None:
-        self._constraints.shutdown()
+        self._grammars.shutdown()
         self._executor.shutdown()
 
     def _crash_details(self) -> dict[str, Any]:
@@ -211,14 +211,14 @@ class EngineLoop:
             "ready": dataclasses.asdict(self._executor.ready),
             "stats": msgspec.structs.asdict(self.stats()),
             "requests": crash_details.of_sequences(self._scheduler.sequences()),
-            "opening_grammars": list(self._constraints.opening_ids()),
+            "opening_grammars": list(self._grammars.opening_ids()),
             "last_plans": [crash_details.of_plan(plan) for plan in self._last_plans],
         }
 
     def _open(self, request: GenerateRequest) -> None:
         """Prepare the request's constraint; `_add_opened` queues it."""
         try:
-            self._constraints.open(request)
+            self._grammars.open(request)
         except Exception as error:
             self._refuse(request, error)
 
@@ -234,14 +234,14 @@ class EngineLoop:
         if not isinstance(error, NegamaxError):
             logger.error("request %s cannot be taken in", request.request_id, exc_info=error)
             message = f"{type(error).__name__} while this request was taken in"
-        self._constraints.close(request.request_id)
+        self._grammars.close(request.request_id)
         self._pending_updates.append(ended_update(request.request_id, "error", error=message))
 
     def _add_opened(self) -> None:
         """Queue the requests whose constraints are ready now, and let those go on that a step went
         without.
         """
-        for opened in self._constraints.opened():
+        for opened in self._grammars.opened():
             if opened.problem is None:
                 self._add(opened.request)
             else:
@@ -254,19 +254,19 @@ class EngineLoop:
                 self._pending_updates.append(
                     msgspec.structs.replace(update, is_lost=opened.is_lost)
                 )
-        for request_id in self._constraints.arrived():
-            self._scheduler.resume(request_id)
+        for request_id in self._grammars.arrived():
+            self._scheduler.unblock(request_id)
 
-    def _mask(self, plan: StepPlan) -> list[SequenceUpdate]:
-        """Send the masks of a launched plan, for which the step before it had to be committed
-        first; requests that end so.
+    def _send_bitmask(self, plan: StepPlan) -> list[SequenceUpdate]:
+        """Send the grammar bitmask of a launched plan, for which the step before it had to be
+        committed first; requests that end so.
         """
-        rows = self._scheduler.masked_rows(plan)
-        verdict = self._constraints.masks(
-            plan.step_id, rows, may_wait=len(plan.masked) == len(plan.slots)
+        rows = self._scheduler.grammar_rows(plan)
+        verdict = self._grammars.masks(
+            plan.step_id, rows, may_wait=len(plan.grammar_rows) == len(plan.slots)
         )
-        self._executor.send_masks(verdict.masks)
-        self._scheduler.defer(plan, verdict.late)
+        self._executor.send_bitmask(verdict.bitmask)
+        self._scheduler.postpone(plan, verdict.bitmask.postponed)
         ends = [self._scheduler.end(request_id, "stop") for request_id in verdict.ended]
         ends += [
             self._scheduler.end(request_id, "error", error=error)
@@ -278,19 +278,19 @@ class EngineLoop:
             for end in ends
             if end is not None
         ]
-        self._constraints.advance(updates)
+        self._grammars.advance(updates)
         return updates
 
     def _wait(self) -> None:
         """Nothing runs and nothing can: wait for what the requests here are waiting for."""
-        if self._constraints.is_waiting:
-            self._constraints.wait(WAIT_SECONDS)
+        if self._grammars.is_waiting:
+            self._grammars.wait(WAIT_SECONDS)
         elif self._scheduler.has_unfinished:
             raise EngineError("the scheduler holds requests that it cannot run")
 
     def _commit(self, step: _InFlight) -> list[SequenceUpdate]:
         try:
-            result = step.launched.result()
+            result = step.handle.result()
         except EngineDeadError:
             raise
         except Exception as error:
@@ -299,17 +299,22 @@ class EngineLoop:
             updates = self._scheduler.fail(
                 step.plan, f"the step that ran this request failed ({type(error).__name__})"
             )
-            self._constraints.advance(updates)
+            self._grammars.advance(updates)
             return updates
         self._step_count += 1
         num_tokens = step.plan.num_tokens
         self._step_tokens.append(num_tokens)
-        self._prefill_tokens += num_tokens - step.plan.counts.count(1)
+        plan = step.plan
+        self._prefill_tokens += sum(
+            count
+            for count, drafts in zip(plan.num_scheduled, plan.num_draft_tokens, strict=True)
+            if count - drafts > 1
+        )
         self._device_seconds += result.device_seconds
         self._idle_seconds += result.idle_seconds
         updates = self._scheduler.commit(step.plan, result)
-        for request_id in self._constraints.advance(updates):
-            self._scheduler.release(request_id)
+        for request_id in self._grammars.advance(updates):
+            self._scheduler.clear_grammar(request_id)
         return updates
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from negamax.config.options import EngineOptions
 from negamax.engine.core.source import ModelSource
 from negamax.scheduler.request import SamplingParams
-from negamax.scheduler.step import NewRow, StepMasks, StepPlan, StepResult, TokenLogprobs
+from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan, StepResult, TokenLogprobs
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.formats.registry import family_of
 from negamax.text.script import Script, ScriptedAnswers
@@ -22,13 +22,14 @@ from negamax.worker.config import Probe, ProbeAnswer, WorkerReady
 NUM_WINDOWS = 8  # KV cache, in sequences of the whole context length
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Row:
     """A slot's sequence."""
 
     prompt: list[int]
     answer: list[int]
     sampling: SamplingParams
+    num_computed: int
 
 
 class ScriptedExecutor:
@@ -65,10 +66,11 @@ class ScriptedExecutor:
         self._latest = _ScriptedStep(self, plan)
         return self._latest
 
-    def send_masks(self, masks: StepMasks) -> None:
+    def send_bitmask(self, bitmask: GrammarBitmask) -> None:
         assert self._latest is not None
-        for row, place in zip(masks.rows, masks.places, strict=True):
-            self._latest.masks[row] = masks.masks[place]
+        for row, place in zip(bitmask.rows, bitmask.places, strict=True):
+            self._latest.masks[row] = bitmask.masks[place]
+        self._latest.postponed.extend(bitmask.postponed)
 
     def probe(self, probe: Probe) -> ProbeAnswer:
         return ProbeAnswer()
@@ -79,7 +81,7 @@ class ScriptedExecutor:
     def shutdown(self) -> None:
         self._rows.clear()
 
-    def run(self, plan: StepPlan, masks: dict[int, bytes]) -> StepResult:
+    def run(self, plan: StepPlan, masks: dict[int, bytes], postponed: list[int]) -> StepResult:
         """The next token of every sampled row, when it is due."""
         for row in plan.new_rows:
             self._rows[row.slot] = self._new_row(row)
@@ -89,14 +91,14 @@ class ScriptedExecutor:
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        for number, (slot, start, count) in enumerate(
-            zip(plan.slots, plan.starts, plan.counts, strict=True)
-        ):
+        for number, (slot, count) in enumerate(zip(plan.slots, plan.num_scheduled, strict=True)):
             row = self._rows[slot]
+            start = row.num_computed
+            row.num_computed += count - (number in postponed)
             if row.sampling.prompt_logprobs is not None:
                 run = row.prompt[start + 1 : start + count + 1]
                 prompt_logprobs[number] = [_certain(token) for token in run]
-            if not plan.samples[number]:
+            if not plan.needs_sampling[number]:
                 continue
             token = self._next(row, start + count - len(row.prompt), masks.get(number))
             if row.sampling.logprobs is not None:
@@ -106,7 +108,7 @@ class ScriptedExecutor:
 
     def _new_row(self, row: NewRow) -> _Row:
         prompt = row.token_ids[: row.prompt_len]
-        return _Row(prompt, self._answers.answer(prompt), row.sampling)
+        return _Row(prompt, self._answers.answer(prompt), row.sampling, row.num_computed)
 
     def _next(self, row: _Row, position: int, mask: bytes | None) -> int:
         """The token at `position` of the answer; where a grammar forbids it, the end if that is
@@ -130,6 +132,7 @@ class _ScriptedStep:
     executor: ScriptedExecutor
     plan: StepPlan
     masks: dict[int, bytes] = field(default_factory=dict)
+    postponed: list[int] = field(default_factory=list)
 
     def result(self) -> StepResult:
-        return self.executor.run(self.plan, self.masks)
+        return self.executor.run(self.plan, self.masks, self.postponed)

@@ -17,7 +17,7 @@ from negamax.engine.core.executor import Executor, start_executor
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
 from negamax.engine.core.source import ModelSource, locate
-from negamax.engine.grammar.manager import Constraints
+from negamax.engine.grammar.manager import GrammarManager
 from negamax.engine.wire import ModelInfo
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
@@ -91,12 +91,12 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         crash_dump_dir=options.crash_dump_dir,
         rendezvous=None,
     )
-    constraints = Constraints(
+    grammars = GrammarManager(
         source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids
     )
     # beside the model's start; where cores are few it would cost everybody what only some ask for
     if device != "cpu":
-        constraints.start()
+        grammars.start()
     try:
         executor: Executor = (
             start_executor(config)
@@ -104,7 +104,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
             else ScriptedExecutor(script, source, options, block_size=block_size)
         )
     except BaseException:
-        constraints.shutdown()
+        grammars.shutdown()
         raise
     ready = executor.ready
     logger.info("%s; %s on %s; %d KV blocks of %d tokens", ready.load_summary, ready.dtype,
@@ -131,7 +131,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     loop = EngineLoop(
         scheduler,
         executor,
-        constraints=constraints,
+        grammars=grammars,
         overlap=options.enable_overlap,
         crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
     )

@@ -26,7 +26,7 @@ from negamax.engine.grammar import wire
 from negamax.engine.grammar.client import GrammarClient, wait_for_any
 from negamax.engine.grammar.masks import Mask, MaskMaker, allows
 from negamax.scheduler.request import GenerateRequest
-from negamax.scheduler.step import MaskedRow, SequenceUpdate, StepMasks
+from negamax.scheduler.step import GrammarBitmask, GrammarRow, SequenceUpdate
 from negamax.text.grammar.reasoning_gate import ReasoningGate, needs_text
 from negamax.text.tokenizer import Tokenizer
 
@@ -47,8 +47,8 @@ MAX_REMEMBERED = 256  # grammars that took too long
 class Verdict:
     """What becomes of the rows that a step wanted masks for."""
 
-    masks: StepMasks
-    late: list[int]  # rows of the plan whose mask is not known yet: not to be sampled in this step
+    # its postponed rows are those whose mask is not known yet
+    bitmask: GrammarBitmask
     ended: list[str]  # requests whose grammar has ended although their stop conditions have not
     failed: dict[str, str]  # requests that cannot go on, and why
     lost: set[str]  # those of them whose grammar process is gone
@@ -112,7 +112,7 @@ class _Rule:
         return token_id if self.gate is None else self.gate.push(token_id)
 
 
-class Constraints:
+class GrammarManager:
     """The rules of all requests that have any. Single writer: the engine loop."""
 
     def __init__(
@@ -244,7 +244,7 @@ class Constraints:
             rule.is_late = False
         return [rule.request.request_id for rule in found]
 
-    def masks(self, step_id: int, rows: Sequence[MaskedRow], *, may_wait: bool) -> Verdict:
+    def masks(self, step_id: int, rows: Sequence[GrammarRow], *, may_wait: bool) -> Verdict:
         """What `rows` of a launched step may sample. `may_wait`: nobody else is in it, so it may
         wait longer.
         """
@@ -258,7 +258,7 @@ class Constraints:
             self.wait(left)
         found: list[Mask] = []
         places: dict[int, int] = {}  # by identity: rows may share one
-        verdict = Verdict(StepMasks(step_id, [], [], []), [], [], {}, set())
+        verdict = Verdict(GrammarBitmask(step_id, [], [], [], []), [], {}, set())
         for row, rule in ruled:
             if rule.error is not None:
                 verdict.failed[row.request_id] = rule.error
@@ -268,14 +268,14 @@ class Constraints:
                 verdict.ended.append(row.request_id)
             elif rule.is_awaited:
                 rule.is_late = True
-                verdict.late.append(row.row)
+                verdict.bitmask.postponed.append(row.row)
             elif (mask := self._mask(rule, num_outputs=row.num_outputs)) is not None:
                 found.append(mask)
                 place = places.setdefault(id(mask), len(places))
-                if place == len(verdict.masks.masks):
-                    verdict.masks.masks.append(mask.tobytes())
-                verdict.masks.rows.append(row.row)
-                verdict.masks.places.append(place)
+                if place == len(verdict.bitmask.masks):
+                    verdict.bitmask.masks.append(mask.tobytes())
+                verdict.bitmask.rows.append(row.row)
+                verdict.bitmask.places.append(place)
         return verdict
 
     def wait(self, seconds: float) -> None:

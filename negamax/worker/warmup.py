@@ -20,7 +20,7 @@ _MOST_THREADS = 8  # compilation holds Python's lock half of the time
 
 
 @contextmanager
-def rehearsal(context: ParallelContext) -> Iterator[None]:
+def warming_up(context: ParallelContext) -> Iterator[None]:
     """Inside, Triton kernels that are launched do not run: results are whatever is in memory. All
     ranks launch the same.
     """
@@ -31,4 +31,4 @@ def rehearsal(context: ParallelContext) -> Iterator[None]:
     with compiling(share=context.layout.rank, shares=ranks, threads=threads):
         yield
     context.world_min(0)  # every rank has left its share in Triton's cache
-    torch.cuda.empty_cache()  # of what a rehearsal held, so that what follows is measured alone
+    torch.cuda.empty_cache()  # of what the warmup held, so that what follows is measured alone

@@ -1,4 +1,4 @@
-"""Rows that may not sample every token: their masks, on the device, applied to logits."""
+"""Rows that may not sample every token: their grammar bitmasks on the device, applied to logits."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negamax.scheduler.step import StepMasks, StepPlan
+from negamax.scheduler.step import GrammarBitmask, StepPlan
 from negamax.worker.device import indices
-from negamax.worker.rows import Rows
+from negamax.worker.request_state import RequestState
 
-WaitForMasks = Callable[[], StepMasks]
+WaitForBitmask = Callable[[], GrammarBitmask]
 
 TILE = 32  # rows unpacked at a time, which bounds the memory
 
 
 @dataclass(frozen=True)
-class RowMasks:
+class RowBitmasks:
     """The masks of some of a step's sampled rows. M rows."""
 
     members: list[int]  # [M] which of the sampled rows
     packed: Tensor  # [M, ceil(V / 8)] uint8: bit i of byte j allows token 8 j + i
 
-    def of(self, rows: Sequence[int], *, renumber: bool = False) -> RowMasks | None:
+    def of(self, rows: Sequence[int], *, renumber: bool = False) -> RowBitmasks | None:
         """The masks of those among `rows`, if any; with `renumber` their members are places in
         `rows`.
         """
@@ -36,7 +36,7 @@ class RowMasks:
             return None
         members = [place[self.members[i]] if renumber else self.members[i] for i in kept]
         whole = len(kept) == len(self.members)
-        return RowMasks(
+        return RowBitmasks(
             members, self.packed if whole else self.packed[indices(kept, self.packed.device)]
         )
 
@@ -59,22 +59,32 @@ class RowMasks:
                 logits.index_copy_(0, where, logits[where].masked_fill_(~allowed, float("-inf")))
 
 
-class LateMasks:
-    """The masks of a plan, which come after it: the first who asks waits for them."""
+class PendingBitmask:
+    """The bitmask of a plan, which comes after it: the first who asks waits for it."""
 
-    def __init__(self, by_row: Callable[[], Mapping[int, bytes]]) -> None:
+    def __init__(
+        self,
+        by_row: Callable[[], Mapping[int, bytes]],
+        postponed: Callable[[], Sequence[int]] = list,
+    ) -> None:
         """`by_row` gives the masks by row of the plan."""
-        self._by_row = by_row
+        self._by_row, self._postponed = by_row, postponed
+
+    @property
+    def postponed(self) -> Sequence[int]:
+        """The rows of the plan whose mask is late."""
+        return self._postponed()
 
     @classmethod
     def of_plan(
-        cls, plan: StepPlan, wait: WaitForMasks, *, vocab_size: int, rows: Rows
-    ) -> LateMasks:
-        """Those that `wait` brings; a plan without masked rows waits for none. A row whose mask is
-        not one of this vocabulary fails."""
+        cls, plan: StepPlan, wait: WaitForBitmask, *, vocab_size: int, rows: RequestState
+    ) -> PendingBitmask:
+        """The one that `wait` brings; a plan without grammar rows waits for none. A row whose mask
+        is not one of this vocabulary fails."""
+        bitmask = cache(wait)
 
         def by_row() -> dict[int, bytes]:
-            masks = wait()
+            masks = bitmask()
             found = {
                 row: masks.masks[place] for row, place in zip(masks.rows, masks.places, strict=True)
             }
@@ -88,9 +98,11 @@ class LateMasks:
                 )
             return found
 
-        return cls(cache(by_row) if plan.masked else dict)
+        if not plan.grammar_rows:
+            return cls(dict)
+        return cls(cache(by_row), lambda: bitmask().postponed)
 
-    def of(self, sampled_rows: Sequence[int], *, device: torch.device) -> RowMasks | None:
+    def of(self, sampled_rows: Sequence[int], *, device: torch.device) -> RowBitmasks | None:
         """The masks of the plan's rows `sampled_rows`, on their way to the device; None: none of
         them has one.
         """
@@ -101,16 +113,16 @@ class LateMasks:
         packed = torch.from_numpy(
             np.stack([np.frombuffer(mask_of[sampled_rows[i]], dtype=np.uint8) for i in members])
         )
-        return RowMasks(
+        return RowBitmasks(
             members,
             packed if device.type == "cpu" else packed.pin_memory().to(device, non_blocking=True),
         )
 
-    def single(self, row: int) -> LateMasks:
+    def single(self, row: int) -> PendingBitmask:
         """Those of a plan of this row alone."""
 
         def by_row() -> dict[int, bytes]:
             mask = self._by_row().get(row)
             return {} if mask is None else {0: mask}
 
-        return LateMasks(by_row)
+        return PendingBitmask(by_row)

@@ -33,7 +33,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutput:
     """One step, launched. `result` may be called from another thread than the one that launches."""
 
     step_id: int
@@ -44,11 +44,11 @@ class Outcome:
     times: StepTimes | None = None
     failures: dict[int, str] = field(default_factory=dict)  # by row of the plan
 
-    def failing(self, failures: dict[int, str]) -> Outcome:
+    def failing(self, failures: dict[int, str]) -> StepOutput:
         """The same with rows that failed before the model ran, or after."""
         return replace(self, failures=failures) if failures else self
 
-    def timed(self, times: StepTimes) -> Outcome:
+    def timed(self, times: StepTimes) -> StepOutput:
         """The same with the step's times."""
         return replace(self, times=times)
 
@@ -75,5 +75,11 @@ class Outcome:
         }
         device_seconds, idle_seconds = (0.0, 0.0) if self.times is None else self.times.seconds()
         return StepResult(
-            self.step_id, token_ids, logprobs, prompt, errors, device_seconds, idle_seconds
+            self.step_id,
+            token_ids,
+            logprobs,
+            prompt,
+            errors,
+            device_seconds=device_seconds,
+            idle_seconds=idle_seconds,
         )

@@ -1,10 +1,9 @@
-"""Persistent rows: what the worker remembers of each running sequence between steps, indexed by the
-scheduler's slot.
+"""What the worker remembers of each running request between steps, indexed by the scheduler's slot.
 
-The worker is the single writer. A row is complete: tokens known so far (sampled ones are written
-here by the device, so the next step can run before the host has seen them), block table, and
-sampling state. On a GPU the last row belongs to nobody: steps that are padded to a captured size
-run their padding on it.
+The worker is the single writer. A slot is complete: tokens known so far (sampled ones are written
+here by the device, so the next step can run before the host has seen them), how many of them are
+computed, block table, and sampling state. On a GPU the last slot belongs to nobody: steps that are
+padded to a captured size run their padding on it.
 
 What raises while one row is prepared, sampled or described is kept in `failures`, and the row stays
 in its steps as one that harms nobody: the steps of all ranks keep the same shape, and the request
@@ -33,7 +32,7 @@ _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetit
 
 
 @dataclass(frozen=True)
-class RowState:
+class SlotState:
     """What the host keeps of one row."""
 
     prompt_len: int
@@ -44,7 +43,7 @@ class RowState:
     allowed_ids: Tensor | None  # [a] int64, where no other id may be sampled
 
 
-class Rows:
+class RequestState:
     """`max_num_seqs` rows of up to `max_model_len` tokens on `device`, and one row for padding."""
 
     def __init__(
@@ -67,10 +66,13 @@ class Rows:
         self.block_tables = torch.zeros(num_rows, max_blocks, dtype=index_dtype, device=device)
         self._spare_block = 0
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
+        # tokens whose KV is in the cache: where the next step of a slot begins
+        self.num_computed = np.zeros(num_rows, dtype=np.int64)
+        self.prompt_lens = np.zeros(num_rows, dtype=np.int64)
         # [rows, 4] fp32: temperature, top_k, top_p, min_p
         self.sampling = torch.zeros(num_rows, 4, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._states: list[RowState | None] = [None] * num_rows
+        self._states: list[SlotState | None] = [None] * num_rows
         # rows with penalties, bias, blocked or allowed ids: their logits are edited
         self.special_slots: set[int] = set()
         self.filtered_slots: set[int] = set()  # rows with top-k, top-p or min-p
@@ -99,7 +101,12 @@ class Rows:
             rows, places, values = upload((slots, columns, blocks), self._device)
             self.block_tables[rows, places] = values.to(self.block_tables.dtype)
 
-    def state(self, slot: int) -> RowState:
+    def advance(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
+        """The rows of `plan` have run. The last token of `postponed` ones will run again."""
+        self.num_computed[plan.slots] += plan.num_scheduled
+        self.num_computed[[plan.slots[row] for row in postponed]] -= 1
+
+    def state(self, slot: int) -> SlotState:
         state = self._states[slot]
         assert state is not None, f"slot {slot} was never assigned"
         return state
@@ -136,6 +143,7 @@ class Rows:
         slot = row.slot
         self.failures.pop(slot, None)
         self._num_blocks[slot] = len(row.block_ids)
+        self.num_computed[slot], self.prompt_lens[slot] = row.num_computed, row.prompt_len
         try:
             blocked = self._blocked_ids(row.sampling)
             self._classify(slot, row.sampling, has_blocked_ids=bool(blocked))
@@ -203,11 +211,11 @@ class Rows:
         )
 
 
-def _state(row: NewRow, blocked: list[int], *, device: torch.device) -> RowState:
+def _state(row: NewRow, blocked: list[int], *, device: torch.device) -> SlotState:
     params = row.sampling
     bias = params.logit_bias or {}
     allowed = params.allowed_token_ids
-    return RowState(
+    return SlotState(
         prompt_len=row.prompt_len,
         sampling=params,
         blocked_ids=torch.tensor(blocked, dtype=torch.int64, device=device),

@@ -1,0 +1,80 @@
+"""A plan in the making."""
+
+from __future__ import annotations
+
+from negamax.scheduler.sequence import Sequence
+from negamax.scheduler.step import NewRow, StepPlan
+
+
+class PlanBuilder:
+    """Columns of a plan in the making: rows that generate first, longer chunks last."""
+
+    __slots__ = (
+        "appended_blocks",
+        "appended_slots",
+        "budget",
+        "chunks",
+        "drafts",
+        "new_rows",
+        "sequences",
+        "slots",
+    )
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens this step may still take
+        self.new_rows: list[NewRow] = []
+        self.appended_slots: list[int] = []
+        self.appended_blocks: list[int] = []
+        self.sequences: list[Sequence] = []  # with slots: the rows that generate
+        self.slots: list[int] = []
+        self.drafts: dict[int, int] = {}  # by row: draft tokens, where it has any
+        self.chunks: list[tuple[int, bool, Sequence]] = []  # tokens, samples, of whom
+
+    def append_block(self, sequence: Sequence) -> None:
+        """Send the worker the block that the sequence was given last."""
+        self.appended_slots.append(sequence.slot)
+        self.appended_blocks.append(sequence.block_ids[-1])
+
+    def add_chunk(self, sequence: Sequence) -> None:
+        """As much of the sequence's remaining tokens as the budget allows, at least 1."""
+        count = min(sequence.num_total - sequence.num_computed, self.budget)
+        sequence.num_computed += count
+        samples = sequence.num_computed == sequence.num_total
+        sequence.num_total += samples
+        self.budget -= count
+        self.chunks.append((count, samples, sequence))
+
+    def finish(self, step_id: int, *, has_constrained: bool) -> StepPlan:
+        """The plan; afterwards `sequences` has one entry per row. `has_constrained`: some sequence
+        is constrained.
+        """
+        num_scheduled = [1] * len(self.slots)
+        needs_sampling = [True] * len(self.slots)
+        self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable
+        for count, samples, sequence in self.chunks:
+            self.sequences.append(sequence)
+            self.slots.append(sequence.slot)
+            num_scheduled.append(count)
+            needs_sampling.append(samples)
+        num_draft_tokens = [0] * len(self.slots)
+        for row, num_drafts in self.drafts.items():
+            num_draft_tokens[row] = num_drafts
+            num_scheduled[row] += num_drafts
+        grammar_rows: list[int] = []
+        if has_constrained:
+            grammar_rows = [
+                row
+                for row, of in enumerate(self.sequences)
+                if of.is_constrained and needs_sampling[row]
+            ]
+        return StepPlan(
+            step_id,
+            self.new_rows,
+            self.appended_slots,
+            self.appended_blocks,
+            self.slots,
+            num_scheduled,
+            num_draft_tokens,
+            needs_sampling,
+            grammar_rows,
+        )
