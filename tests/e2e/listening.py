@@ -12,8 +12,9 @@ _LISTEN = "0A"  # the state's number in /proc/net/tcp
 
 def family_of(pid: int) -> list[int]:
     """A process and all that it has started, with what those have started."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(member for child in children for member in family_of(int(child)))]
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # each thread has its own
+    children = [int(child) for task in tasks for child in task.read_text().split()]
+    return [pid, *(member for child in children for member in family_of(child))]
 
 
 def strangers_doors(server: Server) -> tuple[set[str], set[str]]:

@@ -27,7 +27,7 @@ from negamax.engine import wire
 logger = get_logger(__name__)
 
 ENGINE_MODULE = "negamax.engine.core.process"
-BEAT_SECONDS = 0.5
+BEAT_SECONDS = 0.2
 SHUTDOWN_SECONDS = 5.0
 # without a beat an engine counts as hung, unless the limit on its steps is lower
 BEAT_TIMEOUT_SECONDS = 30.0

@@ -15,7 +15,7 @@ from negamax.base.shared_numbers import SharedNumbers
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.client.admission import Admission, prefill_tokens
-from negamax.engine.client.connection import BEAT_SECONDS, EngineChannel
+from negamax.engine.client.connection import EngineChannel
 from negamax.engine.client.generation import NOBODY, Generation, Observer, Owner, joined
 from negamax.engine.client.output import ChoiceStream, TextReader, admit
 from negamax.engine.core.source import locate
@@ -25,7 +25,7 @@ from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
 
 _NO_STATS = wire.EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
-_RESPONSIVE_SECONDS = 10 * BEAT_SECONDS
+_RESPONSIVE_SECONDS = 0.7  # without a sign of life: some beats
 
 
 class AsyncEngine:

@@ -3,8 +3,9 @@
 
 The first frame holds the options; then requests come in from one server process or several, and
 after every step each gets the updates of its sequences with the statistics. A thread of its own
-watches the ranks, and tells all server processes twice a second that the process lives, whether its
-loop goes round, and how long a rank has been silent. Another one watches the first server process.
+watches the ranks, and tells all server processes five times a second that the process lives,
+whether its loop goes round, and how long a rank has been silent. Another one watches the first
+server process.
 """
 
 from __future__ import annotations
@@ -221,8 +222,8 @@ class Pulse:
     def beating(
         self, context: Context, address: EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
-        """Send a heartbeat twice a second while inside, and say once that a rank is gone, whatever
-        the loop waits for.
+        """Send a heartbeat five times a second while inside, and say once that a rank is gone,
+        whatever the loop waits for.
         """
         stop = threading.Event()
 
