@@ -18,8 +18,9 @@ from rich.table import Table
 from negamax import __version__
 from negamax.base import env
 from negamax.base.errors import ConfigError
-from negamax.bench.floor import expected_distinct_experts, step_bytes
+from negamax.bench.floor import step_bytes
 from negamax.config.model_spec import ModelSpec
+from negamax.models.memory import expected_distinct_experts
 
 COPY_BYTES = 2**30
 COPY_ROUNDS = 10
@@ -81,16 +82,15 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
     kv_dtype = options.get("kv_cache_dtype", "auto")
     result["bandwidth_tb_s"] = bytes_per_second / 1e12
     for run in result["runs"]:
-        floor = step_bytes(
+        num_bytes = step_bytes(
             spec,
             batch=run["concurrency"],
             context=result["input_len"] + result["output_len"] / 2,
             dtype=info["dtype"],
             kv_dtype=info["dtype"] if kv_dtype == "auto" else kv_dtype,
+            ranks=result["tensor_parallel_size"],
         )
-        seconds = floor.seconds(
-            ranks=result["tensor_parallel_size"], bytes_per_second=bytes_per_second
-        )
+        seconds = num_bytes / bytes_per_second
         run["limit_tpot_ms"] = 1e3 * seconds
         run["share_of_limit"] = 1e3 * seconds / run["tpot_ms"]
 

@@ -25,10 +25,10 @@ from negamax.base.errors import CheckpointError
 from negamax.base.log import get_logger
 from negamax.base.progress import format_bytes
 from negamax.checkpoint.finite import FiniteCheck
-from negamax.checkpoint.names import layer_of, mtp_layers, place
 from negamax.checkpoint.reader import CheckpointReader, TensorEntry, first_names, open_checkpoint
 from negamax.config.model_spec import ModelSpec
 from negamax.layers.weights import WeightSlot
+from negamax.models.family import Names, names_of
 from negamax.quantization.scheme import QuantScheme, detect
 
 logger = get_logger(__name__)
@@ -118,7 +118,9 @@ def load_weights(
     scheme = detect(spec.quantization)
     slots = model.weight_slots()
     with open_checkpoint(folder) as reader:
-        moves, skipped = _plan(reader.entries, slots, num_layers=spec.num_layers, scheme=scheme)
+        moves, skipped = _plan(
+            reader.entries, slots, names_of(spec), num_layers=spec.num_layers, scheme=scheme
+        )
         needed = [move for move in moves if move.slot.needed]
         total = sum(move.num_bytes for move in needed)
         quantized = [move for move in needed if move.scale]
@@ -161,6 +163,7 @@ def load_weights(
 def _plan(
     entries: Mapping[str, TensorEntry],
     slots: Mapping[str, WeightSlot],
+    names: Names,
     *,
     num_layers: int,
     scheme: QuantScheme | None,
@@ -168,9 +171,9 @@ def _plan(
     """Every tensor's way, in reading order, and the names that are skipped by reason."""
     found: dict[str, TensorEntry] = {}  # canonical name -> tensor
     skipped: dict[str, list[str]] = defaultdict(list)
-    mtp = mtp_layers(entries)
+    placements = names.place(entries, num_layers=num_layers)
     for name, entry in entries.items():
-        placement = place(name, num_layers=num_layers, mtp=mtp)
+        placement = placements[name]
         if placement.skip_reason and placement.slot not in slots:
             skipped[placement.skip_reason].append(name)
         elif placement.slot in found:
@@ -204,11 +207,15 @@ def _plan(
             moves += [_Move(slot, weight), _Move(scale_slot, scale, is_scale=True)]
         else:
             moves.append(_Move(slot, weight, scale))
-    _refuse_layers(found, num_layers=num_layers)
+    _refuse_layers(found, names, num_layers=num_layers)
     _refuse_names("are not part of this model", [entry.name for entry in found.values()])
     _refuse_names("are missing from the checkpoint", missing)
     moves.sort(
-        key=lambda move: (layer_of(move.slot.name) or 0, str(move.tensor.file), move.tensor.offset)
+        key=lambda move: (
+            names.layer_of(move.slot.name) or 0,
+            str(move.tensor.file),
+            move.tensor.offset,
+        )
     )
     return moves, {reason: tuple(names) for reason, names in skipped.items()}
 
@@ -305,13 +312,13 @@ def _refuse_names(what: str, names: list[str]) -> None:
         )
 
 
-def _refuse_layers(found: Mapping[str, TensorEntry], *, num_layers: int) -> None:
+def _refuse_layers(found: Mapping[str, TensorEntry], names: Names, *, num_layers: int) -> None:
     """Refuse tensors of layers that config.json does not have: without them the model is another
     one.
     """
-    surplus = [slot for slot in found if (layer_of(slot) or 0) >= num_layers]
+    surplus = [slot for slot in found if (names.layer_of(slot) or 0) >= num_layers]
     if surplus:
-        layers = {layer_of(slot) or 0 for slot in surplus}
+        layers = {names.layer_of(slot) or 0 for slot in surplus}
         raise CheckpointError(
             f"num_hidden_layers in config.json is {num_layers}; the checkpoint has {len(layers)} "
             f"more, up to layer "

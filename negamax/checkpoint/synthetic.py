@@ -1,15 +1,10 @@
-"""Synthetic weights: a model of any size without a checkpoint, with activations of realistic
-magnitude and even routing.
+"""Synthetic weights: a model of any size without a checkpoint. How a tensor is drawn is said by the
+model's family (`models/<family>/init.py`).
 
 The experts' tensors of one layer and kind are drawn together, a few hundred MB at a time, every
 other tensor by itself. A draw depends on the seed and on what it is for only, and is made in full
 before a rank takes its parts, so that every tensor-parallel degree gets the same model. (CPU and
 GPU have different generators, so their models differ.)
-
-Even routing: with independent tokens, B of them reach E (1 - (1 - k / E)^B) of E experts if and
-only if all experts are equally likely. Hence router rows of one length and biases without spread;
-and tokens stay independent through all layers because what the layers add to a token's embedding is
-small beside it.
 """
 
 from __future__ import annotations
@@ -26,16 +21,9 @@ from torch import Tensor
 from negamax.checkpoint.loader import HasWeightSlots, ShowProgress
 from negamax.config.model_spec import ModelSpec
 from negamax.layers.weights import WeightSlot
+from negamax.models.family import Draw, init_of
 from negamax.quantization.scheme import detect
 
-# MiniMax's own selection biases are 4.7 to 9.5. A spread of 0.02 would already make some experts 40
-# % likelier than others.
-ROUTER_BIAS_MEAN = 7.0
-ROUTER_BIAS_STD = 0.0005
-NORM_STD = 0.05
-# Of the attention output: tokens of one sequence share most of it, and what they share makes them
-# choose the same experts.
-ATTENTION_GAIN = 0.5
 # Of stored FP8 values, which reach up to 448, and of the scales of their blocks relative to the
 # mean scale.
 VALUE_STD = 90.0
@@ -67,7 +55,7 @@ def fill_synthetic(
         if any(slot.needed for slot in draw[2])
     ]
     sizes = [sum(math.prod(slot.shape) for slot in slots) for _, _, slots in wanted]
-    done = 0
+    done, init = 0, init_of(spec)
     generator = torch.Generator(device or "cpu")
     scheme = detect(spec.quantization)
     suffix = scheme.scale_suffix if scheme else None
@@ -75,13 +63,12 @@ def fill_synthetic(
         digest = hashlib.sha256(f"{seed}:{name}:{number}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
         if suffix and name.endswith(suffix):
-            tensors = _scales(
-                slots, std=_std(name.removesuffix(suffix), spec) / VALUE_STD, generator=generator
-            )
+            draw = init.draw(name.removesuffix(suffix), spec)
+            tensors = _scales(slots, std=draw.std / VALUE_STD, generator=generator)
         elif any(slot.dtype == torch.float8_e4m3fn for slot in slots):
             tensors = _values(slots, generator=generator)
         else:
-            tensors = _plain(name, slots, std=_std(name, spec), generator=generator)
+            tensors = _plain(slots, init.draw(name, spec), generator=generator)
         for slot, tensor in zip(slots, tensors, strict=True):
             if slot.needed:
                 slot.write(tensor)
@@ -104,37 +91,9 @@ def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightS
             yield name, number, members[first : first + size]
 
 
-def _std(name: str, spec: ModelSpec) -> float:
-    """The standard deviation of the elements of weight `name`.
-
-    1 / sqrt(columns) keeps the magnitude of a matrix's input; matrices that add to the residual
-    stream are smaller by sqrt(2 * num_layers), so that it does not grow with depth. Embedding rows
-    have unit variance.
-    """
-    if name.endswith("norm.weight"):
-        return NORM_STD
-    if name.endswith("e_score_correction_bias"):
-        return ROUTER_BIAS_STD
-    if name.endswith("embed_tokens.weight"):
-        return 1.0
-    depth = math.sqrt(2 * spec.num_layers)
-    if name.endswith("o_proj.weight"):
-        return ATTENTION_GAIN / math.sqrt(spec.num_heads * spec.head_dim) / depth
-    if name.endswith("w2.weight"):
-        return 1 / math.sqrt(spec.intermediate_size) / depth
-    return 1 / math.sqrt(spec.hidden_size)
-
-
-def _plain(
-    name: str, slots: Sequence[WeightSlot], *, std: float, generator: torch.Generator
-) -> Tensor:
-    mean = 0.0
-    if len(slots[0].shape) == 1:
-        mean = ROUTER_BIAS_MEAN if name.endswith("e_score_correction_bias") else 1.0
-    noise = _normal(slots, torch.float32, mean=mean, std=std, generator=generator)
-    if name.endswith(".gate.weight"):
-        return F.normalize(noise, dim=-1)
-    return noise
+def _plain(slots: Sequence[WeightSlot], draw: Draw, *, generator: torch.Generator) -> Tensor:
+    noise = _normal(slots, torch.float32, mean=draw.mean, std=draw.std, generator=generator)
+    return F.normalize(noise, dim=-1) if draw.unit_rows else noise
 
 
 def _values(slots: Sequence[WeightSlot], *, generator: torch.Generator) -> Tensor:

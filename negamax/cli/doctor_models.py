@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
+from negamax.config.families import bundled_names, bundled_spec
 from negamax.config.kv_cache import block_bytes
-from negamax.config.memory import weight_bytes
-from negamax.config.model_spec import BUNDLED_NAMES, ModelSpec, bundled_spec
+from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 from negamax.kernels.platform import Platform, nvidia
+from negamax.models.memory import weight_bytes
 from negamax.parallel.split import tensor_parallel_sizes
 
 GIB = 2**30
@@ -21,7 +22,7 @@ GIB = 2**30
 GPU_RESERVE = 15 * GIB // 2
 _LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
 _NANO_BYTES = GIB
-_KV_DTYPE = "bfloat16"
+_DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,15 @@ def verdicts(machine: Machine) -> list[Verdict]:
     if machine.memory_bytes < _NANO_BYTES and not machine.gpus:
         missing = f"needs 1 GiB of main memory, {_gib(machine.memory_bytes)} are free"
         nano = Verdict("nano", False, "", missing)
-    elif _refusal(bundled_spec(BUNDLED_NAMES[0]), machine.gpus):  # nano is stored in FP8, too
+    elif _refusal(bundled_spec(bundled_names()[0]), machine.gpus):  # nano is stored in FP8, too
         detail = "the embedded model, on the CPU of this machine"
         nano = Verdict("nano", True, "negamax serve nano --device cpu", detail)
-    return [nano, *(_with_disk(_verdict(name, machine), name, machine) for name in BUNDLED_NAMES)]
+    return [nano, *(_with_disk(_verdict(name, machine), name, machine) for name in bundled_names())]
 
 
 def _with_disk(verdict: Verdict, name: str, machine: Machine) -> Verdict:
     """With a word about the download, where the disk has no room for it."""
-    size = weight_bytes(bundled_spec(name), dtype_bytes=2, keep_quantized=True)
+    size = weight_bytes(bundled_spec(name), dtype=_DTYPE)
     if not verdict.runs or size < machine.disk_bytes:
         return verdict
     free = _gib(machine.disk_bytes)
@@ -87,22 +88,22 @@ def _verdict(name: str, machine: Machine) -> Verdict:
     spec = bundled_spec(name)
     if machine.gpus:
         return _on_gpus(model, spec, machine.gpus)
-    dtype, num_bytes = ("bf16", 2) if machine.cpu_bfloat16 else ("fp32", 4)
-    needed = weight_bytes(spec, dtype_bytes=num_bytes, keep_quantized=False)
-    need = f"{_gib(needed)} of main memory in {dtype} on the CPU, {_gib(machine.memory_bytes)} free"
+    dtype = _DTYPE if machine.cpu_bfloat16 else "float32"
+    needed = weight_bytes(spec, dtype=dtype, keep_quantized=False)
+    form = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
+    need = f"{_gib(needed)} of main memory in {form} on the CPU, {_gib(machine.memory_bytes)} free"
     if needed < machine.memory_bytes:
         return Verdict(model, True, f"negamax serve {model}", f"slow: {need}")
     return Verdict(model, False, "", f"needs {need}")
 
 
 def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
-    weights = weight_bytes(spec, dtype_bytes=2, keep_quantized=True)
     refusal = _refusal(spec, gpus)
     if refusal:
         return Verdict(model, False, "", refusal)
     best = (0, 0)  # tokens, GPUs
     for size in _tensor_parallel_sizes(spec, len(gpus)):
-        tokens = _cache_tokens(spec, weights, gpus[:size])
+        tokens = _cache_tokens(spec, gpus[:size])
         if tokens >= spec.max_position_embeddings:
             best = tokens, size
             break
@@ -111,16 +112,18 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
     if tokens < _LEAST_TOKENS:
         share = EngineOptions.gpu_memory_utilization
         per_gpu = min(int(gpu.total_bytes * share) for gpu in gpus) - GPU_RESERVE
-        needed = next((n for n in _tensor_parallel_sizes(spec, 64) if n * per_gpu > weights), None)
+        needed = next(
+            (n for n in _tensor_parallel_sizes(spec, 64) if _weights(spec, n) < per_gpu), None
+        )
         hint = f"about {needed} free GPUs like these" if needed else "larger GPUs"
         free = _gib(min(gpu.free_bytes for gpu in gpus))
-        need = f"needs {_gib(weights)} for its weights, {free} are free per GPU"
+        need = f"needs {_gib(_weights(spec, 1))} for its weights, {free} are free per GPU"
         return Verdict(model, False, "", f"{need}; it takes {hint}")
     command = f"negamax serve {model}" + (f" --tensor-parallel-size {size}" if size > 1 else "")
     if tokens < spec.max_position_embeddings:
         command += f" --max-model-len {tokens // 1024 * 1024}"
     form = "FP8 as stored" if spec.quantization is not None else "bf16"
-    detail = f"{form}, {_gib(weights // size)} of weights per GPU"
+    detail = f"{form}, {_gib(_weights(spec, size))} of weights per GPU"
     detail += f", KV cache of about {tokens // 1000 * 1000:,} tokens"
     if not all(gpu.platform.is_measured for gpu in gpus[:size]):
         detail += "; never measured on such a GPU"
@@ -143,12 +146,17 @@ def _tensor_parallel_sizes(spec: ModelSpec, most: int) -> Iterator[int]:
     return tensor_parallel_sizes(spec, block=block, most=most)
 
 
-def _cache_tokens(spec: ModelSpec, weights: int, gpus: Sequence[Gpu]) -> int:
+def _weights(spec: ModelSpec, size: int) -> int:
+    """Bytes of weights on each of `size` GPUs."""
+    return weight_bytes(spec, dtype=_DTYPE, ranks=size)
+
+
+def _cache_tokens(spec: ModelSpec, gpus: Sequence[Gpu]) -> int:
     """Tokens whose KV cache fits beside the weights on each of `gpus`."""
     share = EngineOptions.gpu_memory_utilization
     budget = min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)
-    room = budget - weights // len(gpus) - GPU_RESERVE
-    per_token = block_bytes(spec.kv_caches(), 1, dtype=_KV_DTYPE, ranks=len(gpus))
+    room = budget - _weights(spec, len(gpus)) - GPU_RESERVE
+    per_token = block_bytes(spec.kv_caches(), 1, dtype=_DTYPE, ranks=len(gpus))
     return max(0, room) // per_token
 
 

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from negamax.base.errors import ConfigError
+from negamax.config.fields import token_ids
 from negamax.config.json_file import read_json_object
-from negamax.config.model_spec import ModelSpec, token_ids
+from negamax.config.model_spec import ModelSpec
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):

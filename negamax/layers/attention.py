@@ -17,6 +17,7 @@ from negamax.kernels.attention.spec import PagedQueries, PagedShape
 from negamax.kernels.kvcache.spec import FP8
 from negamax.kernels.registry import KernelTable
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
+from negamax.layers.names import AttentionNames
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
@@ -108,7 +109,7 @@ class QkNormAttention:
 
     def __init__(
         self,
-        prefix: str,
+        names: AttentionNames,
         *,
         hidden_size: int,
         heads: int,
@@ -130,13 +131,13 @@ class QkNormAttention:
             kernels["attention.prefill"].run,
         )
         qkv = (
-            Part(f"{prefix}.q_proj.weight", q_total, q_rows),
-            Part(f"{prefix}.k_proj.weight", kv_total, kv_rows),
-            Part(f"{prefix}.v_proj.weight", kv_total, kv_rows),
+            Part(names.q, q_total, q_rows),
+            Part(names.k, kv_total, kv_rows),
+            Part(names.v, kv_total, kv_rows),
         )
         self._qkv = ColumnParallel(qkv, hidden_size, kernels=kernels, weights=weights)
         self._out = RowParallel(
-            f"{prefix}.o_proj.weight",
+            names.out,
             (hidden_size, q_total),
             columns=q_rows,
             kernels=kernels,
@@ -160,15 +161,15 @@ class QkNormAttention:
             ranks=view.size,
         )
         # The checkpoint's scales of the keys and values of an FP8 cache; 1.0 where it has none.
-        self._prefix, self.kv_scales = prefix, (1.0, 1.0)
+        self._names, self.kv_scales = names, (1.0, 1.0)
         self._stored_scales = torch.ones(2)  # on the host
         self.slots = [
             *self._qkv.slots,
             *self._out.slots,
-            WeightSlot(f"{prefix}.q_norm.weight", (q_total,), target=q_norm, region=(q_rows,)),
-            WeightSlot(f"{prefix}.k_norm.weight", (kv_total,), target=k_norm, region=(kv_rows,)),
-            WeightSlot(f"{prefix}.k_scale", (), target=self._stored_scales[0], optional=True),
-            WeightSlot(f"{prefix}.v_scale", (), target=self._stored_scales[1], optional=True),
+            WeightSlot(names.q_norm, (q_total,), target=q_norm, region=(q_rows,)),
+            WeightSlot(names.k_norm, (kv_total,), target=k_norm, region=(kv_rows,)),
+            WeightSlot(names.k_scale, (), target=self._stored_scales[0], optional=True),
+            WeightSlot(names.v_scale, (), target=self._stored_scales[1], optional=True),
         ]
 
     def finish_loading(self) -> None:
@@ -178,7 +179,8 @@ class QkNormAttention:
         k_scale, v_scale = self._stored_scales.tolist()
         if not (0 < k_scale < float("inf") and 0 < v_scale < float("inf")):
             raise CheckpointError(
-                f"the KV-cache scales of {self._prefix} are {(k_scale, v_scale)}, not above 0"
+                f"{self._names.k_scale} and {self._names.v_scale} are {k_scale} and {v_scale}, "
+                f"not above 0"
             )
         self.kv_scales = k_scale, v_scale
         self._qkv.finish_loading()

@@ -4,6 +4,7 @@ norm adds up.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.registry import KernelTable
+from negamax.layers.names import MoeNames
 from negamax.layers.weights import MatrixWeight, WeightSlot
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
@@ -23,7 +25,7 @@ class SparseMoe:
 
     def __init__(
         self,
-        prefix: str,
+        names: MoeNames,
         *,
         hidden_size: int,
         width: int,
@@ -34,7 +36,8 @@ class SparseMoe:
         weights: WeightFormat,
     ) -> None:
         view = context.layout.experts
-        self._experts, self._top_k = view.experts(num_experts), top_k
+        self._experts = view.experts(num_experts)
+        self.num_experts, self.top_k = num_experts, top_k
         rows, everything = view.width(width), range(hidden_size)
         self._route_kernel, self._experts_kernel = kernels["moe.route"], kernels["moe.experts"]
         self._gate = torch.empty(
@@ -42,30 +45,25 @@ class SparseMoe:
         )
         self._bias = torch.empty(num_experts, dtype=torch.float32, device=weights.device)
         self.slots = [
-            WeightSlot(f"{prefix}.gate.weight", (num_experts, hidden_size), target=self._gate),
-            WeightSlot(f"{prefix}.e_score_correction_bias", (num_experts,), target=self._bias),
+            WeightSlot(names.router, (num_experts, hidden_size), target=self._gate),
+            WeightSlot(names.router_bias, (num_experts,), target=self._bias),
         ]
-        first, local = f"{prefix}.experts.{self._experts.start}", len(self._experts)
-        names = (f"{first}.w1.weight", f"{first}.w3.weight")
+        first, local = str(self._experts.start), len(self._experts)
+        gate, up, down = (name.replace("*", first) for name in (names.gate, names.up, names.down))
         # gate rows, then up rows
-        self._gate_up = MatrixWeight(names, (local, 2 * len(rows), hidden_size), weights)
-        self._down = MatrixWeight((f"{first}.w2.weight",), (local, hidden_size, len(rows)), weights)
+        self._gate_up = MatrixWeight((gate, up), (local, 2 * len(rows), hidden_size), weights)
+        self._down = MatrixWeight((down,), (local, hidden_size, len(rows)), weights)
         self.quantized = self._gate_up.quantized
         for expert in range(num_experts):
             mine, index = expert in self._experts, expert - self._experts.start
             across, along = ((rows, everything), (everything, rows)) if mine else (None, None)
-            name, wide, tall = (
-                f"{prefix}.experts.{expert}",
-                (width, hidden_size),
-                (hidden_size, width),
+            gate, up, down = (
+                name.replace("*", str(expert)) for name in (names.gate, names.up, names.down)
             )
-            self.slots += self._gate_up.slots(
-                f"{name}.w1.weight", wide, region=across, at=(index, 0)
-            )
-            self.slots += self._gate_up.slots(
-                f"{name}.w3.weight", wide, region=across, at=(index, len(rows))
-            )
-            self.slots += self._down.slots(f"{name}.w2.weight", tall, region=along, at=(index, 0))
+            wide, tall = (width, hidden_size), (hidden_size, width)
+            self.slots += self._gate_up.slots(gate, wide, region=across, at=(index, 0))
+            self.slots += self._gate_up.slots(up, wide, region=across, at=(index, len(rows)))
+            self.slots += self._down.slots(down, tall, region=along, at=(index, 0))
         self._router: Any = None
         self._prepared: Any = None
         self._observed: Tensor | None = None
@@ -83,7 +81,7 @@ class SparseMoe:
 
     def observe(self, ids: Tensor | None) -> None:
         """From now on the experts of each call's first tokens are written to `ids` [max_tokens,
-        top_k] int32 (None: stop).
+        top_k] int32 (None: stop). A graph keeps the tensor that it was captured with.
         """
         self._observed = ids
 
@@ -92,7 +90,7 @@ class SparseMoe:
 
         `active` [1] int32: rows from there on are padding and reach no expert.
         """
-        ids, weights = self._route_kernel.run(x, self._router, top_k=self._top_k, active=active)
+        ids, weights = self._route_kernel.run(x, self._router, top_k=self.top_k, active=active)
         if self._observed is not None:
             count = min(len(ids), len(self._observed))
             self._observed[:count].copy_(ids[:count])
@@ -101,3 +99,10 @@ class SparseMoe:
             x, ids, weights, self._prepared, first=first, count=count
         )
         return out
+
+
+def mixtures(layers: Iterable[object]) -> list[SparseMoe]:
+    """The mixtures of experts among the parts of `layers`, in order."""
+    return [
+        part for layer in layers for part in vars(layer).values() if isinstance(part, SparseMoe)
+    ]

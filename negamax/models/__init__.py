@@ -1,3 +1,3 @@
-"""Model families, each written straight from top to bottom, and the registry that builds one from
-its spec.
+"""Model families, a folder each: the model, written straight from top to bottom, the names of its
+checkpoints and its synthetic weights.
 """

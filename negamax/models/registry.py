@@ -1,27 +1,29 @@
-"""From a spec to a model on this rank. One line per architecture."""
+"""From a spec to a model on this rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from negamax.base.errors import ConfigError
-from negamax.config.model_spec import MINIMAX_M2, ModelSpec
+from negamax.config.families import family_of
+from negamax.config.model_spec import ModelSpec
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import AttentionInputs, KvCaches
 from negamax.layers.weights import WeightSlot
-from negamax.models.minimax_m2 import MiniMaxM2
 from negamax.parallel.context import ParallelContext
-from negamax.quantization.scheme import choose_format
+from negamax.quantization.scheme import WeightFormat, choose_format
 
 
 class CausalModel(Protocol):
     """What the worker and the checkpoint loader see of a model."""
 
     spec: ModelSpec
+    layers: Sequence[object]
     vocab_range: range  # token ids whose logits this rank computes
 
     def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvCaches]) -> Tensor:
@@ -37,13 +39,6 @@ class CausalModel(Protocol):
         in `out` where given.
         """
 
-    def observe_routing(self, ids: Tensor | None) -> None:
-        """Have every forward write the experts of its first tokens into `ids` [layers, max_tokens,
-        top_k] int32 (None: stop).
-
-        To be called before graphs are captured: a graph keeps the tensor it was captured with.
-        """
-
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Where each tensor of the checkpoint goes, by its name there."""
 
@@ -51,7 +46,18 @@ class CausalModel(Protocol):
         """Called once, after every needed slot is written."""
 
 
-_MODELS: dict[str, Callable[..., CausalModel]] = {MINIMAX_M2: MiniMaxM2}
+class BuildModel(Protocol):
+    """The function `build` in the module `model` of a family."""
+
+    def __call__(
+        self,
+        spec: ModelSpec,
+        *,
+        context: ParallelContext,
+        weights: WeightFormat,
+        kernels: KernelTable,
+    ) -> CausalModel:
+        """This rank's part of the model, weights not yet written."""
 
 
 def build_model(
@@ -69,12 +75,7 @@ def build_model(
     multiplies with them). Errors: `ConfigError` for an unknown architecture, or sizes that cannot
     be split as `context.layout` says.
     """
-    if spec.architecture not in _MODELS:
-        raise ConfigError(
-            f"architecture {spec.architecture!r} is not supported; supported: "
-            f"{', '.join(sorted(_MODELS))}"
-        )
-    layout = context.layout
+    family, layout = family_of(spec.architecture), context.layout
     for name, size in (("data", layout.dp), ("pipeline", layout.pp), ("context", layout.cp)):
         if size > 1:
             raise ConfigError(
@@ -84,4 +85,5 @@ def build_model(
     weights = choose_format(
         spec.quantization, dtype=dtype, device=device, keep_quantized=keep_quantized
     )
-    return _MODELS[spec.architecture](spec, context=context, weights=weights, kernels=kernels)
+    build: BuildModel = import_module(f"{family.package}.model").build
+    return build(spec, context=context, weights=weights, kernels=kernels)

@@ -39,11 +39,11 @@ def _check(layout: ParallelLayout, spec: ModelSpec, *, block: int) -> None:
     heads = len(layout.attention.heads(spec.num_heads))
     kv_heads = len(layout.attention.kv_heads(spec.num_kv_heads))
     layout.vocab(spec.vocab_size)
-    width = len(layout.experts.width(spec.intermediate_size))
+    widths = {what: len(layout.experts.width(width)) for what, width in spec.mlp_widths().items()}
     for what, share in (
         ("query heads", heads * spec.head_dim),
         ("KV heads", kv_heads * spec.head_dim),
-        ("experts' width", width),
+        *widths.items(),
     ):
         if share % block:
             raise ConfigError(

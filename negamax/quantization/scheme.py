@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import ConfigError
-from negamax.config.model_spec import QuantizationSpec
+from negamax.config.quantization import QuantizationSpec
 from negamax.quantization import block_fp8
 
 

@@ -4,10 +4,11 @@ as MessagePack.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
+from negamax.config.families import family_of
 from negamax.config.model_spec import ModelSpec
 from negamax.parallel.layout import ParallelLayout
 
@@ -36,6 +37,15 @@ class WorkerConfig:
     show_progress: bool
     rendezvous: str | None  # path of the file in which the ranks meet; None: there is one rank
     crash_dump_dir: str | None = None
+
+
+def decode_config(frame: bytes) -> WorkerConfig:
+    """The configuration in a MessagePack `frame`, with the spec of its model's own family."""
+    config = msgspec.msgpack.decode(frame, type=WorkerConfig)
+    fields = msgspec.msgpack.decode(frame)["spec"]
+    return replace(
+        config, spec=msgspec.convert(fields, type=family_of(config.spec.architecture).spec)
+    )
 
 
 @dataclass(frozen=True)

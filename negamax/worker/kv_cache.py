@@ -16,9 +16,9 @@ from negamax.base import env
 from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs, block_bytes
-from negamax.config.memory import weight_bytes
 from negamax.config.model_spec import ModelSpec
 from negamax.layers.attention import KvCaches
+from negamax.models.memory import weight_bytes
 from negamax.worker.config import WorkerConfig
 
 logger = get_logger(__name__)
@@ -143,7 +143,7 @@ def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype
     return num_blocks * block_bytes(
         config.spec.kv_caches(),
         config.block_size,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name(dtype),
         ranks=config.layout.attention.size,
     )
 
@@ -151,7 +151,7 @@ def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype
 def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> str:
     """The cache's size and dtype, for people."""
     size = bytes_of_blocks(num_blocks, config, dtype=dtype) / GIB
-    return f"KV cache {size:.2f} GiB per rank in {str(dtype).removeprefix('torch.')}"
+    return f"KV cache {size:.2f} GiB per rank in {_name(dtype)}"
 
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
@@ -182,12 +182,14 @@ def check_weights_fit(
     for all CPU ranks.
     """
     on_gpu = device.type == "cuda"
-    needed = weight_bytes(spec, dtype_bytes=dtype.itemsize, keep_quantized=on_gpu)
+    needed = weight_bytes(
+        spec, dtype=_name(dtype), keep_quantized=on_gpu, ranks=num_ranks
+    )  # of a rank
     if on_gpu:
-        needed, free = needed // num_ranks, torch.cuda.mem_get_info(device)[0]
+        free = torch.cuda.mem_get_info(device)[0]
         where, remedy = f"on {device}", "use more GPUs (--tensor-parallel-size) or a smaller model"
     else:
-        free = env.available_memory()
+        needed, free = needed * num_ranks, env.available_memory()
         where, remedy = "in main memory", "use a smaller model or a machine with more memory"
     if needed > free:
         raise ResourceError(
@@ -195,3 +197,7 @@ def check_weights_fit(
             f"{free / GIB:.1f} GiB are free",
             hint=remedy,
         )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

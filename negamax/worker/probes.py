@@ -3,8 +3,11 @@ costs without the host, and which kernels take its time."""
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import torch
 
+from negamax.layers.moe import mixtures
 from negamax.models.registry import CausalModel
 from negamax.worker.config import (
     DECODE_SECONDS,
@@ -26,13 +29,10 @@ class Probes:
     """Answers for one worker."""
 
     def __init__(self, model: CausalModel, config: WorkerConfig, *, device: torch.device) -> None:
-        self._model, self._spec, self._device = model, config.spec, device
-        self._shape = (
-            config.spec.num_layers,
-            config.max_num_batched_tokens,
-            config.spec.experts_per_token,
-        )
-        self._routing: torch.Tensor | None = None
+        self._mixtures = mixtures(model.layers)
+        self._max_tokens, self._device = config.max_num_batched_tokens, device
+        # [max_tokens, top_k] int32 of each mixture of experts
+        self._routing: list[torch.Tensor] | None = None
         self._profiler: torch.profiler.profile | None = None
 
     @property
@@ -46,16 +46,17 @@ class Probes:
         """The answer to `probe`; an empty one where this worker cannot tell."""
         if probe.name == OBSERVE_ROUTING:
             on = probe.argument == 1
-            self._routing = (
-                torch.zeros(self._shape, dtype=torch.int32, device=self._device) if on else None
-            )
-            self._model.observe_routing(self._routing)
-        if probe.name == DISTINCT_EXPERTS and self._routing is not None:
-            chosen = self._routing[:, : probe.argument].flatten(1).long()  # [layers, rows * top_k]
-            hit = torch.zeros(len(chosen), self._spec.num_experts, device=chosen.device).scatter_(
-                1, chosen.clamp_min(0), 1.0
-            )
-            return ProbeAnswer(number=float(hit.sum(1).mean()))
+            self._routing = None
+            if on:
+                self._routing = [
+                    torch.zeros(self._max_tokens, moe.top_k, dtype=torch.int32, device=self._device)
+                    for moe in self._mixtures
+                ]
+            for moe, ids in zip(self._mixtures, self._routing or repeat(None), strict=False):
+                moe.observe(ids)
+        if probe.name == DISTINCT_EXPERTS and self._routing:
+            hits = [len(ids[: probe.argument].clamp_min(0).unique()) for ids in self._routing]
+            return ProbeAnswer(number=sum(hits) / len(hits))
         if probe.name == DECODE_SECONDS and graphs is not None:
             return ProbeAnswer(number=graphs.replay_seconds(probe.argument, repeats=REPLAYS))
         if probe.name == START_PROFILE:

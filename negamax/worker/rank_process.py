@@ -30,7 +30,7 @@ from negamax.base.process import exit_now, exit_with_parent
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.scheduler import crash_details
 from negamax.scheduler.step import GrammarBitmask, StepPlan, StepResult
-from negamax.worker.config import Probe, WorkerConfig, WorkerReady
+from negamax.worker.config import Probe, WorkerReady, decode_config
 from negamax.worker.heartbeat import LOST_SECONDS, Heartbeat
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def main(folder: str, rank: int) -> int:
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 1000
         socket.connect(f"ipc://{folder}/rank{rank}")
-        config = msgspec.msgpack.decode(socket.recv(), type=WorkerConfig)
+        config = decode_config(socket.recv())
         beats = SharedNumbers(1, num_rows=config.layout.world_size + 1, path=Path(folder, "beats"))
         heartbeat = Heartbeat(beats, rank)
         for name, value in ENVIRONMENT:

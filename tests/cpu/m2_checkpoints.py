@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.quantize.spec import quantize_block
 from negamax.layers.weights import WeightSlot, slots_by_name
@@ -48,7 +49,7 @@ def tiny_spec(**changes: Any) -> ModelSpec:
         "model_type": "minimax_m2",
         "dtype": "float32",
     }
-    return ModelSpec.from_hf_config({**names, **TINY, **changes})
+    return read_spec({**names, **TINY, **changes})
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

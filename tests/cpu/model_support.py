@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from negamax.config.model_spec import MINIMAX_M2, ModelSpec
+from negamax.config.minimax_m2 import ARCHITECTURE
+from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.spec import PagedQueries, paged_queries
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
@@ -28,7 +29,7 @@ def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
     head_dim = rng.choice((8, 10, 12, 16, 18, 20, 28, 32))
     num_experts = rng.choice((4, 5, 8, 16, 31, 32))
     config: dict[str, object] = {
-        "architectures": [MINIMAX_M2],
+        "architectures": [ARCHITECTURE],
         "model_type": "minimax_m2",
         "vocab_size": rng.choice((61, 96, 128)),
         "hidden_size": rng.choice((37, 48, 56, 64, 72)),

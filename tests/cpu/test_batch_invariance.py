@@ -13,6 +13,7 @@ import pytest
 import torch
 from model_support import PagedRun, build, random_weights, tiny_config
 
+from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 
 # Wide enough for the library's blocked code paths, small enough for a second.
@@ -44,7 +45,7 @@ def models(dtype: torch.dtype, **choices: str) -> tuple[ModelSpec, PagedRun, Pag
     """Two caches over one model, with different block orders; `choices` of providers as in
     `resolve`, dots as `__`.
     """
-    spec = ModelSpec.from_hf_config(tiny_config(1, **SIZES))
+    spec = read_spec(tiny_config(1, **SIZES))
     named = {op.replace("__", "."): provider for op, provider in choices.items()}
     model = build(spec, random_weights(spec, 1), dtype=dtype, choices=named)
     return (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from negamax.base.errors import ConfigError
-from negamax.config.model_spec import QuantizationSpec
+from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.quantize.spec import OPS, dequantize_block, quantize_block
 from negamax.quantization.scheme import BLOCK_FP8, QuantScheme, detect
 

@@ -16,13 +16,15 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.checkpoint.loader import LoadReport, load_weights
 from negamax.checkpoint.synthetic import VALUE_MAX, fill_synthetic
-from negamax.config.model_spec import ModelSpec, bundled_spec
+from negamax.config.families import bundled_spec
+from negamax.config.model_spec import ModelSpec
 from negamax.kernels.platform import platform_of
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.layers.attention import QkNormAttention
 from negamax.layers.moe import SparseMoe
 from negamax.layers.weights import MatrixWeight, WeightSlot, slots_by_name
+from negamax.models.minimax_m2 import names
 from negamax.parallel.collectives import Alone
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
@@ -89,12 +91,12 @@ class OneLayer:
             "weights": weights,
         }
         self.attention = QkNormAttention(
-            f"{prefix}.self_attn", hidden_size=spec.hidden_size, heads=spec.num_heads,
+            names.attention(0), hidden_size=spec.hidden_size, heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, eps=1e-6, **shared,
         )  # fmt: skip
         self.moe = SparseMoe(
-            f"{prefix}.block_sparse_moe", hidden_size=spec.hidden_size,
+            names.moe(0), hidden_size=spec.hidden_size,
             width=spec.intermediate_size,
             num_experts=spec.num_experts, top_k=spec.experts_per_token, **shared,
         )  # fmt: skip

@@ -12,8 +12,11 @@ import torch
 from m2_checkpoints import SlotModel, tiny_spec
 from model_support import PagedRun, build, tiny_config
 
-from negamax.checkpoint.synthetic import ATTENTION_GAIN, fill_synthetic
+from negamax.checkpoint.synthetic import fill_synthetic
+from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
+from negamax.layers.moe import mixtures
+from negamax.models.minimax_m2.init import ATTENTION_GAIN
 from negamax.models.registry import CausalModel
 
 SPEC = tiny_spec(hidden_size=64, num_local_experts=16, num_hidden_layers=3)
@@ -73,12 +76,13 @@ def routed_model() -> tuple[ModelSpec, CausalModel, torch.Tensor]:
         "head_dim": 32, "rotary_dim": 16, "intermediate_size": 16, "num_local_experts": 64,
         "num_experts_per_tok": 2,
     }  # fmt: skip
-    spec = ModelSpec.from_hf_config(tiny_config(0, **sizes))
+    spec = read_spec(tiny_config(0, **sizes))
     model = build(spec, loaded=False)
     fill_synthetic(model, spec, 0)
     model.finish_loading()
     chosen = torch.full((spec.num_layers, 128, spec.experts_per_token), -1, dtype=torch.int32)
-    model.observe_routing(chosen)
+    for moe, ids in zip(mixtures(model.layers), chosen, strict=True):
+        moe.observe(ids)
     return spec, model, chosen
 
 
@@ -148,7 +152,8 @@ def test_routing_is_reported_for_the_tokens_of_the_last_forward() -> None:
         for layer in chosen
         for token in layer[:30]
     )
-    model.observe_routing(None)
+    for moe in mixtures(model.layers):
+        moe.observe(None)
     before = chosen.clone()
     run.step([("a", [5])])
     assert torch.equal(chosen, before)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from negamax.base.errors import ConfigError, ResourceError
+from negamax.config.families import bundled_spec
 from negamax.config.kv_cache import KvCacheSpec, block_bytes, choose_block_size
-from negamax.config.memory import weight_bytes
-from negamax.config.model_spec import bundled_spec
+from negamax.models.memory import num_parameters, weight_bytes
 from negamax.worker import device, kv_cache
 
 GIB = 2**30
@@ -16,9 +16,9 @@ GIB = 2**30
 
 def test_stored_fp8_weights_are_counted_by_the_byte_and_dequantised_ones_by_their_dtype() -> None:
     spec = bundled_spec("minimax-m2")
-    stored = weight_bytes(spec, dtype_bytes=2, keep_quantized=True)
-    assert 230.0e9 < stored < 230.3e9  # as the published files, less their scales
-    assert weight_bytes(spec, dtype_bytes=2, keep_quantized=False) == 2 * spec.num_parameters
+    assert 230.0e9 < weight_bytes(spec, dtype="bfloat16") < 230.3e9  # as the published files
+    plain = weight_bytes(spec, dtype="float32", keep_quantized=False)
+    assert plain == 4 * num_parameters(spec)
 
 
 KV = KvCacheSpec("k", heads=2, width=8), KvCacheSpec("v", heads=2, width=8)

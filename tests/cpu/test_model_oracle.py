@@ -13,7 +13,7 @@ from model_support import PagedRun, build, random_weights, tiny_config
 from safetensors.torch import load_file
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
-from negamax.config.model_spec import ModelSpec
+from negamax.config.families import read_spec
 
 NUM_CONFIGS = 24
 
@@ -56,7 +56,7 @@ def test_logits_equal_transformers_through_chunked_prefill_and_decode(
     rng = random.Random(seed)
     expected_model = oracle(config, seed, router_bias=rng.uniform(4.0, 10.0))
     expected_model.save_pretrained(tmp_path)  # the checkpoint's own tensor names
-    spec = ModelSpec.from_hf_config(config)
+    spec = read_spec(config)
     model = build(spec, load_file(tmp_path / "model.safetensors"))
     prompts = {
         name: [rng.randrange(spec.vocab_size) for _ in range(rng.randint(20, 60))] for name in "ab"
@@ -91,7 +91,7 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(seed: int) -> None:
     """
     config = tiny_config(seed, num_local_experts=8, num_experts_per_tok=1, num_hidden_layers=2)
     expected_model = oracle(config, seed, router_bias=0.0)
-    spec = ModelSpec.from_hf_config(config)
+    spec = read_spec(config)
     bias = torch.zeros(8)
     bias[5] = 100.0
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_reference_kernels_alone_give_the_same_logits() -> None:
     """The definitions by themselves are a complete model, so every provider can be replaced by its
     reference.
     """
-    spec = ModelSpec.from_hf_config(tiny_config(5))
+    spec = read_spec(tiny_config(5))
     weights = random_weights(spec, 5)
     choices = dict.fromkeys(
         ("attention.decode", "attention.prefill", "moe.experts", "gemm.linear"), "reference"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from negamax.base.errors import ConfigError
-from negamax.config.model_spec import bundled_spec
+from negamax.config.families import bundled_spec
 from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.platform import CPU, Feature, nvidia, platform_of
 from negamax.kernels.registry import OPS, providers, resolve

@@ -13,13 +13,14 @@ from m2_checkpoints import FP8_CONFIG, to_fp8
 from model_support import PagedRun, build, random_weights, tiny_config
 from torch import Tensor
 
-from negamax.config.model_spec import ModelSpec
+from negamax.config.families import read_spec
 from negamax.kernels.attention.spec import PagedQueries
 from negamax.kernels.moe import tiles as moe_tiles
 from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.attention import AttentionInputs
+from negamax.layers.moe import mixtures
 from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
 
@@ -35,7 +36,7 @@ SIZES = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
-SPEC = ModelSpec.from_hf_config(
+SPEC = read_spec(
     {**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"}
 )
 Steps = list[list[tuple[str, list[int]]]]  # (sequence, its next tokens)
@@ -142,7 +143,8 @@ def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
         active=torch.tensor([1], dtype=torch.int32),
     )
     chosen = torch.zeros(SPEC.num_layers, rows, SPEC.experts_per_token, dtype=torch.int32)
-    run.model.observe_routing(chosen)
+    for moe, ids in zip(mixtures(run.model.layers), chosen, strict=True):
+        moe.observe(ids)
     with torch.inference_mode():
         hidden = run.model.forward(torch.cat((torch.tensor([token]), filled)), inputs, run.kv)
         logits = run.model.logits(hidden)

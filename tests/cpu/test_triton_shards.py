@@ -11,7 +11,7 @@ from model_support import PagedRun, random_weights, tiny_config
 from torch import Tensor
 from triton_support import ThreadGroup, Threads
 
-from negamax.config.model_spec import ModelSpec
+from negamax.config.families import read_spec
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives import triton as kernels
@@ -175,7 +175,7 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
     """Two ranks and two layers in FP8, three rows, fp16; a sum of the group adds up in the order in
     which shards do.
     """
-    spec = ModelSpec.from_hf_config(
+    spec = read_spec(
         {**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"}
     )
     weights = to_fp8(random_weights(spec, 3))

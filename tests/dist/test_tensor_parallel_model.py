@@ -16,10 +16,11 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from model_support import PagedRun, build, random_weights, tiny_config
 
 from negamax.base.errors import ConfigError
+from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
-from negamax.models.minimax_m2 import MiniMaxM2
+from negamax.models.minimax_m2.model import MiniMaxM2
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
@@ -43,7 +44,7 @@ LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2), (4, 4, 4)]
 
 
 def make_spec(kv_heads: int) -> ModelSpec:
-    return ModelSpec.from_hf_config(tiny_config(0, num_key_value_heads=kv_heads, **SIZES))
+    return read_spec(tiny_config(0, num_key_value_heads=kv_heads, **SIZES))
 
 
 def logits(spec: ModelSpec, context: ParallelContext) -> torch.Tensor:

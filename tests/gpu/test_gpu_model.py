@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from negamax.config.model_spec import ModelSpec, bundled_spec
+from negamax.config.families import bundled_spec
+from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.spec import PagedQueries
 from negamax.kernels.platform import CPU, platform_of
 from negamax.kernels.quantize.spec import dequantize_block

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.bench.floor import expected_distinct_experts, step_bytes
+from negamax.bench.floor import step_bytes
 from negamax.cli.bench_options import parse_counts
-from negamax.config.model_spec import bundled_spec
+from negamax.config.families import bundled_spec
+from negamax.models.memory import expected_distinct_experts
 
 M2 = bundled_spec("minimax-m2")
 BASELINE = Path(__file__).parents[2] / "docs" / "results" / "vllm-0.26-h200.json"
@@ -29,18 +30,18 @@ def test_distinct_experts_under_uniform_routing(tokens: int, experts: float) -> 
 )
 def test_limit_of_minimax_m2_on_four_gpus(batch: int, milliseconds: float) -> None:
     """The figures that were worked out by hand for 1500 tokens of context and 4.3 TB/s."""
-    floor = step_bytes(M2, batch=batch, context=1500, dtype="bfloat16", kv_dtype="bfloat16")
-    assert 1e3 * floor.seconds(ranks=4, bytes_per_second=4.3e12) == pytest.approx(
-        milliseconds, rel=0.006
+    num_bytes = step_bytes(
+        M2, batch=batch, context=1500, dtype="bfloat16", kv_dtype="bfloat16", ranks=4
     )
+    assert 1e3 * num_bytes / 4.3e12 == pytest.approx(milliseconds, rel=0.006)
 
 
 def test_limit_follows_layers_ranks_and_formats() -> None:
     def floor(kv_dtype: str = "bfloat16", **changes: object) -> float:
         spec = replace(M2, **changes)  # type: ignore[arg-type]
         return step_bytes(
-            spec, batch=16, context=1000, dtype="bfloat16", kv_dtype=kv_dtype
-        ).seconds(ranks=1, bytes_per_second=1.0)
+            spec, batch=16, context=1000, dtype="bfloat16", kv_dtype=kv_dtype, ranks=1
+        )
 
     head = M2.vocab_size * M2.hidden_size * 2
     assert floor(num_layers=31) - head == pytest.approx((floor() - head) / 2)

@@ -63,7 +63,7 @@ def test_model_that_fits_comes_with_its_command(here: Machine, command: str) -> 
         (machine(8, gib=79.1, capability=(8, 0)), "cannot multiply FP8 weights"),
         (machine(8, gib=79.1, capability=(7, 5)), "no bfloat16 arithmetic"),
         (machine(4, gib=139.8, used=100), "39.8 GiB are free per GPU"),  # somebody else is there
-        (machine(0), "needs 426.0 GiB of main memory in bf16"),
+        (machine(0), "needs 426.1 GiB of main memory in bf16"),
         (machine(0, cpu_bfloat16=False), "needs 851.9 GiB of main memory in fp32"),
     ],
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.config.model_spec import bundled_spec
+from negamax.config.families import bundled_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, tensor_parallel_sizes
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import resolve_model
+from negamax.config.families import bundled_names, bundled_spec, read_spec
 from negamax.config.generation import GenerationDefaults, read_generation_defaults
 from negamax.config.json_file import read_json_object
-from negamax.config.model_spec import ModelSpec, bundled_spec, is_bundled_spec
+from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 
 NANO = "nano"
@@ -31,7 +32,7 @@ def locate(options: EngineOptions) -> ModelSource:
     """Find (and if need be download) the model's files and read its configuration. Errors:
     `ConfigError`, `CheckpointError`.
     """
-    if is_bundled_spec(options.model) and not Path(options.model).exists():
+    if options.model.lower() in bundled_names() and not Path(options.model).exists():
         if options.load_format != "synthetic":
             raise ConfigError(
                 f"{options.model!r} is a bundled model spec without weights",
@@ -44,7 +45,7 @@ def locate(options: EngineOptions) -> ModelSource:
         return ModelSource(spec, generation, None, tokenizer_folder, options.model)
     folder = resolve_model(options.model, options.revision, options.download_dir)
     spec = _shortened(
-        ModelSpec.from_hf_config(read_json_object(folder / "config.json")),
+        read_spec(read_json_object(folder / "config.json")),
         options.num_hidden_layers,
     )
     weights = None if options.load_format == "synthetic" else folder

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from negamax.config.model_spec import ModelSpec
+from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.kernels.attention.spec import PagedShape
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
@@ -28,6 +28,7 @@ from negamax.layers.attention import (
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.moe import SparseMoe
 from negamax.layers.weights import WeightSlot, check_all_written, slots_by_name
+from negamax.models.minimax_m2 import names
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
@@ -41,7 +42,7 @@ class MiniMaxM2:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: MiniMaxM2Spec,
         *,
         context: ParallelContext,
         weights: WeightFormat,
@@ -57,14 +58,14 @@ class MiniMaxM2:
             (spec.vocab_size, spec.hidden_size),
         )
         self._embed = VocabEmbedding(
-            "model.embed_tokens.weight", vocab_shape, rows=self.vocab_range, weights=weights
+            names.EMBEDDING, vocab_shape, rows=self.vocab_range, weights=weights
         )
         self.layers = [
             DecoderLayer(spec, layer, context=context, weights=weights, kernels=kernels)
             for layer in range(spec.num_layers)
         ]
         self._norm = RmsNorm(
-            "model.norm.weight",
+            names.NORM,
             spec.hidden_size,
             eps=spec.rms_norm_eps,
             group=context.expert_group,
@@ -73,7 +74,7 @@ class MiniMaxM2:
             weights=weights,
         )
         self._head = VocabHead(
-            "lm_head.weight",
+            names.HEAD,
             vocab_shape,
             rows=self.vocab_range,
             group=context.attention_group,
@@ -118,17 +119,6 @@ class MiniMaxM2:
         """
         return self._head.local(hidden, out=out)
 
-    def observe_routing(self, ids: Tensor | None) -> None:
-        """Have every forward write the experts of its first tokens into `ids` [layers, max_tokens,
-        top_k] int32 (None: stop).
-
-        To be called before graphs are captured: a graph keeps the tensor it was captured with.
-        """
-        for layer, expert_ids in zip(
-            self.layers, [None] * len(self.layers) if ids is None else ids, strict=True
-        ):
-            layer.moe.observe(expert_ids)
-
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Where each tensor of the checkpoint goes, by its name there."""
         return self._slots
@@ -148,16 +138,15 @@ class DecoderLayer:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: MiniMaxM2Spec,
         layer: int,
         *,
         context: ParallelContext,
         weights: WeightFormat,
         kernels: KernelTable,
     ) -> None:
-        prefix = f"model.layers.{layer}"
         self.attention = QkNormAttention(
-            f"{prefix}.self_attn",
+            names.attention(layer),
             hidden_size=spec.hidden_size,
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
@@ -168,7 +157,7 @@ class DecoderLayer:
             weights=weights,
         )
         self.moe = SparseMoe(
-            f"{prefix}.block_sparse_moe",
+            names.moe(layer),
             hidden_size=spec.hidden_size,
             width=spec.intermediate_size,
             num_experts=spec.num_experts,
@@ -180,7 +169,7 @@ class DecoderLayer:
 
         def norm(name: str, *, group: Collective, quantize: bool) -> RmsNorm:
             return RmsNorm(
-                f"{prefix}.{name}.weight",
+                name,
                 spec.hidden_size,
                 eps=spec.rms_norm_eps,
                 group=group,
@@ -189,14 +178,13 @@ class DecoderLayer:
                 weights=weights,
             )
 
+        input_norm, post_norm = names.norms(layer)
         # Before the first layer comes the embedding, which is split as attention is; before the
         # others, experts.
         before = context.expert_group if layer else context.attention_group
-        self._input_norm = norm(
-            "input_layernorm", group=before, quantize=self.attention.takes_quantized
-        )
+        self._input_norm = norm(input_norm, group=before, quantize=self.attention.takes_quantized)
         self._post_norm = norm(
-            "post_attention_layernorm", group=context.attention_group, quantize=self.moe.quantized
+            post_norm, group=context.attention_group, quantize=self.moe.quantized
         )
         self.slots = [
             *self._input_norm.slots,
@@ -216,3 +204,6 @@ class DecoderLayer:
         """
         x = self.attention(self._input_norm(x, residual), step, kv)
         return self.moe(self._post_norm(x, residual), active=step.active)
+
+
+build = MiniMaxM2

@@ -1,0 +1,66 @@
+"""The model families: a line here, a reader in this folder and a folder in `models/` add one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from negamax.base.errors import ConfigError
+from negamax.config import minimax_m2
+from negamax.config.fields import refuse
+from negamax.config.model_spec import ModelFamily, ModelSpec
+
+FAMILIES = {family.architecture: family for family in (minimax_m2.FAMILY,)}
+
+
+def family_of(architecture: str) -> ModelFamily:
+    """The family of `architecture`. Errors: `ConfigError` listing those there are."""
+    if architecture not in FAMILIES:
+        raise ConfigError(
+            f"architecture {architecture!r} is not supported; supported: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[architecture]
+
+
+def read_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of a parsed config.json, whose `architectures` or `model_type` name the family.
+
+    Errors: `ConfigError` with the field, the value found and the values allowed.
+    """
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    if architectures is None and model_type is None:
+        raise ConfigError(
+            f"config.json names neither architectures nor model_type; supported: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    found = [
+        family
+        for family in FAMILIES.values()
+        if architectures in (None, [family.architecture], (family.architecture,))
+    ]
+    if not found:
+        allowed = " or ".join(f"[{name!r}]" for name in sorted(FAMILIES))
+        refuse("architectures", architectures, allowed)
+    of_type = [family for family in found if model_type in (None, family.model_type)]
+    if not of_type:
+        refuse("model_type", model_type, " or ".join(repr(family.model_type) for family in found))
+    return of_type[0].read_spec(config)
+
+
+def bundled_spec(name: str) -> ModelSpec:
+    """The spec of a published model by its short `name`, to build it without a checkpoint.
+
+    Errors: `ConfigError` listing the known names.
+    """
+    for family in FAMILIES.values():
+        if name.lower() in family.bundled:
+            return family.bundled[name.lower()]
+    raise ConfigError(
+        f"no bundled model spec is called {name!r}; known: {', '.join(bundled_names())}"
+    )
+
+
+def bundled_names() -> tuple[str, ...]:
+    """What `bundled_spec` knows."""
+    return tuple(name for family in FAMILIES.values() for name in family.bundled)

@@ -1,0 +1,228 @@
+"""Reading a checkpoint's config.json field by field: the parts that model families share.
+
+Nothing is guessed: a field whose value changes the computation is either supported, or refused by
+name with the value found and the values allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NoReturn
+
+from negamax.base.errors import ConfigError
+from negamax.config.quantization import FP8_BLOCK, QuantizationSpec
+
+# Sizes that every model has, by their names in `ModelSpec`: always present in a real config, so a
+# missing one is an error and not a default.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+}
+_COMMON = {
+    *_SIZES, "architectures", "bos_token_id", "dtype", "eos_token_id", "quantization_config",
+    "torch_dtype",
+}  # fmt: skip
+DTYPES = ("bfloat16", "float16", "float32")
+MAX_SIZE = 2**31 - 1
+
+
+def common(config: Mapping[str, Any], *, notes: list[str]) -> dict[str, Any]:
+    """What every config.json says of a model, as fields of `ModelSpec`. Errors: `ConfigError`."""
+    return {
+        **{name: integer(config, key) for key, name in _SIZES.items()},
+        "dtype": dtype(config, notes=notes),
+        "bos_token_id": optional_token(config.get("bos_token_id"), name="bos_token_id"),
+        "eos_token_ids": token_ids(config.get("eos_token_id"), name="eos_token_id"),
+        "quantization": quantization(config.get("quantization_config")),
+    }
+
+
+def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Errors: `ConfigError` for a field of `config` that is there with another value than the one
+    in `fixed`.
+    """
+    for name, only in fixed.items():
+        value = config.get(name)
+        if value is not None and (
+            value != only or isinstance(value, bool) != isinstance(only, bool)
+        ):
+            refuse(name, value, "null" if only is None else repr(only))
+
+
+def check_per_layer(
+    config: Mapping[str, Any], per_layer: Mapping[str, Any], *, num_layers: int
+) -> None:
+    """The same of lists with one entry per layer (or one value for all)."""
+    for name, only in per_layer.items():
+        value = config.get(name)
+        if value is None:
+            continue
+        entries = value if isinstance(value, list | tuple) else [value] * num_layers
+        if len(entries) != num_layers:
+            refuse(name, value, f"{num_layers} entries, one per layer")
+        for layer, entry in enumerate(entries):
+            if entry != only:
+                refuse(f"{name}[{layer}]", entry, repr(only))
+
+
+def note_unknown(config: Mapping[str, Any], known: Set[str], *, notes: list[str]) -> None:
+    """Note the fields of `config` that are neither `known` to the family nor common."""
+    unknown = sorted(str(key) for key in config if key not in known and key not in _COMMON)
+    if unknown:
+        notes.append(
+            f"config.json fields that this version does not know and ignores: {', '.join(unknown)}"
+        )
+
+
+def integer(config: Mapping[str, Any], name: str) -> int:
+    """Field `name`, which has no default. Errors: `ConfigError`."""
+    if config.get(name) is None:
+        raise ConfigError(f"config.json has no {name}; it is needed and has no default")
+    value = config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
+        refuse(name, value, f"an integer from 1 to {MAX_SIZE}")
+    return value
+
+
+def number(value: object, *, name: str) -> float:
+    """`value` of field `name`. Errors: `ConfigError` where it is no number."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        refuse(name, value, "a number")
+    return float(value)
+
+
+def optional_token(value: object, *, name: str) -> int | None:
+    """`value` of field `name`, one id or null. Errors: `ConfigError`."""
+    ids = token_ids(value, name=name)
+    if len(ids) > 1:
+        refuse(name, value, "one token id or null")
+    return ids[0] if ids else None
+
+
+def refuse(name: str, value: object, allowed: str) -> NoReturn:
+    """Errors: `ConfigError`, always, with the field, the value found and the values allowed."""
+    shown = repr(
+        list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    )
+    shown = shown if len(shown) <= 200 else shown[:200] + "..."
+    raise ConfigError(f"model config: {name} is {shown}; supported: {allowed}")
+
+
+def token_ids(value: object, *, name: str) -> tuple[int, ...]:
+    """`value` of field `name` (null, one id or a list of ids) as a tuple. Errors: `ConfigError`."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(
+        isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0
+        for token_id in ids
+    ):
+        refuse(name, value, "a token id, a list of token ids or null")
+    return tuple(dict.fromkeys(ids))
+
+
+def dtype(config: Mapping[str, Any], *, notes: list[str]) -> str:
+    """The dtype of the unquantised weights. Errors: `ConfigError`."""
+    value = config.get("dtype", config.get("torch_dtype"))
+    if value is None:
+        notes.append("config.json names no dtype: float32 is assumed")
+        return "float32"
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        refuse("dtype", value, ", ".join(DTYPES))
+    return name
+
+
+def rope(
+    config: Mapping[str, Any], *, head_dim: int, default_theta: float, notes: list[str]
+) -> tuple[float, int]:
+    """theta and rotary_dim, from MiniMax's own fields or from transformers' `rope_parameters`."""
+    parameters: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = config.get(name)
+        if given is None:
+            continue
+        if not isinstance(given, Mapping):
+            refuse(name, given, "an object or null")
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind != "default":
+            refuse(f"{name}.rope_type", kind, "'default' (no scaling)")
+        surplus = sorted(set(given) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+        if surplus:
+            refuse(
+                f"{name}.{surplus[0]}",
+                given[surplus[0]],
+                "rope_type, rope_theta and partial_rotary_factor only",
+            )
+        parameters.update(given)
+
+    theta = _agree(config, parameters, name="rope_theta")
+    factor = _agree(config, parameters, name="partial_rotary_factor")
+    rope_theta = number(default_theta if theta is None else theta, name="rope_theta")
+    if config.get("rotary_dim") is not None:
+        rotary_dim = integer(config, "rotary_dim")
+        if (
+            factor is not None
+            and round(head_dim * number(factor, name="partial_rotary_factor")) != rotary_dim
+        ):
+            refuse(
+                "rotary_dim",
+                rotary_dim,
+                f"head_dim * partial_rotary_factor = {head_dim} * {factor}",
+            )
+        return rope_theta, rotary_dim
+    if factor is not None:
+        return rope_theta, int(head_dim * number(factor, name="partial_rotary_factor"))
+    notes.append(
+        f"config.json has neither rotary_dim nor partial_rotary_factor: all {head_dim} head "
+        f"dimensions rotate"
+    )
+    return rope_theta, head_dim
+
+
+def _agree(config: Mapping[str, Any], parameters: Mapping[str, Any], *, name: str) -> object:
+    """Field `name` from the top level or from `parameters`; refused where both are there and
+    differ.
+    """
+    outer, inner = config.get(name), parameters.get(name)
+    if outer is not None and inner is not None and outer != inner:
+        refuse(name, outer, f"the value in rope_parameters ({inner})")
+    return inner if outer is None else outer
+
+
+def quantization(config: object) -> QuantizationSpec | None:
+    """The native format of the M2 family, or None. Every other one is refused by name."""
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        refuse("quantization_config", config, "an object or null")
+    for name, allowed in {
+        "quant_method": ("fp8",),
+        "fmt": (None, "float8_e4m3fn", "e4m3"),
+        "activation_scheme": (None, "dynamic"),
+        "scale_fmt": (None, "float"),
+    }.items():
+        value = config.get(name)
+        if value not in allowed:
+            words = ", ".join(repr(word) for word in allowed if word is not None)
+            refuse(f"quantization_config.{name}", value, f"{words} (others are not supported yet)")
+    block = config.get("weight_block_size")
+    if not isinstance(block, list | tuple) or tuple(block) != FP8_BLOCK:
+        refuse(
+            "quantization_config.weight_block_size",
+            block,
+            f"{list(FP8_BLOCK)} (others are not supported yet)",
+        )
+    skipped = config.get("modules_to_not_convert") or ()
+    if not isinstance(skipped, list | tuple) or not all(isinstance(name, str) for name in skipped):
+        refuse(
+            "quantization_config.modules_to_not_convert", skipped, "a list of module names or null"
+        )
+    return QuantizationSpec(
+        method="fp8", weight_block_size=FP8_BLOCK, modules_to_not_convert=tuple(skipped)
+    )

@@ -1,0 +1,87 @@
+"""What the folder of a model family says without torch: the names of its checkpoints, what a model
+consists of, and how synthetic weights are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+from negamax.config.families import family_of
+from negamax.config.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a checkpoint tensor goes: the slot that it fills, or, with a `skip_reason` and no such
+    slot, nowhere.
+    """
+
+    slot: str
+    skip_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A tensor that every checkpoint of a model has; or `count` alike, one per expert, whose number
+    is * in the name.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    count: int = 1
+    used: int | None = None  # of `count`, by one token; None: all
+    parts: int | None = None  # among which ranks share it at most, others hold copies; None: any
+    dtype: str | None = None  # it is held in; None: as stored, or the compute dtype
+    is_table: bool = False  # its rows are looked up, not multiplied
+
+    @property
+    def num_elements(self) -> int:
+        """Of all `count` together."""
+        total = self.count
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How synthetic values of a tensor are drawn: normal, with `unit_rows` rows of length 1."""
+
+    std: float
+    mean: float = 0.0
+    unit_rows: bool = False
+
+
+class Names(Protocol):
+    """The module `names` of a family."""
+
+    def place(self, names: Iterable[str], *, num_layers: int) -> Mapping[str, Placement]:
+        """The place of each checkpoint tensor in a model of `num_layers` layers; whether the slot
+        exists is for the caller.
+        """
+
+    def layer_of(self, slot: str) -> int | None:
+        """The layer number in a slot's name, or None for a tensor outside the layers."""
+
+    def weights(self, spec: ModelSpec) -> Iterable[WeightSpec]:
+        """All that a model of `spec` consists of, under the names of its slots."""
+
+
+class Init(Protocol):
+    """The module `init` of a family."""
+
+    def draw(self, name: str, spec: ModelSpec) -> Draw:
+        """How the slot `name` is filled without a checkpoint."""
+
+
+def names_of(spec: ModelSpec) -> Names:
+    """The names of the checkpoints of `spec`'s family."""
+    return cast(Names, import_module(f"{family_of(spec.architecture).package}.names"))
+
+
+def init_of(spec: ModelSpec) -> Init:
+    """The synthetic weights of `spec`'s family."""
+    return cast(Init, import_module(f"{family_of(spec.architecture).package}.init"))

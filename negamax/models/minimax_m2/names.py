@@ -1,0 +1,128 @@
+"""All names of MiniMax-M2's checkpoints: what a model consists of, and from a tensor's name in a
+checkpoint to the model's slot, or to the reason to skip it.
+
+Slots carry the names of MiniMax's own checkpoints
+(`model.layers.0.block_sparse_moe.experts.0.w1.weight`). Re-saved and converted checkpoints use a
+few other spellings of the same tensors; they are listed here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Set
+
+from negamax.config.minimax_m2 import MiniMaxM2Spec
+from negamax.layers.names import AttentionNames, MoeNames
+from negamax.models.family import Placement, WeightSpec
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# (pattern, replacement), applied in order.
+_ALIASES = (
+    (re.compile(r"^(model\.layers\.\d+\.)mlp\."), r"\1block_sparse_moe."),
+    (re.compile(r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$"), r"\1\2"),
+    (re.compile(r"(\.self_attn\.)(?:attn|k_proj|qkv_proj)\.k_scale$"), r"\1k_scale"),
+    (re.compile(r"(\.self_attn\.)(?:attn|v_proj|qkv_proj)\.v_scale$"), r"\1v_scale"),
+    (re.compile(r"(\.self_attn\.)([kv])_cache\.scale$"), r"\1\2_scale"),
+)
+_MTP = "multi-token prediction, not used"
+# What only a layer of multi-token prediction has. Such layers may be numbered behind the model's
+# own.
+_MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
+_SKIPPED = (
+    (re.compile(r"(^|[._])mtp([._]|$)"), _MTP),
+    (
+        re.compile(
+            r"\.([qkv]_scale|kv_scale|[kv]_zero_point|[kv]_cache\.scale|kv_cache_(scale|offset)|q\.scale)$"
+        ),
+        "KV-cache scale that this model has no use for",
+    ),
+    (re.compile(r"\.rotary_emb\.inv_freq$"), "rotary frequencies, computed from config.json"),
+)
+
+
+def attention(layer: int) -> AttentionNames:
+    """The attention of a layer."""
+    prefix = f"model.layers.{layer}.self_attn"
+    return AttentionNames(
+        q=f"{prefix}.q_proj.weight",
+        k=f"{prefix}.k_proj.weight",
+        v=f"{prefix}.v_proj.weight",
+        out=f"{prefix}.o_proj.weight",
+        q_norm=f"{prefix}.q_norm.weight",
+        k_norm=f"{prefix}.k_norm.weight",
+        k_scale=f"{prefix}.k_scale",
+        v_scale=f"{prefix}.v_scale",
+    )
+
+
+def moe(layer: int) -> MoeNames:
+    """The mixture of experts of a layer."""
+    prefix = f"model.layers.{layer}.block_sparse_moe"
+    return MoeNames(
+        router=f"{prefix}.gate.weight",
+        router_bias=f"{prefix}.e_score_correction_bias",
+        gate=f"{prefix}.experts.*.w1.weight",
+        up=f"{prefix}.experts.*.w3.weight",
+        down=f"{prefix}.experts.*.w2.weight",
+    )
+
+
+def norms(layer: int) -> tuple[str, str]:
+    """The norms before the attention and before the experts of a layer."""
+    prefix = f"model.layers.{layer}"
+    return f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"
+
+
+def weights(spec: MiniMaxM2Spec) -> Iterator[WeightSpec]:
+    """All that a model consists of (see `models/family.py`)."""
+    hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
+    q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
+    experts = {"count": spec.num_experts, "used": spec.experts_per_token}
+    yield WeightSpec(EMBEDDING, (spec.vocab_size, hidden), is_table=True)
+    for layer in range(spec.num_layers):
+        own, its = attention(layer), moe(layer)
+        yield WeightSpec(own.q, (q_rows, hidden), parts=heads)
+        yield WeightSpec(own.k, (kv_rows, hidden), parts=kv_heads)
+        yield WeightSpec(own.v, (kv_rows, hidden), parts=kv_heads)
+        yield WeightSpec(own.out, (hidden, q_rows), parts=heads)
+        yield WeightSpec(own.q_norm, (q_rows,), parts=heads, dtype="float32")
+        yield WeightSpec(own.k_norm, (kv_rows,), parts=kv_heads, dtype="float32")
+        yield WeightSpec(its.router, (spec.num_experts, hidden), parts=1, dtype="float32")
+        yield WeightSpec(its.router_bias, (spec.num_experts,), parts=1, dtype="float32")
+        for name in (its.gate, its.up):
+            yield WeightSpec(name, (spec.intermediate_size, hidden), **experts)
+        yield WeightSpec(its.down, (hidden, spec.intermediate_size), **experts)
+        for name in norms(layer):
+            yield WeightSpec(name, (hidden,), parts=1)
+    yield WeightSpec(NORM, (hidden,), parts=1)
+    yield WeightSpec(HEAD, (spec.vocab_size, hidden))
+
+
+def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
+    """The place of each checkpoint tensor in a model of `num_layers` layers. Whether the slot
+    exists is for the caller. Layers of multi-token prediction behind the model's own are skipped.
+    """
+    names = list(names)
+    mtp = {int(match[1]) for match in map(_MTP_OWN.match, names) if match}
+    return {name: _place(name, num_layers=num_layers, mtp=mtp) for name in names}
+
+
+def _place(name: str, *, num_layers: int, mtp: Set[int]) -> Placement:
+    slot = name
+    for pattern, replacement in _ALIASES:
+        slot = pattern.sub(replacement, slot)
+    for pattern, reason in _SKIPPED:
+        if pattern.search(name):
+            return Placement(slot, skip_reason=reason)
+    layer = layer_of(slot)
+    if layer is not None and layer >= num_layers and layer in mtp:
+        return Placement(slot, skip_reason=_MTP)
+    return Placement(slot)
+
+
+def layer_of(slot: str) -> int | None:
+    """The layer number in a slot's name, or None for a tensor outside the layers."""
+    match = _LAYER.match(slot)
+    return int(match[1]) if match else None

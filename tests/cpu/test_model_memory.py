@@ -1,0 +1,55 @@
+"""What a family says that its models consist of is what they have slots for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from model_support import build, tiny_config
+
+from negamax.config.families import read_spec
+from negamax.models.family import names_of
+from negamax.models.memory import num_parameters, read_bytes, weight_bytes
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+
+SPEC = read_spec(
+    tiny_config(
+        3, num_attention_heads=8, num_key_value_heads=2, vocab_size=64, intermediate_size=40
+    )
+)
+
+
+def test_a_family_names_every_tensor_of_a_model_and_its_shape() -> None:
+    said = {
+        weight.name.replace("*", str(number)): weight.shape
+        for weight in names_of(SPEC).weights(SPEC)
+        for number in range(weight.count)
+    }
+    slots = build(SPEC, loaded=False).weight_slots()
+    assert said == {name: slot.shape for name, slot in slots.items() if not slot.optional}
+    assert num_parameters(SPEC) == sum(map(math.prod, said.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_bytes_of_a_rank_are_those_of_its_slots(ranks: int, dtype: torch.dtype) -> None:
+    """On 4 ranks the 2 KV heads are copied."""
+    context = replace(ParallelContext.single(), layout=ParallelLayout(tp=ranks))
+    model = build(SPEC, loaded=False, context=context, dtype=dtype)
+    held = sum(
+        math.prod(map(len, slot.region)) * slot.dtype.itemsize
+        for slot in model.weight_slots().values()
+        if slot.dtype is not None and not slot.optional
+    )
+    name = str(dtype).removeprefix("torch.")
+    assert weight_bytes(SPEC, dtype=name, keep_quantized=False, ranks=ranks) == held
+
+
+def test_many_tokens_read_all_weights_but_the_embedding() -> None:
+    table = SPEC.vocab_size * SPEC.hidden_size * 2
+    everything = weight_bytes(SPEC, dtype="bfloat16") - table
+    assert read_bytes(SPEC, 10**6, dtype="bfloat16", ranks=1) == pytest.approx(everything)
+    assert read_bytes(SPEC, 1, dtype="bfloat16", ranks=1) < everything
