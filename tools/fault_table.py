@@ -39,7 +39,7 @@ PROBE_SECONDS = 0.8  # without an answer /readyz counts as red
 STOPPED_SECONDS = 10.0
 STATES = ("idle", "prefill", "decode", "opening")
 ENGINE, GRAMMAR = "negamax.engine.core.process", "negamax.engine.grammar.process"
-RANK, MEMBER = "negamax.worker.rank_process", "negamax.api.server_worker"
+RANK, SERVER_WORKER = "negamax.worker.rank_process", "negamax.api.server_worker"
 # Name, options, server processes, parts.
 SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
     ("one process", (), 1, ("server process", "engine", "grammar process")),
@@ -112,9 +112,9 @@ def descendants(pid: int, module: str) -> list[int]:
 
 def pid_of(server: Server, part: str) -> int:
     root = server.process.pid
-    if part == "leader" or (part == "server process" and not descendants(root, MEMBER)):
+    if part == "leader" or (part == "server process" and not descendants(root, SERVER_WORKER)):
         return root
-    module = {"engine": ENGINE, "grammar process": GRAMMAR, "server process": MEMBER}.get(
+    module = {"engine": ENGINE, "grammar process": GRAMMAR, "server process": SERVER_WORKER}.get(
         part, RANK
     )
     return descendants(root, module)[int(part[-1]) if module == RANK else 0]
@@ -269,7 +269,7 @@ def started(options: tuple[str, ...], num_servers: int) -> Iterator[tuple[Server
             yield server, time.monotonic() - began
         finally:
             root = server.process.pid
-            for module in (ENGINE, GRAMMAR, RANK, MEMBER):
+            for module in (ENGINE, GRAMMAR, RANK, SERVER_WORKER):
                 for pid in descendants(root, module):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGCONT)

@@ -40,8 +40,8 @@ from negamax.api.openai import completions_schema as completions
 from negamax.api.openai import response_items_schema as response_items
 from negamax.api.openai import responses_schema as responses
 from negamax.api.openai import tokens_schema as tokens
-from negamax.api.processes.peers import Peers
-from negamax.api.processes.server_rank import Seat
+from negamax.api.processes.peers import PeerClient
+from negamax.api.processes.server_rank import ServerRank
 from negamax.api.schemas import answers
 from negamax.api.schemas.request_model import RequestModel
 from negamax.api.sglang import generate_schema as native_generate
@@ -268,7 +268,7 @@ def app_routes() -> list[APIRoute]:
         context: Any = types.SimpleNamespace(
             engine=engine,
             options=ServerOptions(),
-            peers=Peers(Seat.of(0, 1, Path(folder))),
+            peers=PeerClient(ServerRank.of(0, 1, Path(folder))),
             model_names=("model",),
             started=0,
             metrics=None,

@@ -43,7 +43,7 @@ _ALL = "*"
 _Headers = list[tuple[bytes, bytes]]
 
 
-class Guard:
+class AuthMiddleware:
     """The layer in front of the routes. Single writer: the event loop."""
 
     def __init__(self, app: ASGIApp, *, context: ApiContext) -> None:
@@ -125,12 +125,14 @@ class _Body:
     """Receives one request's body, unpacked, which must come in time and fit into memory with the
     others. Single reader: the route."""
 
-    def __init__(self, receive: Receive, guard: Guard, *, encoding: bytes | None = None) -> None:
+    def __init__(
+        self, receive: Receive, middleware: AuthMiddleware, *, encoding: bytes | None = None
+    ) -> None:
         self._receive = receive
         self._unpacker = None if encoding is None else Unpacker(encoding)
         self._num_packed_bytes = 0
         self._is_all_packed = False  # whether all that is to be unpacked has come
-        self._guard = guard
+        self._middleware = middleware
         self._end = time.monotonic() + BODY_SECONDS
         self._is_complete = False
         self.num_bytes = 0
@@ -146,7 +148,7 @@ class _Body:
         if message["type"] != "http.request":
             return message
         count = len(message.get("body", b""))
-        self._guard.take_bytes(count)
+        self._middleware.take_bytes(count)
         self.num_bytes += count
         self._is_complete = not message.get("more_body", False)
         return message
@@ -163,8 +165,8 @@ class _Body:
                 return message
             packed = message.get("body", b"")
             self._num_packed_bytes += len(packed)
-            if self._num_packed_bytes > self._guard.max_packed_bytes:
-                raise too_large(self._num_packed_bytes, self._guard.max_packed_bytes)
+            if self._num_packed_bytes > self._middleware.max_packed_bytes:
+                raise too_large(self._num_packed_bytes, self._middleware.max_packed_bytes)
             self._is_all_packed = not message.get("more_body", False)
             unpacker.feed(packed)
         return {"type": "http.request", "body": piece, "more_body": bool(piece)}

@@ -62,8 +62,8 @@ def error_response(
     if not scope["path"].startswith(MESSAGES_PATH):
         return json_response(answer, status=status, headers=headers)
     request_id = scope["state"]["request_id"]
-    told = message_error(status, answer, request_id=request_id)
-    return json_response(told, status=status, headers={**(headers or {}), "request-id": request_id})
+    body = message_error(status, answer, request_id=request_id)
+    return json_response(body, status=status, headers={**(headers or {}), "request-id": request_id})
 
 
 def failure_event(error: Exception, *, request_id: str) -> bytes:
@@ -83,7 +83,7 @@ def logged_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnsw
     return status, answer
 
 
-class Border:
+class ErrorMiddleware:
     """The outermost layer: gives every response an `x-request-id`, and turns what no handler caught
     into a 500.
     """

@@ -49,7 +49,7 @@ def health_router(context: ApiContext) -> APIRouter:
         """Prometheus text, or OpenMetrics where the scraper accepts it. The first server process
         tells it for all.
         """
-        if context.seat.index:
+        if context.server_rank.index:
             return await context.peers.relay(request, to=0)
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encoder(context.metrics.registry), media_type=content_type)

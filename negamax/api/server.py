@@ -22,9 +22,9 @@ from starlette.middleware.cors import CORSMiddleware
 
 from negamax import __version__
 from negamax.api.anthropic.messages import messages_router
-from negamax.api.auth import Guard, is_loopback
+from negamax.api.auth import AuthMiddleware, is_loopback
 from negamax.api.common.context import ApiContext
-from negamax.api.errors import HANDLERS, Border
+from negamax.api.errors import HANDLERS, ErrorMiddleware
 from negamax.api.health import health_router
 from negamax.api.http.lifecycle import Signals
 from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
@@ -37,8 +37,8 @@ from negamax.api.openai.responses import responses_router
 from negamax.api.openai.tokens import tokens_router
 from negamax.api.openapi import document
 from negamax.api.playground import playground_router
-from negamax.api.processes.server_rank import Seat
-from negamax.api.processes.supervisor import Leader, bound_to
+from negamax.api.processes.server_rank import ServerRank
+from negamax.api.processes.supervisor import ServerSupervisor, bound_to
 from negamax.api.sglang.generate import native_router
 from negamax.base import env
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
@@ -80,7 +80,7 @@ def create_app(context: ApiContext) -> FastAPI:
         redirect_slashes=False,
         telemetry=_NO_TELEMETRY,
     )
-    app.add_middleware(Guard, context=context)  # the innermost layer first
+    app.add_middleware(AuthMiddleware, context=context)  # the innermost layer first
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -89,7 +89,9 @@ def create_app(context: ApiContext) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(Border, lifecycle=context.lifecycle, logs_access=options.enable_access_log)
+    app.add_middleware(
+        ErrorMiddleware, lifecycle=context.lifecycle, logs_access=options.enable_access_log
+    )
     routers = [make(context) for make in _ROUTERS]
     for router in routers:
         app.include_router(router)
@@ -226,28 +228,32 @@ async def serve(
     once the engine, or a server process beside this one, has died too often.
     """
     signals = Signals()
-    seat = Seat.first_of(server_options.api_server_count)
-    leader = Leader(seat, engine_options, server_options, listener=listener)
+    server_rank = ServerRank.first_of(server_options.api_server_count)
+    servers = ServerSupervisor(server_rank, engine_options, server_options, listener=listener)
     with signals.watched():
         try:
             supervisor = await _start_engine(
-                engine_options, server_options, seat=seat, leader=leader, module=engine_module
+                engine_options,
+                server_options,
+                server_rank=server_rank,
+                servers=servers,
+                module=engine_module,
             )
         except asyncio.CancelledError:
             logger.info("stopped while starting")
-            await leader.end()
+            await servers.end()
             return
         except BaseException:
-            await leader.end()
+            await servers.end()
             raise
         engine = supervisor.engine
-        leader.on_death = supervisor.server_went
+        servers.on_death = supervisor.on_server_lost
         try:
             server = HttpServer(
-                ApiContext.create(engine, server_options, seat),
+                ApiContext.create(engine, server_options, server_rank),
                 stop_engine=supervisor.shutdown,
                 announce=lambda: announce(_url(listener, server_options), engine),
-                leader=leader,
+                servers=servers,
             )
             signals.hand_over(drain=server.drain, abort=server.abort, reload=server.reload)
             settle_garbage_collection()
@@ -258,25 +264,26 @@ async def serve(
                     error, host=server_options.host, port=server_options.port
                 ) from None
         finally:
-            await leader.end()
+            await servers.end()
             await supervisor.shutdown()
-        if engine.gave_up.done():
-            raise EngineDeadError(f"the engine ended too often: {engine.gave_up.result()}")
-        if leader.gave_up.done():
-            raise EngineDeadError(f"a server process ended too often: {leader.gave_up.result()}")
+        if engine.failed.done():
+            raise EngineDeadError(f"the engine ended too often: {engine.failed.result()}")
+        if servers.failed.done():
+            reason = servers.failed.result()
+            raise EngineDeadError(f"a server process ended too often: {reason}")
 
 
 async def _start_engine(
     engine_options: EngineOptions,
     server_options: ServerOptions,
     *,
-    seat: Seat,
-    leader: Leader,
+    server_rank: ServerRank,
+    servers: ServerSupervisor,
     module: str,
 ) -> EngineSupervisor:
     template = None if server_options.chat_template is None else Path(server_options.chat_template)
     return await EngineSupervisor.run(
-        await AsyncEngine.create(engine_options, chat_template=template, numbers=seat.queue),
+        await AsyncEngine.create(engine_options, chat_template=template, numbers=server_rank.queue),
         engine_options,
         supervision=Supervision(
             max_restarts=server_options.max_engine_restarts,
@@ -284,9 +291,9 @@ async def _start_engine(
             hang_timeout=server_options.engine_hang_timeout,
         ),
         module=module,
-        num_servers=seat.count,
-        followers=leader,
-        parent=leader.pulse,
+        num_servers=server_rank.count,
+        listener=servers,
+        parent=servers.pulse,
     )
 
 
@@ -327,10 +334,10 @@ class HttpServer(uvicorn.Server):
         *,
         stop_engine: Callable[[], Awaitable[None]],
         announce: Callable[[], None] | None = None,
-        leader: Leader | None = None,
+        servers: ServerSupervisor | None = None,
     ) -> None:
-        """`stop_engine` ends every open request; `leader` has the server processes that begin and
-        end with this one.
+        """`stop_engine` ends every open request; `servers` has the server processes that
+        begin and end with this one.
         """
         options = context.options
         self._protocol_class = protocol_class(slow_client_timeout=options.slow_client_timeout)
@@ -355,27 +362,27 @@ class HttpServer(uvicorn.Server):
         self._context = context
         self._stop_engine = stop_engine
         self._announce = announce
-        self._leader = leader
+        self._servers = servers
         self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         for listener in sockets or ():
             self._listen(listener)
-        context, leader = self._context, self._leader
+        context, servers = self._context, self._servers
         self._pulse = asyncio.create_task(context.lifecycle.pulse())  # as long as the event loop
-        watches = [self._watch(context.engine.gave_up)]
-        if leader is not None:  # the first process, which also tells the metrics
-            watches += [context.metrics.watch(), self._watch(leader.gave_up)]
+        watches = [self._watch(context.engine.failed)]
+        if servers is not None:  # the first process, which also tells the metrics
+            watches += [context.metrics.watch(), self._watch(servers.failed)]
             if context.options.log_stats:
                 watches.append(
                     log_load(context.engine, interval=context.options.log_stats_interval)
                 )
         self._tasks = [asyncio.create_task(watch) for watch in watches]
-        if context.seat.count > 1:
+        if context.server_rank.count > 1:
             await self._listen_to_peers()
-        if leader is not None:
-            await leader.ready()
+        if servers is not None:
+            await servers.ready()
         if self._announce is not None and not context.lifecycle.is_draining:
             self._announce()
 
@@ -392,16 +399,16 @@ class HttpServer(uvicorn.Server):
     def drain(self) -> None:
         """Refuse new requests, answer the open ones within the drain timeout, and end."""
         self._context.lifecycle.begin_drain()
-        if self._leader is not None:
-            self._leader.drain()
+        if self._servers is not None:
+            self._servers.drain()
         self._tasks.append(asyncio.create_task(self._drain()))
 
     def reload(self) -> None:
         """Read the file of keys and the TLS files again, for what is to come. Files that cannot be
         used change nothing.
         """
-        if self._leader is not None:
-            self._leader.reload()
+        if self._servers is not None:
+            self._servers.reload()
         try:
             self._context.access.reload()
             if self._tls is not None:
@@ -417,15 +424,15 @@ class HttpServer(uvicorn.Server):
         """
         self._context.lifecycle.begin_drain()
         ends = [self._stop_engine()]
-        if self._leader is not None:
-            ends.append(self._leader.end())
+        if self._servers is not None:
+            ends.append(self._servers.end())
         await asyncio.gather(*ends)
         self.should_exit = True
 
     async def _drain(self) -> None:
-        engine, leader = self._context.engine, self._leader
+        engine, servers = self._context.engine, self._servers
         is_idle = await self._context.lifecycle.drained(
-            is_idle=lambda: engine.num_open == 0 and (leader is None or leader.num_running == 0)
+            is_idle=lambda: engine.num_open == 0 and (servers is None or servers.num_running == 0)
         )
         if not is_idle:
             logger.warning(
@@ -460,7 +467,7 @@ class HttpServer(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        path = str(self._context.seat.socket_of(self._context.seat.index))
+        path = str(self._context.server_rank.socket_of(self._context.server_rank.index))
         self.servers.append(
             await asyncio.get_running_loop().create_unix_server(make_protocol, path)
         )

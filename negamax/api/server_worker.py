@@ -1,8 +1,9 @@
-"""A server process beside the first: `python -m negamax.api.server_worker`, started by `leader`.
+"""A server process beside the first: `python -m negamax.api.server_worker`, started by the
+`ServerSupervisor`.
 
 It serves like the first one, with an engine that is not its own. What becomes of that, and when to
-end, it reads from its standard input; when that ends, the leader is gone. A thread watches whether
-the leader's event loop goes round.
+end, it reads from its standard input; when that ends, the first process is gone. A thread watches
+whether its event loop goes round.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from negamax.api.common.context import ApiContext
 from negamax.api.processes import wire
-from negamax.api.processes.server_rank import Seat
+from negamax.api.processes.server_rank import ServerRank
 from negamax.api.server import HttpServer, event_loop, settle_garbage_collection
 from negamax.base import log
 from negamax.base.log import get_logger
@@ -30,14 +31,14 @@ logger = get_logger(__name__)
 
 _MAX_LINE_BYTES = 1 << 20
 _POLL_SECONDS = 0.01
-_END_SECONDS = 2.0  # for the clients of a server without a leader to be told
+_END_SECONDS = 2.0  # for the clients of a server without its first process to be told
 # for an engine to reach this process; it tries all the time, unless it died again
 _CONNECT_SECONDS = 5.0
 
 
 def main() -> None:
-    """Serve until told to end. Signals that ask to end or to reload are the leader's business, see
-    `base.process.exit_with_parent`."""
+    """Serve until told to end. Signals that ask to end or to reload are the first process's
+    business, see `base.process.exit_with_parent`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log.setup_as_parent()
@@ -52,83 +53,84 @@ async def _serve() -> None:
     )
     begin = await _next(reader)
     assert isinstance(begin, wire.Begin), begin
-    while not isinstance(news := await _next(reader), wire.EngineCame):
-        if news is None or isinstance(news, wire.Drain | wire.Abort):
+    while not isinstance(message := await _next(reader), wire.EngineReady):
+        if message is None or isinstance(message, wire.Drain | wire.Abort):
             return
-    seat = Seat.of(begin.index, begin.server.api_server_count, Path(begin.folder))
+    rank = ServerRank.of(begin.index, begin.server.api_server_count, Path(begin.folder))
     template = begin.server.chat_template
     engine = await AsyncEngine.create(
         begin.engine,
         chat_template=None if template is None else Path(template),
-        index=seat.index,
-        numbers=seat.queue,
+        index=rank.index,
+        numbers=rank.queue,
     )
-    follower = _Follower(engine, seat)
-    await follower.take(news)
-    context = ApiContext.create(engine, begin.server, seat)
-    server = HttpServer(context, stop_engine=follower.stop)
+    worker = ServerWorker(engine, rank)
+    await worker.take(message)
+    context = ApiContext.create(engine, begin.server, rank)
+    server = HttpServer(context, stop_engine=worker.stop)
     loop = asyncio.get_running_loop()
     watch_parent(
-        begin.leader, tell=lambda reason: loop.call_soon_threadsafe(follower.leave, server, reason)
+        begin.parent,
+        tell=lambda reason: loop.call_soon_threadsafe(worker.leave, server, reason),
     )
-    following = asyncio.create_task(follower.follow(reader, server))
+    following = asyncio.create_task(worker.follow(reader, server))
     settle_garbage_collection()
     with socket.socket(fileno=begin.listener) as listener:
         await server.serve(sockets=[listener])
     following.cancel()
-    follower.close()
+    worker.close()
 
 
-class _Follower:
-    """Does what the leader says. Single writer: the event loop."""
+class ServerWorker:
+    """Does what the first process says. Single writer: the event loop."""
 
-    def __init__(self, engine: AsyncEngine, seat: Seat) -> None:
+    def __init__(self, engine: AsyncEngine, rank: ServerRank) -> None:
         self._engine = engine
-        self._seat = seat
+        self._rank = rank
         self._channel: EngineChannel | None = None
         self._ending: asyncio.Task[None] | None = None
         self._end_reason = "the engine was stopped"
 
     async def follow(self, reader: asyncio.StreamReader, server: HttpServer) -> None:
-        """Until cancelled, or the leader is gone."""
-        while (news := await _next(reader)) is not None:
-            if isinstance(news, wire.Drain):
+        """Until cancelled, or the first process is gone."""
+        while (message := await _next(reader)) is not None:
+            if isinstance(message, wire.Drain):
                 server.drain()
-            elif isinstance(news, wire.Reload):
+            elif isinstance(message, wire.Reload):
                 server.reload()
-            elif isinstance(news, wire.Abort):
+            elif isinstance(message, wire.Abort):
                 self._ending = asyncio.create_task(server.abort())
             else:
-                await self.take(news)
+                await self.take(message)
         self.leave(server, "the first server process is gone")
 
     def leave(self, server: HttpServer, reason: str) -> None:
-        """Nobody leads any more: tell the clients why, and end, at the latest after 2 s."""
+        """The first process is gone: tell the clients why, and end, at the latest after 2 s."""
         end = threading.Timer(_END_SECONDS, exit_now, (1,))
         end.daemon = True
         end.start()
         self._end_reason = reason
         self._ending = asyncio.create_task(server.abort())
 
-    async def take(self, news: wire.News) -> None:
+    async def take(self, message: wire.ServerMessage) -> None:
         """Something became of the engine."""
-        if isinstance(news, wire.EngineCame):
+        if isinstance(message, wire.EngineReady):
             self.close()
-            address = EngineAddress(news.folder)
+            address = EngineAddress(message.folder)
             channel = EngineChannel(
-                address, self._seat.index, receive=self._engine.receive, failed=_failed
+                address, self._rank.index, receive=self._engine.receive, failed=_failed
             )
             deadline = time.monotonic() + _CONNECT_SECONDS
             while not channel.can_send and time.monotonic() < deadline:
                 await asyncio.sleep(_POLL_SECONDS)
             self._channel = channel
-            self._engine.came(channel, news.info)
+            self._engine.on_engine_ready(channel, message.info)
             channel.start_reading()
-        elif isinstance(news, wire.EngineWent):
-            self._engine.went(news.reason, ready_in=news.ready_in)
+        elif isinstance(message, wire.EngineLost):
+            self._engine.on_engine_lost(message.reason, ready_in=message.ready_in)
             self.close()
-        elif isinstance(news, wire.EngineGaveUp):
-            self._engine.give_up(news.reason)
+        elif isinstance(message, wire.EngineFailed):
+            self._engine.on_engine_failed(message.reason)
 
     async def stop(self) -> None:
         """End every open request."""
@@ -141,8 +143,8 @@ class _Follower:
             self._channel = None
 
 
-async def _next(reader: asyncio.StreamReader) -> wire.News | None:
-    """The leader's next word; None: it is gone."""
+async def _next(reader: asyncio.StreamReader) -> wire.ServerMessage | None:
+    """The first process's next message; None: it is gone."""
     line = await reader.readline()
     return wire.decoder.decode(line) if line else None
 

@@ -68,7 +68,7 @@ class RequestTracer:
         service = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "negamax"}
         self._provider = TracerProvider(resource=Resource.create(service), shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=address, timeout=_EXPORT_SECONDS)
-        self._provider.add_span_processor(BatchSpanProcessor(_told(exporter, address)))
+        self._provider.add_span_processor(BatchSpanProcessor(_events_of(exporter, address)))
         self._tracer = self._provider.get_tracer("negamax", __version__)
         self._propagator = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER
@@ -149,7 +149,7 @@ class _LastMessage(logging.Handler):
         self.text = record.getMessage()
 
 
-def _told(exporter: Any, address: str) -> Any:
+def _events_of(exporter: Any, address: str) -> Any:
     """`exporter`, whose failures are logged once until it succeeds again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 

@@ -54,19 +54,19 @@ class ContextLengthError(InvalidRequestError):
 
     @classmethod
     def of_prompt(
-        cls, num_tokens: int, *, window: int, param: str, is_counted: bool = True
+        cls, num_tokens: int, *, context_length: int, param: str, is_counted: bool = True
     ) -> ContextLengthError:
         """The error of a prompt without room for an answer. `is_counted` False: it has more tokens.
 
         Clients know by these words, and by the numbers in them, that a conversation is to be
         shortened: those of Anthropic's API by the first sentence, those of OpenAI's by the second.
         """
-        maximum = window if num_tokens > window else window - 1
+        maximum = context_length if num_tokens > context_length else context_length - 1
         more = "" if is_counted else " (or more; the rest was not counted)"
         return cls(
             f"prompt is too long: {num_tokens} tokens > {maximum} maximum{more}. This model's "
             f"maximum "
-            f"context length is {window} tokens, output included; shorten the prompt",
+            f"context length is {context_length} tokens, output included; shorten the prompt",
             param=param,
             code="context_length_exceeded",
         )

@@ -136,7 +136,7 @@ class Scheduler:
             )
         if prompt_len >= limits.max_model_len:
             raise ContextLengthError.of_prompt(
-                prompt_len, window=limits.max_model_len, param="prompt"
+                prompt_len, context_length=limits.max_model_len, param="prompt"
             )
         limit = min(prompt_len + max_tokens, limits.max_model_len)
         self._check_pool(prompt_len, limit=limit)

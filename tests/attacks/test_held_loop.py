@@ -196,7 +196,7 @@ def test_a_text_read_in_pieces_is_the_text(unit: str, shift: int) -> None:
 def test_blocks_of_an_answer_are_joined_once() -> None:
     blocks = [{"type": "text", "text": "a" * 500}] * 40_000
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": blocks}]
-    thoughts = HiddenThoughts(ThoughtSigner("nano"), window=WINDOW, shows_earlier=False)
+    thoughts = HiddenThoughts(ThoughtSigner("nano"), context_length=WINDOW, shows_earlier=False)
     started = time.process_time()
     history = history_of(messages, system=None, thoughts=thoughts)
     assert time.process_time() - started < 2.0

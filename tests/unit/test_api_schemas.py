@@ -311,9 +311,9 @@ def test_logit_bias_keys_become_token_ids() -> None:
 
 def test_top_logprobs_needs_logprobs() -> None:
     with pytest.raises(InvalidRequestError, match="logprobs=true"):
-        _ = chat(top_logprobs=3).wanted_logprobs
-    assert chat(logprobs=True).wanted_logprobs == 0
-    assert chat(logprobs=True, top_logprobs=3).wanted_logprobs == 3
+        _ = chat(top_logprobs=3).num_logprobs
+    assert chat(logprobs=True).num_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).num_logprobs == 3
 
 
 def tool(name: str) -> dict[str, Any]:

@@ -313,7 +313,7 @@ def test_a_user_that_fails_ends_its_own_request_and_hears_why() -> None:
 def test_refusals_are_raised_where_a_status_line_can_tell_them() -> None:
     async def begins(engine: Engine, act: Callable[[Generation], None]) -> None:
         request = generation(engine)
-        beginning = asyncio.create_task(request.begun())
+        beginning = asyncio.create_task(request.first_output())
         await asyncio.sleep(0)
         act(request)
         try:
@@ -335,7 +335,7 @@ def test_what_came_before_the_user_is_kept_for_it() -> None:
     async def run() -> None:
         engine, taken = Engine(), list[RequestOutput]()
         request = generation(engine)
-        beginning = asyncio.create_task(request.begun())
+        beginning = asyncio.create_task(request.first_output())
         await asyncio.sleep(0)
         give(request, update("r/0", [IDS[0]]), update("r/0", list(IDS[1:]), end="length"))
         await asyncio.wait_for(beginning, 5)

@@ -20,7 +20,7 @@ SIGNER = ThoughtSigner("nano")
 
 
 def thoughts(*, window: int = 100, shows_earlier: bool = False) -> HiddenThoughts:
-    return HiddenThoughts(SIGNER, window=window, shows_earlier=shows_earlier)
+    return HiddenThoughts(SIGNER, context_length=window, shows_earlier=shows_earlier)
 
 
 def history(*messages: dict[str, Any], system: Any = None) -> History:

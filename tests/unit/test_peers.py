@@ -11,8 +11,8 @@ import pytest
 from starlette.requests import Request
 
 from negamax.api.http.sse import ClientGoneError
-from negamax.api.processes.peers import Peers
-from negamax.api.processes.server_rank import Seat
+from negamax.api.processes.peers import PeerClient
+from negamax.api.processes.server_rank import ServerRank
 from negamax.base.errors import UnavailableError
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -49,15 +49,15 @@ async def relayed(
     folder: Path, peer: Peer, *, hang_up: asyncio.Event | None = None
 ) -> list[dict[str, Any]]:
     """The messages of the answer that process 1 gives through process 0."""
-    seat = Seat.of(0, 2, folder)
+    rank = ServerRank.of(0, 2, folder)
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async with await asyncio.start_unix_server(peer, str(seat.socket_of(1))):
+    async with await asyncio.start_unix_server(peer, str(rank.socket_of(1))):
         asked = request(hang_up=hang_up or asyncio.Event())
-        answer = await Peers(seat).relay(asked, to=1, body=b'{"x":1}')
+        answer = await PeerClient(rank).relay(asked, to=1, body=b'{"x":1}')
         await answer(asked.scope, asked.receive, send)
     return sent
 
@@ -98,7 +98,9 @@ def test_head_body_and_answer_are_passed_on(tmp_path: Path) -> None:
 
 def test_process_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
     async def scene() -> None:
-        await Peers(Seat.of(0, 2, tmp_path)).relay(request(hang_up=asyncio.Event()), to=1)
+        await PeerClient(ServerRank.of(0, 2, tmp_path)).relay(
+            request(hang_up=asyncio.Event()), to=1
+        )
 
     with pytest.raises(UnavailableError, match="server process 1"):
         asyncio.run(scene())
@@ -147,10 +149,10 @@ def test_client_that_hangs_up_ends_the_request_at_the_other_process(
 
 
 def test_ids_lead_to_the_process_that_made_them(tmp_path: Path) -> None:
-    seats = [Seat.of(index, 3, tmp_path) for index in range(3)]
-    for seat in seats:
-        name = seat.new_id("resp", num_bytes=24)
+    ranks = [ServerRank.of(index, 3, tmp_path) for index in range(3)]
+    for rank in ranks:
+        name = rank.new_id("resp", num_bytes=24)
         assert len(name) == len("resp_") + 48
-        assert [other.keeper_of(name) for other in seats] == [seat.index] * 3
+        assert [other.owner_of(name) for other in ranks] == [rank.index] * 3
     for foreign in (None, "", "x", "resp_zz", "resp_ff"):
-        assert [seat.keeper_of(foreign) for seat in seats] == [0, 1, 2]
+        assert [rank.owner_of(foreign) for rank in ranks] == [0, 1, 2]

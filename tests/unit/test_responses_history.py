@@ -18,7 +18,7 @@ SIGNER = ThoughtSigner("nano")
 
 
 def thoughts(*, window: int = 100, shows_earlier: bool = False) -> HiddenThoughts:
-    return HiddenThoughts(SIGNER, window=window, shows_earlier=shows_earlier)
+    return HiddenThoughts(SIGNER, context_length=window, shows_earlier=shows_earlier)
 
 
 def history(*items: dict[str, Any], instructions: str | None = None) -> History:

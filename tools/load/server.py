@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from negamax.api.processes.supervisor import MEMBER_MODULE
+from negamax.api.processes.supervisor import SERVER_WORKER_MODULE
 from tools.load.http import Connection
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ class Server:
 
 
 def _is_server(pid: int) -> bool:
-    return MEMBER_MODULE in Path(f"/proc/{pid}/cmdline").read_text()
+    return SERVER_WORKER_MODULE in Path(f"/proc/{pid}/cmdline").read_text()
 
 
 @contextlib.contextmanager

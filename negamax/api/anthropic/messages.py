@@ -53,7 +53,7 @@ from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.common.turns import Turn, TurnAnswer, begin_answer, turn_prompt
 from negamax.api.errors import json_response, logged_failure
 from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import EventStream, Say, named_event, while_connected
+from negamax.api.http.sse import EventStream, Write, named_event, while_connected
 from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import message_error
 
@@ -73,13 +73,13 @@ def messages_router(context: ApiContext) -> APIRouter:
     async def messages(request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""
         arrival = time.monotonic()
-        wanted, num_bytes = await read_request(request, MessagesRequest, context.body_limits)
-        model = context.model_name(wanted.model)
+        params, num_bytes = await read_request(request, MessagesRequest, context.body_limits)
+        model = context.model_name(params.model)
         message_id = f"msg_{secrets.token_hex(12)}"
         thoughts = context.hidden_thoughts(signer)
         turn = await off_loop(
             lambda: _turn(
-                wanted, thoughts, max_tokens=wanted.max_tokens, stop=wanted.stop_sequences
+                params, thoughts, max_tokens=params.max_tokens, stop=params.stop_sequences
             ),
             num_bytes=num_bytes,
         )
@@ -87,21 +87,21 @@ def messages_router(context: ApiContext) -> APIRouter:
             context,
             request,
             turn,
-            wanted,
+            params,
             request_id=message_id,
             num_bytes=num_bytes,
             arrival=arrival,
         )
         answering = _Answering(
             answer,
-            wanted,
+            params,
             signer,
             message_id=message_id,
             model=model,
             request_id=request.state.request_id,
         )
         headers = {"request-id": request.state.request_id}
-        if wanted.stream:
+        if params.stream:
             stream = EventStream(
                 answering.stream, source=answer.generation, ping=_PING, ping_seconds=PING_SECONDS
             )
@@ -114,13 +114,13 @@ def messages_router(context: ApiContext) -> APIRouter:
     @router.post("/v1/messages/count_tokens", openapi_extra=count_schema)
     async def count_tokens(request: Request) -> Response:
         """How many tokens the prompt of a conversation has."""
-        wanted, num_bytes = await read_request(request, CountRequest, context.body_limits)
-        context.model_name(wanted.model)
+        params, num_bytes = await read_request(request, CountRequest, context.body_limits)
+        context.model_name(params.model)
         turn = await off_loop(
-            lambda: _turn(wanted, context.hidden_thoughts(signer), max_tokens=1, stop=[]),
+            lambda: _turn(params, context.hidden_thoughts(signer), max_tokens=1, stop=[]),
             num_bytes=num_bytes,
         )
-        prompt = await turn_prompt(context, request, turn, wanted, num_bytes=num_bytes)
+        prompt = await turn_prompt(context, request, turn, params, num_bytes=num_bytes)
         return json_response(
             TokenCount(len(prompt.token_ids)), headers={"request-id": request.state.request_id}
         )
@@ -129,20 +129,20 @@ def messages_router(context: ApiContext) -> APIRouter:
 
 
 def _turn(
-    wanted: CountRequest, thoughts: HiddenThoughts, *, max_tokens: int, stop: list[str]
+    params: CountRequest, thoughts: HiddenThoughts, *, max_tokens: int, stop: list[str]
 ) -> Turn:
-    history = history_of(wanted.messages, system=wanted.system, thoughts=thoughts)
-    tools = wanted.offered_tools
+    history = history_of(params.messages, system=params.system, thoughts=thoughts)
+    tools = params.offered_tools
     last = history.messages[-1]
     continues = last["role"] == "assistant" and "tool_calls" not in last
     return Turn(
         messages=history.messages,
         places=history.places,
         tools=tools,
-        calls=wanted.call_choice(tools),
-        thinking=wanted.thinking_choice,
-        form=wanted.grammar,
-        sampling=wanted.shared_sampling(max_tokens=max_tokens or 1, stop=stop),
+        calls=params.call_choice(tools),
+        thinking=params.thinking_choice,
+        form=params.grammar,
+        sampling=params.shared_sampling(max_tokens=max_tokens or 1, stop=stop),
         continues=continues and bool(last["content"] or last.get("reasoning_content")),
         reads_only=max_tokens == 0,
     )
@@ -154,7 +154,7 @@ class _Answering:
     def __init__(
         self,
         answer: TurnAnswer,
-        wanted: MessagesRequest,
+        params: MessagesRequest,
         signer: ThoughtSigner,
         *,
         message_id: str,
@@ -162,7 +162,7 @@ class _Answering:
         request_id: str,
     ) -> None:
         self._answer = answer
-        self._wanted = wanted
+        self._params = params
         self._signer = signer
         self._id = message_id
         self._model = model
@@ -183,37 +183,37 @@ class _Answering:
             return replace(message, stop_reason="end_turn")
         return message
 
-    async def stream(self, say: Say) -> None:
+    async def stream(self, write: Write) -> None:
         """The answer as events; an error after the start is an event too."""
         has_started = False
 
-        def tell(events: list[BlockEvent]) -> None:
+        def send(events: list[BlockEvent]) -> None:
             nonlocal has_started
-            told = b"" if has_started else self._start()
+            chunk = b"" if has_started else self._start()
             has_started = True
-            told += b"".join(
-                named_event(name, data) for event in events for name, data in self._told(event)
+            chunk += b"".join(
+                named_event(name, data) for event in events for name, data in self._events_of(event)
             )
-            if told:
-                say(told)
+            if chunk:
+                write(chunk)
 
         try:
-            await self._answer.run(tell, is_paced=True)
+            await self._answer.run(send, is_paced=True)
             stop = StopDelta(self._stop_reason, self._stop_sequence)
-            say(
+            write(
                 named_event("message_delta", MessageDelta(stop, self._usage()))
                 + named_event("message_stop", MessageStop())
             )
         except Exception as error:
             status, answer = logged_failure(error, request_id=self._request_id)
-            say(named_event("error", message_error(status, answer, request_id=self._request_id)))
+            write(named_event("error", message_error(status, answer, request_id=self._request_id)))
 
     def _start(self) -> bytes:
         """The beginning of a stream, which says nothing of its end even where that has come."""
         message = replace(self._message([]), stop_reason=None, stop_sequence=None)
         return named_event("message_start", MessageStart(message)) + _PING
 
-    def _told(self, event: BlockEvent) -> Iterator[tuple[str, Struct]]:
+    def _events_of(self, event: BlockEvent) -> Iterator[tuple[str, Struct]]:
         """The events of a stream, by name."""
         block = event.block
         match event:
@@ -243,7 +243,7 @@ class _Answering:
     def _delta(self, block: Block, text: str) -> TextDelta | ThinkingDelta | InputJsonDelta | None:
         match block.kind:
             case BlockKind.REASONING:
-                return None if self._wanted.hides_thinking else ThinkingDelta(text)
+                return None if self._params.hides_thinking else ThinkingDelta(text)
             case BlockKind.CONTENT:
                 return TextDelta(text)
             case BlockKind.CALL:
@@ -253,7 +253,7 @@ class _Answering:
         match block.kind:
             case BlockKind.REASONING:
                 return ThinkingBlock(
-                    "" if self._wanted.hides_thinking else block.text, self._signature(block)
+                    "" if self._params.hides_thinking else block.text, self._signature(block)
                 )
             case BlockKind.CONTENT:
                 return TextBlock(block.text)
@@ -261,7 +261,7 @@ class _Answering:
                 return _tool_use(block, msgspec.Raw(block.text.encode()))
 
     def _signature(self, block: Block) -> str:
-        return self._signer.signature(block.text, is_hidden=self._wanted.hides_thinking)
+        return self._signer.signature(block.text, is_hidden=self._params.hides_thinking)
 
     def _message(self, content: list[ContentBlock]) -> MessageAnswer:
         return MessageAnswer(
@@ -294,7 +294,7 @@ class _Answering:
             return "stop_sequence"
         match self._answer.finish_reason:
             case "length":
-                has_room = self._answer.usage.completion_tokens < self._wanted.max_tokens
+                has_room = self._answer.usage.completion_tokens < self._params.max_tokens
                 return "model_context_window_exceeded" if has_room else "max_tokens"
             case "tool_calls":
                 return "tool_use"

@@ -18,10 +18,10 @@ from negamax.api.common.conversation import PromptBuilder
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.http.lifecycle import Lifecycle
 from negamax.api.http.request_body import BodyLimits
-from negamax.api.http.sse import EventStream, Say, Source
+from negamax.api.http.sse import EventStream, Source, Write
 from negamax.api.metrics import ServerMetrics
-from negamax.api.processes.peers import Peers
-from negamax.api.processes.server_rank import Seat
+from negamax.api.processes.peers import PeerClient
+from negamax.api.processes.server_rank import ServerRank
 from negamax.api.request_log import RequestLog
 from negamax.api.request_record import Observers, RequestRecord, RequestRecorder
 from negamax.api.schemas.request_model import nearest, shown
@@ -39,7 +39,7 @@ KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 _WHOLE_INTERVAL = 32  # tokens that are read at a time where nobody waits for the next one
 
 
-class Wanted(Protocol):
+class RequestParams(Protocol):
     """What every request for generated text says about its way through the engine."""
 
     @property
@@ -64,8 +64,8 @@ class ApiContext:
     chat_format: ChatFormat
     metrics: ServerMetrics
     lifecycle: Lifecycle
-    seat: Seat
-    peers: Peers
+    server_rank: ServerRank
+    peers: PeerClient
     access: Access
     options: ServerOptions
     body_limits: BodyLimits
@@ -81,8 +81,10 @@ class ApiContext:
         return [taker.ended for taker in takers if taker is not None]
 
     @classmethod
-    def create(cls, engine: AsyncEngine, options: ServerOptions, seat: Seat) -> ApiContext:
-        """The context of a started engine, in the process that has `seat`."""
+    def create(
+        cls, engine: AsyncEngine, options: ServerOptions, server_rank: ServerRank
+    ) -> ApiContext:
+        """The context of a started engine, in the process that has `server_rank`."""
         names = options.served_model_name or (engine.info.served_model_name,)
         chat_format = ChatFormat.of_model(
             engine.info.architecture,
@@ -93,9 +95,9 @@ class ApiContext:
         )
         lifecycle = Lifecycle(
             drain_timeout=options.drain_timeout,
-            numbers=seat.metrics,
-            pulses=seat.pulses,
-            index=seat.index,
+            numbers=server_rank.metrics,
+            pulses=server_rank.pulses,
+            index=server_rank.index,
         )
         return cls(
             engine=engine,
@@ -108,11 +110,15 @@ class ApiContext:
             ),
             chat_format=chat_format,
             metrics=ServerMetrics(
-                engine, lifecycle, model_name=names[0], numbers=seat.metrics, index=seat.index
+                engine,
+                lifecycle,
+                model_name=names[0],
+                numbers=server_rank.metrics,
+                index=server_rank.index,
             ),
             lifecycle=lifecycle,
-            seat=seat,
-            peers=Peers(seat),
+            server_rank=server_rank,
+            peers=PeerClient(server_rank),
             access=Access(options),
             options=options,
             body_limits=BodyLimits.of(
@@ -147,7 +153,7 @@ class ApiContext:
         template = self.chat_format.template
         shows_earlier = template is not None and template.shows_earlier_thinking
         return HiddenThoughts(
-            signer, window=self.engine.info.max_model_len, shows_earlier=shows_earlier
+            signer, context_length=self.engine.info.max_model_len, shows_earlier=shows_earlier
         )
 
     def check_sampling(self, sampling: SamplingParams) -> None:
@@ -171,7 +177,7 @@ class ApiContext:
         self,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        wanted: Wanted,
+        params: RequestParams,
         *,
         request_id: str,
         names: Iterable[str] = (),
@@ -194,34 +200,34 @@ class ApiContext:
                 model=self.model_names[0],
                 headers=http.headers,
                 num_prompt_tokens=len(prompt_token_ids),
-                is_stream=wanted.stream,
+                is_stream=params.stream,
                 arrival=arrival,
                 sampling=sampling,
             )
             observer = Observers([observer, RequestRecorder(record, self.request_ended)])
-        if wanted.priority and self.options.scheduling_policy != "priority":
+        if params.priority and self.options.scheduling_policy != "priority":
             raise InvalidRequestError(
-                f"priority is {wanted.priority}; this server takes all requests in turn, so "
+                f"priority is {params.priority}; this server takes all requests in turn, so "
                 f"allowed: 0",
                 hint="leave it out, or start the server with --scheduling-policy priority",
                 param="priority",
                 code="invalid_value",
             )
         limits = [
-            limit for limit in (wanted.timeout, self.options.request_timeout) if limit is not None
+            limit for limit in (params.timeout, self.options.request_timeout) if limit is not None
         ]
         generation = self.engine.generate(
             prompt_token_ids,
             sampling,
             request_id=request_id,
-            priority=wanted.priority,
-            cache_salt=salt_of(http, wanted.cache_salt),
+            priority=params.priority,
+            cache_salt=salt_of(http, params.cache_salt),
             deadline=arrival + min(limits) if limits else None,
             observer=observer,
             readers=readers,
             owner=owner_of(http, names),
             interval=(stream_interval or self.options.stream_interval)
-            if wanted.stream
+            if params.stream
             else _WHOLE_INTERVAL,
         )
         if self.request_ended:
@@ -236,10 +242,10 @@ class ApiContext:
             await self.tracer.close()
 
     def event_stream(
-        self, tell: Callable[[Say], Awaitable[None]], *, source: Source
+        self, write_events: Callable[[Write], Awaitable[None]], *, source: Source
     ) -> EventStream:
-        """The response that sends what `tell` says, with comments in its pauses."""
+        """The response that sends what `write_events` says, with comments in its pauses."""
         seconds = self.options.sse_keep_alive_interval
         if not seconds:
-            return EventStream(tell, source=source)
-        return EventStream(tell, source=source, ping=KEEP_ALIVE, ping_seconds=seconds)
+            return EventStream(write_events, source=source)
+        return EventStream(write_events, source=source, ping=KEEP_ALIVE, ping_seconds=seconds)

@@ -192,9 +192,9 @@ class PromptBuilder:
                 text, salt=cache_salt, max_tokens=max(_LEAST_TOKENS, 2 * self._max_model_len)
             )
         except TooManyTokensError as error:
-            window = self._max_model_len
+            context_length = self._max_model_len
             raise ContextLengthError.of_prompt(
-                error.count, window=window, param="messages", is_counted=False
+                error.count, context_length=context_length, param="messages", is_counted=False
             ) from None
 
     def _check_chars(self, count: int) -> None:
@@ -205,7 +205,7 @@ class PromptBuilder:
         if count > allowed:
             num_tokens = count // _PROBE_CHARS_PER_TOKEN
             raise ContextLengthError.of_prompt(
-                num_tokens, window=self._max_model_len, param="messages", is_counted=False
+                num_tokens, context_length=self._max_model_len, param="messages", is_counted=False
             )
 
 

@@ -58,12 +58,12 @@ class HiddenThoughts:
     """Takes the thoughts of one request out of their signatures, as many bytes as fit into a
     window. Single writer: the request's history."""
 
-    def __init__(self, signer: ThoughtSigner, *, window: int, shows_earlier: bool) -> None:
-        """`window` is in tokens; `shows_earlier`: the prompt also has what was thought before the
-        last user message."""
+    def __init__(self, signer: ThoughtSigner, *, context_length: int, shows_earlier: bool) -> None:
+        """`context_length` is in tokens; `shows_earlier`: the prompt also has what was thought
+        before the last user message."""
         self._signer = signer
-        self._window = window
-        self._bytes_left = _BYTES_PER_TOKEN * window
+        self._context_length = context_length
+        self._bytes_left = _BYTES_PER_TOKEN * context_length
         self.shows_earlier = shows_earlier
 
     def unpack(self, signature: str, *, param: str) -> str | None:
@@ -72,9 +72,9 @@ class HiddenThoughts:
         thought, num_bytes = self._signer.unpack(signature, max_bytes=self._bytes_left)
         if num_bytes > self._bytes_left:
             raise ContextLengthError(
-                "prompt is too long: its hidden thinking has more than "
-                f"{_BYTES_PER_TOKEN * self._window} bytes. This model's maximum context length is "
-                f"{self._window} tokens, output included; shorten the prompt",
+                f"prompt is too long: its hidden thinking has more than "
+                f"{_BYTES_PER_TOKEN * self._context_length} bytes. This model's maximum context "
+                f"length is {self._context_length} tokens, output included; shorten the prompt",
                 param=param,
                 code="context_length_exceeded",
             )

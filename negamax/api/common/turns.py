@@ -26,7 +26,7 @@ from negamax.api.common.conversation import (
     without_tokens,
 )
 from negamax.api.http.pacing import PacedPackets
-from negamax.api.http.sse import FIRST_OUTPUT_SECONDS, begun
+from negamax.api.http.sse import FIRST_OUTPUT_SECONDS, first_output
 from negamax.api.schemas.answers import Usage
 from negamax.api.schemas.conversation import TurnRequest
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice, other_variables
@@ -72,13 +72,13 @@ class Turn:
 
 
 async def turn_prompt(
-    context: ApiContext, request: Request, turn: Turn, wanted: TurnRequest, *, num_bytes: int
+    context: ApiContext, request: Request, turn: Turn, params: TurnRequest, *, num_bytes: int
 ) -> ChatPrompt:
     """The prompt of `turn`; what is refused is named by its place in the client's request."""
     try:
-        salt = salt_of(request, wanted.cache_salt)
+        salt = salt_of(request, params.cache_salt)
         return await context.prompts.chat(
-            turn.conversation(wanted), num_bytes=num_bytes, cache_salt=salt
+            turn.conversation(params), num_bytes=num_bytes, cache_salt=salt
         )
     except InvalidRequestError as error:
         raise _placed(error, turn.places) from None
@@ -133,7 +133,7 @@ class TurnAnswer:
         reason = self._reader.stop_reason
         return reason if isinstance(reason, str) else None
 
-    async def run(self, tell: Callable[[list[BlockEvent]], None], *, is_paced: bool) -> None:
+    async def run(self, send: Callable[[list[BlockEvent]], None], *, is_paced: bool) -> None:
         """Tell what each output of the engine brought, the first with the counts of the prompt;
         paced for a stream.
 
@@ -157,7 +157,7 @@ class TurnAnswer:
             events = list(self._writer.push(parsed))
             if is_last:
                 events += self._writer.finish(is_cut=self._reader.finish_reason == "length")
-            tell(events)
+            send(events)
 
         await self.generation.run(take)
 
@@ -170,7 +170,7 @@ async def begin_answer(
     context: ApiContext,
     request: Request,
     turn: Turn,
-    wanted: TurnRequest,
+    params: TurnRequest,
     *,
     request_id: str,
     num_bytes: int,
@@ -186,7 +186,7 @@ async def begin_answer(
         ),
         num_bytes=num_bytes,
     )
-    prompt = await turn_prompt(context, request, turn, wanted, num_bytes=num_bytes)
+    prompt = await turn_prompt(context, request, turn, params, num_bytes=num_bytes)
     sampling = constrained(
         turn.sampling,
         context.chat_format,
@@ -207,15 +207,15 @@ async def begin_answer(
     generation = context.generate(
         prompt.token_ids,
         sampling,
-        wanted,
+        params,
         request_id=request_id,
         names=[request_id],
         arrival=arrival,
-        stream_interval=wanted.stream_interval,
+        stream_interval=params.stream_interval,
         http=request,
         readers=None if turn.reads_only else [reader],
     )
-    if wanted.stream:  # a grammar is compiled first, and may be refused
+    if params.stream:  # a grammar is compiled first, and may be refused
         seconds = FIRST_OUTPUT_SECONDS if grammar is None else None
-        await begun(request.receive, generation, seconds=seconds)
+        await first_output(request.receive, generation, seconds=seconds)
     return TurnAnswer(generation, reader, reads_only=turn.reads_only)

@@ -46,7 +46,7 @@ class BodyLimits:
     within a text cost tokens."""
 
     num_bytes: int
-    window: int  # tokens of the model's
+    context_length: int  # tokens of the model's
     chars: int  # of one text, unless it is ASCII: Python takes up to four bytes for each
     commas: int  # elements
     openers: int  # '[', '{' and ':': lists, objects and their members, which cost more than numbers
@@ -56,7 +56,7 @@ class BodyLimits:
         """Those for a window of `max_model_len` tokens."""
         return cls(
             max_bytes,
-            window=max_model_len,
+            context_length=max_model_len,
             chars=max_chars(max_model_len),
             commas=max(_LEAST_COMMAS, 4 * max_model_len),
             openers=max(_LEAST_OPENERS, 2 * max_model_len),
@@ -207,7 +207,7 @@ def _text(literal: memoryview, limits: BodyLimits) -> str:
         if not is_ascii and num_chars > limits.chars:
             raise ContextLengthError.of_prompt(
                 num_chars // _CHARS_PER_TOKEN,
-                window=limits.window,
+                context_length=limits.context_length,
                 param="messages",
                 is_counted=False,
             )

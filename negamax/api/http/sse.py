@@ -20,13 +20,13 @@ DONE = b"data: [DONE]\n\n"
 FIRST_OUTPUT_SECONDS = 5.0
 
 T = TypeVar("T")
-Say = Callable[[bytes], None]  # sends events
+Write = Callable[[bytes], None]  # queues events for the connection
 
 
 class Source(Protocol):
     """What a stream has its outputs from, as of `Generation`."""
 
-    async def begun(self) -> None: ...
+    async def first_output(self) -> None: ...
 
     def pause(self) -> None: ...
 
@@ -73,14 +73,14 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-async def begun(
+async def first_output(
     receive: Receive, source: Source, *, seconds: float | None = FIRST_OUTPUT_SECONDS
 ) -> None:
     """Begin `source` and wait for its first output: an error before it is raised here, where a
     status line can still tell it. After `seconds` without an output (None: however long it takes)
     its stream begins nevertheless, and errors come in it.
     """
-    first = asyncio.ensure_future(source.begun())
+    first = asyncio.ensure_future(source.first_output())
     watcher = asyncio.ensure_future(_hang_up(receive))
     try:
         await asyncio.wait({first, watcher}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -101,16 +101,16 @@ async def begun(
 
 
 class EventStream(Response):
-    """Sends the events that `tell` says while it runs; `source` is where it has them from, which
-    pauses while the client does not read, and ends when the client hangs up. Says `ping` whenever
-    nothing else was said for `ping_seconds`.
+    """Sends the events that `write_events` writes while it runs; `source` is where they come from,
+    which pauses while the client does not read, and ends when the client hangs up. Sends `ping`
+    whenever nothing else was sent for `ping_seconds`.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        tell: Callable[[Say], Awaitable[None]],
+        write_events: Callable[[Write], Awaitable[None]],
         *,
         source: Source,
         ping: bytes = b"",
@@ -118,7 +118,7 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._tell = tell
+        self._write_events = write_events
         self._source = source
         self._ping = ping
         self._ping_seconds = ping_seconds
@@ -137,7 +137,7 @@ class EventStream(Response):
         )
         channel: BodyChannel = scope["extensions"][BODY_CHANNEL]
 
-        def say(events: bytes) -> None:
+        def write(events: bytes) -> None:
             self._last_said = time.monotonic()
             channel.write(events)
 
@@ -145,7 +145,7 @@ class EventStream(Response):
         pings = asyncio.ensure_future(self._fill_pauses(channel)) if self._ping else None
         channel.feed(self._source)
         try:
-            await self._tell(say if self._ping else channel.write)
+            await self._write_events(write if self._ping else channel.write)
         finally:
             channel.feed(None)
             if pings is not None:

@@ -26,7 +26,14 @@ from negamax.api.common.logprobs import chat_logprobs, prompt_logprobs
 from negamax.api.errors import failure_event, json_response
 from negamax.api.http.pacing import PacedPackets
 from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
+from negamax.api.http.sse import (
+    DONE,
+    FIRST_OUTPUT_SECONDS,
+    Write,
+    event,
+    first_output,
+    while_connected,
+)
 from negamax.api.openai.chat_schema import (
     ChatAnswer,
     ChatChoice,
@@ -110,7 +117,7 @@ def chat_router(context: ApiContext) -> APIRouter:
         )
         if chat.stream:
             # a grammar is compiled first, and may be refused
-            await begun(
+            await first_output(
                 request.receive,
                 generation,
                 seconds=FIRST_OUTPUT_SECONDS if grammar is None else None,
@@ -142,7 +149,7 @@ def chat_router(context: ApiContext) -> APIRouter:
 def _sampling(context: ApiContext, chat: ChatRequest) -> SamplingParams:
     """The engine's parameters, checked."""
     limit = 1 if chat.token_limit == 0 else chat.token_limit
-    sampling = chat.sampling_params(max_tokens=limit, logprobs=chat.wanted_logprobs)
+    sampling = chat.sampling_params(max_tokens=limit, logprobs=chat.num_logprobs)
     if (sampling.logprobs or 0) > context.engine.info.max_logprobs:
         refuse(
             "top_logprobs", f"{sampling.logprobs}; allowed: 0 to {context.engine.info.max_logprobs}"
@@ -261,12 +268,12 @@ class _ChatAnswering:
             prompt_token_ids=self._prompt.token_ids if self._returns_ids else UNSET,
         )
 
-    async def stream(self, generation: Generation, say: Say) -> None:
+    async def stream(self, generation: Generation, write: Write) -> None:
         """The answer as events. An error after the start is an event too: the status line is
         already sent.
         """
 
-        def tell(output: RequestOutput) -> None:
+        def send(output: RequestOutput) -> None:
             choice = self._choices[output.index]
             deltas = self._deltas(choice, output)
             if not deltas and output.finish_reason is None:
@@ -276,15 +283,15 @@ class _ChatAnswering:
             events = [event(self._chunk(choice, delta)) for delta in deltas]
             if output.finish_reason is not None:
                 events.append(event(self._chunk(choice, Delta(), last=True)))
-            say(b"".join(events))  # one write for all that one step brought
+            write(b"".join(events))  # one write for all that one step brought
 
         try:
-            await generation.run(tell)
+            await generation.run(send)
             if self._stream_options.reports_usage:
-                say(event(self._envelope([], usage=self._usage.usage())))
+                write(event(self._envelope([], usage=self._usage.usage())))
         except Exception as error:
-            say(failure_event(error, request_id=self.id))
-        say(DONE)
+            write(failure_event(error, request_id=self.id))
+        write(DONE)
 
     def _deltas(self, choice: _Choice, output: RequestOutput) -> list[Delta]:
         """Take an output into its choice; what a stream says about it. Content and reasoning never
@@ -404,8 +411,8 @@ class _ChatAnswering:
     def _whole_choice(self, choice: _Choice) -> ChatChoice:
         reader, said = choice.reader, collect(choice.events)
         calls = [
-            ToolCall(id=begun.id, type="function", function=FunctionCall(call.name, call.arguments))
-            for begun, call in zip(reader.calls, said.tool_calls, strict=True)
+            ToolCall(id=known.id, type="function", function=FunctionCall(call.name, call.arguments))
+            for known, call in zip(reader.calls, said.tool_calls, strict=True)
         ]
         content = self._echo + (said.content or "")
         reasoning = said.reasoning

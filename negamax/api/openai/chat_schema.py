@@ -169,7 +169,7 @@ class ChatRequest(StructuredRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """None: off; k: the chosen token and the k most likely."""
         if not self.logprobs:
             if self.top_logprobs:

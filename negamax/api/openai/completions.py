@@ -23,7 +23,14 @@ from negamax.api.common.conversation import (
 from negamax.api.common.logprobs import TextLogprobWriter, prompt_logprobs
 from negamax.api.errors import failure_event, json_response
 from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
+from negamax.api.http.sse import (
+    DONE,
+    FIRST_OUTPUT_SECONDS,
+    Write,
+    event,
+    first_output,
+    while_connected,
+)
 from negamax.api.openai.completions_schema import CompletionRequest, TextAnswer, TextChoice
 from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs, Usage
@@ -42,39 +49,39 @@ def completions_router(context: ApiContext) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         arrival = time.monotonic()
-        wanted, num_bytes = await read_request(request, CompletionRequest, context.body_limits)
-        model = context.model_name(wanted.model)
-        sampling = _sampling(wanted)
+        params, num_bytes = await read_request(request, CompletionRequest, context.body_limits)
+        model = context.model_name(params.model)
+        sampling = _sampling(params)
         context.check_sampling(sampling)
         prompts = await context.prompts.plain(
-            wanted.prompt, cache_salt=salt_of(request, wanted.cache_salt)
+            params.prompt, cache_salt=salt_of(request, params.cache_salt)
         )
-        await off_loop(lambda: wanted.grammar, num_bytes=num_bytes)  # once, for all prompts
+        await off_loop(lambda: params.grammar, num_bytes=num_bytes)  # once, for all prompts
         context.check_room(request, [(prompt, sampling) for prompt in prompts])
         samplings = [
-            _constrained(sampling, wanted, prompt, chat_format=context.chat_format)
+            _constrained(sampling, params, prompt, chat_format=context.chat_format)
             for prompt in prompts
         ]
-        answer = _TextAnswering(context, wanted, model=model, prompts=prompts)
+        answer = _TextAnswering(context, params, model=model, prompts=prompts)
         engine_id = f"{answer.id}-{secrets.token_hex(4)}"
         parts = [
             context.generate(
                 prompt,
                 limits,
-                wanted,
+                params,
                 request_id=f"{engine_id}-{number}",
                 names=names_of(answer.id),
                 arrival=arrival,
-                stream_interval=wanted.stream_interval,
+                stream_interval=params.stream_interval,
                 http=request,
             )
             for number, (prompt, limits) in enumerate(zip(prompts, samplings, strict=True))
         ]
         generations = Generations(parts)
-        if wanted.stream:
+        if params.stream:
             # a grammar is compiled first, and may be refused
             is_free = all(limits.grammar is None for limits in samplings)
-            await begun(
+            await first_output(
                 request.receive, generations, seconds=FIRST_OUTPUT_SECONDS if is_free else None
             )
             return context.event_stream(partial(answer.stream, generations), source=generations)
@@ -83,22 +90,22 @@ def completions_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def _sampling(wanted: CompletionRequest) -> SamplingParams:
+def _sampling(params: CompletionRequest) -> SamplingParams:
     """Echoed prompts carry logprobs too, and scoring a prompt runs one step whose token is not
     shown.
     """
-    sampling = wanted.sampling_params(
-        max_tokens=1 if wanted.scores_only else wanted.max_tokens, logprobs=wanted.logprobs
+    sampling = params.sampling_params(
+        max_tokens=1 if params.scores_only else params.max_tokens, logprobs=params.logprobs
     )
-    if not wanted.echo or wanted.logprobs is None:
+    if not params.echo or params.logprobs is None:
         return sampling
-    asked = [count for count in (wanted.logprobs, wanted.prompt_logprobs) if count is not None]
+    asked = [count for count in (params.logprobs, params.prompt_logprobs) if count is not None]
     return replace(sampling, prompt_logprobs=max(asked))
 
 
 def _constrained(
     sampling: SamplingParams,
-    wanted: CompletionRequest,
+    params: CompletionRequest,
     prompt: list[int],
     *,
     chat_format: ChatFormat,
@@ -107,9 +114,9 @@ def _constrained(
     one.
     """
     reasoning = chat_format.reasoning_after(prompt)
-    budget = wanted.reasoning_budget if reasoning == "open" else None
+    budget = params.reasoning_budget if reasoning == "open" else None
     return constrained(
-        sampling, chat_format, reasoning=reasoning, grammar=wanted.grammar, budget=budget
+        sampling, chat_format, reasoning=reasoning, grammar=params.grammar, budget=budget
     )
 
 
@@ -135,15 +142,15 @@ class _TextAnswering:
     def __init__(
         self,
         context: ApiContext,
-        wanted: CompletionRequest,
+        params: CompletionRequest,
         *,
         model: str,
         prompts: list[list[int]],
     ) -> None:
-        self.id = wanted.answer_id("cmpl")
+        self.id = params.answer_id("cmpl")
         self._created = int(time.time())
         self._tokenizer = context.engine.tokenizer
-        self._wanted = wanted
+        self._params = params
         self._model = model
         self._prompts = prompts
         self._usage = UsageMeter()
@@ -153,10 +160,10 @@ class _TextAnswering:
                 ReasoningCounter(
                     chat_format, in_reasoning=chat_format.reasoning_after(prompt) == "open"
                 ),
-                TextLogprobWriter(self._tokenizer, as_ids=wanted.return_tokens_as_token_ids),
+                TextLogprobWriter(self._tokenizer, as_ids=params.return_tokens_as_token_ids),
             )
             for prompt in prompts
-            for _ in range(wanted.n)
+            for _ in range(params.n)
         ]
 
     async def whole(self, generations: Generations) -> TextAnswer:
@@ -173,36 +180,36 @@ class _TextAnswering:
         ]
         return self._envelope(choices, usage=self._usage.usage())
 
-    async def stream(self, generations: Generations, say: Say) -> None:
+    async def stream(self, generations: Generations, write: Write) -> None:
         """The answer as events; an error after the start is an event too."""
-        options = self._wanted.stream_options
-        reports_tokens = self._wanted.return_token_ids or options.continuous_usage_stats
+        options = self._params.stream_options
+        reports_tokens = self._params.return_token_ids or options.continuous_usage_stats
 
-        def tell(number: int, output: RequestOutput) -> None:
+        def send(number: int, output: RequestOutput) -> None:
             index, text = self._take(number, output)
-            is_told = bool(text) or (reports_tokens and bool(output.token_ids))
-            if not is_told and output.finish_reason is None:
+            is_sent = bool(text) or (reports_tokens and bool(output.token_ids))
+            if not is_sent and output.finish_reason is None:
                 return
             usage: Usage | UnsetType | None = None if options.reports_usage else UNSET
             if options.continuous_usage_stats:
                 usage = self._usage.usage()
             choice = self._choice(index, text, last=output.finish_reason is not None)
-            say(event(self._envelope([choice], usage=usage)))
+            write(event(self._envelope([choice], usage=usage)))
 
         try:
-            await generations.run(tell)
+            await generations.run(send)
             if options.reports_usage:
-                say(event(self._envelope([], usage=self._usage.usage())))
+                write(event(self._envelope([], usage=self._usage.usage())))
         except Exception as error:
-            say(failure_event(error, request_id=self.id))
-        say(DONE)
+            write(failure_event(error, request_id=self.id))
+        write(DONE)
 
     def _take(self, number: int, output: RequestOutput) -> tuple[int, str]:
         """Take an output into its choice; the choice's index and the new text."""
         check_failed(output)
-        if self._wanted.scores_only:  # the one token that ran is not part of the answer
+        if self._params.scores_only:  # the one token that ran is not part of the answer
             output = without_tokens(output)
-        index = number * self._wanted.n + output.index
+        index = number * self._params.n + output.index
         choice = self._choices[index]
         text = ""
         if not choice.echoed:
@@ -224,15 +231,15 @@ class _TextAnswering:
     def _begin(self, choice: _Choice, number: int, output: RequestOutput) -> str:
         """What comes before a choice's first token: the echoed prompt and its logprobs."""
         prompt, entries = self._prompts[number], output.prompt_logprobs
-        if entries is not None and self._wanted.prompt_logprobs is not None:
+        if entries is not None and self._params.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(self._tokenizer, entries)
-        if not self._wanted.echo:
+        if not self._params.echo:
             return ""
-        if entries is not None and self._wanted.logprobs is not None:
+        if entries is not None and self._params.logprobs is not None:
             choice.logprobs.push_first(prompt[0])
             for entry in entries:
                 choice.logprobs.push(entry)
-        given = self._wanted.prompt[number]
+        given = self._params.prompt[number]
         return (
             given
             if isinstance(given, str)
@@ -242,10 +249,10 @@ class _TextAnswering:
     def _choice(self, index: int, text: str, *, last: bool) -> TextChoice:
         choice = self._choices[index]
         logprobs: TextLogprobs | None = (
-            choice.logprobs.take() if self._wanted.logprobs is not None else None
+            choice.logprobs.take() if self._params.logprobs is not None else None
         )
         token_ids, choice.token_ids = choice.token_ids, []
-        ids = self._wanted.return_token_ids
+        ids = self._params.return_token_ids
         return TextChoice(
             index=index,
             text=text,
@@ -254,7 +261,7 @@ class _TextAnswering:
             stop_reason=choice.stop_reason if last else UNSET,
             token_ids=token_ids if ids else UNSET,
             prompt_logprobs=choice.prompt_logprobs,
-            prompt_token_ids=self._prompts[index // self._wanted.n] if ids and last else UNSET,
+            prompt_token_ids=self._prompts[index // self._params.n] if ids and last else UNSET,
         )
 
     def _envelope(

@@ -22,7 +22,7 @@ from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.thought_signature import ThoughtSigner
 from negamax.api.common.turns import TurnAnswer
 from negamax.api.errors import logged_failure
-from negamax.api.http.sse import Say, named_event
+from negamax.api.http.sse import Write, named_event
 from negamax.api.openai.response_items_schema import (
     CustomCallItem,
     FunctionCallItem,
@@ -50,13 +50,13 @@ from negamax.api.schemas.answers import ChatLogprob
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.CONTENT: "msg", BlockKind.CALL: "fc"}
 
 
-class ResponseTeller:
+class ResponseEventWriter:
     """Tells one answer. Single writer: whoever runs the request."""
 
     def __init__(
         self,
         answer: TurnAnswer,
-        wanted: ResponsesRequest,
+        params: ResponsesRequest,
         blank: ResponseAnswer,
         *,
         new_id: Callable[[str], str],
@@ -72,9 +72,9 @@ class ResponseTeller:
         self._signer = signer
         self._logprobs = logprobs
         self._request_id = request_id
-        self._tools = {tool.shown_name: tool for tool in wanted.declared_tools}
-        self._has_summary = wanted.wants_summary
-        self._has_encrypted = ENCRYPTED_REASONING in wanted.include
+        self._tools = {tool.shown_name: tool for tool in params.declared_tools}
+        self._has_summary = params.wants_summary
+        self._has_encrypted = ENCRYPTED_REASONING in params.include
         self._ids: list[str] = []  # of the blocks
         self._sequence_number = -1
 
@@ -83,29 +83,29 @@ class ResponseTeller:
         await self._answer.whole()
         return self._response()
 
-    async def stream(self, keep: Callable[[ResponseAnswer], None], say: Say) -> None:
+    async def stream(self, keep: Callable[[ResponseAnswer], None], write: Write) -> None:
         """The events; the last state of the response is kept before it is said, so that it can be
         gone on from at once. An error after the start is an event too."""
 
-        def tell(events: list[BlockEvent]) -> None:
-            told = b"".join(
-                named_event(data.type, data) for event in events for data in self._told(event)
+        def send(events: list[BlockEvent]) -> None:
+            chunk = b"".join(
+                named_event(data.type, data) for event in events for data in self._events_of(event)
             )
-            if told:
-                say(told)
+            if chunk:
+                write(chunk)
 
-        say(
+        write(
             self._state("response.created", self._blank)
             + self._state("response.in_progress", self._blank)
         )
         try:
-            await self._answer.run(tell, is_paced=True)
+            await self._answer.run(send, is_paced=True)
             response = self._response()
         except Exception as error:
             _, answer = logged_failure(error, request_id=self._request_id)
             response = self.failed(answer.error.message)
         keep(response)
-        say(self._state(f"response.{response.status}", response))
+        write(self._state(f"response.{response.status}", response))
 
     def failed(self, message: str) -> ResponseAnswer:
         """The response of an answer that ended in an error."""
@@ -202,7 +202,7 @@ class ResponseTeller:
                     )
                 return FunctionCallItem(item_id, status, call_id, name, text, namespace)
 
-    def _told(self, event: BlockEvent) -> Iterator[Any]:
+    def _events_of(self, event: BlockEvent) -> Iterator[Any]:
         """The events that tell an event of a block."""
         block = event.block
         self._read_logprobs()

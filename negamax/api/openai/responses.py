@@ -21,7 +21,7 @@ from negamax.api.common.turns import Turn, begin_answer, turn_prompt
 from negamax.api.errors import error_of, json_response
 from negamax.api.http.request_body import receive, understand
 from negamax.api.http.sse import while_connected
-from negamax.api.openai.response_events import ResponseTeller
+from negamax.api.openai.response_events import ResponseEventWriter
 from negamax.api.openai.response_items_schema import (
     DeletedResponse,
     InputTokenCount,
@@ -48,7 +48,7 @@ _FETCH_SECONDS = 5.0
 
 def responses_router(context: ApiContext) -> APIRouter:
     """The routes of the Responses API."""
-    router = APIRouter(route_class=context.peers.keeper_route("response_id"))
+    router = APIRouter(route_class=context.peers.owner_route("response_id"))
     responses = _Responses(context)
     body_schema = json_body(ResponsesRequest)
 
@@ -59,8 +59,8 @@ def responses_router(context: ApiContext) -> APIRouter:
         read = await _read(context, request)
         if isinstance(read, Response):
             return read
-        wanted, num_bytes = read
-        return await responses.create(request, wanted, num_bytes=num_bytes, arrival=arrival)
+        params, num_bytes = read
+        return await responses.create(request, params, num_bytes=num_bytes, arrival=arrival)
 
     @router.post("/v1/responses/input_tokens", openapi_extra=body_schema)
     async def input_tokens(request: Request) -> Response:
@@ -68,8 +68,8 @@ def responses_router(context: ApiContext) -> APIRouter:
         read = await _read(context, request)
         if isinstance(read, Response):
             return read
-        wanted, num_bytes = read
-        return json_response(await responses.count(request, wanted, num_bytes=num_bytes))
+        params, num_bytes = read
+        return json_response(await responses.count(request, params, num_bytes=num_bytes))
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
@@ -104,14 +104,14 @@ def responses_router(context: ApiContext) -> APIRouter:
 
 
 async def _read(context: ApiContext, request: Request) -> tuple[ResponsesRequest, int] | Response:
-    """The request and its size in bytes, or the answer of the server process that keeps what it
+    """The request and its size in bytes, or the answer of the server process that owns what it
     goes on from."""
     body = await receive(request, context.body_limits)
-    wanted = await understand(body, ResponsesRequest, context.body_limits)
-    keeper = context.seat.keeper_of(wanted.previous_response_id)
-    if keeper != context.seat.index:
-        return await context.peers.relay(request, to=keeper, body=body)
-    return wanted, len(body)
+    params = await understand(body, ResponsesRequest, context.body_limits)
+    owner = context.server_rank.owner_of(params.previous_response_id)
+    if owner != context.server_rank.index:
+        return await context.peers.relay(request, to=owner, body=body)
+    return params, len(body)
 
 
 class _Responses:
@@ -144,87 +144,89 @@ class _Responses:
         return body
 
     async def create(
-        self, request: Request, wanted: ResponsesRequest, *, num_bytes: int, arrival: float
+        self, request: Request, params: ResponsesRequest, *, num_bytes: int, arrival: float
     ) -> Response:
         """Answer a request."""
         context = self._context
-        model = context.model_name(wanted.model)
-        if wanted.background and (wanted.stream or not wanted.store):
+        model = context.model_name(params.model)
+        if params.background and (params.stream or not params.store):
             refuse(
                 "background",
                 "a response in the background is fetched later; it needs store=true and "
                 "stream=false",
             )
-        if wanted.top_logprobs > context.engine.info.max_logprobs:
+        if params.top_logprobs > context.engine.info.max_logprobs:
             refuse(
                 "top_logprobs",
-                f"{wanted.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}",
+                f"{params.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}",
             )
         tenant = tenant_of(request)
-        parent, given, turn, num_bytes = await self._understood(wanted, tenant, num_bytes=num_bytes)
-        blank = self._blank(wanted, model=model, turn=turn)
+        parent, given, turn, num_bytes = await self._understood(params, tenant, num_bytes=num_bytes)
+        blank = self._blank(params, model=model, turn=turn)
         answer = await begin_answer(
             context,
             request,
             turn,
-            wanted,
+            params,
             request_id=blank.id,
             num_bytes=num_bytes,
             arrival=arrival,
         )
         logprobs = (
             None
-            if wanted.wanted_logprobs is None
+            if params.num_logprobs is None
             else ContentLogprobs(context.engine.tokenizer, context.chat_format)
         )
-        teller = ResponseTeller(
+        event_writer = ResponseEventWriter(
             answer,
-            wanted,
+            params,
             blank,
-            new_id=partial(context.seat.new_id, num_bytes=16),
+            new_id=partial(context.server_rank.new_id, num_bytes=16),
             signer=self._signer,
             logprobs=logprobs,
             request_id=request.state.request_id,
         )
         input_items = msgspec.json.encode(given)
-        if wanted.background:
+        if params.background:
             self._keep(blank, tenant, parent=parent, input_items=input_items)
-            work = self._run(teller, blank, tenant, parent, input_items)
+            work = self._run(event_writer, blank, tenant, parent, input_items)
             self._running[blank.id] = context.lifecycle.run_in_background(work)
             return json_response(blank)
-        if wanted.stream:
+        if params.stream:
             keep = (
                 partial(self._keep, tenant=tenant, parent=parent, input_items=input_items)
-                if wanted.store
+                if params.store
                 else _forget
             )
-            return context.event_stream(partial(teller.stream, keep), source=answer.generation)
-        response = await while_connected(request.receive, teller.whole())
-        if wanted.store:
+            return context.event_stream(
+                partial(event_writer.stream, keep), source=answer.generation
+            )
+        response = await while_connected(request.receive, event_writer.whole())
+        if params.store:
             self._keep(response, tenant, parent=parent, input_items=input_items)
         return json_response(response)
 
     async def count(
-        self, request: Request, wanted: ResponsesRequest, *, num_bytes: int
+        self, request: Request, params: ResponsesRequest, *, num_bytes: int
     ) -> InputTokenCount:
         """Count the tokens of a request's prompt."""
-        self._context.model_name(wanted.model)
+        self._context.model_name(params.model)
         _, _, turn, num_bytes = await self._understood(
-            wanted, tenant_of(request), num_bytes=num_bytes
+            params, tenant_of(request), num_bytes=num_bytes
         )
-        prompt = await turn_prompt(self._context, request, turn, wanted, num_bytes=num_bytes)
+        prompt = await turn_prompt(self._context, request, turn, params, num_bytes=num_bytes)
         return InputTokenCount(len(prompt.token_ids))
 
     async def _understood(
-        self, wanted: ResponsesRequest, tenant: str, *, num_bytes: int
+        self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[KeptTurn | None, list[Item], Turn, int]:
         """What a request goes on from, its own items, what they ask for together, and how many
         bytes that is.
         """
-        parent = self._parent(wanted.previous_response_id, tenant)
-        given = await self._given(wanted, tenant)
+        parent = self._parent(params.previous_response_id, tenant)
+        given = await self._given(params, tenant)
         num_bytes += 0 if parent is None else parent.total_bytes
-        turn = await off_loop(lambda: self._turn(wanted, parent, given), num_bytes=num_bytes)
+        turn = await off_loop(lambda: self._turn(params, parent, given), num_bytes=num_bytes)
         return parent, given, turn, num_bytes
 
     def delete(self, response_id: str, tenant: str) -> None:
@@ -255,7 +257,7 @@ class _Responses:
 
     async def _run(
         self,
-        teller: ResponseTeller,
+        event_writer: ResponseEventWriter,
         blank: ResponseAnswer,
         tenant: str,
         parent: KeptTurn | None,
@@ -263,12 +265,12 @@ class _Responses:
     ) -> None:
         """Run a response in the background, and keep its last state unless it was deleted."""
         try:
-            response = await teller.whole()
+            response = await event_writer.whole()
         except asyncio.CancelledError:
-            response = teller.cancelled()
+            response = event_writer.cancelled()
         except Exception as error:
             logger.warning("response %s failed in the background: %s", blank.id, error)
-            response = teller.failed(error_of(error)[1].error.message)
+            response = event_writer.failed(error_of(error)[1].error.message)
         if self._running.pop(blank.id, None) is not None:
             self._keep(response, tenant, parent=parent, input_items=input_items)
             if self._context.lifecycle.is_draining and response.status in (
@@ -311,12 +313,12 @@ class _Responses:
             refuse("previous_response_id", f"{response_id} is not complete yet; wait until it is")
         return kept.turn
 
-    async def _given(self, wanted: ResponsesRequest, tenant: str) -> list[Item]:
+    async def _given(self, params: ResponsesRequest, tenant: str) -> list[Item]:
         """The input as items, references replaced by what they refer to."""
-        if isinstance(wanted.input, str):
-            return [{"type": "message", "role": "user", "content": wanted.input}]
+        if isinstance(params.input, str):
+            return [{"type": "message", "role": "user", "content": params.input}]
         given = []
-        for index, item in enumerate(wanted.input):
+        for index, item in enumerate(params.input):
             if item.get("type") == "item_reference":
                 item_id = item.get("id")
                 found = await self._item(item_id, tenant) if isinstance(item_id, str) else None
@@ -328,65 +330,65 @@ class _Responses:
         return given
 
     async def _item(self, item_id: str, tenant: str) -> Item | None:
-        """An output item of a kept response, of whichever server process keeps it."""
-        keeper = self._context.seat.keeper_of(item_id)
-        if keeper == self._context.seat.index:
+        """An output item of a kept response, of whichever server process owns it."""
+        owner = self._context.server_rank.owner_of(item_id)
+        if owner == self._context.server_rank.index:
             return self._store.item(item_id, tenant=tenant)
         item: Item | None = await self._context.peers.ask(
-            _ITEM, {"id": item_id, "tenant": tenant}, of=keeper
+            _ITEM, {"id": item_id, "tenant": tenant}, of=owner
         )
         return item
 
-    def _turn(self, wanted: ResponsesRequest, parent: KeptTurn | None, given: list[Item]) -> Turn:
+    def _turn(self, params: ResponsesRequest, parent: KeptTurn | None, given: list[Item]) -> Turn:
         earlier = [] if parent is None else parent.conversation()
         items = [("previous_response_id", item) for item in earlier]
         items += [
-            ("input" if isinstance(wanted.input, str) else f"input[{i}]", item)
+            ("input" if isinstance(params.input, str) else f"input[{i}]", item)
             for i, item in enumerate(given)
         ]
         thoughts = self._context.hidden_thoughts(self._signer)
-        history = history_of(items, instructions=wanted.instructions, thoughts=thoughts)
-        tools, calls = wanted.choice()
+        history = history_of(items, instructions=params.instructions, thoughts=thoughts)
+        tools, calls = params.choice()
         return Turn(
             messages=history.messages,
             places=history.places,
             tools=tools,
             calls=calls,
-            thinking=wanted.thinking_choice,
-            form=wanted.grammar,
-            sampling=wanted.shared_sampling(
-                max_tokens=wanted.max_output_tokens,
-                stop=wanted.stop,
-                logprobs=wanted.wanted_logprobs,
+            thinking=params.thinking_choice,
+            form=params.grammar,
+            sampling=params.shared_sampling(
+                max_tokens=params.max_output_tokens,
+                stop=params.stop,
+                logprobs=params.num_logprobs,
             ),
         )
 
-    def _blank(self, wanted: ResponsesRequest, *, model: str, turn: Turn) -> ResponseAnswer:
+    def _blank(self, params: ResponsesRequest, *, model: str, turn: Turn) -> ResponseAnswer:
         """The response before anything is answered."""
         info = self._context.engine.info
         resolved = turn.sampling.resolved(info.sampling_defaults, room=info.max_model_len)
         assert resolved.temperature is not None and resolved.top_p is not None
         return ResponseAnswer(
-            id=self._context.seat.new_id("resp", num_bytes=24),
+            id=self._context.server_rank.new_id("resp", num_bytes=24),
             created_at=int(time.time()),
             status="in_progress",
-            background=wanted.background,
-            instructions=wanted.instructions,
-            max_output_tokens=wanted.max_output_tokens,
-            metadata=wanted.metadata,
+            background=params.background,
+            instructions=params.instructions,
+            max_output_tokens=params.max_output_tokens,
+            metadata=params.metadata,
             model=model,
             output=[],
-            parallel_tool_calls=wanted.parallel_tool_calls,
-            previous_response_id=wanted.previous_response_id,
-            reasoning=ReasoningEcho(wanted.reasoning.effort, wanted.reasoning.summary),
-            store=wanted.store,
+            parallel_tool_calls=params.parallel_tool_calls,
+            previous_response_id=params.previous_response_id,
+            reasoning=ReasoningEcho(params.reasoning.effort, params.reasoning.summary),
+            store=params.store,
             temperature=resolved.temperature,
             text=TextEcho(
-                wanted.text.format or {"type": "text"}, wanted.text.verbosity or "medium"
+                params.text.format or {"type": "text"}, params.text.verbosity or "medium"
             ),
-            tool_choice=wanted.tool_choice,
-            tools=wanted.tools or [],
-            top_logprobs=wanted.top_logprobs,
+            tool_choice=params.tool_choice,
+            tools=params.tools or [],
+            top_logprobs=params.top_logprobs,
             top_p=resolved.top_p,
         )
 

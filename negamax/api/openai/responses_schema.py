@@ -240,7 +240,7 @@ class ResponsesRequest(TurnRequest):
         )
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """None: off; k: the chosen token and the k most likely."""
         return self.top_logprobs if LOGPROBS in self.include else None
 

@@ -34,26 +34,26 @@ def tokens_router(context: ApiContext) -> APIRouter:
 
     async def tokenize(request: Request) -> Response:
         """Texts or a conversation as token ids."""
-        wanted, num_bytes = await read_request(request, TokenizeRequest, context.body_limits)
-        context.model_name(wanted.model)
-        if (wanted.prompt is None) == (wanted.messages is None):
+        params, num_bytes = await read_request(request, TokenizeRequest, context.body_limits)
+        context.model_name(params.model)
+        if (params.prompt is None) == (params.messages is None):
             refuse("prompt", "send either prompt or messages")
-        if wanted.prompt is None:
+        if params.prompt is None:
             prompt = await context.prompts.chat(
-                _conversation(wanted), num_bytes=num_bytes, cache_salt=salt_of(request, "")
+                _conversation(params), num_bytes=num_bytes, cache_salt=salt_of(request, "")
             )
             texts = [prompt.token_ids]
         else:
-            given = [wanted.prompt] if isinstance(wanted.prompt, str) else wanted.prompt
+            given = [params.prompt] if isinstance(params.prompt, str) else params.prompt
             texts = await context.prompts.plain(given, cache_salt=salt_of(request, ""))
-        is_list = isinstance(wanted.prompt, list)
+        is_list = isinstance(params.prompt, list)
         counts = [len(ids) for ids in texts]
         token_text = context.engine.tokenizer.token_text
 
         def answer() -> Response:
             strings = (
                 [[token_text(i) for i in ids] for ids in texts]
-                if wanted.return_token_strs
+                if params.return_token_strs
                 else None
             )
             return json_response(
@@ -69,16 +69,16 @@ def tokens_router(context: ApiContext) -> APIRouter:
 
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        wanted, num_bytes = await read_request(request, DetokenizeRequest, context.body_limits)
-        context.model_name(wanted.model)
-        is_nested = bool(wanted.tokens) and isinstance(wanted.tokens[0], list)
-        sequences: list[Any] = wanted.tokens if is_nested else [wanted.tokens]
+        params, num_bytes = await read_request(request, DetokenizeRequest, context.body_limits)
+        context.model_name(params.model)
+        is_nested = bool(params.tokens) and isinstance(params.tokens[0], list)
+        sequences: list[Any] = params.tokens if is_nested else [params.tokens]
         tokenizer = context.engine.tokenizer
 
         def answer() -> Response:
             _check_vocabulary(sequences, vocab_size=context.engine.info.vocab_size)
             texts = [
-                tokenizer.decode(ids, skip_special_tokens=wanted.skip_special_tokens)
+                tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
                 for ids in sequences
             ]
             text = texts if is_nested else texts[0]
@@ -110,15 +110,15 @@ def tokens_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def _conversation(wanted: TokenizeRequest) -> Conversation:
-    variables = wanted.chat_template_kwargs or {}
+def _conversation(params: TokenizeRequest) -> Conversation:
+    variables = params.chat_template_kwargs or {}
     return Conversation(
-        messages=wanted.messages or [],
-        tools=wanted.tools or None,
+        messages=params.messages or [],
+        tools=params.tools or None,
         thinking=ThinkingChoice(mode=template_switch(variables)),
         template_kwargs=other_variables(variables),
-        add_generation_prompt=wanted.add_generation_prompt and not wanted.continue_final_message,
-        continue_final_message=wanted.continue_final_message,
+        add_generation_prompt=params.add_generation_prompt and not params.continue_final_message,
+        continue_final_message=params.continue_final_message,
     )
 
 

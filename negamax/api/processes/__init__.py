@@ -1,3 +1,3 @@
-"""Several server processes in front of one engine (`--api-server-count`): the first leads, the
+"""Several server processes in front of one engine (`--api-server-count`): the first supervises, the
 others follow it.
 """

@@ -1,4 +1,4 @@
-"""Server processes ask each other: requests about what another one keeps are passed on to it, over
+"""Server processes ask each other: requests about what another one owns are passed on to it, over
 HTTP on a Unix socket.
 """
 
@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from negamax.api.http.sse import ClientGoneError, while_connected
-from negamax.api.processes.server_rank import Seat
+from negamax.api.processes.server_rank import ServerRank
 from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
@@ -40,11 +40,11 @@ Headers = Sequence[tuple[bytes, bytes]]
 Answer = Callable[[bytes], bytes]
 
 
-class Peers:
+class PeerClient:
     """The other server processes, seen from one of them."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, rank: ServerRank) -> None:
+        self.rank = rank
         self._answers: dict[str, Answer] = {}
 
     async def relay(self, request: Request, *, to: int, body: bytes = b"") -> Response:
@@ -58,7 +58,7 @@ class Peers:
         ]
         headers.append((b"x-request-id", request.state.request_id.encode()))
         exchange = _Exchange.begin(
-            self.seat, to, request.method.encode(), target, headers=headers, body=body
+            self.rank, to, request.method.encode(), target, headers=headers, body=body
         )
         return _Relayed(await while_connected(request.receive, exchange))
 
@@ -66,7 +66,7 @@ class Peers:
         """What process `of` answers to a question of ours. Errors: `UnavailableError`."""
         content = msgspec.json.encode(body)
         exchange = await _Exchange.begin(
-            self.seat, of, b"POST", (_INTERNAL + question).encode(), headers=(), body=content
+            self.rank, of, b"POST", (_INTERNAL + question).encode(), headers=(), body=content
         )
         try:
             return msgspec.json.decode(b"".join([part async for part in exchange.parts()]))
@@ -75,7 +75,7 @@ class Peers:
 
     async def ask_others(self, question: str, body: object) -> list[Any]:
         """What all other processes answer; one that is not there has nothing to say."""
-        others = [index for index in range(self.seat.count) if index != self.seat.index]
+        others = [index for index in range(self.rank.count) if index != self.rank.index]
         answers = await asyncio.gather(
             *(self.ask(question, body, of=index) for index in others), return_exceptions=True
         )
@@ -104,27 +104,27 @@ class Peers:
 
         return answered
 
-    def keeper_route(self, parameter: str) -> type[APIRoute]:
-        """Routes about what the path parameter names: whichever process keeps it answers. Bodies
+    def owner_route(self, parameter: str) -> type[APIRoute]:
+        """Routes about what the path parameter names: whichever process owns it answers. Bodies
         are not passed on.
         """
         peers = self
 
-        class KeeperRoute(APIRoute):
+        class OwnerRoute(APIRoute):
             def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
                 answer = super().get_route_handler()
 
                 async def answer_or_relay(request: Request) -> Response:
-                    keeper = peers.seat.keeper_of(request.path_params.get(parameter))
+                    owner = peers.rank.owner_of(request.path_params.get(parameter))
                     return await (
                         answer(request)
-                        if keeper == peers.seat.index
-                        else peers.relay(request, to=keeper)
+                        if owner == peers.rank.index
+                        else peers.relay(request, to=owner)
                     )
 
                 return answer_or_relay
 
-        return KeeperRoute
+        return OwnerRoute
 
 
 class _Exchange:
@@ -141,11 +141,18 @@ class _Exchange:
 
     @classmethod
     async def begin(
-        cls, seat: Seat, to: int, method: bytes, target: bytes, *, headers: Headers, body: bytes
+        cls,
+        rank: ServerRank,
+        to: int,
+        method: bytes,
+        target: bytes,
+        *,
+        headers: Headers,
+        body: bytes,
     ) -> _Exchange:
         """Send a request and wait for the head of the answer. Errors: `UnavailableError`."""
         try:
-            reader, writer = await asyncio.open_unix_connection(str(seat.socket_of(to)))
+            reader, writer = await asyncio.open_unix_connection(str(rank.socket_of(to)))
         except OSError:
             raise _gone(to) from None
         exchange = cls(reader, writer)

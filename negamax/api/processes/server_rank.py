@@ -13,13 +13,13 @@ from negamax.base.private_folder import PrivateFolder
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.admission import NUM_COLUMNS as QUEUE_COLUMNS
 
-_MARK_DIGITS = 2  # at the end of an id, hexadecimal: the process that keeps what it names
+_MARK_DIGITS = 2  # at the end of an id, hexadecimal: the process that owns what it names
 _MARK = re.compile(rf"[0-9a-f]{{{_MARK_DIGITS}}}")
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Process `index` of `count`; the first is the leader."""
+class ServerRank:
+    """Process `index` of `count`; the first supervises the others."""
 
     index: int
     count: int
@@ -30,13 +30,13 @@ class Seat:
     pulses: SharedNumbers
 
     @classmethod
-    def first_of(cls, count: int) -> Seat:
-        """The leader's; it makes what the others find."""
+    def first_of(cls, count: int) -> ServerRank:
+        """The first process's; it makes what the others find."""
         return cls.of(0, count, Path(PrivateFolder().path))
 
     @classmethod
-    def of(cls, index: int, count: int, folder: Path) -> Seat:
-        """The seat of process `index`."""
+    def of(cls, index: int, count: int, folder: Path) -> ServerRank:
+        """The rank of process `index`."""
         return cls(
             index=index,
             count=count,
@@ -51,20 +51,20 @@ class Seat:
         return self.folder / f"server-{index}"
 
     def new_id(self, prefix: str, *, num_bytes: int) -> str:
-        """A random id of something that this process keeps."""
+        """A random id of something that this process owns."""
         random = secrets.token_hex(num_bytes - _MARK_DIGITS // 2)
         return f"{prefix}_{random}{self.index:0{_MARK_DIGITS}x}"
 
-    def keeper_of(self, name: str | None) -> int:
-        """The process that keeps what has this id; this one, where the id is none of ours."""
+    def owner_of(self, name: str | None) -> int:
+        """The process that owns what has this id; this one, where the id is none of ours."""
         mark = (name or "")[-_MARK_DIGITS:]
         if not _MARK.fullmatch(mark) or int(mark, 16) >= self.count:
             return self.index
         return int(mark, 16)
 
     @property
-    def leader_pulse(self) -> Path:
-        """The file that begins with the leader's pulse."""
+    def supervisor_pulse(self) -> Path:
+        """The file that begins with the first process's pulse."""
         return self.folder / "pulses"
 
     def clear(self, index: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from negamax.api.processes import wire
-from negamax.api.processes.server_rank import Seat
+from negamax.api.processes.server_rank import ServerRank
 from negamax.base import process
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
@@ -28,18 +28,18 @@ from negamax.engine.wire import ModelInfo
 
 logger = get_logger(__name__)
 
-MEMBER_MODULE = "negamax.api.server_worker"
+SERVER_WORKER_MODULE = "negamax.api.server_worker"
 _POLL_SECONDS = 0.05
 _RESTARTS = Supervision(max_restarts=3)  # of one process
 _END_SECONDS = 7.0  # that processes get which were told to break off
 
 
-class Leader:
+class ServerSupervisor:
     """The server processes beside this one. Single writer: the event loop."""
 
     def __init__(
         self,
-        seat: Seat,
+        rank: ServerRank,
         engine_options: EngineOptions,
         server_options: ServerOptions,
         *,
@@ -49,22 +49,25 @@ class Leader:
         does.
         """
         # why one of them stays dead
-        self.gave_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         # gets the index of a process that is gone
         self.on_death: Callable[[int], None] | None = None
-        self._seat = seat
+        self._rank = rank
         self._engine_options = engine_options
         self._server_options = server_options
         self._listener = listener
         # the engine's measure
         self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)
         # for the children of this process
-        self.pulse = ParentPulse(os.getpid(), str(seat.leader_pulse), self._hang_seconds)
-        self._news: wire.EngineCame | wire.EngineWent | None = None  # what a new process must know
+        self.pulse = ParentPulse(os.getpid(), str(rank.supervisor_pulse), self._hang_seconds)
+        # what a new process must know
+        self._engine_message: wire.EngineReady | wire.EngineLost | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ending = False
         self._end: asyncio.Task[None] | None = None
-        self._keepers = [asyncio.create_task(self._keep(index)) for index in range(1, seat.count)]
+        self._watchers = [
+            asyncio.create_task(self._supervise(index)) for index in range(1, rank.count)
+        ]
 
     @property
     def num_running(self) -> int:
@@ -73,35 +76,35 @@ class Leader:
 
     async def ready(self) -> None:
         """Wait until all of them serve, or are to end. Errors: `EngineDeadError`."""
-        for index in range(1, self._seat.count):
-            while not self._is_ending and not await _answers(str(self._seat.socket_of(index))):
-                if self.gave_up.done():
-                    raise EngineDeadError(self.gave_up.result())
+        for index in range(1, self._rank.count):
+            while not self._is_ending and not await _answers(str(self._rank.socket_of(index))):
+                if self.failed.done():
+                    raise EngineDeadError(self.failed.result())
                 await asyncio.sleep(_POLL_SECONDS)
 
-    def engine_came(self, address: EngineAddress, info: ModelInfo) -> None:
-        """As of `Followers`."""
-        self._news = wire.EngineCame(address.folder, info)
-        self._tell_all(self._news)
+    def on_engine_ready(self, address: EngineAddress, info: ModelInfo) -> None:
+        """As of `EngineListener`."""
+        self._engine_message = wire.EngineReady(address.folder, info)
+        self._send_all(self._engine_message)
 
-    def engine_went(self, reason: str, *, ready_in: float) -> None:
-        """As of `Followers`."""
-        self._news = wire.EngineWent(reason, ready_in)
-        self._tell_all(self._news)
+    def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
+        """As of `EngineListener`."""
+        self._engine_message = wire.EngineLost(reason, ready_in)
+        self._send_all(self._engine_message)
 
-    def engine_gave_up(self, reason: str) -> None:
-        """As of `Followers`."""
+    def on_engine_failed(self, reason: str) -> None:
+        """As of `EngineListener`."""
         self._is_ending = True
-        self._tell_all(wire.EngineGaveUp(reason))
+        self._send_all(wire.EngineFailed(reason))
 
     def reload(self) -> None:
         """They read the files again that can be replaced."""
-        self._tell_all(wire.Reload())
+        self._send_all(wire.Reload())
 
     def drain(self) -> None:
         """They answer what is open, and end."""
         self._is_ending = True
-        self._tell_all(wire.Drain())
+        self._send_all(wire.Drain())
 
     async def end(self) -> None:
         """They break off what is open, and end; what does not is killed. The first call counts."""
@@ -111,33 +114,33 @@ class Leader:
 
     async def _end_all(self) -> None:
         self._is_ending = True
-        self._tell_all(wire.Abort())
+        self._send_all(wire.Abort())
         deadline = time.monotonic() + _END_SECONDS
         while self.num_running and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
         for ending in self._processes.values():
             ending.kill()
             ending.wait()
             _close(ending)
-        shutil.rmtree(self._seat.folder, ignore_errors=True)
+        shutil.rmtree(self._rank.folder, ignore_errors=True)
 
-    async def _keep(self, index: int) -> None:
+    async def _supervise(self, index: int) -> None:
         """Run a process, again and again."""
         policy, has_served = RestartPolicy(_RESTARTS), False
         while not self._is_ending:
             try:
                 running = self._processes[index] = self._spawn(index)
             except OSError as error:
-                self._give_up(f"server process {index} cannot be started: {error}")
+                self._fail(f"server process {index} cannot be started: {error}")
                 return
             silence = Silence()
             while running.poll() is None:
                 await asyncio.sleep(_POLL_SECONDS)
-                has_served = has_served or self._seat.socket_of(index).exists()
-                if silence.seconds(self._seat.pulses.row(index)[0]) > self._hang_seconds:
+                has_served = has_served or self._rank.socket_of(index).exists()
+                if silence.seconds(self._rank.pulses.row(index)[0]) > self._hang_seconds:
                     logger.error(
                         "server process %d gives no sign of life for %g s and is killed",
                         index,
@@ -149,42 +152,44 @@ class Leader:
                 return
             _close(self._processes.pop(index))
             reason = f"server process {index} ended with exit code {running.returncode}"
-            self._seat.clear(index)
-            self._seat.socket_of(index).unlink(missing_ok=True)
+            self._rank.clear(index)
+            self._rank.socket_of(index).unlink(missing_ok=True)
             if self.on_death is not None:
                 self.on_death(index)
             pause = policy.died(time.monotonic()) if has_served else None
             if pause is None:
-                self._give_up(reason)
+                self._fail(reason)
                 return
             logger.error("%s; it is started again%s", reason, f" in {pause:g} s" if pause else "")
             await asyncio.sleep(pause)
 
-    def _give_up(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         logger.error("%s; it is not started again", reason)
-        if not self.gave_up.done():
-            self.gave_up.set_result(reason)
+        if not self.failed.done():
+            self.failed.set_result(reason)
 
     def _spawn(self, index: int) -> subprocess.Popen[bytes]:
         """Start a process with a listening socket of its own, and tell it what there is to know."""
         with bound_to(self._listener.getsockname(), family=self._listener.family) as listener:
-            running = process.spawn(MEMBER_MODULE, own_group=True, pass_fds=(listener.fileno(),))
+            running = process.spawn(
+                SERVER_WORKER_MODULE, own_group=True, pass_fds=(listener.fileno(),)
+            )
             begin = wire.Begin(
                 index=index,
-                folder=str(self._seat.folder),
+                folder=str(self._rank.folder),
                 listener=listener.fileno(),
-                leader=self.pulse,
+                parent=self.pulse,
                 engine=self._engine_options,
                 server=self._server_options,
             )
-        _tell(running, begin)
-        if self._news is not None:
-            _tell(running, self._news)
+        _send(running, begin)
+        if self._engine_message is not None:
+            _send(running, self._engine_message)
         return running
 
-    def _tell_all(self, news: wire.News) -> None:
+    def _send_all(self, message: wire.ServerMessage) -> None:
         for running in self._processes.values():
-            _tell(running, news)
+            _send(running, message)
 
 
 def bound_to(address: Any, *, family: int) -> socket.socket:
@@ -202,13 +207,13 @@ def bound_to(address: Any, *, family: int) -> socket.socket:
     return bound
 
 
-def _tell(running: subprocess.Popen[bytes], news: wire.News) -> None:
+def _send(running: subprocess.Popen[bytes], message: wire.ServerMessage) -> None:
     """A line; lines are few and short, so the pipe has room for them. One that has ended misses
     nothing.
     """
     assert running.stdin is not None
     with contextlib.suppress(OSError):
-        running.stdin.write(wire.encoder.encode(news) + b"\n")
+        running.stdin.write(wire.encoder.encode(message) + b"\n")
 
 
 def _close(ended: subprocess.Popen[bytes]) -> None:

@@ -1,5 +1,5 @@
-"""What the leader tells another server process: lines of JSON on its standard input, whose end is
-the leader's end.
+"""What the first process sends another server process: lines of JSON on its standard input, whose
+end is its end.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     index: int
     folder: str  # of what the processes share
     listener: int  # file descriptor of a bound socket
-    leader: ParentPulse
+    parent: ParentPulse
     engine: EngineOptions
     server: ServerOptions
 
 
-class EngineCame(msgspec.Struct, frozen=True, tag="engine-came"):
+class EngineReady(msgspec.Struct, frozen=True, tag="engine-ready"):
     """An engine waits for requests at the sockets in `folder`."""
 
     folder: str
     info: ModelInfo
 
 
-class EngineWent(msgspec.Struct, frozen=True, tag="engine-went"):
+class EngineLost(msgspec.Struct, frozen=True, tag="engine-lost"):
     """The engine is gone; another one is expected in `ready_in` seconds."""
 
     reason: str
     ready_in: float
 
 
-class EngineGaveUp(msgspec.Struct, frozen=True, tag="engine-gave-up"):
+class EngineFailed(msgspec.Struct, frozen=True, tag="engine-failed"):
     """The engine stays dead."""
 
     reason: str
@@ -54,7 +54,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Break off what is open, and end."""
 
 
-News = Begin | EngineCame | EngineWent | EngineGaveUp | Reload | Drain | Abort
+ServerMessage = Begin | EngineReady | EngineLost | EngineFailed | Reload | Drain | Abort
 
 encoder = msgspec.json.Encoder()
-decoder: msgspec.json.Decoder[News] = msgspec.json.Decoder(News)
+decoder: msgspec.json.Decoder[ServerMessage] = msgspec.json.Decoder(ServerMessage)

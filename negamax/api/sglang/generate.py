@@ -24,7 +24,14 @@ from negamax.api.common.conversation import (
 )
 from negamax.api.errors import failure_event, json_response
 from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Say, begun, event, while_connected
+from negamax.api.http.sse import (
+    DONE,
+    FIRST_OUTPUT_SECONDS,
+    Write,
+    event,
+    first_output,
+    while_connected,
+)
 from negamax.api.openapi import json_body
 from negamax.api.schemas.request_model import refuse
 from negamax.api.sglang.generate_schema import (
@@ -61,24 +68,24 @@ def native_router(context: ApiContext) -> APIRouter:
     async def generate(request: Request) -> Response:
         """Continue one or several prompts."""
         arrival = time.monotonic()
-        wanted, num_bytes = await read_request(request, NativeRequest, context.body_limits)
-        samplings = wanted.samplings(len(wanted.prompts))
-        ids = [given or secrets.token_hex(16) for given in wanted.ids(len(wanted.prompts))]
-        limits = [_engine_sampling(wanted, sampling) for sampling in samplings]
+        params, num_bytes = await read_request(request, NativeRequest, context.body_limits)
+        samplings = params.samplings(len(params.prompts))
+        ids = [given or secrets.token_hex(16) for given in params.ids(len(params.prompts))]
+        limits = [_engine_sampling(params, sampling) for sampling in samplings]
         for limit in limits:
             context.check_sampling(limit)
         prompts = await context.prompts.plain(
-            wanted.prompts, cache_salt=salt_of(request, wanted.cache_salt)
+            params.prompts, cache_salt=salt_of(request, params.cache_salt)
         )
         await off_loop(lambda: [sampling.grammar for sampling in samplings], num_bytes=num_bytes)
         context.check_room(request, list(zip(prompts, limits, strict=True)))
         parts = [
             context.generate(
                 prompt,
-                _constrained(context, wanted, sampling, limit, prompt),
-                wanted,
+                _constrained(context, params, sampling, limit, prompt),
+                params,
                 request_id=f"generate-{rid}-{secrets.token_hex(4)}",
-                names=[rid, wanted.rid] if isinstance(wanted.rid, str) else [rid],
+                names=[rid, params.rid] if isinstance(params.rid, str) else [rid],
                 arrival=arrival,
                 stream_interval=sampling.stream_interval,
                 http=request,
@@ -86,16 +93,16 @@ def native_router(context: ApiContext) -> APIRouter:
             for prompt, sampling, limit, rid in zip(prompts, samplings, limits, ids, strict=True)
         ]
         answer = _NativeAnswering(
-            context, wanted, samplings, ids=ids, prompts=prompts, arrival=arrival
+            context, params, samplings, ids=ids, prompts=prompts, arrival=arrival
         )
         generations = Generations(parts)
-        if wanted.stream:
+        if params.stream:
             seconds = (
                 FIRST_OUTPUT_SECONDS
                 if all(sampling.grammar is None for sampling in samplings)
                 else None
             )
-            await begun(request.receive, generations, seconds=seconds)
+            await first_output(request.receive, generations, seconds=seconds)
             return context.event_stream(partial(answer.stream, generations), source=generations)
         return await while_connected(request.receive, answer.whole(generations))
 
@@ -104,8 +111,8 @@ def native_router(context: ApiContext) -> APIRouter:
         """End the requests with an id, of whatever route, or all. Administrators may end those of
         other keys.
         """
-        wanted, _ = await read_request(request, AbortRequest, context.body_limits)
-        meant = _meant(request, wanted)
+        params, _ = await read_request(request, AbortRequest, context.body_limits)
+        meant = _meant(request, params)
         counts = await context.peers.ask_others(_ABORT, meant)
         return json_response(NumAborted(abort(meant) + sum(counts)))
 
@@ -142,14 +149,14 @@ def native_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def _meant(request: Request, wanted: AbortRequest) -> dict[str, str | None]:
+def _meant(request: Request, params: AbortRequest) -> dict[str, str | None]:
     """The name and the tenant of the requests that are to end; None: any."""
-    if wanted.rid is None and not wanted.abort_all:
+    if params.rid is None and not params.abort_all:
         refuse("rid", "send the id of a request, or abort_all")
-    if wanted.abort_all:
+    if params.abort_all:
         check_admin(request)
     return {
-        "name": None if wanted.abort_all else wanted.rid,
+        "name": None if params.abort_all else params.rid,
         "tenant": None if is_admin(request) else tenant_of(request),
     }
 
@@ -164,18 +171,18 @@ def _abort(engine: AsyncEngine, meant: Mapping[str, str | None]) -> int:
     )
 
 
-def _engine_sampling(wanted: NativeRequest, sampling: NativeSampling) -> SamplingParams:
-    if not wanted.return_logprob:
+def _engine_sampling(params: NativeRequest, sampling: NativeSampling) -> SamplingParams:
+    if not params.return_logprob:
         return sampling.sampling_params(logprobs=None, prompt_logprobs=None)
-    top = wanted.top_logprobs_num
+    top = params.top_logprobs_num
     return sampling.sampling_params(
-        logprobs=top, prompt_logprobs=top if wanted.logprob_start_len >= 0 else None
+        logprobs=top, prompt_logprobs=top if params.logprob_start_len >= 0 else None
     )
 
 
 def _constrained(
     context: ApiContext,
-    wanted: NativeRequest,
+    params: NativeRequest,
     sampling: NativeSampling,
     limits: SamplingParams,
     prompt: list[int],
@@ -184,7 +191,7 @@ def _constrained(
     one.
     """
     reasoning = context.chat_format.reasoning_after(prompt)
-    budget = wanted.max_thinking_tokens if reasoning == "open" else None
+    budget = params.max_thinking_tokens if reasoning == "open" else None
     return constrained(
         limits, context.chat_format, reasoning=reasoning, grammar=sampling.grammar, budget=budget
     )
@@ -229,7 +236,7 @@ class _NativeAnswering:
     def __init__(
         self,
         context: ApiContext,
-        wanted: NativeRequest,
+        params: NativeRequest,
         samplings: list[NativeSampling],
         *,
         ids: list[str],
@@ -237,7 +244,7 @@ class _NativeAnswering:
         arrival: float,
     ) -> None:
         self._tokenizer = context.engine.tokenizer
-        self._wanted = wanted
+        self._params = params
         self._samplings = samplings
         self._prompts = prompts
         self._arrival = arrival
@@ -250,7 +257,7 @@ class _NativeAnswering:
                 _Choice(index, rid, RepeatPacing(num_choices=num_choices))
                 for _ in range(sampling.n)
             ]
-        self._is_list = wanted.is_batch or len(self._choices) > 1
+        self._is_list = params.is_batch or len(self._choices) > 1
 
     async def whole(self, generations: Generations) -> Response:
         """The answer in one piece: one object, or a list of them."""
@@ -259,23 +266,23 @@ class _NativeAnswering:
         encoded = msgspec.json.encode(answers if self._is_list else answers[0])
         return Response(encoded, media_type="application/json")
 
-    async def stream(self, generations: Generations, say: Say) -> None:
+    async def stream(self, generations: Generations, write: Write) -> None:
         """The answer as events, each with all that was said so far; an error after the start is an
         event too.
         """
 
-        def tell(number: int, output: RequestOutput) -> None:
+        def send(number: int, output: RequestOutput) -> None:
             index = self._take(number, output)
             choice = self._choices[index]
             is_due = choice.pacing.is_due(choice.num_bytes, now=time.monotonic())
             if is_due or choice.finish_reason is not None:
-                say(event(self._answer(index)))
+                write(event(self._answer(index)))
 
         try:
-            await generations.run(tell)
+            await generations.run(send)
         except Exception as error:
-            say(failure_event(error, request_id=self._choices[0].rid))
-        say(DONE)
+            write(failure_event(error, request_id=self._choices[0].rid))
+        write(DONE)
 
     def _take(self, number: int, output: RequestOutput) -> int:
         """Take an output into its choice; the choice's index."""
@@ -291,10 +298,10 @@ class _NativeAnswering:
         choice.num_tokens += len(output.token_ids)
         choice.last_token_id = output.token_ids[-1] if output.token_ids else choice.last_token_id
         choice.token_ids.extend(output.token_ids)
-        if self._wanted.return_logprob:
+        if self._params.return_logprob:
             logprobs = output.logprobs or ()
             choice.logprobs.extend([self._entry(one.token_id, one) for one in logprobs])
-            if self._wanted.top_logprobs_num > 0:
+            if self._params.top_logprobs_num > 0:
                 choice.top_logprobs.extend([self._top(entry) for entry in logprobs])
         choice.num_cached_tokens = output.num_cached_tokens
         if output.finish_reason is not None:
@@ -328,22 +335,22 @@ class _NativeAnswering:
 
     def _take_input(self, choice: _Choice, prompt_logprobs: list[TokenLogprobs]) -> None:
         """Take the logprobs of the prompt into a choice."""
-        prompt, start = self._prompts[choice.prompt_index], self._wanted.logprob_start_len
-        if not self._wanted.return_logprob or start < 0:
+        prompt, start = self._prompts[choice.prompt_index], self._params.logprob_start_len
+        if not self._params.return_logprob or start < 0:
             return
         given: list[TokenLogprobs | None] = (
             [None, *prompt_logprobs] if prompt_logprobs or start == 0 else []
         )
         asked = list(zip(prompt, given, strict=False))[min(start, len(prompt) - 1) :]
         choice.input_logprobs.extend([self._entry(token_id, entry) for token_id, entry in asked])
-        if self._wanted.top_logprobs_num > 0:
+        if self._params.top_logprobs_num > 0:
             choice.input_top_logprobs.extend([self._top(entry) for _, entry in asked])
 
     def _meta(self, choice: _Choice) -> MetaInfo:
-        wanted = self._wanted
+        params = self._params
         has_logprobs, has_top = (
-            wanted.return_logprob,
-            wanted.return_logprob and wanted.top_logprobs_num > 0,
+            params.return_logprob,
+            params.return_logprob and params.top_logprobs_num > 0,
         )
         return MetaInfo(
             id=choice.rid,
@@ -360,14 +367,14 @@ class _NativeAnswering:
 
     def _entry(self, token_id: int, entry: TokenLogprobs | None) -> LogprobEntry:
         text = (
-            self._tokenizer.token_text(token_id) if self._wanted.return_text_in_logprobs else None
+            self._tokenizer.token_text(token_id) if self._params.return_text_in_logprobs else None
         )
         return None if entry is None else max(entry.logprob, _LEAST), token_id, text
 
     def _top(self, entry: TokenLogprobs | None) -> list[LogprobEntry] | None:
         if entry is None:
             return None
-        with_text = self._wanted.return_text_in_logprobs
+        with_text = self._params.return_text_in_logprobs
         pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
         return [
             (max(logprob, _LEAST), i, self._tokenizer.token_text(i) if with_text else None)

@@ -52,7 +52,7 @@ class AsyncEngine:
         self.admission: Admission
         self.restart_count = 0
         # why it stays dead
-        self.gave_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.past_stats: list[wire.EngineStats] = []  # the last ones of engines that died
         # gets the number of tokens of each step
         self.on_steps: Callable[[list[int]], None] | None = None
@@ -145,7 +145,7 @@ class AsyncEngine:
         """
         if self.alive:
             return
-        if self._is_stopped or self.gave_up.done():
+        if self._is_stopped or self.failed.done():
             raise EngineDeadError(self._death, code="engine_dead")
         wait = max(1.0, self._next_ready - time.monotonic())
         raise UnavailableError(
@@ -281,7 +281,7 @@ class AsyncEngine:
         assert self._channel is not None
         self._channel.send(wire.ForgetPrefixes())
 
-    def came(self, channel: EngineChannel, info: wire.ModelInfo) -> None:
+    def on_engine_ready(self, channel: EngineChannel, info: wire.ModelInfo) -> None:
         """An engine is there."""
         self.info = info
         self.admission = Admission(
@@ -296,7 +296,7 @@ class AsyncEngine:
         self.restart_count += self._has_come
         self._has_come = True
 
-    def went(self, reason: str, *, ready_in: float) -> None:
+    def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
         """The engine is gone: every open request ends with `EngineDeadError`. Another one is
         expected in `ready_in` seconds.
         """
@@ -307,9 +307,9 @@ class AsyncEngine:
         self._channel = None
         self._fail_open()
 
-    def give_up(self, reason: str) -> None:
+    def on_engine_failed(self, reason: str) -> None:
         """The engine stays dead."""
-        self.gave_up.set_result(reason)
+        self.failed.set_result(reason)
 
     def stop(self, reason: str = "the engine was stopped") -> None:
         """Take no more requests; every open one ends with `EngineDeadError`."""

@@ -108,7 +108,8 @@ class Generation:
         interval: int = 1,
         owner: Owner = NOBODY,
     ) -> None:
-        """Nothing happens before `begun` or `run`. `streams` by the ids of `requests`; `deadline`:
+        """Nothing happens before `first_output` or `run`. `streams` by the ids of `requests`;
+        `deadline`:
         monotonic seconds.
         """
         self.owner = owner
@@ -139,7 +140,7 @@ class Generation:
         """The parameters of the first choice, with the model's defaults."""
         return self._requests[0].sampling
 
-    async def begun(self) -> None:
+    async def first_output(self) -> None:
         """Send the request to the engine, and wait until something has come back.
 
         Errors: those of the engine's door, and what ended the request before its first output; it
@@ -155,9 +156,9 @@ class Generation:
             raise self._failure
 
     async def run(self, take: Callable[[RequestOutput], object]) -> None:
-        """Hand every output to `take`, until the last choice has ended. Errors: those of `begun`
-        and of `take`, `EngineError`, `EngineDeadError`, `RequestTimeoutError`. However this ends,
-        nothing of the request is left in the engine.
+        """Hand every output to `take`, until the last choice has ended. Errors: those of
+        `first_output` and of `take`, `EngineError`, `EngineDeadError`, `RequestTimeoutError`.
+        However this ends, nothing of the request is left in the engine.
         """
         self._ended = asyncio.get_running_loop().create_future()
         self._take = take
@@ -311,11 +312,11 @@ class Generations:
     def __init__(self, parts: Sequence[Generation]) -> None:
         self._parts = parts
 
-    async def begun(self) -> None:
+    async def first_output(self) -> None:
         """Send all, and wait until something has come back for one of them. Errors: as of
-        `Generation.begun`.
+        `Generation.first_output`.
         """
-        waits = [asyncio.ensure_future(part.begun()) for part in self._parts]
+        waits = [asyncio.ensure_future(part.first_output()) for part in self._parts]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for wait in done:

@@ -221,7 +221,7 @@ def admit(
     room = info.max_model_len - num_prompt_tokens
     if room < 1:
         raise ContextLengthError.of_prompt(
-            num_prompt_tokens, window=info.max_model_len, param="messages"
+            num_prompt_tokens, context_length=info.max_model_len, param="messages"
         )
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= info.vocab_size:

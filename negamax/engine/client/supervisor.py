@@ -27,16 +27,16 @@ from negamax.scheduler.request import GenerateRequest
 logger = get_logger(__name__)
 
 
-class Followers(Protocol):
-    """The other server processes, which are told what becomes of the engine."""
+class EngineListener(Protocol):
+    """Whoever passes on to the other server processes what becomes of the engine."""
 
-    def engine_came(self, address: EngineAddress, info: ModelInfo) -> None:
+    def on_engine_ready(self, address: EngineAddress, info: ModelInfo) -> None:
         """An engine waits for requests."""
 
-    def engine_went(self, reason: str, *, ready_in: float) -> None:
+    def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
         """It is gone; another one is expected in so many seconds."""
 
-    def engine_gave_up(self, reason: str) -> None:
+    def on_engine_failed(self, reason: str) -> None:
         """It stays dead."""
 
 
@@ -60,7 +60,7 @@ class EngineSupervisor:
         self._supervision = supervision
         self._module = module
         self._num_servers = num_servers
-        self._followers: Followers | None = None
+        self._listener: EngineListener | None = None
         self._parent: ParentPulse | None = None
         self._connection: EngineConnection | None = None
         self._start_seconds = 0.0  # that the last start took
@@ -84,24 +84,24 @@ class EngineSupervisor:
         supervision: Supervision,
         module: str,
         num_servers: int = 1,
-        followers: Followers | None = None,
+        listener: EngineListener | None = None,
         parent: ParentPulse | None = None,
     ) -> EngineSupervisor:
         """Spawn an engine process for `options` and wait until it can serve `engine`, and the
-        clients of `num_servers` - 1 `followers`. `module` is what the process runs; it ends this
-        process, too, where the pulse of `parent`, which is this process, stands still. Errors:
-        `ConfigError` and its kin, with the message of whatever refused to start; nothing is left
-        running then."""
+        clients of `num_servers` - 1 others behind `listener`. `module` is what the process runs; it
+        ends this process, too, where the pulse of `parent`, which is this process, stands still.
+        Errors: `ConfigError` and its kin, with the message of whatever refused to start; nothing is
+        left running then."""
         supervisor = cls(
             engine, options, supervision=supervision, module=module, num_servers=num_servers
         )
-        supervisor._followers = followers
+        supervisor._listener = listener
         supervisor._parent = parent
         await supervisor._connect()
         supervisor._task = asyncio.create_task(supervisor._supervise())
         return supervisor
 
-    def server_went(self, server: int) -> None:
+    def on_server_lost(self, server: int) -> None:
         """A server process is gone: its requests end."""
         if self._connection is not None:
             self._connection.channel.send(AbortServer(server))
@@ -136,9 +136,9 @@ class EngineSupervisor:
             raise
         self._start_seconds = time.monotonic() - started
         self._connection = connection
-        self.engine.came(connection.channel, info)
-        if self._followers is not None:
-            self._followers.engine_came(connection.address, info)
+        self.engine.on_engine_ready(connection.channel, info)
+        if self._listener is not None:
+            self._listener.on_engine_ready(connection.address, info)
 
     async def _supervise(self) -> None:
         """Wait for the engine's end, again and again: fail what was open, start it anew, or give
@@ -150,7 +150,7 @@ class EngineSupervisor:
         while True:
             pause = policy.died(time.monotonic())
             open_requests = self.engine.open_requests()
-            self._went(reason, ready_in=self._start_seconds + (pause or 0.0))
+            self._lost(reason, ready_in=self._start_seconds + (pause or 0.0))
             await asyncio.to_thread(self._dump_crash, reason, open_requests)
             await asyncio.shield(self._connection.close(kill=True))
             if pause is None:
@@ -165,9 +165,9 @@ class EngineSupervisor:
             logger.warning("the engine runs again after %.1f s", self._start_seconds)
             reason = await asyncio.shield(self._connection.ended)
         logger.error("%s; it is not started again", reason)
-        self.engine.give_up(reason)
-        if self._followers is not None:
-            self._followers.engine_gave_up(reason)
+        self.engine.on_engine_failed(reason)
+        if self._listener is not None:
+            self._listener.on_engine_failed(reason)
 
     def _dump_crash(self, reason: str, open_requests: list[GenerateRequest]) -> None:
         """Write down what is known here of an engine that is gone; a killed one says nothing."""
@@ -188,7 +188,7 @@ class EngineSupervisor:
 
         self._crash_dumps.write(reason, details=details)
 
-    def _went(self, reason: str, *, ready_in: float) -> None:
-        self.engine.went(reason, ready_in=ready_in)
-        if self._followers is not None:
-            self._followers.engine_went(reason, ready_in=ready_in)
+    def _lost(self, reason: str, *, ready_in: float) -> None:
+        self.engine.on_engine_lost(reason, ready_in=ready_in)
+        if self._listener is not None:
+            self._listener.on_engine_lost(reason, ready_in=ready_in)
