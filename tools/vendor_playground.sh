@@ -1,6 +1,7 @@
 #!/bin/sh
-# Builds the libraries of the chat page into negamax/api/playground/vendor/, and the accessibility checker of its tests into
-# tests/e2e/vendor/. Versions: tools/vendor_playground/package.json and its lock file. Needs node and npm.
+# Builds the libraries of the chat page into negamax/api/playground/vendor/, and the accessibility
+# checker of its tests into tests/e2e/vendor/. Versions: tools/vendor_playground/package.json and
+# its lock file. Needs node and npm.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 pages=$root/negamax/api/playground/vendor
@@ -13,8 +14,9 @@ npm ci --ignore-scripts --no-audit --no-fund
 mkdir -p "$pages" "$tests"
 for name in markdown temml highlight; do
   # "neutral" picks the modules that do without innerHTML, which the page's policy forbids
-  npx esbuild "$name.js" --bundle --minify --format=esm --platform=neutral --main-fields=module,main --target=es2022 \
-    --charset=utf8 --legal-comments=none --metafile="$name.json" --log-level=warning --outfile="$pages/$name.js" \
+  npx esbuild "$name.js" --bundle --minify --format=esm --platform=neutral \
+    --main-fields=module,main --target=es2022 --charset=utf8 --legal-comments=none \
+    --metafile="$name.json" --log-level=warning --outfile="$pages/$name.js" \
     --banner:js="/* Built by tools/vendor_playground.sh; licences: LICENSES.txt */"
 done
 node licences.js markdown.json temml.json highlight.json > "$pages/LICENSES.txt"

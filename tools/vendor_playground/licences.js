@@ -1,4 +1,5 @@
-// Writes the name, version and licence of every package that went into a bundle. Arguments: esbuild's metafiles.
+// Writes the name, version and licence of every package that went into a bundle. Arguments:
+// esbuild's metafiles.
 
 import { readdirSync, readFileSync } from "node:fs";
 
@@ -18,6 +19,7 @@ for (const folder of [...folders].sort()) {
   texts.set(text, [...(texts.get(text) ?? []), `${name} ${version} (${license})`]);
 }
 const parts = [...texts].map(([text, packages]) => `${packages.join("\n")}\n\n${text}\n`);
+const listed = parts.join(`\n${"-".repeat(80)}\n\n`);
 process.stdout.write(
-  `The files beside this one are built from these packages.\n\n${parts.join(`\n${"-".repeat(80)}\n\n`)}`,
+  `The files beside this one are built from these packages.\n\n${listed}`,
 );

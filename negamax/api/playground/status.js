@@ -64,7 +64,8 @@ function sampleOf(reading, earlier) {
   const last = earlier.at(-1);
   const gained = (name, since) => value(name) - (since?.values.get(name) ?? 0);
   const perSecond = (...names) => {
-    const isNew = !last || gained("vllm:generation_tokens_total", last) < 0; // a server since started
+    // a server that has started since then counts from 0 again
+    const isNew = !last || gained("vllm:generation_tokens_total", last) < 0;
     if (isNew) return null;
     const total = names.reduce((sum, [name, sign]) => sum + sign * gained(name, last), 0);
     return Math.max(0, (1000 * total) / (reading.time - last.time));

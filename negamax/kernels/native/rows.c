@@ -1,8 +1,10 @@
-/* Row-wise ops for the CPU, the arithmetic of negamax/kernels/<family>/spec.py in one pass over each row.
+/* Row-wise ops for the CPU, the arithmetic of negamax/kernels/<family>/spec.py in one pass over
+   each row.
 
-   Compiled once per dtype of the tensors: bf16, or fp32 with -DELEMENT_FP32. Sums run over 16 fixed lanes, so a row's result
-   depends on that row alone. bf16 is carried as uint16_t and rounded to nearest even, in the places where the definitions
-   round. Tensors are contiguous; sizes are in elements. */
+   Compiled once per dtype of the tensors: bf16, or fp32 with -DELEMENT_FP32. Sums run over 16
+   fixed lanes, so a row's result depends on that row alone. bf16 is carried as uint16_t and
+   rounded to nearest even, in the places where the definitions round. Tensors are contiguous;
+   sizes are in elements. */
 
 #include <float.h>
 #include <math.h>
@@ -26,7 +28,9 @@ static inline vec load(const float *x) {
 
 static inline void store(float *x, vec value) { memcpy(x, &value, sizeof value); }
 
-static inline float across(vec v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+static inline float across(vec v) {
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
 
 #ifdef ELEMENT_FP32
 static const float LARGEST = FLT_MAX;
@@ -83,7 +87,8 @@ static float sum_of_squares(const float *x, int64_t count) {
     return fold(lanes);
 }
 
-/* exp, accurate to about 2 ulp, in a form that compilers vectorise; clamped to the range of float, NaN stays NaN. */
+/* exp, accurate to about 2 ulp, in a form that compilers vectorise; clamped to the range of float,
+   NaN stays NaN. */
 static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
     float n = x == x ? floorf(x * 1.44269504088896341f + 0.5f) : 0.0f;
@@ -102,7 +107,8 @@ static inline float exponential(float x) {
 }
 
 /* residual += x (x may be NULL), out = rms_norm(residual) * weight. All [rows, width]. */
-void negamax_add_rms(const element *x, element *residual, const element *weight, element *out, int64_t rows, int64_t width, float eps) {
+void negamax_add_rms(const element *x, element *residual, const element *weight, element *out,
+                     int64_t rows, int64_t width, float eps) {
     float scratch[width];
     for (int64_t row = 0; row < rows; row++) {
         element *restrict sum = residual + row * width;
@@ -113,7 +119,8 @@ void negamax_add_rms(const element *x, element *residual, const element *weight,
         }
         for (int64_t i = 0; i < width; i++) scratch[i] = widen(sum[i]);
         float scale = 1.0f / sqrtf(sum_of_squares(scratch, width) / (float)width + eps);
-        for (int64_t i = 0; i < width; i++) y[i] = narrow(widen(narrow(scratch[i] * scale)) * widen(weight[i]));
+        for (int64_t i = 0; i < width; i++)
+            y[i] = narrow(widen(narrow(scratch[i] * scale)) * widen(weight[i]));
     }
 }
 
@@ -123,13 +130,15 @@ static void scaled(float *restrict x, const float *restrict weight, int64_t coun
     for (int64_t i = 0; i < count; i++) x[i] = x[i] * scale * weight[i];
 }
 
-/* qkv [tokens, (heads + 2 kv_heads) * dim] -> q_out [tokens, heads * dim], keys and values into the caches at rows
-   [tokens * kv_heads]; cos, sin [tokens, rotary] fp32. Values that are not finite become finite first: a cache block outlives
-   the sequence that wrote it. */
-void negamax_qk_norm_rope_write(const element *qkv, const float *weight, const float *cosines, const float *sines, element *k_cache,
-                                element *v_cache, const int64_t *rows, element *q_out, int64_t tokens, int64_t heads, int64_t kv_heads,
-                                int64_t dim, int64_t rotary, float eps) {
-    int64_t q_width = heads * dim, kv_width = kv_heads * dim, width = q_width + 2 * kv_width, half = rotary / 2;
+/* qkv [tokens, (heads + 2 kv_heads) * dim] -> q_out [tokens, heads * dim], keys and values into the
+   caches at rows [tokens * kv_heads]; cos, sin [tokens, rotary] fp32. Values that are not finite
+   become finite first: a cache block outlives the sequence that wrote it. */
+void negamax_qk_norm_rope_write(const element *qkv, const float *weight, const float *cosines,
+                                const float *sines, element *k_cache, element *v_cache,
+                                const int64_t *rows, element *q_out, int64_t tokens, int64_t heads,
+                                int64_t kv_heads, int64_t dim, int64_t rotary, float eps) {
+    int64_t q_width = heads * dim, kv_width = kv_heads * dim, width = q_width + 2 * kv_width;
+    int64_t half = rotary / 2;
     float scratch[width];
     for (int64_t token = 0; token < tokens; token++) {
         const element *source = qkv + token * width;
@@ -153,16 +162,18 @@ void negamax_qk_norm_rope_write(const element *qkv, const float *weight, const f
         for (int64_t i = 0; i < q_width; i++) q[i] = narrow(scratch[i]);
         for (int64_t head = 0; head < kv_heads; head++) {
             const float *key = scratch + q_width + head * dim, *value = key + kv_width;
-            element *k = k_cache + rows[token * kv_heads + head] * dim, *v = v_cache + rows[token * kv_heads + head] * dim;
+            int64_t offset = rows[token * kv_heads + head] * dim;
+            element *k = k_cache + offset, *v = v_cache + offset;
             for (int64_t i = 0; i < dim; i++) k[i] = narrow(key[i]);
             for (int64_t i = 0; i < dim; i++) v[i] = narrow(value[i]);
         }
     }
 }
 
-/* Scores of `keys` keys [keys, dim] for four queries [4, dim], both fp32, two keys at a time (`keys` is even, `dim` a multiple
-   of WIDTH: both are padded). */
-static void four_scores(const float *q, const float *k, float *scores, int64_t keys, int64_t dim, int64_t stride) {
+/* Scores of `keys` keys [keys, dim] for four queries [4, dim], both fp32, two keys at a time
+   (`keys` is even, `dim` a multiple of WIDTH: both are padded). */
+static void four_scores(const float *q, const float *k, float *scores, int64_t keys, int64_t dim,
+                        int64_t stride) {
     for (int64_t key = 0; key < keys; key += 2) {
         const float *even = k + key * dim, *odd = even + dim;
         vec sum[4][2] = {{{0}}};
@@ -181,38 +192,44 @@ static void four_scores(const float *q, const float *k, float *scores, int64_t k
     }
 }
 
-/* mixed [4, dim] = mixed * fade [4] + p [4, keys] values [keys, dim]. */
-static void four_mixed(float *mixed, const float *fade, const float *p, const float *values, int64_t keys, int64_t dim,
-                       int64_t stride) {
+/* acc [4, dim] = acc * alpha [4] + p [4, keys] values [keys, dim]. */
+static void four_mixed(float *acc, const float *alpha, const float *p, const float *values,
+                       int64_t keys, int64_t dim, int64_t stride) {
     for (int64_t i = 0; i < dim; i += WIDTH) {
         vec sum[4];
-        for (int row = 0; row < 4; row++) sum[row] = load(mixed + row * dim + i) * fade[row];
+        for (int row = 0; row < 4; row++) sum[row] = load(acc + row * dim + i) * alpha[row];
         for (int64_t key = 0; key < keys; key++) {
             vec value = load(values + key * dim + i);
             for (int row = 0; row < 4; row++) sum[row] += value * p[row * stride + key];
         }
-        for (int row = 0; row < 4; row++) store(mixed + row * dim + i, sum[row]);
+        for (int row = 0; row < 4; row++) store(acc + row * dim + i, sum[row]);
     }
 }
 
 /* `count` rows of `dim` values as fp32 rows of `padded` values; what is padded stays as it was. */
-static void widen_rows(const element *restrict rows, float *restrict out, int64_t count, int64_t dim, int64_t padded) {
+static void widen_rows(const element *restrict rows, float *restrict out, int64_t count,
+                       int64_t dim, int64_t padded) {
     for (int64_t row = 0; row < count; row++)
         for (int64_t i = 0; i < dim; i++) out[row * padded + i] = widen(rows[row * dim + i]);
 }
 
 static void prefetch_block(const element *block, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(element)) __builtin_prefetch(block + i);
+    const int64_t line = 64 / (int64_t)sizeof(element);
+    for (int64_t i = 0; i < count; i += line) __builtin_prefetch(block + i);
 }
 
-/* One query per sequence against its paged keys and values, block by block with a running softmax. q, out [seqs, heads, dim];
-   caches [blocks, kv_heads, block_size, dim]; tables [seqs, table_width] block numbers; lengths [seqs] keys, at least 1. */
-void negamax_decode(const element *q, const element *k_cache, const element *v_cache, const int64_t *tables, const int64_t *lengths,
-                    element *out, int64_t seqs, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
+/* One query per sequence against its paged keys and values, block by block with a running softmax:
+   m_i the largest score so far, l_i the sum of exponentials, alpha what a new m_i scales them by.
+   q, out [seqs, heads, dim]; caches [blocks, kv_heads, block_size, dim]; tables [seqs, table_width]
+   block numbers; lengths [seqs] keys, at least 1. */
+void negamax_decode(const element *q, const element *k_cache, const element *v_cache,
+                    const int64_t *tables, const int64_t *lengths, element *out, int64_t seqs,
+                    int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                     int64_t table_width) {
     int64_t group = heads / kv_heads, rows = (group + 3) / 4 * 4, stride = (block_size + 1) / 2 * 2;
     int64_t padded = (dim + WIDTH - 1) / WIDTH * WIDTH, block_count = block_size * dim;
-    float queries[rows * padded], mixed[rows * padded], scores[rows * stride], peak[rows], mass[rows], fade[rows];
+    float queries[rows * padded], acc[rows * padded], scores[rows * stride];
+    float m_i[rows], l_i[rows], alpha[rows];
     float keys[stride * padded], values[stride * padded];
     const float scale = 1.0f / sqrtf((float)dim);
     memset(queries, 0, sizeof queries);
@@ -224,8 +241,8 @@ void negamax_decode(const element *q, const element *k_cache, const element *v_c
         int64_t first_row = sequence * heads + head * group;
         widen_rows(q + first_row * dim, queries, group, dim, padded);
         for (int64_t i = 0; i < rows * padded; i++) queries[i] *= scale;
-        memset(mixed, 0, sizeof mixed);
-        for (int64_t row = 0; row < rows; row++) peak[row] = -INFINITY, mass[row] = 0.0f;
+        memset(acc, 0, sizeof acc);
+        for (int64_t row = 0; row < rows; row++) m_i[row] = -INFINITY, l_i[row] = 0.0f;
         for (int64_t start = 0; start < length; start += block_size) {
             int64_t offset = (table[start / block_size] * kv_heads + head) * block_count;
             int64_t count = length - start < block_size ? length - start : block_size;
@@ -237,26 +254,30 @@ void negamax_decode(const element *q, const element *k_cache, const element *v_c
             widen_rows(k_cache + offset, keys, count, dim, padded);
             widen_rows(v_cache + offset, values, count, dim, padded);
             for (int64_t row = 0; row < rows; row += 4)
-                four_scores(queries + row * padded, keys, scores + row * stride, (count + 1) / 2 * 2, padded, stride);
+                four_scores(queries + row * padded, keys, scores + row * stride,
+                            (count + 1) / 2 * 2, padded, stride);
             for (int64_t row = 0; row < rows; row++) {
-                float *p = scores + row * stride, top = largest(p, count, peak[row]);
+                float *p = scores + row * stride, top = largest(p, count, m_i[row]);
                 for (int64_t key = 0; key < count; key++) p[key] = exponential(p[key] - top);
-                fade[row] = exponential(peak[row] - top);
-                mass[row] = mass[row] * fade[row] + total(p, count);
-                peak[row] = top;
+                alpha[row] = exponential(m_i[row] - top);
+                l_i[row] = l_i[row] * alpha[row] + total(p, count);
+                m_i[row] = top;
             }
             for (int64_t row = 0; row < rows; row += 4)
-                four_mixed(mixed + row * padded, fade + row, scores + row * stride, values, count, padded, stride);
+                four_mixed(acc + row * padded, alpha + row, scores + row * stride, values, count,
+                           padded, stride);
         }
         for (int64_t row = 0; row < group; row++)
-            for (int64_t i = 0; i < dim; i++) out[(first_row + row) * dim + i] = narrow(mixed[row * padded + i] / mass[row]);
+            for (int64_t i = 0; i < dim; i++)
+                out[(first_row + row) * dim + i] = narrow(acc[row * padded + i] / l_i[row]);
     }
 }
 
-/* x [tokens, hidden], gate [experts, hidden] fp32, bias [experts] fp32 -> the top_k experts of sigmoid(gate x) + bias, and
-   their sigmoids divided by the sum; ids, weights [tokens, top_k]. Equal scores: the lower id. */
-void negamax_route(const element *x, const float *gate, const float *bias, int32_t *ids, float *weights, int64_t tokens,
-                   int64_t hidden, int64_t experts, int64_t top_k) {
+/* x [tokens, hidden], gate [experts, hidden] fp32, bias [experts] fp32 -> the top_k experts of
+   sigmoid(gate x) + bias, and their sigmoids divided by the sum; ids, weights [tokens, top_k].
+   Equal scores: the lower id. */
+void negamax_route(const element *x, const float *gate, const float *bias, int32_t *ids,
+                   float *weights, int64_t tokens, int64_t hidden, int64_t experts, int64_t top_k) {
     float wide[hidden], score[experts], biased[experts];
     for (int64_t token = 0; token < tokens; token++) {
         const element *source = x + token * hidden;
@@ -270,14 +291,16 @@ void negamax_route(const element *x, const float *gate, const float *bias, int32
             for (int j = 0; i < hidden; i++, j++) lanes[j] += wide[i] * row[i];
             score[expert] = 1.0f / (1.0f + expf(-fold(lanes)));
             biased[expert] = score[expert] + bias[expert];
-            if (biased[expert] != biased[expert]) biased[expert] = INFINITY; /* NaN first, as in torch.topk */
+            /* NaN first, as in torch.topk */
+            if (biased[expert] != biased[expert]) biased[expert] = INFINITY;
         }
         float total = 0.0f;
         for (int64_t choice = 0; choice < top_k; choice++) {
             int64_t best = -1;
             for (int64_t expert = 0; expert < experts; expert++) {
                 int taken = 0;
-                for (int64_t earlier = 0; earlier < choice; earlier++) taken |= ids[token * top_k + earlier] == expert;
+                for (int64_t earlier = 0; earlier < choice; earlier++)
+                    taken |= ids[token * top_k + earlier] == expert;
                 if (!taken && (best < 0 || biased[expert] > biased[best])) best = expert;
             }
             ids[token * top_k + choice] = (int32_t)best;
@@ -299,11 +322,12 @@ void negamax_swiglu(const element *gate_up, element *out, int64_t rows, int64_t 
     }
 }
 
-/* Sort the (token, choice) pairs of experts first .. first + count - 1 by expert, pairs of one expert in order: pair p of
-   ids [tokens * top_k] stands at place[p] of the sorted list (-1: another rank's expert), entry i of the list belongs to token
-   source[i], and expert e's entries are bounds[e] .. bounds[e + 1] - 1. source, place [tokens * top_k]; bounds [count + 1]. */
-void negamax_group_pairs(const int32_t *ids, int64_t *source, int64_t *place, int64_t *bounds, int64_t tokens, int64_t top_k,
-                         int64_t first, int64_t count) {
+/* Sort the (token, choice) pairs of experts first .. first + count - 1 by expert, pairs of one
+   expert in order: pair p of ids [tokens * top_k] stands at place[p] of the sorted list (-1:
+   another rank's expert), entry i of the list belongs to token source[i], and expert e's entries
+   are bounds[e] .. bounds[e + 1] - 1. source, place [tokens * top_k]; bounds [count + 1]. */
+void negamax_group_pairs(const int32_t *ids, int64_t *source, int64_t *place, int64_t *bounds,
+                         int64_t tokens, int64_t top_k, int64_t first, int64_t count) {
     int64_t pairs = tokens * top_k, next[count + 1];
     memset(bounds, 0, sizeof(int64_t) * (size_t)(count + 1));
     for (int64_t pair = 0; pair < pairs; pair++)
@@ -318,10 +342,11 @@ void negamax_group_pairs(const int32_t *ids, int64_t *source, int64_t *place, in
     }
 }
 
-/* The weighted sum of each token's expert outputs, in the order of its choices; place from negamax_group_pairs.
-   y [sorted pairs, hidden], weights [tokens * top_k] fp32 -> out [tokens, hidden]. */
-void negamax_combine(const element *y, const int64_t *place, const float *weights, element *out, int64_t tokens, int64_t top_k,
-                     int64_t hidden) {
+/* The weighted sum of each token's expert outputs, in the order of its choices; place from
+   negamax_group_pairs. y [sorted pairs, hidden], weights [tokens * top_k] fp32 -> out [tokens,
+   hidden]. */
+void negamax_combine(const element *y, const int64_t *place, const float *weights, element *out,
+                     int64_t tokens, int64_t top_k, int64_t hidden) {
     float sum[hidden];
     for (int64_t token = 0; token < tokens; token++) {
         memset(sum, 0, sizeof sum);

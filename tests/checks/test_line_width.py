@@ -1,0 +1,63 @@
+"""Lines have at most 100 columns also where ruff does not look: C, JavaScript, CSS, HTML,
+templates, configuration, scripts, and prose.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WIDTH = 100
+KINDS = ("c", "h", "js", "mjs", "css", "html", "jinja", "toml", "yaml", "yml", "conf", "sh", "md")
+NAMES = ("Makefile", "run", "Dockerfile")
+OTHERS = re.compile(r"(^|/)vendor/")  # as their authors wrote them
+GENERATED = ("docs/api-reference.md", "docs/cli.md")
+_FENCED = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
+_TARGET = re.compile(r"\]\([^)\s]+\)|<?https?://\S+")
+
+
+def files() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [
+        name
+        for name in listed
+        if (name.rpartition(".")[2] in KINDS or Path(name).name in NAMES)
+        and not OTHERS.search(name)
+        and name not in GENERATED
+        and (ROOT / name).is_file()
+    ]
+
+
+def wide_lines(text: str, *, is_prose: bool) -> list[int]:
+    """Numbers of the lines that are too wide; in prose, tables, code and what links lead to do not
+    count."""
+    if is_prose:
+        text = _FENCED.sub(lambda match: "\n" * match[0].count("\n"), text)
+        text = _TARGET.sub("", text)
+    return [
+        number
+        for number, line in enumerate(text.split("\n"), 1)
+        if len(line.expandtabs(4)) > WIDTH and not (is_prose and line.lstrip().startswith("|"))
+    ]
+
+
+def test_lines_fit_beside_each_other() -> None:
+    found = [
+        f"{name}:{number}"
+        for name in files()
+        for number in wide_lines(
+            (ROOT / name).read_text(encoding="utf-8"), is_prose=name.endswith(".md")
+        )
+    ]
+    assert found == []
+
+
+def test_wide_lines_are_found() -> None:
+    wide = "word " * 21
+    prose = f"a\n{wide}\n| {wide} |\n```sh\n{wide}\n```\n[a]({'x' * 120})\n\n{wide}"
+    assert wide_lines(prose, is_prose=True) == [2, 9]
+    assert wide_lines(f"{wide}\n| {wide}\n", is_prose=False) == [1, 2]
