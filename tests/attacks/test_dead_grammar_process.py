@@ -24,7 +24,7 @@ def kill_grammar_process(server: Server) -> None:
     (pid,) = [
         pid
         for pid in family_of(server.process.pid)
-        if b"grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"grammar.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     os.kill(pid, signal.SIGKILL)
 

@@ -21,7 +21,7 @@ import pytest
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 
-from negamax.api import guard
+from negamax.api import auth
 from negamax.api.http import listening, protocol
 from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
 from negamax.base.errors import ConfigError, RequestTimeoutError
@@ -327,7 +327,7 @@ def test_unread_answer_is_dropped_after_the_limit() -> None:
 
 
 def test_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(auth, "BODY_SECONDS", 0.1)
 
     class Budget:
         taken = 0
@@ -345,7 +345,7 @@ def test_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatc
             raise AssertionError
 
         budget: Any = Budget()
-        body = guard._Body(receive, budget)
+        body = auth._Body(receive, budget)
         assert (await body.receive())["body"] == b"abc"
         with pytest.raises(RequestTimeoutError):
             await body.receive()
