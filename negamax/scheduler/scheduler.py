@@ -72,7 +72,8 @@ class Scheduler:
         self.generated_tokens = 0
         self.draft_rows = 0  # committed rows with draft tokens
         self.draft_tokens = 0  # of these rows
-        self.accepted_draft_tokens = 0
+        # of these, right ones, by place in the row
+        self.accepted_per_position = [0] * limits.num_draft_tokens
         self._pool = BlockPool(limits.num_blocks)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by order
@@ -420,7 +421,8 @@ class Scheduler:
         sequence.num_total -= num_drafts - num_accepted
         self.draft_rows += 1
         self.draft_tokens += num_drafts
-        self.accepted_draft_tokens += num_accepted
+        for place in range(num_accepted):
+            self.accepted_per_position[place] += 1
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give a running sequence one more block, preempting later ones; False: it is the last

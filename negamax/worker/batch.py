@@ -44,6 +44,7 @@ class BatchLayout:
     query_starts: Column  # [S + 1]
     # per row of the plan: index of its first prompt token among the T (meaningless without any)
     prompt_starts: list[int]
+    sample_rows: list[int]  # [R] row of the plan: one sample, and one for each of its draft tokens
     sample_slots: list[int]  # [R]
     sample_positions: list[int]  # [R]
     sample_tokens: list[int]  # [R] index among the T of the token whose hidden state is sampled
@@ -103,7 +104,12 @@ def build_batch_layout(plan: StepPlan, rows: RequestState, *, generated_apart: b
     slots, starts, counts = np.array(decodes + prefills, dtype=np.int64).T
     ends = counts.cumsum()
     query_starts = np.concatenate(([0], ends))
-    sampled = [i for i, samples in enumerate(plan.needs_sampling) if samples]
+    samples = [
+        (row, place)  # tokens from the row's last one back
+        for row, is_sampled in enumerate(plan.needs_sampling)
+        if is_sampled
+        for place in range(plan.num_draft_tokens[row], -1, -1)
+    ]
     return BatchLayout(
         num_decodes=num_decodes,
         token_slots=slots.repeat(counts),
@@ -113,11 +119,14 @@ def build_batch_layout(plan: StepPlan, rows: RequestState, *, generated_apart: b
         counts=counts,
         query_starts=query_starts,
         prompt_starts=[num_decodes + start for start in prompt_starts],
-        sample_slots=[plan.slots[i] for i in sampled],
-        sample_positions=[num_computed[i] + plan.num_scheduled[i] for i in sampled],
+        sample_rows=[row for row, _ in samples],
+        sample_slots=[plan.slots[row] for row, _ in samples],
+        sample_positions=[
+            num_computed[row] + plan.num_scheduled[row] - place for row, place in samples
+        ],
         sample_tokens=[
-            last_tokens[i] if last_tokens[i] >= 0 else num_decodes - last_tokens[i] - 1
-            for i in sampled
+            (last if (last := last_tokens[row]) >= 0 else num_decodes - last - 1) - place
+            for row, place in samples
         ],
     )
 

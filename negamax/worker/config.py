@@ -58,6 +58,7 @@ class WorkerReady:
     kernels: str  # the kernel table, one line per op
     load_summary: str
     memory_summary: str = ""  # what weights, cache and graphs took on a GPU
+    num_draft_tokens: int = 0  # that its proposer guesses for each row of a step
 
 
 # argument: 1 or 0; while on, steps run without graphs and keep their expert ids

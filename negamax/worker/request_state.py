@@ -12,7 +12,7 @@ ends with an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -54,6 +54,7 @@ class RequestState:
         max_blocks: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
+        num_draft_tokens: int = 0,
     ) -> None:
         self._device = device
         self._eos_token_ids = eos_token_ids
@@ -63,6 +64,8 @@ class RequestState:
         # One column more than the window: the last sampled token of a full sequence is written but
         # never run.
         self.tokens = torch.zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
+        # what was proposed to follow the known tokens of each slot, -1: nothing
+        self.drafts = torch.full((num_rows, num_draft_tokens), -1, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros(num_rows, max_blocks, dtype=index_dtype, device=device)
         self._spare_block = 0
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
@@ -106,6 +109,21 @@ class RequestState:
         self.num_computed[plan.slots] += plan.num_scheduled
         self.num_computed[[plan.slots[row] for row in postponed]] -= 1
 
+    def correct(self, plan: StepPlan, num_accepted: Mapping[int, int]) -> None:
+        """Of the draft tokens of `plan` so many were right, by row; the others have not run."""
+        for row, num_drafts in enumerate(plan.num_draft_tokens):
+            if num_drafts:
+                self.num_computed[plan.slots[row]] -= num_drafts - num_accepted.get(row, 0)
+
+    def place_drafts(self, plan: StepPlan) -> None:
+        """Write the draft tokens that `plan` verifies behind the known tokens of their slots."""
+        counts = np.array(plan.num_draft_tokens, dtype=np.int64)
+        slots = np.array(plan.slots, dtype=np.int64).repeat(counts)
+        places = np.arange(len(slots)) - (counts.cumsum() - counts).repeat(counts)
+        columns = (slots, self.num_computed[slots] + 1 + places, places)
+        rows, positions, drafts = upload(columns, self._device)
+        self.tokens[rows, positions] = self.drafts[rows, drafts].clamp_min(0).to(self.tokens.dtype)
+
     def state(self, slot: int) -> SlotState:
         state = self._states[slot]
         assert state is not None, f"slot {slot} was never assigned"
@@ -143,6 +161,7 @@ class RequestState:
         slot = row.slot
         self.failures.pop(slot, None)
         self._num_blocks[slot] = len(row.block_ids)
+        self.drafts[slot] = -1
         self.num_computed[slot], self.prompt_lens[slot] = row.num_computed, row.prompt_len
         try:
             blocked = self._blocked_ids(row.sampling)

@@ -11,6 +11,7 @@ import torch
 from negamax.scheduler.step import StepResult
 from negamax.worker.device import HostTensor
 from negamax.worker.sampler import BROKEN, LogprobEntries, Sampled
+from negamax.worker.speculation import Verification
 
 _NOT_FINITE = "the model produced logits that are not finite numbers"
 
@@ -37,12 +38,14 @@ class StepOutput:
     """One step, launched. `result` may be called from another thread than the one that launches."""
 
     step_id: int
-    sampled_rows: list[int]  # rows of the plan that were sampled
+    # of each sample, the row of the plan: several of a row that verifies draft tokens
+    sampled_rows: list[int]
     token_ids: HostTensor | None  # [R] int64; None: none was sampled
     sampled: Sampled | None = None
     prompt_logprobs: dict[int, list[LogprobEntries]] = field(default_factory=dict)
     times: StepTimes | None = None
     failures: dict[int, str] = field(default_factory=dict)  # by row of the plan
+    verification: Verification | None = None  # None: the plan has no draft tokens
 
     def failing(self, failures: dict[int, str]) -> StepOutput:
         """The same with rows that failed before the model ran, or after."""
@@ -52,22 +55,29 @@ class StepOutput:
         """The same with the step's times."""
         return replace(self, times=times)
 
+    def accepted(self) -> dict[int, int]:
+        """By row of the plan, how many of its draft tokens were right."""
+        return {} if self.verification is None else self.verification.accepted()
+
     def result(self) -> StepResult:
         """Wait for the numbers and put them together."""
         token_ids: list[int] = [] if self.token_ids is None else self.token_ids.read().tolist()
-        errors = {
-            row: _NOT_FINITE
-            for row, token in zip(self.sampled_rows, token_ids, strict=True)
-            if token == BROKEN
-        }
-        if errors:
-            token_ids = [max(token, 0) for token in token_ids]
-        errors |= self.failures
-        logprobs = {}
+        rows, logprobs, num_accepted = self.sampled_rows, {}, {}
         if self.sampled is not None and self.sampled.logprobs is not None:
             logprobs = dict(
                 zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True)
             )
+        if self.verification is not None:
+            num_accepted, dropped = self.verification.accepted(), self.verification.dropped()
+            kept = [i for i in range(len(token_ids)) if i not in dropped]
+            rows, token_ids = [rows[i] for i in kept], [token_ids[i] for i in kept]
+            logprobs = {place: logprobs[i] for place, i in enumerate(kept) if i in logprobs}
+        errors = {
+            row: _NOT_FINITE for row, token in zip(rows, token_ids, strict=True) if token == BROKEN
+        }
+        if errors:
+            token_ids = [max(token, 0) for token in token_ids]
+        errors |= self.failures
         prompt = {
             row: [entry for tile in tiles for entry in tile.read()]
             for row, tiles in self.prompt_logprobs.items()
@@ -80,6 +90,7 @@ class StepOutput:
             logprobs,
             prompt,
             errors,
-            device_seconds=device_seconds,
-            idle_seconds=idle_seconds,
+            num_accepted,
+            device_seconds,
+            idle_seconds,
         )

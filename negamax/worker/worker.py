@@ -5,6 +5,7 @@ order.
 from __future__ import annotations
 
 import gc
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from negamax.worker.profile import peak_bytes
 from negamax.worker.request_state import RequestState
 from negamax.worker.runner import Runner
 from negamax.worker.sampler import Sampled, sample, sample_sharded
+from negamax.worker.speculation import Verification, count_accepted, load_proposer
 from negamax.worker.step_output import StepOutput, StepTimes
 from negamax.worker.warmup import LAYERS, warming_up
 
@@ -62,7 +64,11 @@ class Worker:
             config.spec, dtype=dtype, device=device, num_ranks=config.layout.world_size
         )
         kv_cache.check_rows_fit(config, device=device)
-        self._context = context = _parallel_context(config, device)
+        self._proposer = load_proposer(config)
+        num_draft_tokens = self._proposer.num_draft_tokens if self._proposer else 0
+        self._context = context = _parallel_context(
+            config, device, max_rows=config.max_num_seqs * (1 + num_draft_tokens)
+        )
         self._group = context.attention_group
         self.poll_control = context.poll_control
         self._kernels = kernels = resolve(platform=platform, dtype=dtype)
@@ -79,6 +85,7 @@ class Worker:
                 max_blocks=-(-config.max_model_len // config.block_size),
                 eos_token_ids=config.eos_token_ids,
                 device=device,
+                num_draft_tokens=num_draft_tokens,
             )
             self._probes = Probes(model, config, device=device)
             # On a GPU a full prefill step runs first: what it needs beside the cache is measured,
@@ -107,6 +114,8 @@ class Worker:
             self._prefill_graphs: PrefillGraphs | None = None
             graph_summary = self._capture(kv, num_blocks)
         self._ended: torch.cuda.Event | None = None  # of the step before
+        # the step before, where it had draft tokens
+        self._unverified: tuple[StepPlan, StepOutput | StepResult] | None = None
         self.ready = WorkerReady(
             num_kv_blocks=num_blocks,
             dtype=str(dtype).removeprefix("torch."),
@@ -114,6 +123,7 @@ class Worker:
             kernels=kernels.describe(),
             load_summary=load_summary,
             memory_summary=kv_cache.describe(num_blocks, config, dtype=cache_dtype) + graph_summary,
+            num_draft_tokens=num_draft_tokens,
         )
 
     @torch.inference_mode()
@@ -126,6 +136,10 @@ class Worker:
         model raise. On a GPU a model that raises fails the whole step. Errors: `EngineDeadError`
         where another rank is gone.
         """
+        if self._unverified is not None:
+            verified, output = self._unverified
+            accepted = output.num_accepted if isinstance(output, StepResult) else output.accepted()
+            self._rows.correct(verified, accepted)
         self._rows.apply(plan)
         vocab_size = self._config.spec.vocab_size
         bitmask = PendingBitmask.of_plan(
@@ -133,6 +147,7 @@ class Worker:
         )
         output = self._run_rows_together(plan, bitmask)
         self._rows.advance(plan, postponed=bitmask.postponed)
+        self._unverified = (plan, output) if any(plan.num_draft_tokens) else None
         return output
 
     def _run_rows_together(
@@ -231,6 +246,8 @@ class Worker:
         self, plan: StepPlan, bitmask: PendingBitmask, *, use_graphs: bool
     ) -> tuple[torch.cuda.Event | None, StepOutput]:
         """A step of any shape, and when it began."""
+        if any(plan.num_draft_tokens):
+            self._rows.place_drafts(plan)
         # Which kernel computes a token must not depend on the step it runs in, where that decides
         # about bits.
         layout = batches.build_batch_layout(plan, self._rows, generated_apart=not self._on_gpu)
@@ -244,7 +261,7 @@ class Worker:
             began = self._record_event()
             hidden = self._runner.hidden(batch)
         prompt_logprobs = self._runner.prompt_logprobs(plan, hidden, layout=layout, rows=self._rows)
-        rows = [i for i, samples in enumerate(plan.needs_sampling) if samples]
+        rows = layout.sample_rows
         if not rows:
             return began, StepOutput(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
         inputs = batches.sample_inputs(
@@ -262,7 +279,40 @@ class Worker:
             sampled = sample(logits, inputs, rows=self._rows, kernels=self._kernels, masks=masks)
         self._store_sampled(sampled, inputs)
         return began, StepOutput(
-            plan.step_id, rows, HostTensor(sampled.token_ids), sampled, prompt_logprobs
+            plan.step_id,
+            rows,
+            HostTensor(sampled.token_ids),
+            sampled,
+            prompt_logprobs,
+            verification=self._verify(plan, layout.sample_positions, sampled.token_ids),
+        )
+
+    def _verify(
+        self, plan: StepPlan, positions: list[int], token_ids: torch.Tensor
+    ) -> Verification | None:
+        """Compare the drafts of a step with what was sampled in their places, and have the next
+        ones proposed. `positions` and `token_ids` are those of all samples."""
+        if self._proposer is None:
+            return None
+        rows = [row for row, samples in enumerate(plan.needs_sampling) if samples]
+        num_drafts = [plan.num_draft_tokens[row] for row in rows]
+        firsts = list(accumulate((1 + count for count in num_drafts), initial=0))[:-1]
+        slots = [plan.slots[row] for row in rows]
+        inputs = batches.sample_inputs(
+            slots, [positions[first] for first in firsts], device=self._device
+        )
+        accepted = count_accepted(token_ids, self._rows.drafts[inputs.slots_device], num_drafts)
+        self._rows.drafts[inputs.slots_device] = self._proposer.propose(
+            inputs.slots_device, inputs.positions_device + accepted + 1, self._rows
+        )
+        drafted = [i for i, count in enumerate(num_drafts) if count]
+        if not drafted:
+            return None
+        return Verification(
+            [rows[i] for i in drafted],
+            [num_drafts[i] for i in drafted],
+            [firsts[i] for i in drafted],
+            HostTensor(accepted[indices(drafted, self._device)]),
         )
 
     def _decoded(
@@ -272,16 +322,21 @@ class Worker:
         again, and all where some have masks, of which the graph knows nothing."""
         num_rows = len(plan.slots)
         token_ids = outputs.token_ids[:num_rows]
+        positions = (self._rows.num_computed[plan.slots] + 1).tolist()
         sampled = None
         if masks is not None or any(self._rows.needs_all_logits(slot) for slot in plan.slots):
-            inputs = batches.sample_inputs(
-                plan.slots, (self._rows.num_computed[plan.slots] + 1).tolist(), device=self._device
-            )
+            inputs = batches.sample_inputs(plan.slots, positions, device=self._device)
             picked = token_ids if masks is None else None
             sampled = self._sample(outputs.logits[:num_rows], inputs, picked=picked, masks=masks)
             self._store_sampled(sampled, inputs)
             token_ids = sampled.token_ids
-        return StepOutput(plan.step_id, list(range(num_rows)), HostTensor(token_ids), sampled)
+        return StepOutput(
+            plan.step_id,
+            list(range(num_rows)),
+            HostTensor(token_ids),
+            sampled,
+            verification=self._verify(plan, positions, token_ids),
+        )
 
     def _sample(
         self,
@@ -315,6 +370,7 @@ class Worker:
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
+        num_accepted: dict[int, int] = {}
         for row, samples in enumerate(plan.needs_sampling):
             try:
                 result = self._run(_single_row(plan, row), bitmask.single(row)).result()
@@ -325,14 +381,16 @@ class Worker:
                 errors[row] = f"{type(error).__name__} while the model ran this request"
                 token_ids += [0] if samples else []
                 continue
-            if 0 in result.logprobs:
-                logprobs[len(token_ids)] = result.logprobs[0]
+            for place, entry in result.logprobs.items():
+                logprobs[len(token_ids) + place] = entry
+            if 0 in result.num_accepted:
+                num_accepted[row] = result.num_accepted[0]
             if 0 in result.prompt_logprobs:
                 prompt_logprobs[row] = result.prompt_logprobs[0]
             if 0 in result.errors:
                 errors[row] = result.errors[0]
             token_ids += result.token_ids
-        return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)
+        return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors, num_accepted)
 
     def _record_event(self) -> torch.cuda.Event | None:
         """The present moment on the device's own time line."""
@@ -355,7 +413,9 @@ def _take_device(config: WorkerConfig) -> torch.device:
     return device
 
 
-def _parallel_context(config: WorkerConfig, device: torch.device) -> ParallelContext:
+def _parallel_context(
+    config: WorkerConfig, device: torch.device, *, max_rows: int
+) -> ParallelContext:
     if config.layout.world_size == 1:
         return ParallelContext.single()
     assert config.rendezvous is not None, "several ranks need a rendezvous"
@@ -367,7 +427,7 @@ def _parallel_context(config: WorkerConfig, device: torch.device) -> ParallelCon
         device=device,
         hidden_size=config.spec.hidden_size,
         max_tokens=config.max_num_batched_tokens,
-        max_rows=config.max_num_seqs,
+        max_rows=max_rows,
     )
 
 

@@ -423,7 +423,7 @@ def test_traces_reach_what_they_are_meant_to_test() -> None:
     assert len(resumed) >= 30
     schedulers = [trace.scheduler for trace in traces]
     assert sum(scheduler.draft_rows for scheduler in schedulers) >= 500
-    accepted = sum(scheduler.accepted_draft_tokens for scheduler in schedulers)
+    accepted = sum(sum(scheduler.accepted_per_position) for scheduler in schedulers)
     rejected = sum(scheduler.draft_tokens for scheduler in schedulers) - accepted
     assert min(accepted, rejected) >= 300
     for trace in traces:

@@ -165,6 +165,10 @@ class EngineLoop:
             generated_tokens=s.generated_tokens,
             device_seconds=self._device_seconds,
             idle_seconds=self._idle_seconds,
+            num_drafts=s.draft_rows,
+            num_draft_tokens=s.draft_tokens,
+            num_accepted_tokens=sum(s.accepted_per_position),
+            accepted_per_position=tuple(s.accepted_per_position),
             prefill_tokens=self._prefill_tokens,
         )
 

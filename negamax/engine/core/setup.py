@@ -125,6 +125,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
             # the client refuses long before
             max_queued_requests=2 * (options.max_queued_requests + max_num_seqs),
             eos_token_ids=frozenset(eos_token_ids),
+            num_draft_tokens=ready.num_draft_tokens,
         )
     )
     info = _model_info(options, source, config, ready, max_model_len=max_model_len)

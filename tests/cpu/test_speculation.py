@@ -1,0 +1,206 @@
+"""Draft tokens change how many steps a text takes, and nothing else: whatever is proposed, texts,
+log-probabilities, ends and what is cached are those of a run without drafts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from negamax import LLM, SamplingParams
+from negamax.config.grammar import Grammar
+from negamax.worker.speculation import count_accepted
+from tests import drafts, tiny
+from tests.drafts import ALWAYS_RIGHT, ALWAYS_WRONG, KINDS, NUM_DRAFT_TOKENS, RANDOM, Key
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+}
+LONG: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(seed=seed, **params)
+    for seed, params in enumerate(
+        (
+            {"temperature": 0.0, **LONG},
+            {"temperature": 1.0, **LONG},
+            {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "logprobs": 2, **LONG},
+            {"temperature": 0.8, "min_p": 0.05, "prompt_logprobs": 1, **LONG},
+            {"temperature": 0.0, "frequency_penalty": 0.7, "repetition_penalty": 1.2, **LONG},
+            {"temperature": 1.0, "presence_penalty": 0.5, "logit_bias": {7: 2.0}, **LONG},
+            # ends within accepted runs
+            {"temperature": 1.0, "stop_token_ids": tuple(range(20)), "max_tokens": 40},
+            {"temperature": 1.0, "stop_token_ids": tuple(range(40)), "min_tokens": 9},
+            {"temperature": 1.0, "max_tokens": 1},
+            {"temperature": 0.0, "max_tokens": 6, "logprobs": 0, "ignore_eos": True},
+            {"temperature": 1.0, "max_tokens": 500, "ignore_eos": True},  # the window ends it
+        )
+    )
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"max_num_batched_tokens": 13, "max_num_seqs": 3},
+    "preempted": {"num_kv_blocks": 44},
+    "no overlap": {"enable_overlap": False},
+}
+
+
+def prompt(seed: int) -> list[int]:
+    """Prompts of one family begin alike, so that later ones hit the prefix cache."""
+    common = torch.randint(3, 97, (20,), generator=torch.Generator().manual_seed(seed % 2))
+    own = torch.randint(3, 97, (seed % 7 + 1,), generator=torch.Generator().manual_seed(seed))
+    return common.tolist() + own.tolist()
+
+
+PROMPTS = [prompt(seed) for seed in range(len(PARAMS))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny.make_model(3, **SIZES), tmp_path_factory.mktemp("model"))
+
+
+def engine(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), dtype="bfloat16", block_size=4, num_threads=1, **options)
+
+
+def answers(llm: LLM) -> list[Any]:
+    """Everything that a caller sees, but how much was cached."""
+    return [
+        (
+            output.token_ids,
+            output.finish_reason,
+            output.stop_reason,
+            output.logprobs,
+            generation.prompt_logprobs,
+        )
+        for generation in llm.generate(PROMPTS, PARAMS)
+        for output in generation.outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Any]:
+    with engine(folder) as llm:
+        return answers(llm)
+
+
+@pytest.fixture(scope="module")
+def outputs(expected: list[Any]) -> dict[Key, list[int]]:
+    columns = zip(PARAMS, PROMPTS, expected, strict=True)
+    return {(params.seed or 0, tuple(tokens)): answer[0] for params, tokens, answer in columns}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_change_nothing_that_a_caller_sees(
+    folder: Path,
+    expected: list[Any],
+    outputs: dict[Key, list[int]],
+    kind: str,
+    options: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(kind, outputs))
+    with engine(folder, **OPTIONS[options]) as llm:
+        assert answers(llm) == expected
+        assert answers(llm) == expected  # from the prefix cache
+        while llm._loop.has_work:
+            llm._loop.step()
+        stats = llm._loop.stats()
+    assert stats.num_free_kv_blocks == stats.num_kv_blocks
+    assert stats.cached_prompt_tokens > 0
+    assert options != "preempted" or stats.preemption_count > 0
+    assert stats.num_drafts > 100
+    rate = stats.num_accepted_tokens / stats.num_draft_tokens
+    assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
+    assert rate == 0.0 if kind == ALWAYS_WRONG else rate > (0.9 if kind == ALWAYS_RIGHT else 0.2)
+    assert kind != RANDOM or rate < 0.7
+
+
+def test_right_drafts_take_fewer_steps(
+    folder: Path, outputs: dict[Key, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    for kind in (ALWAYS_WRONG, ALWAYS_RIGHT):
+        drafts.install(monkeypatch.setattr, drafts.KnowingProposer(kind, outputs))
+        with engine(folder) as llm:
+            llm.generate([PROMPTS[0]], PARAMS[0])
+            steps.append(llm._loop.stats().step_count)
+    assert steps[0] >= 40 and steps[1] <= 40 / (1 + NUM_DRAFT_TOKENS) + 4
+
+
+def test_rows_under_a_grammar_verify_no_drafts_and_free_ones_beside_them_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grammar = Grammar(kind="regex", text="[a-z ]{9}")
+    params = [SamplingParams(temperature=1.0, seed=1, max_tokens=20, grammar=grammar), PARAMS[0]]
+
+    def texts() -> tuple[list[list[int]], int]:
+        with LLM("nano", device="cpu", num_threads=1, max_model_len=256) as llm:
+            generations = llm.generate([[5, 6, 7], PROMPTS[0]], params)
+            return [one.outputs[0].token_ids for one in generations], llm._loop.stats().num_drafts
+
+    without, _ = texts()
+    known = {(1, (5, 6, 7)): without[0], (0, tuple(PROMPTS[0])): without[1]}
+    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(ALWAYS_RIGHT, known))
+    with_drafts, num_drafts = texts()
+    assert with_drafts == without
+    assert 8 <= num_drafts <= 12  # of the free row alone
+
+
+def test_a_step_that_raises_is_repeated_row_by_row_with_its_drafts(
+    folder: Path,
+    expected: list[Any],
+    outputs: dict[Key, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from negamax.worker.runner import Runner
+
+    hidden, calls = Runner.hidden, []
+
+    def failing(self: Runner, batch: Any) -> Any:
+        calls.append(len(batch.token_ids))
+        if len(calls) % 5 == 0:
+            raise RuntimeError("once in a while")
+        return hidden(self, batch)
+
+    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(RANDOM, outputs))
+    monkeypatch.setattr(Runner, "hidden", failing)
+    with engine(folder, max_num_seqs=3) as llm:
+        generations = llm.generate(PROMPTS[:2], PARAMS[:2])
+    tokens = [generation.outputs[0].token_ids for generation in generations]
+    assert tokens == [answer[0] for answer in expected[:2]]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "wanted"),
+    [
+        ([5, 6, 7, 8, 1, 9, 9], [3, 0, 1]),
+        ([5, 6, 0, 8, 1, 9, 9], [2, 0, 1]),
+        ([0, 6, 7, 8, 1, 2, 9], [0, 0, 0]),
+        ([-1, -1, -1, -1, -1, -1, -1], [0, 0, 0]),
+    ],
+)
+def test_drafts_are_accepted_up_to_the_first_wrong_one(
+    sampled: list[int], wanted: list[int]
+) -> None:
+    proposed = torch.tensor([[5, 6, 7], [1, 1, 1], [9, -1, -1]])
+    accepted = count_accepted(torch.tensor(sampled), proposed, [3, 0, 1])
+    assert accepted.tolist() == wanted
+
+
+def test_a_missing_draft_is_never_the_sign_of_broken_logits() -> None:
+    assert count_accepted(torch.tensor([-1, 4]), torch.tensor([[-1]]), [1]).tolist() == [0]

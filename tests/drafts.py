@@ -1,0 +1,58 @@
+"""Proposers that know what will come, for tests of what drafts do to the output: nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, full
+
+from negamax.worker.config import WorkerConfig
+from negamax.worker.request_state import RequestState
+
+ALWAYS_RIGHT, ALWAYS_WRONG, RANDOM = KINDS = ("always right", "always wrong", "random")
+NUM_DRAFT_TOKENS = 3
+
+Key = tuple[int, tuple[int, ...]]  # seed and prompt of a request
+
+
+class KnowingProposer:
+    """Guesses from the outputs of a run without drafts; as right as its kind says. Requests that it
+    does not know get none.
+    """
+
+    num_draft_tokens = NUM_DRAFT_TOKENS
+
+    def __init__(self, kind: str, outputs: dict[Key, list[int]]) -> None:
+        self._kind, self._outputs = kind, outputs
+
+    def propose(self, slots: Tensor, lengths: Tensor, requests: RequestState) -> Tensor:
+        drafts = full((len(slots), self.num_draft_tokens), -1)
+        for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+            prompt_len = requests.state(slot).prompt_len
+            prompt = tuple(requests.tokens[slot, :prompt_len].tolist())
+            output = self._outputs.get((int(requests.seeds[slot]), prompt), [])
+            known = requests.tokens[slot, prompt_len:length].tolist()
+            # (a row in flight goes on behind its end)
+            assert known[: len(output)] == output[: len(known)], "what is accepted is in its place"
+            guesses = output[length - prompt_len :][: self.num_draft_tokens]
+            for place, token in enumerate(guesses):
+                drafts[row, place] = self._guess(token, random.Random(f"{length} {token} {place}"))
+        return drafts
+
+    def _guess(self, token: int, rng: random.Random) -> int:
+        wrong = (token + 1) % 50
+        if self._kind == RANDOM:
+            return rng.choice((token, token, token, wrong, -1))
+        return token if self._kind == ALWAYS_RIGHT else wrong
+
+
+def install(patch: Callable[[object, str, Any], None], proposer: KnowingProposer) -> None:
+    """Have the workers of this process verify what `proposer` guesses."""
+    from negamax.worker import worker
+
+    def load(_config: WorkerConfig) -> KnowingProposer:
+        return proposer
+
+    patch(worker, "load_proposer", load)
