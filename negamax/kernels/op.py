@@ -88,6 +88,8 @@ class Op:
     apply: Callable[[Kernel, Case], tuple[Tensor, ...]]
     tolerance: dict[torch.dtype, Tolerance]
     cost: Callable[[Case], Cost]
+    # of ops that this one does in one: a layer that runs them asks for it by them
+    sequence: tuple[str, ...] = ()
     wide: Callable[[torch.dtype, torch.Generator], list[Case]] = lambda dtype, generator: []
     wide_error: float = 1e-2
 

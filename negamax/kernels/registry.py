@@ -91,6 +91,15 @@ class KernelTable:
     def __getitem__(self, op: str) -> Kernel:
         return self.kernels[op]
 
+    def fusion(self, *sequence: str) -> Kernel | None:
+        """The kernel that runs the ops of `sequence` in one; None where there is only their
+        definition, which is them one by one.
+        """
+        for op in OPS.values():
+            if op.sequence == sequence and self.kernels[op.name].provider != "reference":
+                return self.kernels[op.name]
+        return None
+
     def describe(self) -> str:
         """One line per op: its name, the provider and what the op does."""
         lines = [f"kernels for {self.platform.label}, {str(self.dtype).removeprefix('torch.')}:"]

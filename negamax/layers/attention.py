@@ -1,5 +1,5 @@
-"""Grouped-query attention with full-width QK norm over a paged cache, split by heads over the
-attention group.
+"""Grouped-query attention with QK norm over a paged cache, split by heads over the attention
+group.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.kernels.activations import GROUP, QuantizedActivations, concatenate
-from negamax.kernels.attention.spec import PagedQueries, PagedShape
-from negamax.kernels.kvcache.spec import FP8
+from negamax.kernels.attention.spec import PagedQueries, PagedShape, split_heads
+from negamax.kernels.kvcache.spec import FP8, write
 from negamax.kernels.registry import KernelTable
+from negamax.kernels.rope.spec import half_split_
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.names import AttentionNames
+from negamax.layers.qk_norm import FullWidthNorm, PerHeadNorm
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
@@ -99,12 +101,12 @@ def begin_step(
     )
 
 
-class QkNormAttention:
-    """q, k, v projection; RMS norm over all q heads and over all k heads; rope; attention; output
-    projection.
+class Attention:
+    """q, k, v projection; RMS norm of q and of k; rope; attention; output projection.
 
-    A rank holds `heads / tp` query heads and `kv_heads / tp` KV heads; with more ranks than KV
-    heads, neighbouring ranks hold copies of one KV head (and of its slice of the K-norm weight).
+    The norms run over all heads together, or over each head by itself (`norm_per_head`). A rank
+    holds `heads / tp` query heads and `kv_heads / tp` KV heads; with more ranks than KV heads,
+    neighbouring ranks hold copies of one KV head (and of its slice of the K-norm weight).
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class QkNormAttention:
         kv_heads: int,
         head_dim: int,
         eps: float,
+        norm_per_head: bool = False,
         context: ParallelContext,
         kernels: KernelTable,
         weights: WeightFormat,
@@ -146,28 +149,28 @@ class QkNormAttention:
         self.takes_quantized = self._qkv.quantized
         # a head is what shares a scale
         self.gives_quantized = self._out.quantized and head_dim == GROUP
-        norm_weight = torch.empty(
-            len(q_rows) + len(kv_rows), dtype=torch.float32, device=weights.device
-        )
-        q_norm, k_norm = torch.split(norm_weight, [len(q_rows), len(kv_rows)])
-        fused = kernels["attention.qk_norm_rope_write"]
-        assert fused.prepare is not None
-        self._qk_norm_rope_write = fused.run
-        self._norm = fused.prepare(
-            norm_weight,
-            heads=len(q_rows) // head_dim,
-            kv_heads=len(kv_rows) // head_dim,
-            eps=eps,
-            ranks=view.size,
-        )
+        self._heads, self._kv_heads = len(q_rows) // head_dim, len(kv_rows) // head_dim
+        self._qk_norm: FullWidthNorm | PerHeadNorm
+        if norm_per_head:
+            self._qk_norm = PerHeadNorm(names, head_dim=head_dim, eps=eps, device=weights.device)
+        else:
+            self._qk_norm = FullWidthNorm(
+                names,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                eps=eps,
+                context=context,
+                device=weights.device,
+            )
+        self._fused = kernels.fusion(self._qk_norm.op, "rope.half_split", "kvcache.write")
         # The checkpoint's scales of the keys and values of an FP8 cache; 1.0 where it has none.
         self._names, self.kv_scales = names, (1.0, 1.0)
         self._stored_scales = torch.ones(2)  # on the host
         self.slots = [
             *self._qkv.slots,
             *self._out.slots,
-            WeightSlot(names.q_norm, (q_total,), target=q_norm, region=(q_rows,)),
-            WeightSlot(names.k_norm, (kv_total,), target=k_norm, region=(kv_rows,)),
+            *self._qk_norm.slots,
             WeightSlot(names.k_scale, (), target=self._stored_scales[0], optional=True),
             WeightSlot(names.v_scale, (), target=self._stored_scales[1], optional=True),
         ]
@@ -190,17 +193,18 @@ class QkNormAttention:
         """x [T, hidden] -> [T, hidden], to be summed over the ranks; the tokens' keys and values
         are in `kv` afterwards.
         """
-        q = self._qk_norm_rope_write(
-            self._qkv(x),
-            self._norm,
-            step.cos,
-            step.sin,
-            kv["k"],
-            kv["v"],
-            step.rows,
-            group=self._group,
-            kv_scales=self._scales_of(kv),
-        )
+        qkv, k_cache, v_cache, scales = self._qkv(x), kv["k"], kv["v"], self._scales_of(kv)
+        if self._fused is not None:  # what follows, in one launch
+            q = self._fused.run(
+                qkv, self._qk_norm.norm, step.cos, step.sin, k_cache, v_cache, step.rows,
+                group=self._group, kv_scales=scales,
+            )  # fmt: skip
+        else:
+            q, k, v = split_heads(qkv, heads=self._heads, kv_heads=self._kv_heads)
+            q, k = self._qk_norm(q, k)
+            q, k = half_split_(q, step.cos, step.sin), half_split_(k, step.cos, step.sin)
+            write(k, v, k_cache, v_cache, step.rows, kv_scales=scales)
+            q = q.to(qkv.dtype)
         return self._out(self._attend(q, step, kv))
 
     def _attend(self, q: Tensor, step: Step, kv: KvCaches) -> Tensor | QuantizedActivations:

@@ -21,7 +21,7 @@ from negamax.config.model_spec import ModelSpec
 from negamax.kernels.platform import platform_of
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import KernelTable, resolve
-from negamax.layers.attention import QkNormAttention
+from negamax.layers.attention import Attention
 from negamax.layers.moe import SparseMoe
 from negamax.layers.weights import MatrixWeight, WeightSlot, slots_by_name
 from negamax.models.minimax_m2 import names
@@ -90,7 +90,7 @@ class OneLayer:
             "kernels": kernels(self.prepared),
             "weights": weights,
         }
-        self.attention = QkNormAttention(
+        self.attention = Attention(
             names.attention(0), hidden_size=spec.hidden_size, heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, eps=1e-6, **shared,

@@ -112,9 +112,11 @@ def test_reference_kernels_alone_give_the_same_logits() -> None:
     """
     spec = read_spec(tiny_config(5))
     weights = random_weights(spec, 5)
-    choices = dict.fromkeys(
-        ("attention.decode", "attention.prefill", "moe.experts", "gemm.linear"), "reference"
-    )
+    ops = (
+        "attention.qk_norm_rope_write", "attention.decode", "attention.prefill", "moe.experts",
+        "gemm.linear",
+    )  # fmt: skip
+    choices = dict.fromkeys(ops, "reference")
     chosen, defined = (
         PagedRun(build(spec, weights)),
         PagedRun(build(spec, weights, choices=choices)),

@@ -82,26 +82,58 @@ def paged_queries(
 
 @dataclass(frozen=True)
 class QkNorm:
-    """This rank's slices of the two norm weights, with the constants of the norms as tensors."""
+    """This rank's slices of the two norm weights, with the constants of the norms."""
 
     weight: Tensor  # [(heads + kv_heads) * head_dim] fp32, q part first
     heads: int
     kv_heads: int
-    q_count: Tensor  # [] fp32, elements in the sum of squares over all ranks
-    k_count: Tensor  # [] fp32; each of a replicated KV head's copies counts, as it does in the sum
-    eps: Tensor  # [] fp32
+    # elements in the sum of squares over all ranks; each of a replicated KV head's copies counts,
+    # as it does in the sum
+    q_count: float
+    k_count: float
+    eps: float
 
 
 def prepare_qk_norm(weight: Tensor, *, heads: int, kv_heads: int, eps: float, ranks: int) -> QkNorm:
     """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group
     has `ranks`.
     """
-    head_dim = weight.shape[0] // (heads + kv_heads)
-    q_count, k_count = float(heads * head_dim * ranks), float(kv_heads * head_dim * ranks)
-    constants = torch.tensor(
-        [q_count, k_count, eps], dtype=torch.float32, device=weight.device
-    ).unbind()
-    return QkNorm(weight, heads, kv_heads, *constants)
+    per_head = float(weight.shape[0] // (heads + kv_heads) * ranks)
+    return QkNorm(weight, heads, kv_heads, heads * per_head, kv_heads * per_head, eps)
+
+
+def split_heads(qkv: Tensor, *, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [T, (heads + 2 kv_heads) * head_dim] -> q, k, v, each [T, its heads, head_dim] fp32.
+
+    A row that overflowed must not leave NaN or infinity in a block: whoever gets the block next
+    multiplies the masked values by a probability of 0, and 0 * NaN is NaN.
+    """
+    finite = qkv.nan_to_num().float().unflatten(1, (heads + 2 * kv_heads, -1))
+    q, k, v = torch.split(finite, [heads, kv_heads, kv_heads], dim=1)
+    return q, k, v
+
+
+def qk_norm(
+    q: Tensor, k: Tensor, norm: QkNorm, *, group: Collective | None = None
+) -> tuple[Tensor, Tensor]:
+    """Full-width RMS norm of q and of k [T, heads, head_dim] fp32: the mean of squares runs over
+    all heads of the attention `group`, whose ranks' sums of squares [T, 2] are added; None: one
+    rank.
+    """
+    q, k = q.flatten(1), k.flatten(1)
+    sums = torch.stack((q.square().sum(-1), k.square().sum(-1)), dim=-1)  # [T, 2]
+    if group is not None and group.size > 1:
+        sums = group.all_reduce(sums)
+    q_sum, k_sum = sums.split(1, dim=-1)
+    q_weight, k_weight = norm.weight.split([q.shape[1], k.shape[1]])
+    q = q * (q_sum / norm.q_count + norm.eps).rsqrt() * q_weight
+    k = k * (k_sum / norm.k_count + norm.eps).rsqrt() * k_weight
+    return q.unflatten(1, (norm.heads, -1)), k.unflatten(1, (norm.kv_heads, -1))
+
+
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of each head of x [T, heads, head_dim] fp32; weight [head_dim]."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def qk_norm_rope_write(
@@ -116,33 +148,16 @@ def qk_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """Full-width RMS norm of q and of k, rope on both, k and v into the cache; returns q [T, heads,
-    head_dim].
+    """`qk_norm`, rope on q and k, k and v into the cache; returns q [T, heads, head_dim].
 
-    qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection (overwritten); cos, sin from
-    `rope.spec.cos_sin`; rows from `kvcache.spec.cache_rows`. The mean of squares runs over all
-    heads of the attention `group`, whose ranks' fp32 sums of squares [T, 2] are added; None: one
-    rank. All arithmetic is in fp32 and rounded once, at the end. The cache holds k / kv_scales[0]
-    and v / kv_scales[1].
+    qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection (which a kernel may
+    overwrite); cos, sin from `rope.spec.cos_sin`; rows from `kvcache.spec.cache_rows`. All
+    arithmetic is in fp32 and rounded once, at the end. The cache holds k / kv_scales[0] and
+    v / kv_scales[1].
     """
-    num_tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
-    q_width, qk_width = norm.heads * head_dim, norm.weight.shape[0]
-    # A row that overflowed must not leave NaN or infinity in a block: whoever gets the block next
-    # multiplies the masked values by a probability of 0, and 0 * NaN is NaN.
-    wide = qkv.nan_to_num_().float()
-    q, k = wide[:, :q_width], wide[:, q_width:qk_width]
-    q_sum, k_sum = q.square().sum(-1, keepdim=True), k.square().sum(-1, keepdim=True)  # [T, 1]
-    if group is not None and group.size > 1:
-        q_sum, k_sum = torch.split(group.all_reduce(torch.cat((q_sum, k_sum), dim=-1)), 1, dim=-1)
-    q.mul_(q_sum.div_(norm.q_count).add_(norm.eps).rsqrt_())
-    k.mul_(k_sum.div_(norm.k_count).add_(norm.eps).rsqrt_())
-    half_split_(
-        wide[:, :qk_width].mul_(norm.weight).view(num_tokens, norm.heads + norm.kv_heads, head_dim),
-        cos,
-        sin,
-    )
-    heads = wide.view(num_tokens, norm.heads + 2 * norm.kv_heads, head_dim)
-    q, k, v = torch.split(heads, [norm.heads, norm.kv_heads, norm.kv_heads], dim=1)
+    q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
+    q, k = qk_norm(q, k, norm, group=group)
+    q, k = half_split_(q, cos, sin), half_split_(k, cos, sin)
     write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
     return q.to(qkv.dtype)
 
@@ -533,6 +548,7 @@ _ATTENTION_TOLERANCE = rounding_tolerance(
 OPS = (
     Op(
         name="attention.qk_norm_rope_write",
+        sequence=("attention.qk_norm", "rope.half_split", "kvcache.write"),
         summary="full-width RMS norm of q and k, rope, keys and values into the paged cache",
         reference=Kernel(
             "attention.qk_norm_rope_write", "reference", qk_norm_rope_write, prepare_qk_norm

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from negamax.kernels.attention.spec import prepare_qk_norm
 from negamax.kernels.attention.triton_decode import decode, plan_decode
 from negamax.kernels.attention.triton_prefill import plan_prefill, prefill
-from negamax.kernels.attention.triton_qk_norm import prepare_qk_norm, qk_norm_rope_write
+from negamax.kernels.attention.triton_qk_norm import qk_norm_rope_write
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
 

@@ -4,45 +4,15 @@ ranks inside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.kernels.attention.spec import QkNorm
 from negamax.kernels.collectives.triton import copy_of, poll, push
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs
 from negamax.kernels.peers import Collective
-
-
-@dataclass(frozen=True)
-class TritonQkNorm:
-    """This rank's slices of the two norm weights and the constants of the norms."""
-
-    weight: Tensor  # [(heads + kv_heads) * head_dim] fp32, q part first
-    heads: int
-    kv_heads: int
-    q_count: float  # elements in the sum of squares over all ranks
-    k_count: float
-    eps: float
-
-
-def prepare_qk_norm(
-    weight: Tensor, *, heads: int, kv_heads: int, eps: float, ranks: int
-) -> TritonQkNorm:
-    """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group
-    has `ranks`.
-    """
-    head_dim = weight.shape[0] // (heads + kv_heads)
-    return TritonQkNorm(
-        weight,
-        heads,
-        kv_heads,
-        float(heads * head_dim * ranks),
-        float(kv_heads * head_dim * ranks),
-        eps,
-    )
 
 
 @triton.jit
@@ -292,7 +262,7 @@ def _qk_norm_rope_write_kernel(
 
 def qk_norm_rope_write(
     qkv: Tensor,
-    norm: TritonQkNorm,
+    norm: QkNorm,
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,

@@ -90,28 +90,9 @@ def _add_rms(x: int | None, residual: Tensor, norm: NormWeight) -> Tensor:
 # --- QK norm, rope, cache write ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NativeQkNorm:
-    """The definition's own form, which serves several ranks, and eps as a number."""
-
-    shared: QkNorm
-    eps: float
-
-
-def prepare_qk_norm(
-    weight: Tensor, *, heads: int, kv_heads: int, eps: float, ranks: int
-) -> NativeQkNorm:
-    """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group
-    has `ranks`.
-    """
-    return NativeQkNorm(
-        attention.prepare_qk_norm(weight, heads=heads, kv_heads=kv_heads, eps=eps, ranks=ranks), eps
-    )
-
-
 def qk_norm_rope_write(
     qkv: Tensor,
-    norm: NativeQkNorm,
+    norm: QkNorm,
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,
@@ -130,14 +111,14 @@ def qk_norm_rope_write(
         or kv_scales != (1.0, 1.0)
     ):
         return attention.qk_norm_rope_write(
-            qkv, norm.shared, cos, sin, k_cache, v_cache, rows, group=group, kv_scales=kv_scales
+            qkv, norm, cos, sin, k_cache, v_cache, rows, group=group, kv_scales=kv_scales
         )
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-    num_tokens, head_dim, shared = qkv.shape[0], k_cache.shape[-1], norm.shared
-    q = qkv.new_empty(num_tokens, shared.heads, head_dim)
+    num_tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
+    q = qkv.new_empty(num_tokens, norm.heads, head_dim)
     _function("qk_norm_rope_write", qkv.dtype)(
         qkv.data_ptr(),
-        shared.weight.data_ptr(),
+        norm.weight.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
         k_cache.data_ptr(),
@@ -145,8 +126,8 @@ def qk_norm_rope_write(
         rows.data_ptr(),
         q.data_ptr(),
         num_tokens,
-        shared.heads,
-        shared.kv_heads,
+        norm.heads,
+        norm.kv_heads,
         head_dim,
         cos.shape[-1],
         norm.eps,
@@ -319,7 +300,7 @@ def kernels(linear: Kernel) -> tuple[Kernel, ...]:
     return (
         kernel("norm.rms", rms, prepare_norm),
         kernel("norm.add_rms", add_rms, prepare_norm),
-        kernel("attention.qk_norm_rope_write", qk_norm_rope_write, prepare_qk_norm),
+        kernel("attention.qk_norm_rope_write", qk_norm_rope_write, attention.prepare_qk_norm),
         kernel("attention.decode", decode, plan_decode),
         kernel("moe.route", route, pair),
         experts_kernel(linear),

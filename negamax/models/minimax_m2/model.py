@@ -19,9 +19,9 @@ from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
 from negamax.layers.attention import (
+    Attention,
     AttentionInputs,
     KvCaches,
-    QkNormAttention,
     Step,
     begin_step,
 )
@@ -145,7 +145,7 @@ class DecoderLayer:
         weights: WeightFormat,
         kernels: KernelTable,
     ) -> None:
-        self.attention = QkNormAttention(
+        self.attention = Attention(
             names.attention(layer),
             hidden_size=spec.hidden_size,
             heads=spec.num_heads,

@@ -1,0 +1,72 @@
+"""The norms of queries and keys: over all heads together, or over each head by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.attention import spec
+from negamax.layers.names import AttentionNames
+from negamax.layers.weights import WeightSlot
+from negamax.parallel.context import ParallelContext
+
+
+class FullWidthNorm:
+    """RMS norm over all q heads and over all k heads, those of the other ranks included."""
+
+    op = "attention.qk_norm"
+
+    def __init__(
+        self,
+        names: AttentionNames,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        context: ParallelContext,
+        device: torch.device,
+    ) -> None:
+        view, self._group = context.layout.attention, context.attention_group
+        q, kv = (
+            range(part.start * head_dim, part.stop * head_dim)
+            for part in (view.heads(heads), view.kv_heads(kv_heads))
+        )
+        weight = torch.empty(len(q) + len(kv), dtype=torch.float32, device=device)
+        q_weight, k_weight = weight.split([len(q), len(kv)])
+        self.norm = spec.prepare_qk_norm(
+            weight,
+            heads=len(q) // head_dim,
+            kv_heads=len(kv) // head_dim,
+            eps=eps,
+            ranks=view.size,
+        )
+        self.slots = [
+            WeightSlot(names.q_norm, (heads * head_dim,), target=q_weight, region=(q,)),
+            WeightSlot(names.k_norm, (kv_heads * head_dim,), target=k_weight, region=(kv,)),
+        ]
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k [T, heads, head_dim] fp32 of this rank -> the same, normed."""
+        return spec.qk_norm(q, k, self.norm, group=self._group)
+
+
+class PerHeadNorm:
+    """RMS norm over each head, with one weight for all q heads and one for all k heads."""
+
+    op = "attention.head_norm"
+
+    def __init__(
+        self, names: AttentionNames, *, head_dim: int, eps: float, device: torch.device
+    ) -> None:
+        self.norm = torch.empty(2, head_dim, dtype=torch.float32, device=device), eps
+        q_weight, k_weight = self.norm[0]
+        self.slots = [
+            WeightSlot(names.q_norm, (head_dim,), target=q_weight),
+            WeightSlot(names.k_norm, (head_dim,), target=k_weight),
+        ]
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """As `FullWidthNorm`."""
+        (q_weight, k_weight), eps = self.norm
+        return spec.head_norm(q, q_weight, eps), spec.head_norm(k, k_weight, eps)
