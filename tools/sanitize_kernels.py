@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from negamax.bench.bindings import map_tensors
+from negamax.kernels.formats import PLAIN
 from negamax.kernels.registry import OPS, gpu_kernels
 
 
@@ -33,7 +34,7 @@ def main() -> int:
         return 2
     count = 0
     for kernel in gpu_kernels():
-        if kernel.provider == "reference" or kernel.op not in chosen:
+        if kernel.provider == "reference" or kernel.op not in chosen or not kernel.reads(PLAIN):
             continue
         op = OPS[kernel.op]
         for dtype in (torch.bfloat16, torch.float16):

@@ -35,7 +35,7 @@ class FiniteCheck:
 
     def add(self, values: Tensor, *sources: TensorEntry) -> None:
         """Look at `values`, made from the tensors `sources` of the checkpoint, without waiting."""
-        if values.numel():
+        if values.numel() and values.dtype in _SPECIAL_BITS:
             self._entries.append(sources)
             self._flags.append(_some_not_finite(values))
 
@@ -80,7 +80,10 @@ def _some_not_finite(values: Tensor) -> Tensor:
 def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str:
     """Which of `sources` is broken, in how many values, the first of them where."""
     for entry in sources:
-        places = not_finite(reader.read(entry)).nonzero()
+        values = reader.read(entry)
+        if values.dtype not in _SPECIAL_BITS:
+            continue
+        places = not_finite(values).nonzero()
         if len(places):
             size = " x ".join(map(str, entry.shape)) or "1"
             return (

@@ -3,8 +3,8 @@ the start is refused.
 
 All names, shapes and dtypes are checked from the files' headers before the first byte of data is
 read. Then the tensors are read layer by layer, in file order, one at a time, and of each only what
-this rank keeps. A quantised weight goes into its slot as it is, and its scale into another, where
-the model has a slot for the scale; else the weight is dequantised on the way.
+this rank keeps. A quantised matrix goes as it is stored into slots of its own, where a kernel reads
+that; else it is dequantised on the way, from the part that this rank's share lies in.
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ from negamax.base.errors import CheckpointError
 from negamax.base.log import get_logger
 from negamax.base.progress import format_bytes
 from negamax.checkpoint.finite import FiniteCheck
-from negamax.checkpoint.reader import CheckpointReader, TensorEntry, first_names, open_checkpoint
+from negamax.checkpoint.reader import (
+    SAFETENSORS_NAMES,
+    CheckpointReader,
+    TensorEntry,
+    first_names,
+    open_checkpoint,
+)
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import PLAIN, Role, StoredTensor
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import Names, names_of
-from negamax.quantization.scheme import QuantScheme, detect
 
 logger = get_logger(__name__)
 
@@ -38,8 +44,6 @@ ShowProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 PLAIN_DTYPES = ("BF16", "F16", "F32")
 READ_THREADS = 4  # that bring tensors into pinned memory
 READ_AHEAD = 16  # tensors
-# Files in which other tools describe formats that no scheme reads yet.
-_FOREIGN_QUANTIZATION = ("hf_quant_config.json", "quant_model_description.json")
 
 
 class HasWeightSlots(Protocol):
@@ -58,7 +62,7 @@ class LoadReport:
     num_bytes: int  # read on this rank
     num_dequantized: int  # weights
     num_kept: int  # weights that stay as they are stored, with their scales
-    scheme: str | None  # the quantisation scheme of both
+    formats: str  # of both, by name
     skipped: Mapping[str, tuple[str, ...]]  # reason -> tensor names
     seconds: float
 
@@ -70,10 +74,10 @@ class LoadReport:
         )
         if self.num_dequantized:
             text += (
-                f", {self.num_dequantized} of them {self.scheme}, dequantised to the compute dtype"
+                f", {self.num_dequantized} of them {self.formats}, dequantised to the compute dtype"
             )
         if self.num_kept:
-            text += f", {self.num_kept} of them weights kept as {self.scheme}"
+            text += f", {self.num_kept} of them weights kept as {self.formats}"
         for reason, names in self.skipped.items():
             text += f"; skipped {len(names)} ({reason})"
         return text
@@ -81,26 +85,38 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _Move:
-    """One tensor on its way from the checkpoint to its slot. With a `scale`, it is a weight to be
-    dequantised by it.
+    """What fills one slot: a tensor of the checkpoint, or all those of a matrix that is dequantised
+    on the way.
     """
 
     slot: WeightSlot
-    tensor: TensorEntry
-    scale: TensorEntry | None = None
-    is_scale: bool = False  # of the weight that goes before it
+    tensors: tuple[tuple[StoredTensor, TensorEntry], ...]  # of the slot's format, values first
+
+    @property
+    def is_dequantized(self) -> bool:
+        return self.slot.stored is None and self.tensors[0][0] is not PLAIN.values
+
+    @property
+    def first(self) -> TensorEntry:
+        return self.tensors[0][1]
+
+    def regions(self) -> Iterator[tuple[StoredTensor, TensorEntry, tuple[range, ...]]]:
+        """What is read of each tensor."""
+        if not self.is_dequantized:
+            ((stored, entry),) = self.tensors
+            yield stored, entry, self.slot.region
+            return
+        part = self.slot.source.enclose(self.slot.matrix_region, self.slot.matrix_shape)
+        for stored, entry in self.tensors:
+            yield stored, entry, stored.part(part)
 
     @property
     def num_bytes(self) -> int:
         """Read on this rank."""
-        if self.scale is not None:
-            return self.tensor.num_bytes + self.scale.num_bytes
-        kept = math.prod(len(part) for part in self.slot.region)
-        return self.tensor.num_bytes * kept // max(1, math.prod(self.slot.shape))
-
-    @property
-    def num_tensors(self) -> int:
-        return 2 if self.scale else 1
+        return sum(
+            entry.num_bytes * math.prod(map(len, region)) // max(1, math.prod(entry.shape))
+            for _, entry, region in self.regions()
+        )
 
 
 def load_weights(
@@ -114,22 +130,20 @@ def load_weights(
     mis-shaped, of a wrong dtype, or with values that are NaN or infinite.
     """
     began = time.perf_counter()
-    _refuse_foreign_quantization(folder, spec)
-    scheme = detect(spec.quantization)
     slots = model.weight_slots()
     with open_checkpoint(folder) as reader:
-        moves, skipped = _plan(
-            reader.entries, slots, names_of(spec), num_layers=spec.num_layers, scheme=scheme
-        )
+        moves, skipped = _plan(reader.entries, slots, names_of(spec), num_layers=spec.num_layers)
         needed = [move for move in moves if move.slot.needed]
         total = sum(move.num_bytes for move in needed)
-        quantized = [move for move in needed if move.scale]
-        if quantized and scheme:
+        dequantized = [move for move in needed if move.is_dequantized]
+        kept = [move for move in needed if move.slot.stored is move.slot.source.values]
+        formats = ", ".join(sorted({move.slot.source.name for move in (*dequantized, *kept)}))
+        if dequantized:
             logger.info(
-                "%d weights (%s) are stored as %s and are dequantised to the compute dtype, one "
-                "at a time",
-                len(quantized), format_bytes(sum(move.num_bytes for move in quantized)),
-                scheme.name,
+                "%d weights (%s) are stored as %s, which no kernel here reads: they are "
+                "dequantised to the compute dtype, one at a time",
+                len(dequantized), format_bytes(sum(move.num_bytes for move in dequantized)),
+                formats,
             )  # fmt: skip
         for reason, names in skipped.items():
             logger.warning(
@@ -137,24 +151,22 @@ def load_weights(
             )
         done = 0
         check = FiniteCheck()
-        for move, part in _parts(reader, needed, scheme=scheme):
+        for move, part in _parts(reader, needed):
             written = move.slot.write_part(part)
             # A GPU has many scales of a few numbers each; they are copied as they are.
-            check.add(
-                part if move.is_scale else written,
-                move.tensor,
-                *([move.scale] if move.scale else []),
-            )
+            stored = move.slot.stored
+            looked_at = part if stored and stored.role is not Role.VALUES else written
+            check.add(looked_at, *(entry for _, entry in move.tensors))
             done += move.num_bytes
             if progress:
                 progress(done, total)
         check.finish(reader)
     return LoadReport(
-        num_tensors=sum(move.num_tensors for move in moves),
+        num_tensors=sum(len(move.tensors) for move in moves),
         num_bytes=total,
-        num_dequantized=len(quantized),
-        num_kept=sum(move.is_scale for move in needed),
-        scheme=scheme.name if scheme else None,
+        num_dequantized=len(dequantized),
+        num_kept=len(kept),
+        formats=formats,
         skipped=skipped,
         seconds=time.perf_counter() - began,
     )
@@ -166,7 +178,6 @@ def _plan(
     names: Names,
     *,
     num_layers: int,
-    scheme: QuantScheme | None,
 ) -> tuple[list[_Move], dict[str, tuple[str, ...]]]:
     """Every tensor's way, in reading order, and the names that are skipped by reason."""
     found: dict[str, TensorEntry] = {}  # canonical name -> tensor
@@ -186,71 +197,78 @@ def _plan(
 
     moves: list[_Move] = []
     missing: list[str] = []
-    for name, slot in slots.items():
-        if scheme and name.endswith(scheme.scale_suffix):
-            continue  # goes with its weight
-        scale_name = name + scheme.scale_suffix if scheme else ""
-        weight, scale = found.pop(name, None), found.pop(scale_name, None)
-        if weight is None:
-            missing += [] if slot.optional else [name]
-            continue
-        _check_tensor(weight, scale, slot, scheme=scheme)
-        scale_slot = slots.get(scale_name)
-        if scale_slot is not None:
-            if scale is None:
-                raise CheckpointError(
-                    f"tensor {weight.name} has dtype {weight.dtype} and no scale; by config.json "
-                    f"it is quantised",
-                    hint="modules_to_not_convert in quantization_config must name the modules "
-                    "that are not",
-                )
-            moves += [_Move(slot, weight), _Move(scale_slot, scale, is_scale=True)]
-        else:
-            moves.append(_Move(slot, weight, scale))
+    for slot in slots.values():
+        sources = _sources(slot, found)
+        absent = [name for name in sources if name not in found]
+        tensors = [(stored, found.pop(n)) for n, stored in sources.items() if n in found]
+        for stored, entry in tensors:
+            _check_tensor(entry, stored, slot)
+        if not absent:
+            moves.append(_Move(slot, tuple(tensors)))
+        elif tensors:
+            raise CheckpointError(
+                f"tensor {tensors[0][1].name} is stored as {slot.source.name} and "
+                f"{first_names(absent)} is missing"
+            )
+        elif not slot.optional:
+            missing += absent
     _refuse_layers(found, names, num_layers=num_layers)
-    _refuse_names("are not part of this model", [entry.name for entry in found.values()])
+    _refuse_names(
+        "are not part of this model",
+        [entry.name for entry in found.values()],
+        hint="config.json says that these modules are stored plain"
+        if any(_module(name) + ".weight" in slots for name in found)
+        else _OTHER_MODEL,
+    )
     _refuse_names("are missing from the checkpoint", missing)
     moves.sort(
         key=lambda move: (
             names.layer_of(move.slot.name) or 0,
-            str(move.tensor.file),
-            move.tensor.offset,
+            str(move.first.file),
+            move.first.offset,
         )
     )
     return moves, {reason: tuple(names) for reason, names in skipped.items()}
 
 
-def _check_tensor(
-    weight: TensorEntry, scale: TensorEntry | None, slot: WeightSlot, *, scheme: QuantScheme | None
-) -> None:
-    if not (slot.shape == () and weight.shape == (1,)):  # two spellings of one number
-        _check_shape(weight, slot.shape)
-    if scale is None or scheme is None:
-        if scheme is not None and weight.dtype == scheme.value_dtype:
+def _sources(slot: WeightSlot, found: Mapping[str, TensorEntry]) -> dict[str, StoredTensor]:
+    """The names of the tensors that fill `slot`."""
+    if slot.stored is not None or slot.source is PLAIN:
+        return {slot.name: slot.stored or PLAIN.values}
+    module = _module(slot.name)
+    sources = {f"{module}.{stored.name}": stored for stored in slot.source.tensors}
+    # A module may be stored plain that config.json forgets to leave out.
+    others = [name for name in sources if name != slot.name]
+    entry = found.get(slot.name)
+    if entry is not None and entry.dtype in PLAIN_DTYPES and not any(n in found for n in others):
+        return {slot.name: PLAIN.values}
+    return sources
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _check_tensor(entry: TensorEntry, stored: StoredTensor, slot: WeightSlot) -> None:
+    if stored is PLAIN.values:
+        if not (slot.shape == () and entry.shape == (1,)):  # two spellings of one number
+            _check_shape(entry, slot.shape)
+        if entry.dtype not in PLAIN_DTYPES:
             raise CheckpointError(
-                f"tensor {weight.name} has dtype {weight.dtype} and its scale "
-                f"{weight.name}{scheme.scale_suffix} is missing"
-            )
-        if weight.dtype not in PLAIN_DTYPES:
-            raise CheckpointError(
-                f"tensor {weight.name} has dtype {weight.dtype}; supported: "
+                f"tensor {entry.name} has dtype {entry.dtype}; supported: "
                 f"{', '.join(PLAIN_DTYPES)}",
-                hint=None
-                if scheme
-                else "config.json has no quantization_config that would explain another one",
+                hint="config.json has no quantization_config that says so of this module",
             )
         return
-    if weight.dtype != scheme.value_dtype or len(weight.shape) != 2:
+    dtypes = [SAFETENSORS_NAMES[dtype] for dtype in stored.dtypes]
+    if entry.dtype not in dtypes:
         raise CheckpointError(
-            f"tensor {weight.name} has a scale, dtype {weight.dtype} and shape "
-            f"{list(weight.shape)}; "
-            f"a scale belongs to a matrix of {scheme.value_dtype}"
+            f"tensor {entry.name} has dtype {entry.dtype}; {slot.source.name} is stored in "
+            f"{', '.join(dtypes)}",
+            hint="modules that are stored plain must be listed in the checkpoint's quantisation "
+            "config (modules_to_not_convert, ignore)",
         )
-    if scale.dtype != scheme.scale_dtype:
-        raise CheckpointError(
-            f"tensor {scale.name} has dtype {scale.dtype}; supported: {scheme.scale_dtype}"
-        )
-    _check_shape(scale, scheme.scale_shape(*weight.shape))
+    _check_shape(entry, slot.shape if slot.stored else stored.shape(slot.matrix_shape))
 
 
 def _check_shape(entry: TensorEntry, expected: tuple[int, ...]) -> None:
@@ -258,25 +276,23 @@ def _check_shape(entry: TensorEntry, expected: tuple[int, ...]) -> None:
         raise CheckpointError(
             f"tensor {entry.name} has shape {list(entry.shape)}; config.json asks for "
             f"{list(expected)}",
-            hint="config.json and the weights are not of the same model",
+            hint=_OTHER_MODEL,
         )
 
 
-def _parts(
-    reader: CheckpointReader, moves: list[_Move], *, scheme: QuantScheme | None
-) -> Iterator[tuple[_Move, Tensor]]:
+def _parts(reader: CheckpointReader, moves: list[_Move]) -> Iterator[tuple[_Move, Tensor]]:
     """What this rank keeps of each tensor, in order. On their way to a GPU, a few are brought into
     pinned memory ahead.
     """
     if all(move.slot.device is None or move.slot.device.type == "cpu" for move in moves):
         for move in moves:
-            yield move, _read(reader, move, scheme=scheme)
+            yield move, _read(reader, move)
         return
     with ThreadPoolExecutor(READ_THREADS, "negamax-load") as pool:
         ahead: deque[tuple[_Move, Future[Tensor]]] = deque()
         for move in moves:
             # `part` is a view of the mapped file: its pages are read in the thread that copies it.
-            part = _read(reader, move, scheme=scheme)
+            part = _read(reader, move)
             ahead.append((move, pool.submit(_pinned, part)))
             if len(ahead) > READ_AHEAD:
                 first, pinned = ahead.popleft()
@@ -285,13 +301,21 @@ def _parts(
             yield first, pinned.result()
 
 
-def _read(reader: CheckpointReader, move: _Move, *, scheme: QuantScheme | None) -> Tensor:
+def _read(reader: CheckpointReader, move: _Move) -> Tensor:
     """What this rank keeps of a tensor."""
-    if move.scale is None or scheme is None:
-        part = reader.read(move.tensor, move.slot.region or None)
-        return part.reshape([len(wanted) for wanted in move.slot.region])
-    plain = scheme.dequantize(reader.read(move.tensor), reader.read(move.scale))
-    return plain[tuple(slice(part.start, part.stop) for part in move.slot.region)]
+    slot = move.slot
+    if not move.is_dequantized:
+        part = reader.read(move.first, slot.region or None)
+        return part.reshape([len(wanted) for wanted in slot.region])
+    read = {stored.name: reader.read(entry, part) for stored, entry, part in move.regions()}
+    whole = slot.source.enclose(slot.matrix_region, slot.matrix_shape)
+    plain = slot.source.dequantize(read)
+    return plain[
+        tuple(
+            slice(part.start - outer.start, part.stop - outer.start)
+            for part, outer in zip(slot.region, whole, strict=True)
+        )
+    ]
 
 
 def _pinned(part: Tensor) -> Tensor:
@@ -299,17 +323,17 @@ def _pinned(part: Tensor) -> Tensor:
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
 
 
-def _refuse_names(what: str, names: list[str]) -> None:
+_OTHER_MODEL = "config.json and the weights are not of the same model"
+
+
+def _refuse_names(what: str, names: list[str], *, hint: str = _OTHER_MODEL) -> None:
     if names:
         verb = (
             f"{len(names)} tensors {what}"
             if len(names) > 1
             else f"1 tensor {what}".replace(" are ", " is ")
         )
-        raise CheckpointError(
-            f"{verb}: {first_names(names)}",
-            hint="config.json and the weights are not of the same model",
-        )
+        raise CheckpointError(f"{verb}: {first_names(names)}", hint=hint)
 
 
 def _refuse_layers(found: Mapping[str, TensorEntry], names: Names, *, num_layers: int) -> None:
@@ -326,13 +350,3 @@ def _refuse_layers(found: Mapping[str, TensorEntry], names: Names, *, num_layers
             hint=f"set num_hidden_layers to {max(layers) + 1} or use the config.json that "
             f"belongs to the weights",
         )
-
-
-def _refuse_foreign_quantization(folder: Path, spec: ModelSpec) -> None:
-    for name in _FOREIGN_QUANTIZATION:
-        if spec.quantization is None and (folder / name).exists():
-            raise CheckpointError(
-                f"{folder} is quantised in a format described by {name}, which is not supported "
-                f"yet",
-                hint="use MiniMax's own FP8 checkpoint, or a BF16 one",
-            )

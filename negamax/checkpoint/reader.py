@@ -31,6 +31,10 @@ _ITEM_BYTES = {
     "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
+SAFETENSORS_NAMES = {
+    "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
+    "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

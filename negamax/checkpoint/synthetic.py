@@ -20,14 +20,13 @@ from torch import Tensor
 
 from negamax.checkpoint.loader import HasWeightSlots, ShowProgress
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import E4M3, E4M3_MAX, PLAIN, Role, StoredTensor
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import Draw, init_of
-from negamax.quantization.scheme import detect
 
-# Of stored FP8 values, which reach up to 448, and of the scales of their blocks relative to the
+# Of stored E4M3 values, which reach up to 448, and of the scales of their blocks relative to the
 # mean scale.
 VALUE_STD = 90.0
-VALUE_MAX = 448.0
 SCALE_SPREAD = 0.1
 # Elements drawn at a time. The values depend on it: a draw is one run of the generator.
 DRAW_ELEMENTS = 2**27
@@ -57,18 +56,16 @@ def fill_synthetic(
     sizes = [sum(math.prod(slot.shape) for slot in slots) for _, _, slots in wanted]
     done, init = 0, init_of(spec)
     generator = torch.Generator(device or "cpu")
-    scheme = detect(spec.quantization)
-    suffix = scheme.scale_suffix if scheme else None
     for (name, number, slots), size in zip(wanted, sizes, strict=True):
         digest = hashlib.sha256(f"{seed}:{name}:{number}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-        if suffix and name.endswith(suffix):
-            draw = init.draw(name.removesuffix(suffix), spec)
-            tensors = _scales(slots, std=draw.std / VALUE_STD, generator=generator)
-        elif any(slot.dtype == torch.float8_e4m3fn for slot in slots):
-            tensors = _values(slots, generator=generator)
-        else:
+        stored = slots[0].stored
+        if stored is None:
             tensors = _plain(slots, init.draw(name, spec), generator=generator)
+        else:
+            weight = name.removesuffix(stored.name) + PLAIN.values.name
+            draw = init.draw(weight, spec)
+            tensors = _stored(slots, stored, std=draw.std, generator=generator)
         for slot, tensor in zip(slots, tensors, strict=True):
             if slot.needed:
                 slot.write(tensor)
@@ -96,14 +93,16 @@ def _plain(slots: Sequence[WeightSlot], draw: Draw, *, generator: torch.Generato
     return F.normalize(noise, dim=-1) if draw.unit_rows else noise
 
 
-def _values(slots: Sequence[WeightSlot], *, generator: torch.Generator) -> Tensor:
+def _stored(
+    slots: Sequence[WeightSlot], stored: StoredTensor, *, std: float, generator: torch.Generator
+) -> Tensor:
+    """Values and scales of matrices whose elements have the standard deviation `std`."""
+    if stored.role is Role.SCALE:
+        spread = _normal(slots, torch.float32, mean=1.0, std=SCALE_SPREAD, generator=generator)
+        return spread.clamp_(0.5, 1.5).mul_(std / VALUE_STD)
+    assert stored.dtypes == (E4M3,), f"no rule for synthetic {stored.name} of {stored.dtypes}"
     noise = _normal(slots, torch.bfloat16, mean=0.0, std=VALUE_STD, generator=generator)
-    return noise.clamp_(-VALUE_MAX, VALUE_MAX).to(torch.float8_e4m3fn)
-
-
-def _scales(slots: Sequence[WeightSlot], *, std: float, generator: torch.Generator) -> Tensor:
-    spread = _normal(slots, torch.float32, mean=1.0, std=SCALE_SPREAD, generator=generator)
-    return spread.clamp_(0.5, 1.5).mul_(std)
+    return noise.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _normal(

@@ -12,9 +12,11 @@ from negamax.config.families import bundled_names, bundled_spec
 from negamax.config.kv_cache import block_bytes
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
+from negamax.kernels.formats import is_kept
 from negamax.kernels.platform import Platform, nvidia
-from negamax.models.memory import weight_bytes
+from negamax.models.memory import as_stored, dequantized, weight_bytes
 from negamax.parallel.split import tensor_parallel_sizes
+from negamax.quantization.detect import detect
 
 GIB = 2**30
 # Beside weights and cache on each GPU: a step's workspace, CUDA graphs, the driver. The engine
@@ -66,7 +68,7 @@ def verdicts(machine: Machine) -> list[Verdict]:
     if machine.memory_bytes < _NANO_BYTES and not machine.gpus:
         missing = f"needs 1 GiB of main memory, {_gib(machine.memory_bytes)} are free"
         nano = Verdict("nano", False, "", missing)
-    elif _refusal(bundled_spec(bundled_names()[0]), machine.gpus):  # nano is stored in FP8, too
+    elif _refusal(machine.gpus):
         detail = "the embedded model, on the CPU of this machine"
         nano = Verdict("nano", True, "negamax serve nano --device cpu", detail)
     return [nano, *(_with_disk(_verdict(name, machine), name, machine) for name in bundled_names())]
@@ -89,7 +91,7 @@ def _verdict(name: str, machine: Machine) -> Verdict:
     if machine.gpus:
         return _on_gpus(model, spec, machine.gpus)
     dtype = _DTYPE if machine.cpu_bfloat16 else "float32"
-    needed = weight_bytes(spec, dtype=dtype, keep_quantized=False)
+    needed = weight_bytes(spec, dtype=dtype, kept=dequantized)
     form = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
     need = f"{_gib(needed)} of main memory in {form} on the CPU, {_gib(machine.memory_bytes)} free"
     if needed < machine.memory_bytes:
@@ -98,12 +100,12 @@ def _verdict(name: str, machine: Machine) -> Verdict:
 
 
 def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
-    refusal = _refusal(spec, gpus)
+    refusal, kept = _refusal(gpus), _is_kept(spec, gpus)
     if refusal:
         return Verdict(model, False, "", refusal)
     best = (0, 0)  # tokens, GPUs
-    for size in _tensor_parallel_sizes(spec, len(gpus)):
-        tokens = _cache_tokens(spec, gpus[:size])
+    for size in _tensor_parallel_sizes(spec, len(gpus), kept=kept):
+        tokens = _cache_tokens(spec, gpus[:size], kept=kept)
         if tokens >= spec.max_position_embeddings:
             best = tokens, size
             break
@@ -112,50 +114,60 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
     if tokens < _LEAST_TOKENS:
         share = EngineOptions.gpu_memory_utilization
         per_gpu = min(int(gpu.total_bytes * share) for gpu in gpus) - GPU_RESERVE
-        needed = next(
-            (n for n in _tensor_parallel_sizes(spec, 64) if _weights(spec, n) < per_gpu), None
-        )
+        sizes = _tensor_parallel_sizes(spec, 64, kept=kept)
+        needed = next((n for n in sizes if _weights(spec, n, kept=kept) < per_gpu), None)
         hint = f"about {needed} free GPUs like these" if needed else "larger GPUs"
         free = _gib(min(gpu.free_bytes for gpu in gpus))
-        need = f"needs {_gib(_weights(spec, 1))} for its weights, {free} are free per GPU"
+        need = (
+            f"needs {_gib(_weights(spec, 1, kept=kept))} for its weights, {free} are free per GPU"
+        )
         return Verdict(model, False, "", f"{need}; it takes {hint}")
     command = f"negamax serve {model}" + (f" --tensor-parallel-size {size}" if size > 1 else "")
     if tokens < spec.max_position_embeddings:
         command += f" --max-model-len {tokens // 1024 * 1024}"
-    form = "FP8 as stored" if spec.quantization is not None else "bf16"
-    detail = f"{form}, {_gib(_weights(spec, size))} of weights per GPU"
+    form = "FP8 as stored" if kept else "FP8 dequantised to bf16"
+    detail = f"{form}, {_gib(_weights(spec, size, kept=kept))} of weights per GPU"
     detail += f", KV cache of about {tokens // 1000 * 1000:,} tokens"
     if not all(gpu.platform.is_measured for gpu in gpus[:size]):
         detail += "; never measured on such a GPU"
     return Verdict(model, True, command, detail)
 
 
-def _refusal(spec: ModelSpec, gpus: Sequence[Gpu]) -> str | None:
-    """Why the engine would not run the model's weights on one of these GPUs, if it would not."""
+def _is_kept(spec: ModelSpec, gpus: Sequence[Gpu]) -> bool:
+    """Whether these GPUs multiply with a published model's weights as they are stored."""
+    scheme = detect(spec.quantization)
+    return scheme is not None and all(
+        is_kept(stored, gpu.platform) for stored in scheme.formats for gpu in gpus
+    )
+
+
+def _refusal(gpus: Sequence[Gpu]) -> str | None:
+    """Why the engine would not run on one of these GPUs, if it would not."""
     for gpu in gpus:
         try:
-            gpu.platform.check(fp8_weights=spec.quantization is not None, fp8_cache=False)
+            gpu.platform.check(fp8_cache=False)
         except ConfigError as error:
             return str(error)
     return None
 
 
-def _tensor_parallel_sizes(spec: ModelSpec, most: int) -> Iterator[int]:
+def _tensor_parallel_sizes(spec: ModelSpec, most: int, *, kept: bool) -> Iterator[int]:
     """The numbers of ranks up to `most` that the model can be split over."""
-    block = spec.quantization.weight_block_size[0] if spec.quantization else 1
+    scheme = detect(spec.quantization)
+    block = scheme.block if scheme and kept else 1
     return tensor_parallel_sizes(spec, block=block, most=most)
 
 
-def _weights(spec: ModelSpec, size: int) -> int:
+def _weights(spec: ModelSpec, size: int, *, kept: bool) -> int:
     """Bytes of weights on each of `size` GPUs."""
-    return weight_bytes(spec, dtype=_DTYPE, ranks=size)
+    return weight_bytes(spec, dtype=_DTYPE, kept=as_stored if kept else dequantized, ranks=size)
 
 
-def _cache_tokens(spec: ModelSpec, gpus: Sequence[Gpu]) -> int:
+def _cache_tokens(spec: ModelSpec, gpus: Sequence[Gpu], *, kept: bool) -> int:
     """Tokens whose KV cache fits beside the weights on each of `gpus`."""
     share = EngineOptions.gpu_memory_utilization
     budget = min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)
-    room = budget - _weights(spec, len(gpus)) - GPU_RESERVE
+    room = budget - _weights(spec, len(gpus), kept=kept) - GPU_RESERVE
     per_token = block_bytes(spec.kv_caches(), 1, dtype=_DTYPE, ranks=len(gpus))
     return max(0, room) // per_token
 

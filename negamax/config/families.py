@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import ConfigError
 from negamax.config import minimax_m2
 from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelFamily, ModelSpec
+from negamax.config.quantization import read_quantization
 
 FAMILIES = {family.architecture: family for family in (minimax_m2.FAMILY,)}
 
@@ -23,8 +26,9 @@ def family_of(architecture: str) -> ModelFamily:
     return FAMILIES[architecture]
 
 
-def read_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a parsed config.json, whose `architectures` or `model_type` name the family.
+def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpec:
+    """The spec of a parsed config.json, whose `architectures` or `model_type` name the family;
+    `folder` may hold other files that say how weights are quantised.
 
     Errors: `ConfigError` with the field, the value found and the values allowed.
     """
@@ -45,7 +49,8 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
     of_type = [family for family in found if model_type in (None, family.model_type)]
     if not of_type:
         refuse("model_type", model_type, " or ".join(repr(family.model_type) for family in found))
-    return of_type[0].read_spec(config)
+    spec = of_type[0].read_spec(config)
+    return replace(spec, quantization=read_quantization(config, folder))
 
 
 def bundled_spec(name: str) -> ModelSpec:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 from negamax.base.errors import ConfigError
-from negamax.config.quantization import FP8_BLOCK, QuantizationSpec
+from negamax.config.quantization import read_quantization
 
 # Sizes that every model has, by their names in `ModelSpec`: always present in a real config, so a
 # missing one is an error and not a default.
@@ -38,7 +38,7 @@ def common(config: Mapping[str, Any], *, notes: list[str]) -> dict[str, Any]:
         "dtype": dtype(config, notes=notes),
         "bos_token_id": optional_token(config.get("bos_token_id"), name="bos_token_id"),
         "eos_token_ids": token_ids(config.get("eos_token_id"), name="eos_token_id"),
-        "quantization": quantization(config.get("quantization_config")),
+        "quantization": read_quantization(config),
     }
 
 
@@ -193,36 +193,3 @@ def _agree(config: Mapping[str, Any], parameters: Mapping[str, Any], *, name: st
     if outer is not None and inner is not None and outer != inner:
         refuse(name, outer, f"the value in rope_parameters ({inner})")
     return inner if outer is None else outer
-
-
-def quantization(config: object) -> QuantizationSpec | None:
-    """The native format of the M2 family, or None. Every other one is refused by name."""
-    if config is None:
-        return None
-    if not isinstance(config, Mapping):
-        refuse("quantization_config", config, "an object or null")
-    for name, allowed in {
-        "quant_method": ("fp8",),
-        "fmt": (None, "float8_e4m3fn", "e4m3"),
-        "activation_scheme": (None, "dynamic"),
-        "scale_fmt": (None, "float"),
-    }.items():
-        value = config.get(name)
-        if value not in allowed:
-            words = ", ".join(repr(word) for word in allowed if word is not None)
-            refuse(f"quantization_config.{name}", value, f"{words} (others are not supported yet)")
-    block = config.get("weight_block_size")
-    if not isinstance(block, list | tuple) or tuple(block) != FP8_BLOCK:
-        refuse(
-            "quantization_config.weight_block_size",
-            block,
-            f"{list(FP8_BLOCK)} (others are not supported yet)",
-        )
-    skipped = config.get("modules_to_not_convert") or ()
-    if not isinstance(skipped, list | tuple) or not all(isinstance(name, str) for name in skipped):
-        refuse(
-            "quantization_config.modules_to_not_convert", skipped, "a list of module names or null"
-        )
-    return QuantizationSpec(
-        method="fp8", weight_block_size=FP8_BLOCK, modules_to_not_convert=tuple(skipped)
-    )

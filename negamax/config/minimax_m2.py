@@ -14,7 +14,7 @@ from typing import Any
 from negamax.config import fields
 from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelFamily, ModelSpec
-from negamax.config.quantization import FP8_BLOCK, QuantizationSpec
+from negamax.config.quantization import QuantizationSpec
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
 
@@ -164,9 +164,14 @@ _M2 = MiniMaxM2Spec(
     bos_token_id=200_034,
     eos_token_ids=(200_020,),
     quantization=QuantizationSpec(
-        method="fp8",
-        weight_block_size=FP8_BLOCK,
-        modules_to_not_convert=("gate", "e_score_correction_bias", "lm_head"),
+        "fp8",
+        {
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
     ),
 )
 _BUNDLED = {

@@ -1,19 +1,48 @@
-"""How a checkpoint stores its weights."""
+"""What a checkpoint says of how its weights are stored, as it says it. The room `quantization/`
+understands it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-FP8_BLOCK = (128, 128)  # rows, columns of a weight that share one scale
+from negamax.base.errors import ConfigError
+from negamax.config.json_file import read_json_object
+
+# Files in which some tools describe what config.json leaves out, and the method of each.
+_SIDE_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quant_model_description.json": "modelslim",
+}
 
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """How the checkpoint stores its linear weights. Only "fp8" exists now: e4m3, one fp32
-    multiplier per block.
-    """
+    """A method by the name that the checkpoint uses, the file that names it, and its fields."""
 
     method: str
-    weight_block_size: tuple[int, int]  # rows, columns
-    # parts of module names that are stored unquantised
-    modules_to_not_convert: tuple[str, ...] = ()
+    fields: dict[str, Any]
+    source: str = "config.json"
+
+
+def read_quantization(
+    config: Mapping[str, Any], folder: Path | None = None
+) -> QuantizationSpec | None:
+    """From config.json, else from the files that stand beside it in `folder`; None: plain weights.
+
+    Errors: `ConfigError`, `CheckpointError` for what is no such description.
+    """
+    found = config.get("quantization_config")
+    if found is not None:
+        if not isinstance(found, Mapping):
+            raise ConfigError(
+                f"model config: quantization_config is {found!r}; supported: an object or null"
+            )
+        return QuantizationSpec(str(found.get("quant_method")), dict(found))
+    for name, method in _SIDE_FILES.items():
+        if folder is not None and (folder / name).is_file():
+            return QuantizationSpec(method, read_json_object(folder / name), source=name)
+    return None

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from negamax.kernels.formats import E4M3_GROUP
+
 if TYPE_CHECKING:
     from negamax.kernels.peers import Collective
 
-GROUP = 128  # columns that share a scale
+GROUP = E4M3_GROUP  # columns that share a scale
 
 
 @dataclass(frozen=True)

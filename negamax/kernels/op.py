@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from negamax.kernels.formats import PLAIN, ActivationFormat, TensorFormat, is_plain
 from negamax.kernels.platform import Feature
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,12 +40,13 @@ class Cost:
 @dataclass(frozen=True)
 class Case:
     """Inputs of one call. `tensors` holds tensors and tuples of tensors by argument name, `numbers`
-    everything else.
+    everything else. `stored`: the format of its weights.
     """
 
     label: str
     tensors: dict[str, Any]
     numbers: dict[str, Any] = field(default_factory=dict)
+    stored: TensorFormat = PLAIN
 
     def upcast(self) -> Case:
         """The same values with every floating-point tensor in float32."""
@@ -60,7 +62,8 @@ class Kernel:
     `run` is called in the forward pass. `prepare` turns what changes rarely into the form `run`
     reads: a weight once at load, the block tables of a step once per step; an op whose arguments
     need no such step has no `prepare`. It is chosen only where the platform has all features that
-    it `requires`.
+    it `requires`; `reads` says which formats of weights it takes, and `activation` what it wants of
+    its input beside the plain values.
     """
 
     op: str
@@ -69,6 +72,8 @@ class Kernel:
     prepare: Callable[..., Any] | None = None
     requires: frozenset[Feature] = frozenset({Feature.CPU})
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+    reads: Callable[[TensorFormat], bool] = is_plain
+    activation: ActivationFormat | None = None
     available: Callable[[], bool] = lambda: True  # asked once, when the table is resolved
 
 

@@ -86,7 +86,7 @@ class Platform:
         """What of `requires` this device lacks, by name."""
         return sorted(requires - self.features)
 
-    def check(self, *, fp8_weights: bool, fp8_cache: bool) -> None:
+    def check(self, *, fp8_cache: bool) -> None:
         """Refuse what does not run here. Errors: `ConfigError` naming the device and what does."""
         if self.vendor == "amd":
             raise ConfigError(
@@ -99,13 +99,6 @@ class Platform:
             raise ConfigError(
                 f"{self.label} has no bfloat16 arithmetic; 8.0 or higher is needed",
                 hint="use another GPU, or --device cpu",
-            )
-        if fp8_weights and Feature.FP8 not in self.features:
-            raise ConfigError(
-                f"{self.label} cannot multiply FP8 weights, which this checkpoint has; 8.9 or "
-                f"higher is needed",
-                hint="use another GPU, --device cpu, or a bf16 checkpoint (never measured on "
-                "this GPU)",
             )
         if fp8_cache and Feature.E4M3FN not in self.features:
             raise ConfigError(

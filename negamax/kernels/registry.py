@@ -5,7 +5,7 @@ and list it in `KERNELS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from negamax.base.errors import ConfigError
 from negamax.kernels.attention import bucketed
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.collectives import spec as collectives
+from negamax.kernels.formats import KEPT_FORMATS, PLAIN, TensorFormat
 from negamax.kernels.gemm import padded as gemm_padded
 from negamax.kernels.gemm import spec as gemm
 from negamax.kernels.gemm import vendor as gemm_vendor
@@ -82,31 +83,59 @@ def gpu_kernels() -> tuple[Kernel, ...]:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The chosen kernel of every op for one platform and dtype."""
+    """The kernels that run on one platform in one dtype, by op, preferred first."""
 
     platform: Platform
     dtype: torch.dtype
-    kernels: Mapping[str, Kernel] = field(repr=False)
+    candidates: Mapping[str, tuple[Kernel, ...]] = field(repr=False)
+
+    @classmethod
+    def of(
+        cls, kernels: Iterable[Kernel], *, platform: Platform, dtype: torch.dtype
+    ) -> KernelTable:
+        """Those of `kernels` that compute in `dtype`."""
+        found: dict[str, tuple[Kernel, ...]] = {}
+        for kernel in kernels:
+            if dtype in kernel.dtypes:
+                found[kernel.op] = (*found.get(kernel.op, ()), kernel)
+        return cls(platform, dtype, found)
 
     def __getitem__(self, op: str) -> Kernel:
-        return self.kernels[op]
+        """The kernel of `op` for plain weights, or for an op without any."""
+        kernel = self.choose(op, PLAIN)
+        assert kernel is not None, f"no kernel of {op}"
+        return kernel
+
+    def choose(self, op: str, stored: TensorFormat) -> Kernel | None:
+        """The kernel of `op` for weights in the format `stored`. None: they are dequantised at
+        load, which is the last provider of every format.
+        """
+        return next((kernel for kernel in self.candidates[op] if kernel.reads(stored)), None)
+
+    def reads_stored(self, stored: TensorFormat) -> bool:
+        """Whether linear layers and experts take weights in the format `stored`."""
+        return all(self.choose(op, stored) is not None for op in ("gemm.linear", "moe.experts"))
 
     def fusion(self, *sequence: str) -> Kernel | None:
         """The kernel that runs the ops of `sequence` in one; None where there is only their
         definition, which is them one by one.
         """
         for op in OPS.values():
-            if op.sequence == sequence and self.kernels[op.name].provider != "reference":
-                return self.kernels[op.name]
+            if op.sequence == sequence and self[op.name].provider != "reference":
+                return self[op.name]
         return None
 
     def describe(self) -> str:
-        """One line per op: its name, the provider and what the op does."""
+        """One line per op: its name, the provider and what the op does; one more for weights that
+        are read as they are stored.
+        """
         lines = [f"kernels for {self.platform.label}, {str(self.dtype).removeprefix('torch.')}:"]
-        lines += [
-            f"  {name:30} {kernel.provider:18} {OPS[name].summary}"
-            for name, kernel in sorted(self.kernels.items())
-        ]
+        for op in sorted(self.candidates):
+            lines.append(f"  {op:30} {self[op].provider:18} {OPS[op].summary}")
+            for stored in KEPT_FORMATS:
+                kernel = self.choose(op, stored)
+                if kernel is not None:
+                    lines.append(f"  {'':30} {kernel.provider:18} with {stored.name}")
         return "\n".join(lines)
 
 
@@ -137,7 +166,7 @@ def resolve(
     for op in choices:
         if op not in OPS:
             raise ConfigError(f"no op named {op!r}; known: {', '.join(sorted(OPS))}")
-    chosen = {}
+    candidates = {}
     for op in OPS:
         found = providers(op, platform=platform, dtype=dtype)
         if op in choices:
@@ -149,8 +178,8 @@ def resolve(
                     f"{', '.join(kernel.provider for kernel in found)}"
                 )
             found = named
-        chosen[op] = found[0]
-    return KernelTable(platform=platform, dtype=dtype, kernels=chosen)
+        candidates[op] = tuple(found)
+    return KernelTable(platform, dtype, candidates)
 
 
 def _lacks(op: str, provider: str, platform: Platform) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.kernels.activations import GROUP, QuantizedActivations, concatenate
+from negamax.kernels.activations import QuantizedActivations, concatenate
 from negamax.kernels.attention.spec import PagedQueries, PagedShape, split_heads
 from negamax.kernels.kvcache.spec import FP8, write
 from negamax.kernels.registry import KernelTable
@@ -146,9 +146,10 @@ class Attention:
             kernels=kernels,
             weights=weights,
         )
-        self.takes_quantized = self._qkv.quantized
+        self.activation = self._qkv.activation  # what it wants beside plain activations
         # a head is what shares a scale
-        self.gives_quantized = self._out.quantized and head_dim == GROUP
+        given = self._out.activation
+        self.gives_quantized = given is not None and given.group == head_dim
         self._heads, self._kv_heads = len(q_rows) // head_dim, len(kv_rows) // head_dim
         self._qk_norm: FullWidthNorm | PerHeadNorm
         if norm_per_head:

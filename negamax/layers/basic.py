@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.formats import E4M3_GROUPS, ActivationFormat
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.layers.linear import ColumnParallel, Part
@@ -20,8 +23,7 @@ class RmsNorm:
     The residual stream and the norm are replicated on every rank, but for many rows on GPUs: there
     a rank keeps, from the first norm of a step to the last, its share of the rows
     (`kernels/collectives/triton.py`). `group` holds the ranks whose partial results the block
-    before left; `quantize`: the block behind multiplies with FP8 weights, and gets FP8 activations
-    beside the plain ones.
+    before left; `activation`: what the block behind wants beside the plain activations.
     """
 
     def __init__(
@@ -31,14 +33,14 @@ class RmsNorm:
         *,
         eps: float,
         group: Collective,
-        quantize: bool,
+        activation: ActivationFormat | None,
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
         kernel = kernels["collectives.all_reduce_add_rms" if group.size > 1 else "norm.add_rms"]
         assert kernel.prepare is not None
         weight = torch.empty(width, dtype=weights.dtype, device=weights.device)
-        self._norm = kernel.prepare(weight, eps, quantize=quantize)
+        self._norm = kernel.prepare(weight, eps, quantize=activation == E4M3_GROUPS)
         self._run = kernel.run
         self._groups = (group,) if group.size > 1 else ()
         self.slots = [WeightSlot(name, (width,), target=weight)]
@@ -89,9 +91,11 @@ class VocabHead:
         weights: WeightFormat,
     ) -> None:
         self._group = group
-        plain = WeightFormat(weights.dtype, weights.device)
         self._linear = ColumnParallel(
-            [Part(name, shape[0], rows)], shape[1], kernels=kernels, weights=plain
+            [Part(name, shape[0], rows)],
+            shape[1],
+            kernels=kernels,
+            weights=replace(weights, keep_quantized=False),
         )
         self.slots = self._linear.slots
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.registry import KernelTable
-from negamax.layers.weights import MatrixWeight
+from negamax.layers.weights import MatrixWeight, choose_kernel
 from negamax.quantization.scheme import WeightFormat
 
 
@@ -36,18 +36,17 @@ class ColumnParallel:
     def __init__(
         self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, weights: WeightFormat
     ) -> None:
-        names, self.widths = (
-            tuple(part.name for part in parts),
-            tuple(len(part.rows) for part in parts),
-        )
-        matrix = MatrixWeight(names, (sum(self.widths), inputs), weights)
-        self._linear = _Linear(matrix, kernels=kernels)
-        self.quantized = matrix.quantized  # multiplied as the checkpoint stores it
+        names = [part.name for part in parts]
+        shape = (sum(len(part.rows) for part in parts), inputs)
+        self._linear = _Linear(names, shape, kernels=kernels, weights=weights)
+        self.activation = self._linear.activation
         self.slots, first = [], 0
         for part in parts:
-            region = (part.rows, range(inputs))
-            self.slots += matrix.slots(
-                part.name, (part.total_rows, inputs), region=region, at=(first,)
+            self.slots += self._linear.matrix.slots(
+                part.name,
+                (part.total_rows, inputs),
+                region=(part.rows, range(inputs)),
+                at=(first,),
             )
             first += len(part.rows)
 
@@ -82,10 +81,9 @@ class RowParallel:
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
-        matrix = MatrixWeight((name,), (shape[0], len(columns)), weights)
-        self._linear = _Linear(matrix, kernels=kernels)
-        self.quantized = matrix.quantized  # multiplied as the checkpoint stores it
-        self.slots = matrix.slots(name, shape, region=(range(shape[0]), columns))
+        self._linear = _Linear([name], (shape[0], len(columns)), kernels=kernels, weights=weights)
+        self.activation = self._linear.activation
+        self.slots = self._linear.matrix.slots(name, shape, region=(range(shape[0]), columns))
 
     def finish_loading(self) -> None:
         """Put the weight into the kernel's layout; the plain copy is freed."""
@@ -99,17 +97,23 @@ class RowParallel:
 class _Linear:
     """A matrix and the kernel that multiplies with it."""
 
-    def __init__(self, matrix: MatrixWeight, *, kernels: KernelTable) -> None:
-        kernel = kernels["gemm.linear"]
+    def __init__(
+        self,
+        names: Sequence[str],
+        shape: tuple[int, int],
+        *,
+        kernels: KernelTable,
+        weights: WeightFormat,
+    ) -> None:
+        kernel, held = choose_kernel("gemm.linear", names, kernels=kernels, weights=weights)
         assert kernel.prepare is not None
         self._run, self._prepare = kernel.run, kernel.prepare
-        self._matrix: MatrixWeight | None = matrix
+        self.activation = kernel.activation  # what it wants of its input beside the plain values
+        self.matrix = MatrixWeight(shape, held, weights=weights)
         self._weight: Any = None
 
     def finish_loading(self) -> None:
-        assert self._matrix is not None
-        self._weight = self._prepare(*self._matrix.take())
-        self._matrix = None
+        self._weight = self._prepare(self.matrix.take())
 
     def __call__(
         self,

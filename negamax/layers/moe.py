@@ -13,7 +13,7 @@ from torch import Tensor
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.registry import KernelTable
 from negamax.layers.names import MoeNames
-from negamax.layers.weights import MatrixWeight, WeightSlot
+from negamax.layers.weights import MatrixWeight, WeightSlot, choose_kernel
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
@@ -39,7 +39,7 @@ class SparseMoe:
         self._experts = view.experts(num_experts)
         self.num_experts, self.top_k = num_experts, top_k
         rows, everything = view.width(width), range(hidden_size)
-        self._route_kernel, self._experts_kernel = kernels["moe.route"], kernels["moe.experts"]
+        self._route_kernel = kernels["moe.route"]
         self._gate = torch.empty(
             num_experts, hidden_size, dtype=torch.float32, device=weights.device
         )
@@ -48,22 +48,28 @@ class SparseMoe:
             WeightSlot(names.router, (num_experts, hidden_size), target=self._gate),
             WeightSlot(names.router_bias, (num_experts,), target=self._bias),
         ]
-        first, local = str(self._experts.start), len(self._experts)
-        gate, up, down = (name.replace("*", first) for name in (names.gate, names.up, names.down))
         # gate rows, then up rows
-        self._gate_up = MatrixWeight((gate, up), (local, 2 * len(rows), hidden_size), weights)
-        self._down = MatrixWeight((down,), (local, hidden_size, len(rows)), weights)
-        self.quantized = self._gate_up.quantized
+        parts = (names.gate, names.up, names.down)
+        local = [name.replace("*", str(expert)) for expert in self._experts for name in parts]
+        self._experts_kernel, held = choose_kernel(
+            "moe.experts", local, kernels=kernels, weights=weights
+        )
+        self.activation = self._experts_kernel.activation
+        count = len(self._experts)
+        self._gate_up = MatrixWeight((count, 2 * len(rows), hidden_size), held, weights=weights)
+        self._down = MatrixWeight((count, hidden_size, len(rows)), held, weights=weights)
+        wide, tall = (width, hidden_size), (hidden_size, width)
         for expert in range(num_experts):
             mine, index = expert in self._experts, expert - self._experts.start
             across, along = ((rows, everything), (everything, rows)) if mine else (None, None)
-            gate, up, down = (
-                name.replace("*", str(expert)) for name in (names.gate, names.up, names.down)
-            )
-            wide, tall = (width, hidden_size), (hidden_size, width)
-            self.slots += self._gate_up.slots(gate, wide, region=across, at=(index, 0))
-            self.slots += self._gate_up.slots(up, wide, region=across, at=(index, len(rows)))
-            self.slots += self._down.slots(down, tall, region=along, at=(index, 0))
+            for name, matrix, shape, region, first in (
+                (names.gate, self._gate_up, wide, across, 0),
+                (names.up, self._gate_up, wide, across, len(rows)),
+                (names.down, self._down, tall, along, 0),
+            ):
+                self.slots += matrix.slots(
+                    name.replace("*", str(expert)), shape, region=region, at=(index, first)
+                )
         self._router: Any = None
         self._prepared: Any = None
         self._observed: Tensor | None = None
@@ -75,8 +81,7 @@ class SparseMoe:
         route, experts = self._route_kernel.prepare, self._experts_kernel.prepare
         assert route is not None and experts is not None
         self._router = route(self._gate, self._bias)
-        (gate_up, gate_up_scale), (down, down_scale) = self._gate_up.take(), self._down.take()
-        self._prepared = experts(gate_up, down, gate_up_scale, down_scale)
+        self._prepared = experts(self._gate_up.take(), self._down.take())
         del self._gate, self._bias, self._gate_up, self._down
 
     def observe(self, ids: Tensor | None) -> None:

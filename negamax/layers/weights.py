@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
+from negamax.kernels.formats import (
+    PLAIN,
+    Axis,
+    Region,
+    StoredTensor,
+    StoredWeight,
+    TensorFormat,
+)
+from negamax.kernels.op import Kernel
+from negamax.kernels.registry import KernelTable
 from negamax.quantization.scheme import WeightFormat
 
 
@@ -18,9 +28,10 @@ class WeightSlot:
 
     `shape` is the full shape in the checkpoint. `target` is the parameter (or a view of a fused
     one) that receives the part `region` of the tensor, one range per dimension; `target` None means
-    that this rank keeps nothing (`needed` is False). `exact`: values of the target's own dtype
-    only, nothing is cast. `optional`: a checkpoint may lack the tensor. The slot lets go of its
-    target once written, so that a layer can free the plain copy when it packs its weights.
+    that this rank keeps nothing (`needed` is False). `source`: the format of the matrix in the
+    checkpoint; the slot takes it dequantised, or, with `stored`, that tensor of it as it is.
+    `optional`: a checkpoint may lack the tensor. The slot lets go of its target once written, so
+    that a layer can free the plain copy when it packs its weights.
     """
 
     def __init__(
@@ -30,7 +41,8 @@ class WeightSlot:
         *,
         target: Tensor | None,
         region: tuple[range, ...] = (),
-        exact: bool = False,
+        source: TensorFormat = PLAIN,
+        stored: StoredTensor | None = None,
         optional: bool = False,
     ) -> None:
         region = region or tuple(range(size) for size in shape)
@@ -46,8 +58,20 @@ class WeightSlot:
         self.written = False
         self.dtype = None if target is None else target.dtype
         self.device = None if target is None else target.device
+        self.source, self.stored = source, stored
         self._target = target
-        self._exact = exact
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape of a slot for a matrix that is dequantised at load."""
+        rows, columns = self.shape
+        return rows, columns
+
+    @property
+    def matrix_region(self) -> Region:
+        """Likewise, this rank's part of it."""
+        rows, columns = self.region
+        return rows, columns
 
     def write(self, tensor: Tensor) -> None:
         """Copy this rank's part of `tensor` (the full checkpoint tensor) and cast it to the
@@ -69,14 +93,15 @@ class WeightSlot:
         if self.written:
             raise CheckpointError(f"tensor {self.name} is in the checkpoint twice")
         self._check_shape(part, tuple(len(wanted) for wanted in self.region))
-        if not part.is_floating_point():
+        dtype = str(part.dtype).removeprefix("torch.")
+        if self.stored is None and not part.is_floating_point():
             raise CheckpointError(
-                f"tensor {self.name} has dtype {part.dtype}; a floating-point dtype is needed"
+                f"tensor {self.name} has dtype {dtype}; a floating-point dtype is needed"
             )
-        if self._exact and self._target is not None and part.dtype != self._target.dtype:
+        if self.stored is not None and dtype not in self.stored.dtypes:
             raise CheckpointError(
-                f"tensor {self.name} has dtype {part.dtype}; {self._target.dtype} is needed, as "
-                f"stored"
+                f"tensor {self.name} has dtype {dtype}; {self.source.name} is stored in "
+                f"{' or '.join(self.stored.dtypes)}"
             )
         target, self._target = self._target, None
         self.written = True
@@ -100,69 +125,98 @@ class WeightSlot:
 
 
 class MatrixWeight:
-    """One rank's matrices in one parameter: plain, or as their quantisation scheme stores them,
-    with the scales of the blocks.
+    """One rank's matrices in one parameter, in the format that their kernel reads.
 
     `shape` is [..., rows, columns] on this rank; checkpoint tensors fill it window by window
     through `slots`.
     """
 
     def __init__(
-        self, names: tuple[str, ...], shape: tuple[int, ...], weights: WeightFormat
+        self, shape: tuple[int, ...], stored: TensorFormat, *, weights: WeightFormat
     ) -> None:
-        """`names`: the checkpoint tensors that go here (of experts, those of one expert)."""
-        self._scheme = scheme = weights.scheme_of(names)
-        self._values = torch.empty(
-            shape, dtype=scheme.stored_dtype if scheme else weights.dtype, device=weights.device
-        )
-        self._scale = None
-        if scheme:
-            scale_shape = (*shape[:-2], *scheme.scale_shape(*shape[-2:]))
-            self._scale = torch.empty(scale_shape, dtype=torch.float32, device=weights.device)
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the values are as the checkpoint stores them, with scales."""
-        return self._scheme is not None
+        """`stored`: the format in which it is held, `PLAIN` for the compute dtype."""
+        *lead, rows, columns = shape
+        self.format, self._weights = stored, weights
+        self._tensors = {
+            tensor.name: torch.empty(
+                (*lead, *tensor.shape((rows, columns))),
+                dtype=weights.dtype if stored is PLAIN else getattr(torch, tensor.dtypes[0]),
+                device=weights.device,
+            )
+            for tensor in stored.tensors
+        }
 
     def slots(
         self,
         name: str,
         shape: tuple[int, int],
         *,
-        region: tuple[range, range] | None,
+        region: Region | None,
         at: tuple[int, ...] = (0,),
     ) -> list[WeightSlot]:
-        """The slots of checkpoint tensor `name` (and of its scale), of which this rank keeps
-        `region` (None: nothing).
+        """The slots of the matrix that is called `name` where it is stored plain, of which this
+        rank keeps `region` (None: nothing).
 
         `at`: where it goes, as leading indices and the first row. Errors: `ConfigError` for a
-        region that cuts a block.
+        region that cuts what is stored together.
         """
-        values = None if region is None else self._window(self._values, region, at)
-        if self._scheme is None:
-            return [WeightSlot(name, shape, target=values, region=region or ())]
-        slots = [WeightSlot(name, shape, target=values, region=region or (), exact=True)]
-        scale_name, scale_shape = name + self._scheme.scale_suffix, self._scheme.scale_shape(*shape)
-        if region is None:
-            return [*slots, WeightSlot(scale_name, scale_shape, target=None)]
-        blocks = self._scheme.scale_region(region, name=name, shape=shape)
-        assert self._scale is not None and at[-1] % self._scheme.block[0] == 0, (
-            f"{name} at row {at[-1]}"
-        )
-        scale = self._window(self._scale, blocks, (*at[:-1], at[-1] // self._scheme.block[0]))
-        return [*slots, WeightSlot(scale_name, scale_shape, target=scale, region=blocks)]
+        source = self._weights.stored(name)
+        if self.format is PLAIN:
+            (values,) = self._tensors.values()
+            target = None if region is None else _window(values, 0, at, region[0])
+            return [WeightSlot(name, shape, target=target, region=region or (), source=source)]
+        assert source == self.format, f"{name}: {source.name} <- {self.format.name}"
+        module = name.removesuffix(PLAIN.values.name)
+        if region is not None:
+            source.check_region(region, shape, name=name)
+        slots = []
+        for tensor in source.tensors:
+            part: tuple[range, ...] = ()
+            held = None
+            if region is not None:
+                axis, part = tensor.axis(Axis.ROWS), tensor.part(region)
+                assert axis is not None, f"{source.name} is not stacked"
+                unit = tensor.dims[axis].unit
+                assert at[-1] % unit == 0, f"{name} at row {at[-1]}"
+                where = (*at[:-1], at[-1] // unit)
+                held = _window(self._tensors[tensor.name], axis, where, part[axis])
+            slots.append(
+                WeightSlot(
+                    module + tensor.name, tensor.shape(shape), target=held, region=part,
+                    source=source, stored=tensor,
+                )
+            )  # fmt: skip
+        return slots
 
-    def take(self) -> tuple[Tensor, Tensor | None]:
-        """(values, scale or None) for a kernel's `prepare`; nothing is kept here."""
-        values, scale = self._values, self._scale
-        del self._values, self._scale
-        return values, scale
+    def take(self) -> StoredWeight:
+        """The weight for a kernel's `prepare`; nothing is kept here."""
+        tensors = self._tensors
+        del self._tensors
+        return StoredWeight(self.format, tensors)
 
-    @staticmethod
-    def _window(tensor: Tensor, region: tuple[range, range], at: tuple[int, ...]) -> Tensor:
-        matrix = tensor[at[:-1]] if len(at) > 1 else tensor
-        return matrix.narrow(0, at[-1], len(region[0]))
+
+def _window(tensor: Tensor, axis: int, at: tuple[int, ...], rows: range) -> Tensor:
+    """The rows of `tensor` from at[-1] on along dimension `axis`, of the matrix at[:-1]."""
+    matrix = tensor[at[:-1]] if len(at) > 1 else tensor
+    return matrix.narrow(axis, at[-1], len(rows))
+
+
+def choose_kernel(
+    op: str, names: Iterable[str], *, kernels: KernelTable, weights: WeightFormat
+) -> tuple[Kernel, TensorFormat]:
+    """The kernel for the matrices `names`, which share parameters, and the format in which it is
+    given them.
+
+    That is the checkpoint's own where all of them have it and a kernel reads it; else they are
+    dequantised at load.
+    """
+    sources = {weights.stored(name) for name in names}
+    if len(sources) == 1 and weights.keep_quantized:
+        (source,) = sources
+        kernel = kernels.choose(op, source) if source.stacks and not source.permuted else None
+        if kernel is not None:
+            return kernel, source
+    return kernels[op], PLAIN
 
 
 def slots_by_name(slots: Iterable[WeightSlot]) -> dict[str, WeightSlot]:

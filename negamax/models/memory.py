@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from negamax.config.kv_cache import ELEMENT_BYTES
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import PLAIN, TensorFormat
 from negamax.models.family import WeightSpec, names_of
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import Scheme
+
+Kept = Callable[[TensorFormat], bool]  # whether matrices of a format are kept as stored
+
+
+def as_stored(stored: TensorFormat) -> bool:
+    """All of them are."""
+    return True
+
+
+def dequantized(stored: TensorFormat) -> bool:
+    """None of them is."""
+    return False
 
 
 def num_parameters(spec: ModelSpec) -> int:
@@ -12,15 +29,14 @@ def num_parameters(spec: ModelSpec) -> int:
     return sum(weight.num_elements for weight in names_of(spec).weights(spec))
 
 
-def weight_bytes(
-    spec: ModelSpec, *, dtype: str, keep_quantized: bool = True, ranks: int = 1
-) -> int:
-    """Bytes of the weights on each of `ranks` that compute in `dtype`; with `keep_quantized`
-    matrices stay as the checkpoint stores them.
+def weight_bytes(spec: ModelSpec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1) -> int:
+    """Bytes of the weights on each of `ranks` that compute in `dtype`. Matrices of the formats that
+    are `kept` stay as the checkpoint stores them.
     """
+    scheme = detect(spec.quantization)
     return round(
         sum(
-            _bytes_on_rank(weight, spec, dtype=dtype, keep_quantized=keep_quantized, ranks=ranks)
+            _bytes_on_rank(weight, scheme, dtype=dtype, kept=kept, ranks=ranks)
             for weight in names_of(spec).weights(spec)
         )
     )
@@ -30,12 +46,12 @@ def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> f
     """Bytes of weights that each of `ranks` must read to run `num_tokens` tokens, experts chosen
     uniformly.
     """
-    total = 0.0
+    total, scheme = 0.0, detect(spec.quantization)
     for weight in names_of(spec).weights(spec):
         if not weight.is_table:
             share = _expected_distinct(weight, num_tokens) / weight.count
             total += share * _bytes_on_rank(
-                weight, spec, dtype=dtype, keep_quantized=True, ranks=ranks
+                weight, scheme, dtype=dtype, kept=as_stored, ranks=ranks
             )
     return total
 
@@ -56,18 +72,12 @@ def _expected_distinct(weight: WeightSpec, num_tokens: int) -> float:
 
 
 def _bytes_on_rank(
-    weight: WeightSpec, spec: ModelSpec, *, dtype: str, keep_quantized: bool, ranks: int
+    weight: WeightSpec, scheme: Scheme | None, *, dtype: str, kept: Kept, ranks: int
 ) -> float:
     element: float = ELEMENT_BYTES[weight.dtype or dtype]
-    if keep_quantized and _is_quantized(weight, spec):
-        assert spec.quantization is not None
-        rows, columns = spec.quantization.weight_block_size
-        element = 1 + ELEMENT_BYTES["float32"] / (rows * columns)
+    if scheme is not None and not weight.dtype and not weight.is_table and len(weight.shape) == 2:
+        rows, columns = weight.shape
+        stored = scheme.format_of(weight.name.replace("*", "0").removesuffix(".weight"))
+        if stored is not PLAIN and kept(stored):
+            element = stored.bytes_per_weight((rows, columns))
     return weight.num_elements * element / min(ranks, weight.parts or ranks)
-
-
-def _is_quantized(weight: WeightSpec, spec: ModelSpec) -> bool:
-    if spec.quantization is None or weight.dtype or weight.is_table or len(weight.shape) != 2:
-        return False
-    plain = spec.quantization.modules_to_not_convert
-    return not any(f".{module}." in f".{weight.name}." for module in plain)

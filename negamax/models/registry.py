@@ -16,7 +16,8 @@ from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import AttentionInputs, KvCaches
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.context import ParallelContext
-from negamax.quantization.scheme import WeightFormat, choose_format
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import WeightFormat
 
 
 class CausalModel(Protocol):
@@ -67,13 +68,13 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     kernels: KernelTable,
-    keep_quantized: bool | None = None,
+    keep_quantized: bool = True,
 ) -> CausalModel:
     """This rank's part of the model, weights not yet written.
 
-    `keep_quantized`: hold quantised matrices as the checkpoint stores them (None: where the device
-    multiplies with them). Errors: `ConfigError` for an unknown architecture, or sizes that cannot
-    be split as `context.layout` says.
+    `keep_quantized`: hold matrices as the checkpoint stores them where a kernel reads that; else
+    all are dequantised at load. Errors: `ConfigError` for an unknown architecture, or sizes that
+    cannot be split as `context.layout` says.
     """
     family, layout = family_of(spec.architecture), context.layout
     for name, size in (("data", layout.dp), ("pipeline", layout.pp), ("context", layout.cp)):
@@ -82,8 +83,6 @@ def build_model(
                 f"{name}-parallel size is {size}; {spec.architecture} runs with 1",
                 hint="use tensor or expert parallelism",
             )
-    weights = choose_format(
-        spec.quantization, dtype=dtype, device=device, keep_quantized=keep_quantized
-    )
+    weights = WeightFormat(dtype, device, detect(spec.quantization), keep_quantized)
     build: BuildModel = import_module(f"{family.package}.model").build
     return build(spec, context=context, weights=weights, kernels=kernels)

@@ -1,1 +1,1 @@
-"""Quantised weight formats: how a weight is stored and turned into what the layers use."""
+"""Which modules of a checkpoint are stored in which format: one file per quantisation method."""

@@ -19,7 +19,6 @@ from negamax.base.log import get_logger
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import DEVICES
 from negamax.kernels.platform import Platform, cpu_computes_bf16
-from negamax.quantization.scheme import choose_format
 
 logger = get_logger(__name__)
 
@@ -86,18 +85,13 @@ def kv_dtype(name: str, *, dtype: torch.dtype, device: str) -> torch.dtype:
 
 def check_platform(
     platform: Platform,
-    spec: ModelSpec,
     *,
-    dtype: torch.dtype,
     cache_dtype: torch.dtype,
     rank: int = 0,
 ) -> None:
     """Refuse a GPU that cannot run the model, before anything is loaded; rank 0 warns of one that
     was never measured. Errors: `ConfigError`."""
-    weights = choose_format(spec.quantization, dtype=dtype, device=torch.device("cuda"))
-    platform.check(
-        fp8_weights=weights.scheme is not None, fp8_cache=cache_dtype == torch.float8_e4m3fn
-    )
+    platform.check(fp8_cache=cache_dtype == torch.float8_e4m3fn)
     if rank == 0 and not platform.is_measured:
         logger.warning(
             "%s: Negamax was never run on such a GPU; its speed and results are unknown",

@@ -17,6 +17,7 @@ from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs, block_bytes
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
 from negamax.models.memory import weight_bytes
 from negamax.worker.config import WorkerConfig
@@ -176,14 +177,14 @@ def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
 
 
 def check_weights_fit(
-    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, num_ranks: int
+    spec: ModelSpec, *, kernels: KernelTable, device: torch.device, num_ranks: int
 ) -> None:
     """Refuse a model whose weights exceed the free memory: of each rank's GPU, or of this machine
     for all CPU ranks.
     """
     on_gpu = device.type == "cuda"
     needed = weight_bytes(
-        spec, dtype=_name(dtype), keep_quantized=on_gpu, ranks=num_ranks
+        spec, dtype=_name(kernels.dtype), kept=kernels.reads_stored, ranks=num_ranks
     )  # of a rank
     if on_gpu:
         free = torch.cuda.mem_get_info(device)[0]

@@ -53,15 +53,10 @@ class Worker:
         dtype = choose_dtype(config.dtype, spec=config.spec, device=config.device)
         cache_dtype = kv_dtype(config.kv_cache_dtype, dtype=dtype, device=config.device)
         platform = platform_of(device)
-        check_platform(
-            platform,
-            config.spec,
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            rank=config.layout.rank,
-        )
+        check_platform(platform, cache_dtype=cache_dtype, rank=config.layout.rank)
+        self._kernels = kernels = resolve(platform=platform, dtype=dtype)
         kv_cache.check_weights_fit(
-            config.spec, dtype=dtype, device=device, num_ranks=config.layout.world_size
+            config.spec, kernels=kernels, device=device, num_ranks=config.layout.world_size
         )
         kv_cache.check_rows_fit(config, device=device)
         self._proposer = load_proposer(config)
@@ -71,7 +66,6 @@ class Worker:
         )
         self._group = context.attention_group
         self.poll_control = context.poll_control
-        self._kernels = kernels = resolve(platform=platform, dtype=dtype)
         self._model = model = build_model(
             config.spec, context=context, dtype=dtype, device=device, kernels=kernels
         )

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import PLAIN
 from negamax.kernels.quantize.spec import quantize_block
 from negamax.layers.weights import WeightSlot, slots_by_name
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import WeightFormat
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,
@@ -97,12 +100,17 @@ class SlotModel:
         self, spec: ModelSpec, *, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1
     ) -> None:
         self.parameters: dict[str, Tensor] = {}
+        weights = WeightFormat(dtype, torch.device("cpu"), detect(spec.quantization))
         slots = []
         for name, shape in shapes(spec).items():
             rows = range(shape[0] * rank // size, shape[0] * (rank + 1) // size)
             self.parameters[name] = torch.full((len(rows), *shape[1:]), torch.nan, dtype=dtype)
             region = (rows, *(range(extent) for extent in shape[1:]))
-            slots.append(WeightSlot(name, shape, target=self.parameters[name], region=region))
+            is_matrix = name.endswith("_proj.weight") or ".experts." in name
+            source = weights.stored(name.removesuffix(".weight")) if is_matrix else PLAIN
+            slots.append(
+                WeightSlot(name, shape, target=self.parameters[name], region=region, source=source)
+            )
         self._slots = slots_by_name(slots)
 
     def weight_slots(self) -> dict[str, WeightSlot]:

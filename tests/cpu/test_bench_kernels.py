@@ -16,6 +16,7 @@ from torch import Tensor
 from negamax.bench.bindings import bind, case_bytes, copy_case, map_tensors
 from negamax.bench.kernels import Ceilings, cases, has_fp8, time_kernel
 from negamax.cli.main import main
+from negamax.kernels.formats import StoredWeight
 from negamax.kernels.op import Case
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import OPS, providers
@@ -37,10 +38,10 @@ def test_a_bound_kernel_is_prepared_once_and_returns_what_the_op_returns() -> No
     (case, *_) = cases(op, platform="cpu", dtype=torch.float32, ranks=(1,))
     prepared: list[int] = []
 
-    def prepare(*weights: Tensor | None) -> Any:
+    def prepare(weight: StoredWeight) -> Any:
         assert op.reference.prepare is not None
         prepared.append(1)
-        return op.reference.prepare(*weights)
+        return op.reference.prepare(weight)
 
     kernel = replace(op.reference, prepare=prepare)
     call = bind(op, kernel, case)

@@ -5,14 +5,13 @@ dequantisation.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from negamax.base.errors import ConfigError
-from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.quantize.spec import OPS, dequantize_block, quantize_block
-from negamax.quantization.scheme import BLOCK_FP8, QuantScheme, detect
+from negamax.kernels.formats import E4M3_BLOCKS, reads_e4m3_blocks
+from negamax.kernels.quantize.spec import OPS, dequantize_block, quantize_block, scale_shape
 
 FP8 = torch.float8_e4m3fn
 
@@ -68,7 +67,7 @@ def test_quantise_then_dequantise_errs_at_most_half_a_step(rows: int, columns: i
     assert (
         values.dtype == FP8
         and scale.dtype == torch.float32
-        and tuple(scale.shape) == BLOCK_FP8.scale_shape(rows, columns)
+        and tuple(scale.shape) == scale_shape(rows, columns)
     )
     largest = weight.abs().max().item()
     # half a step of a normal value is 1/16 of it; below the smallest normal (2^-6 of the scale)
@@ -145,25 +144,16 @@ def test_weights_are_dequantised_at_load_as_the_op_defines_to_the_bit(
     codes = (
         torch.arange(rows * columns).remainder(256).to(torch.uint8).view(rows, columns).view(FP8)
     )
-    scale = torch.rand(BLOCK_FP8.scale_shape(rows, columns), generator=generator) * 1e5
-    actual, expected = BLOCK_FP8.dequantize(codes, scale), dequantize_block(codes, scale)
+    scale = torch.rand(scale_shape(rows, columns), generator=generator) * 1e5
+    stored = {"weight": codes, "weight_scale_inv": scale}
+    actual, expected = E4M3_BLOCKS.dequantize(stored), dequantize_block(codes, scale)
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(
         actual.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32)
     )
 
 
-def test_a_scheme_is_detected_from_the_spec_and_never_called_fp8() -> None:
-    assert detect(None) is None
-    assert detect(QuantizationSpec(method="fp8", weight_block_size=(128, 128))) is BLOCK_FP8
-    with pytest.raises(ConfigError, match=r"blocks of \[1, 32\] is not supported yet"):
-        detect(QuantizationSpec(method="fp8", weight_block_size=(1, 32)))
-    with pytest.raises(ConfigError, match="'fp8' says no scale layout"):
-        QuantScheme(
-            name="fp8",
-            value_dtype="F8_E4M3",
-            scale_dtype="F32",
-            scale_suffix="_scale",
-            scale_shape=BLOCK_FP8.scale_shape,
-            dequantize=BLOCK_FP8.dequantize,
-        )
+def test_a_format_is_never_called_fp8_alone() -> None:
+    assert reads_e4m3_blocks(E4M3_BLOCKS)
+    with pytest.raises(AssertionError, match="'fp8' says no scale"):
+        replace(E4M3_BLOCKS, name="fp8")

@@ -32,6 +32,7 @@ from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
 from negamax.config.families import bundled_spec, read_spec
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import E4M3_BLOCKS
 from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import resolve
@@ -388,22 +389,28 @@ def test_broken_scales_are_refused_by_name(tmp_path: Path) -> None:
     for change, message in [
         (
             {name + "_scale_inv": None},
-            rf"{name} has dtype F8_E4M3 and its scale {name}_scale_inv is missing",
+            rf"{name} is stored as fp8_e4m3_block_128x128 and {name}_scale_inv is missing",
         ),
-        ({name: torch.zeros(64, 48)}, rf"{name} has a scale, dtype F32"),
+        (
+            {name: torch.zeros(64, 48)},
+            rf"{name} has dtype F32; fp8_e4m3_block_128x128 is stored in F8_E4M3",
+        ),
         (
             {name + "_scale_inv": torch.ones(2, 1)},
             r"scale_inv has shape \[2, 1\]; config.json asks for \[1, 1\]",
         ),
         (
             {name + "_scale_inv": torch.ones(1, 1, dtype=torch.uint8)},
-            r"scale_inv has dtype U8; supported: F32",
+            r"scale_inv has dtype U8; fp8_e4m3_block_128x128 is stored in F32",
         ),
         (
             {name + "_scale_inv": torch.full((1, 1), torch.nan)},
             rf"infinite: {name}_scale_inv in 1 of 1 x 1 \(F32\)",
         ),
-        ({"lm_head.weight_scale_inv": torch.ones(1, 1)}, r"lm_head\.weight has a scale, dtype F32"),
+        (
+            {"lm_head.weight_scale_inv": torch.ones(1, 1)},
+            r"not part of this model: lm_head\.weight_scale_inv .config.json says .* stored plain",
+        ),
         (
             {"model.norm.bias_scale_inv": torch.ones(1)},
             r"not part of this model: model\.norm\.bias_scale_inv",
@@ -463,7 +470,13 @@ def test_fp8_bytes_that_are_no_number_are_found_in_weights_that_are_dequantised_
         def weight_slots(self) -> dict[str, WeightSlot]:
             slots = super().weight_slots()
             return slots | slots_by_name(
-                WeightSlot(key, tuple(tensor.shape), target=torch.empty_like(tensor), exact=True)
+                WeightSlot(
+                    key,
+                    tuple(tensor.shape),
+                    target=torch.empty_like(tensor),
+                    source=E4M3_BLOCKS,
+                    stored=E4M3_BLOCKS.tensors[key.endswith("_scale_inv")],
+                )
                 for key, tensor in stored.items()
                 if key.removesuffix("_scale_inv") + "_scale_inv" in stored
             )
@@ -495,11 +508,6 @@ def test_values_that_the_compute_dtype_cannot_hold_are_refused(tmp_path: Path) -
         CheckpointError, match=r"model\.norm\.weight, whose values are too large for the dtype"
     ):
         load_weights(SlotModel(SPEC, dtype=torch.float16), SPEC, tmp_path)
-
-
-def test_format_described_by_another_tools_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "hf_quant_config.json").write_text("{}")
-    refused(tmp_path, random_tensors(SPEC), r"hf_quant_config\.json, which is not supported yet")
 
 
 def test_nothing_is_read_before_every_name_and_shape_is_checked(tmp_path: Path) -> None:

@@ -15,9 +15,18 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.checkpoint.loader import LoadReport, load_weights
-from negamax.checkpoint.synthetic import VALUE_MAX, fill_synthetic
+from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.families import bundled_spec
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import (
+    E4M3_BLOCKS,
+    E4M3_GROUPS,
+    E4M3_MAX,
+    PLAIN,
+    StoredWeight,
+    reads_e4m3_blocks,
+)
+from negamax.kernels.op import Kernel
 from negamax.kernels.platform import platform_of
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import KernelTable, resolve
@@ -28,7 +37,8 @@ from negamax.models.minimax_m2 import names
 from negamax.parallel.collectives import Alone
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
-from negamax.quantization.scheme import BLOCK_FP8, WeightFormat, choose_format, detect
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import WeightFormat
 
 FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")
@@ -50,16 +60,20 @@ QUANTIZED = (
 
 
 def kernels(prepared: dict[str, list[Any]]) -> KernelTable:
-    """The CPU's kernels, but that weights are only recorded when they are prepared."""
+    """The CPU's kernels, but that weights, plain or FP8, are only recorded when they are
+    prepared.
+    """
 
-    def recording(op: str) -> Any:
-        return lambda *weights: prepared.setdefault(op, []).append(weights)
+    def recording(op: str) -> tuple[Kernel, ...]:
+        def prepare(*weights: StoredWeight) -> None:
+            prepared.setdefault(op, []).append(weights)
+
+        plain = replace(table[op], prepare=prepare)
+        return plain, replace(plain, reads=reads_e4m3_blocks, activation=E4M3_GROUPS)
 
     table = resolve(platform=platform_of(CPU), dtype=torch.float32)
-    changed = {
-        op: replace(table[op], prepare=recording(op)) for op in ("gemm.linear", "moe.experts")
-    }
-    return replace(table, kernels={**table.kernels, **changed})
+    changed = {op: recording(op) for op in ("gemm.linear", "moe.experts")}
+    return replace(table, candidates={**table.candidates, **changed})
 
 
 @dataclass
@@ -70,18 +84,14 @@ class OneLayer:
 
     spec: ModelSpec
     layout: ParallelLayout = field(default_factory=ParallelLayout)
-    keep_quantized: bool | None = True
+    keep_quantized: bool = True
     device: torch.device = CPU
     prepared: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         spec, prefix = self.spec, "model.layers.0"
-        weights = choose_format(
-            spec.quantization,
-            dtype=torch.float32,
-            device=self.device,
-            keep_quantized=self.keep_quantized,
-        )
+        scheme = detect(spec.quantization)
+        weights = WeightFormat(torch.float32, self.device, scheme, self.keep_quantized)
         context = ParallelContext(
             self.layout, attention_group=Alone(), expert_group=Alone(), world=Alone()
         )
@@ -119,19 +129,21 @@ class OneLayer:
         """
         self.attention.finish_loading()
         self.moe.finish_loading()
-        (qkv, out), ((gate_up, down, gate_up_scale, down_scale),) = (
+        ((qkv,), (out,)), ((gate_up, down),) = (
             self.prepared["gemm.linear"],
             self.prepared["moe.experts"],
         )
-        found = {"qkv": [qkv], "o_proj": [out]}
-        for name, values, scales in (
-            ("gate_up", gate_up, gate_up_scale),
-            ("down", down, down_scale),
-        ):
+        found = {name: [apart(weight)] for name, weight in (("qkv", qkv), ("o_proj", out))}
+        for name, weight in (("gate_up", gate_up), ("down", down)):
+            values, scales = apart(weight)
             found[name] = list(
                 zip(values, [None] * len(values) if scales is None else scales, strict=True)
             )
         return found
+
+
+def apart(weight: StoredWeight) -> tuple[Tensor, Tensor | None]:
+    return weight.values, None if weight.format is PLAIN else weight.scale
 
 
 def ranks(tp: int, ep: int = 1) -> list[ParallelLayout]:
@@ -220,9 +232,9 @@ def test_slices_that_cut_a_block_are_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError) as caught:
         OneLayer(spec, ParallelLayout(rank=1, tp=8), device=torch.device("meta"))
     assert str(caught.value) == (
-        "a rank's share of the 1536 rows of model.layers.0.block_sparse_moe.experts.0.w1.weight "
-        "is 192, from 192 to 383; "
-        "FP8 blocks of 128 cannot be split (use fewer ranks)"
+        "a rank's share of the 1536 rows of model.layers.0.block_sparse_moe.experts.0.w1.weight is "
+        "192, from 192 to 383; fp8_e4m3_block_128x128 cannot be cut within 128 of them "
+        "(use fewer ranks)"
     )
     OneLayer(spec, ParallelLayout(rank=1, tp=8), keep_quantized=False, device=torch.device("meta"))
     # half the experts, 384 wide
@@ -232,28 +244,24 @@ def test_slices_that_cut_a_block_are_refused_with_the_way_out() -> None:
 # What is kept and what is not
 
 
-def test_a_gpu_keeps_what_a_cpu_dequantises() -> None:
-    quantization, gpu = SPEC.quantization, torch.device("cuda")
-    assert choose_format(quantization, dtype=torch.bfloat16, device=gpu).scheme is BLOCK_FP8
-    assert choose_format(quantization, dtype=torch.float32, device=gpu).scheme is None
-    assert choose_format(quantization, dtype=torch.bfloat16, device=CPU).scheme is None
-    assert (
-        choose_format(quantization, dtype=torch.bfloat16, device=CPU, keep_quantized=True).scheme
-        is BLOCK_FP8
-    )
-    assert choose_format(None, dtype=torch.bfloat16, device=gpu, keep_quantized=True).scheme is None
-
-
 def test_modules_that_the_checkpoint_leaves_out_stay_plain(tmp_path: Path) -> None:
     config = {
         **FP8_CONFIG,
         "modules_to_not_convert": ["gate", "model.layers.0.self_attn.o_proj", "q_proj"],
     }
     spec = replace(SPEC, quantization=tiny_spec(quantization_config=config).quantization)
-    with pytest.raises(
-        ConfigError, match=r"q_proj.weight is stored unquantised and .*k_proj.weight as fp8_e4m3"
-    ):
-        OneLayer(spec)
+    mixed = OneLayer(spec)  # parts of one matrix: those that are stored in FP8 are dequantised
+    assert mixed.attention.activation is None and mixed.moe.activation == E4M3_GROUPS
+    stored, tensors = to_fp8(random_tensors(spec)), random_tensors(spec)
+    for part in ("o_proj", "q_proj"):
+        name = f"model.layers.0.self_attn.{part}.weight"
+        stored[name] = tensors[name]
+        del stored[name + "_scale_inv"]
+    assert load(mixed, stored, tmp_path).num_dequantized == 2
+    values, scale = mixed.matrices()["qkv"][0]
+    assert scale is None and torch.equal(values[: 8 * 128], stored[name])
+    with pytest.raises(CheckpointError, match=r"q_proj.weight has dtype F8_E4M3; supported: BF16"):
+        load(OneLayer(spec), to_fp8(tensors), tmp_path)
     config["modules_to_not_convert"] = ["gate", "model.layers.0.self_attn.o_proj"]
     spec = replace(SPEC, quantization=tiny_spec(quantization_config=config).quantization)
     stored, name = to_fp8(random_tensors(spec)), "model.layers.0.self_attn.o_proj.weight"
@@ -261,7 +269,7 @@ def test_modules_that_the_checkpoint_leaves_out_stay_plain(tmp_path: Path) -> No
         torch.bfloat16
     )
     model = OneLayer(spec)
-    assert model.attention.takes_quantized and not model.attention.gives_quantized
+    assert model.attention.activation == E4M3_GROUPS and not model.attention.gives_quantized
     load(model, stored, tmp_path)
     values, scale = model.matrices()["o_proj"][0]
     assert scale is None and torch.equal(values, stored[name].float())
@@ -274,13 +282,13 @@ def test_only_fp8_values_with_finite_scales_are_taken(tmp_path: Path) -> None:
     for changed, message in [
         (
             {**plain, name: torch.zeros(512, 256, dtype=torch.bfloat16)},
-            rf"{name} has dtype BF16 and no scale; .*quantised",
+            rf"{name} has dtype BF16; fp8_e4m3\S+ is stored in F8_E4M3 .*modules_to_not_convert",
         ),
         (
             {**stored, name: torch.zeros(512, 256, dtype=torch.bfloat16)},
-            rf"{name} has a scale, dtype BF16",
+            rf"{name} has dtype BF16; fp8_e4m3\S+ is stored in F8_E4M3",
         ),
-        (plain, rf"{name} has dtype F8_E4M3 and its scale {name}_scale_inv is missing"),
+        (plain, rf"missing from the checkpoint: {name}_scale_inv"),
         (
             {**stored, name + "_scale_inv": torch.full((4, 2), torch.inf)},
             r"k_proj.weight_scale_inv in 8 of 4 x 2 ",
@@ -288,14 +296,11 @@ def test_only_fp8_values_with_finite_scales_are_taken(tmp_path: Path) -> None:
     ]:
         with pytest.raises(CheckpointError, match=message):
             load(OneLayer(SPEC), changed, tmp_path)
-    matrix = MatrixWeight(
-        ("x",), (128, 128), WeightFormat(torch.bfloat16, CPU, detect(SPEC.quantization))
-    )
-    slot = matrix.slots("x", (128, 128), region=(range(128), range(128)))[0]
-    with pytest.raises(
-        CheckpointError,
-        match=r"tensor x has dtype torch.bfloat16; torch.float8_e4m3fn is needed, as stored",
-    ):
+    weights = WeightFormat(torch.bfloat16, CPU, detect(SPEC.quantization))
+    matrix = MatrixWeight((128, 128), E4M3_BLOCKS, weights=weights)
+    region = (range(128), range(128))
+    slot = matrix.slots("x.weight", (128, 128), region=region)[0]
+    with pytest.raises(CheckpointError, match=r"x.weight has dtype bfloat16; fp8.* float8_e4m3fn"):
         slot.write(torch.zeros(128, 128, dtype=torch.bfloat16))
 
 
@@ -334,7 +339,7 @@ def test_synthetic_fp8_weights_have_the_magnitude_of_plain_ones() -> None:
             assert (
                 scale is not None
                 and scale.unique().numel() == scale.numel()
-                and values.float().abs().max() <= VALUE_MAX
+                and values.float().abs().max() <= E4M3_MAX
             )
             assert dequantize_block(values, scale).std().item() == pytest.approx(
                 weight.std().item(), rel=0.1

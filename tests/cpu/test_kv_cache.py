@@ -8,7 +8,7 @@ import torch
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.config.families import bundled_spec
 from negamax.config.kv_cache import KvCacheSpec, block_bytes, choose_block_size
-from negamax.models.memory import num_parameters, weight_bytes
+from negamax.models.memory import dequantized, num_parameters, weight_bytes
 from negamax.worker import device, kv_cache
 
 GIB = 2**30
@@ -17,7 +17,7 @@ GIB = 2**30
 def test_stored_fp8_weights_are_counted_by_the_byte_and_dequantised_ones_by_their_dtype() -> None:
     spec = bundled_spec("minimax-m2")
     assert 230.0e9 < weight_bytes(spec, dtype="bfloat16") < 230.3e9  # as the published files
-    plain = weight_bytes(spec, dtype="float32", keep_quantized=False)
+    plain = weight_bytes(spec, dtype="float32", kept=dequantized)
     assert plain == 4 * num_parameters(spec)
 
 

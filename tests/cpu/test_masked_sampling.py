@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import OPS, KernelTable
 from negamax.parallel.collectives import Alone
 from negamax.scheduler.request import SamplingParams
@@ -21,7 +22,9 @@ from negamax.worker.sampler import BROKEN, Sampled, sample, sample_sharded
 
 VOCAB = 500
 CPU = torch.device("cpu")
-REFERENCES = KernelTable("cpu", torch.bfloat16, {name: op.reference for name, op in OPS.items()})
+REFERENCES = KernelTable.of(
+    (op.reference for op in OPS.values()), platform=platform_of(CPU), dtype=torch.bfloat16
+)
 KINDS: tuple[dict[str, object], ...] = (
     {},
     {"top_k": 40, "top_p": 0.95},

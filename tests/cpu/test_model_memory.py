@@ -11,7 +11,7 @@ from model_support import build, tiny_config
 
 from negamax.config.families import read_spec
 from negamax.models.family import names_of
-from negamax.models.memory import num_parameters, read_bytes, weight_bytes
+from negamax.models.memory import dequantized, num_parameters, read_bytes, weight_bytes
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
@@ -45,7 +45,7 @@ def test_bytes_of_a_rank_are_those_of_its_slots(ranks: int, dtype: torch.dtype) 
         if slot.dtype is not None and not slot.optional
     )
     name = str(dtype).removeprefix("torch.")
-    assert weight_bytes(SPEC, dtype=name, keep_quantized=False, ranks=ranks) == held
+    assert weight_bytes(SPEC, dtype=name, kept=dequantized, ranks=ranks) == held
 
 
 def test_many_tokens_read_all_weights_but_the_embedding() -> None:

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from negamax.kernels.formats import plain
 from negamax.kernels.gemm import vendor
 
 MAX_SIZES = 80
@@ -18,6 +19,7 @@ MAX_GROWTH_MIB = 100.0  # measured: 45; with a kernel for each of the 700 counts
 GROWTH = """
 import torch
 from pathlib import Path
+from negamax.kernels.formats import plain
 from negamax.kernels.gemm import vendor
 
 def resident():
@@ -25,7 +27,7 @@ def resident():
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
 
 torch.set_num_threads(1)
-weight = vendor.pack(torch.ones(512, 64, dtype=torch.bfloat16))
+weight = vendor.pack(plain(torch.ones(512, 64, dtype=torch.bfloat16)))
 x = torch.ones(700, 64, dtype=torch.bfloat16)
 vendor.linear(x, weight)
 before = resident()
@@ -51,7 +53,7 @@ def test_tiles_and_padding_leave_every_row_as_it_is(dtype: torch.dtype) -> None:
     _skip_without(dtype)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(600, 96, generator=generator).to(dtype)
-    weight = vendor.pack(torch.randn(80, 96, generator=generator).to(dtype))
+    weight = vendor.pack(plain(torch.randn(80, 96, generator=generator).to(dtype)))
     alone = torch.cat([vendor.linear(row, weight) for row in x.split(1)])
     for rows in (31, 32, 33, 40, 63, 65, 129, 145, 255, 256, 257, 289, 512, 513, 600):
         out = vendor.linear(x[:rows], weight)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 
 from negamax.base.errors import ConfigError
 from negamax.config.families import bundled_spec
+from negamax.kernels.formats import E4M3_BLOCKS, PLAIN
 from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.platform import CPU, Feature, nvidia, platform_of
 from negamax.kernels.registry import OPS, providers, resolve
@@ -50,13 +50,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     ("name", "capability", "hip", "cache", "words"),
     [
         (
-            *A100,
-            None,
-            BF16,
-            "A100-SXM4-80GB (compute capability 8.0) cannot multiply FP8 weights, which this "
-            "checkpoint has",
-        ),
-        (
             "Tesla V100",
             (7, 0),
             None,
@@ -89,26 +82,40 @@ def test_what_cannot_run_is_refused_by_name(
 ) -> None:
     found = platform_of(gpu(name, capability, hip))
     with pytest.raises(ConfigError) as caught:
-        check_platform(found, M2, dtype=BF16, cache_dtype=cache)
+        check_platform(found, cache_dtype=cache)
     assert words in str(caught.value) and "--device cpu" in str(caught.value)
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
 
 
-def test_bf16_weights_run_on_an_a100_with_a_warning_and_its_cache_is_not_fp8(
+def test_an_a100_runs_with_a_warning_and_its_cache_is_not_fp8(
     gpu: FakeGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = platform_of(gpu(*A100))
-    plain = replace(M2, quantization=None)
     with caplog.at_level(logging.WARNING, logger="negamax"):
         for rank in range(2):
-            check_platform(found, plain, dtype=BF16, cache_dtype=BF16, rank=rank)
+            check_platform(found, cache_dtype=BF16, rank=rank)
     (record,) = caplog.records
     assert "A100" in record.message and "never run" in record.message
     with pytest.raises(
         ConfigError,
         match=r"8.0\) has no FP8 KV cache; 8.9 or higher is needed .drop --kv-cache-dtype",
     ):
-        check_platform(found, plain, dtype=BF16, cache_dtype=FP8)
+        check_platform(found, cache_dtype=FP8)
+
+
+def test_fp8_weights_are_dequantised_at_load_where_no_kernel_reads_them() -> None:
+    a100, h200 = (nvidia(capability, name="") for capability in ((8, 0), (9, 0)))
+    for found, dtype, kept in (
+        (h200, BF16, True),
+        (h200, torch.float32, False),
+        (a100, BF16, False),
+        (CPU, BF16, False),
+    ):
+        table = resolve(platform=found, dtype=dtype)
+        for op in ("gemm.linear", "moe.experts"):
+            assert (table.choose(op, E4M3_BLOCKS) is not None) == kept
+            assert table[op].activation is None and table[op].reads(PLAIN)
+        assert ("with fp8_e4m3_block_128x128" in table.describe()) == kept
 
 
 def test_measured_gpus_and_the_cpu_run_everything_without_a_word(
@@ -117,7 +124,7 @@ def test_measured_gpus_and_the_cpu_run_everything_without_a_word(
     platforms = [platform_of(gpu("NVIDIA H200", (9, 0))), platform_of(torch.device("cpu"))]
     with caplog.at_level(logging.DEBUG, logger="negamax"):
         for found in platforms:
-            check_platform(found, M2, dtype=BF16, cache_dtype=FP8)
+            check_platform(found, cache_dtype=FP8)
     assert not caplog.records
     assert platforms[0] == nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
 
@@ -172,5 +179,5 @@ def test_the_native_kernels_run_in_both_dtypes_of_the_cpu(dtype: torch.dtype) ->
     if linear.provider != "onednn":
         pytest.skip(f"no oneDNN linear here in {dtype}")
     table = resolve(platform=CPU, dtype=dtype)
-    native = [op for op, kernel in table.kernels.items() if kernel.provider.startswith("native")]
+    native = [op for op in OPS if table[op].provider.startswith("native")]
     assert len(native) == 6 and table["attention.decode"].provider == "native"

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import OPS, KernelTable
 from negamax.parallel.collectives import Alone
 from negamax.scheduler.request import SamplingParams
@@ -19,7 +20,9 @@ from negamax.worker.sampler import BROKEN, sample, sample_sharded
 
 VOCAB = 500
 CPU = torch.device("cpu")
-REFERENCES = KernelTable("cpu", torch.bfloat16, {name: op.reference for name, op in OPS.items()})
+REFERENCES = KernelTable.of(
+    (op.reference for op in OPS.values()), platform=platform_of(CPU), dtype=torch.bfloat16
+)
 KINDS = (
     {"top_k": 40, "top_p": 0.95},
     {"top_k": 3},

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton_support  # noqa: F401  before the kernels
 
+from negamax.kernels.formats import e4m3_blocks, plain
 from negamax.kernels.gemm import spec, tiles
 from negamax.kernels.gemm import triton as kernels
 from negamax.kernels.op import Case, Op
@@ -87,7 +88,7 @@ def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
     case = fp8_case(20, 384, 128)
     tile = tiles.narrow(num_tokens=20, rows=128, columns=384)
     assert tile.splits > 1
-    prepared = kernels.prepare(case.tensors["weight"], case.tensors["scale"])
+    prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["scale"]))
     x = quantize_spec.quantize_activations(case.tensors["x"])
     first = kernels.linear(x, prepared)
     assert int(prepared.arrivals.sum()) == 0
@@ -118,7 +119,7 @@ def test_few_tokens_take_the_kernel_whose_programs_all_run_at_once() -> None:
 def test_few_and_more_tokens_agree() -> None:
     """The same rows through the kernels for up to 8, up to 16 and more tokens."""
     case = fp8_case(18, 896, 48)
-    prepared = kernels.prepare(case.tensors["weight"], case.tensors["scale"])
+    prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["scale"]))
     every = kernels.linear(case.tensors["x"], prepared, out_dtype=torch.float32)
     for num_tokens in (2, 7, 13):
         some = kernels.linear(case.tensors["x"][:num_tokens], prepared, out_dtype=torch.float32)
@@ -149,14 +150,14 @@ def test_fp32_output_is_not_rounded_on_the_way() -> None:
         torch.randn(3, 256, generator=generator).bfloat16(),
         torch.randn(64, 256, generator=generator).bfloat16(),
     )
-    out = kernels.linear(x, kernels.prepare(weight), out_dtype=torch.float32)
+    out = kernels.linear(x, kernels.prepare(plain(weight)), out_dtype=torch.float32)
     torch.testing.assert_close(out, x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
 
 
 def test_plain_activations_meet_fp8_weights() -> None:
     """A mixed step may hand over activations that nobody quantised."""
     case = fp8_case(6, 256, 64)
-    prepared = kernels.prepare(case.tensors["weight"], case.tensors["scale"])
+    prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["scale"]))
     with_fp8 = kernels.linear(quantize_spec.quantize_activations(case.tensors["x"]), prepared)
     torch.testing.assert_close(kernels.linear(case.tensors["x"], prepared), with_fp8)
 
@@ -164,11 +165,7 @@ def test_plain_activations_meet_fp8_weights() -> None:
 def test_weights_that_no_kernel_reads_are_refused() -> None:
     fp8 = torch.zeros(8, 200).to(torch.float8_e4m3fn)
     with pytest.raises(AssertionError, match="multiple of 128"):
-        kernels.prepare(fp8, torch.ones(1, 2))
-    with pytest.raises(AssertionError, match="needs block scales"):
-        kernels.prepare(fp8)
-    with pytest.raises(AssertionError, match="has no block scales"):
-        kernels.prepare(torch.zeros(8, 128), torch.ones(1, 1))
+        kernels.prepare(e4m3_blocks(fp8, torch.ones(1, 2)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

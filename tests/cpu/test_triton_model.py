@@ -44,10 +44,7 @@ Steps = list[list[tuple[str, list[int]]]]  # (sequence, its next tokens)
 
 def kernel_table() -> KernelTable:
     """What a GPU would get, without asking whether there is one."""
-    preferred = {
-        kernel.op: kernel for kernel in reversed(gpu_kernels()) if torch.bfloat16 in kernel.dtypes
-    }
-    return KernelTable(platform=CPU, dtype=torch.bfloat16, kernels=preferred)
+    return KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.bfloat16)
 
 
 def gpu_model(weights: Mapping[str, Tensor], *, keep_quantized: bool) -> CausalModel:

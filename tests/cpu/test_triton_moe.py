@@ -11,13 +11,14 @@ import pytest
 import torch
 import triton_support  # noqa: F401  before the kernels
 
+from negamax.kernels.formats import E4M3_BLOCKS, e4m3_blocks
 from negamax.kernels.moe import spec, tiles
 from negamax.kernels.moe import triton as kernels
 from negamax.kernels.moe import triton_prefill as prefill
 from negamax.kernels.op import Case, Kernel
 
 OPS = {op.name: op for op in spec.OPS}
-ROUTE, EXPERTS = kernels.KERNELS
+ROUTE, EXPERTS, _ = kernels.KERNELS
 DTYPES = (torch.bfloat16, torch.float16)
 # (MAX_TOKEN, MAX_SCAN)
 PATHS = {"token": (1 << 20, 1 << 20), "scan": (0, 1 << 20), "sorted": (0, 0)}
@@ -74,7 +75,7 @@ def fp8_case(
         "gate_up_scale": gate_up_scale,
         "down_scale": down_scale,
     }
-    return Case(f"fp8 T={num_tokens}", tensors, {"first": 0, "count": num_experts})
+    return Case(f"fp8 T={num_tokens}", tensors, {"first": 0, "count": num_experts}, E4M3_BLOCKS)
 
 
 def experts_error(case: Case) -> float:
@@ -194,7 +195,9 @@ def test_sorted_experts_write_all_that_is_read(monkeypatch: pytest.MonkeyPatch) 
     case = fp8_case(9, num_experts=3)
     case.tensors["ids"][4:] = torch.tensor([-1, 5], dtype=torch.int32)
     t, empty = case.tensors, torch.empty
-    prepared = kernels.prepare_experts(t["gate_up"], t["down"], t["gate_up_scale"], t["down_scale"])
+    prepared = kernels.prepare_experts(
+        e4m3_blocks(t["gate_up"], t["gate_up_scale"]), e4m3_blocks(t["down"], t["down_scale"])
+    )
     x = spec.quantize_rows(t["x"])
 
     def poisoned(*shape: int, **options: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ from negamax.config.families import read_spec
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives import triton as kernels
+from negamax.kernels.formats import e4m3_blocks
 from negamax.kernels.gemm import triton as gemm
 from negamax.kernels.moe import spec as moe_spec
 from negamax.kernels.moe import triton as moe
@@ -138,11 +139,13 @@ def test_products_in_fp8_need_no_plain_rows() -> None:
         whole.hidden[2:4], whole.q, whole.scale, ThreadGroup(Threads(1), 0, memory=None), 2
     )
     weight, scale = moe_spec._wide_weight(1, 128, WIDTH, generator=generator)
-    linear = gemm.prepare(weight[0], scale[0])
+    linear = gemm.prepare(e4m3_blocks(weight[0], scale[0]))
     assert torch.equal(gemm.linear(part, linear), gemm.linear(whole, linear))
     gate_up, gate_up_scale = moe_spec._wide_weight(EXPERTS, 256, WIDTH, generator=generator)
     down, down_scale = moe_spec._wide_weight(EXPERTS, WIDTH, 128, generator=generator)
-    experts = moe.prepare_experts(gate_up, down, gate_up_scale, down_scale)
+    experts = moe.prepare_experts(
+        e4m3_blocks(gate_up, gate_up_scale), e4m3_blocks(down, down_scale)
+    )
     ids = torch.rand(num_rows, EXPERTS, generator=generator).topk(TOP_K).indices.int()
     weights = torch.rand(num_rows, TOP_K, generator=generator)
     for most_scan in (0, 1 << 20):
@@ -180,10 +183,7 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
     )
     weights = to_fp8(random_weights(spec, 3))
     monkeypatch.setattr(moe.tiles, "max_token", lambda width: 0)  # whose kernels read plain rows
-    preferred = {
-        kernel.op: kernel for kernel in reversed(gpu_kernels()) if torch.float16 in kernel.dtypes
-    }
-    table = KernelTable(platform=CPU, dtype=torch.float16, kernels=preferred)
+    table = KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.float16)
 
     def logits(shard_rows: int) -> list[Tensor]:
         monkeypatch.setattr(tiles, "SHARD_ROWS", shard_rows)
@@ -200,7 +200,6 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
                 dtype=torch.float16,
                 device=device,
                 kernels=table,
-                keep_quantized=True,
             )
             for name, slot in model.weight_slots().items():
                 if slot.needed and not slot.optional:

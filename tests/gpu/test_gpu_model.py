@@ -15,19 +15,21 @@ from torch import Tensor
 from negamax.config.families import bundled_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.spec import PagedQueries
+from negamax.kernels.formats import E4M3_BLOCKS
 from negamax.kernels.platform import CPU, platform_of
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable, resolve
 from negamax.layers.attention import AttentionInputs
 from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
-from negamax.quantization.scheme import choose_format
 from negamax.worker.kv_cache import allocate
 
 SPEC = replace(bundled_spec("minimax-m2"), num_layers=2)
 BLOCK_SIZE = 64
 PLATFORM = platform_of(torch.device("cuda", 0)) if torch.cuda.is_available() else CPU
-REFERENCES = KernelTable(PLATFORM, torch.float32, {name: op.reference for name, op in OPS.items()})
+REFERENCES = KernelTable.of(
+    (op.reference for op in OPS.values()), platform=PLATFORM, dtype=torch.float32
+)
 # Products with FP8 weights and activations lose 2.6 % per rounded factor; with 16-bit ones the
 # rounding of each result.
 BOUNDS = {"stored FP8": 0.05, "bf16": 0.015}  # measured: 0.020, 0.007
@@ -53,9 +55,6 @@ def random_weights(
     model stores them so.
     """
     generator = torch.Generator(device).manual_seed(0)
-    stored = choose_format(
-        spec.quantization, dtype=torch.bfloat16, device=device, keep_quantized=True
-    )
     slots = build(
         spec, REFERENCES, keep_quantized=False, device=torch.device("meta")
     ).weight_slots()
@@ -67,8 +66,8 @@ def random_weights(
             yield name, 7 + 0.1 * noise, None
         elif len(slot.shape) == 1:
             yield name, 1 + 0.1 * noise, None
-        elif "embed" not in name and (scheme := stored.scheme_of((name,))) is not None:
-            shape = scheme.scale_shape(*slot.shape)
+        elif slot.source is E4M3_BLOCKS:
+            shape = E4M3_BLOCKS.tensors[1].shape(slot.matrix_shape)
             scales = (1 + 0.1 * torch.rand(shape, generator=generator, device=device)) / (
                 90 * slot.shape[1] ** 0.5
             )

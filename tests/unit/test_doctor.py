@@ -60,7 +60,6 @@ def test_model_that_fits_comes_with_its_command(here: Machine, command: str) -> 
     [
         (machine(1, gib=139.8), "it takes about 2 free GPUs like these"),
         (machine(3, gib=79.1), "it takes about 4 free GPUs like these"),
-        (machine(8, gib=79.1, capability=(8, 0)), "cannot multiply FP8 weights"),
         (machine(8, gib=79.1, capability=(7, 5)), "no bfloat16 arithmetic"),
         (machine(4, gib=139.8, used=100), "39.8 GiB are free per GPU"),  # somebody else is there
         (machine(0), "needs 426.1 GiB of main memory in bf16"),
@@ -72,9 +71,14 @@ def test_model_that_does_not_fit_comes_with_the_reason(here: Machine, words: str
     assert not found.runs and not found.command and words in found.detail
 
 
+def test_gpus_that_cannot_multiply_fp8_take_twice_the_memory() -> None:
+    found = verdict(machine(16, gib=79.1, capability=(8, 0)))
+    assert found.runs and found.detail.startswith("FP8 dequantised to bf16, 53.4 GiB of weights")
+
+
 def test_nano_runs_everywhere_with_a_gigabyte() -> None:
     assert verdict(machine(0), "nano").command == "negamax serve nano"
-    old = machine(1, gib=40, capability=(8, 0))
+    old = machine(1, gib=40, capability=(7, 5))
     assert verdict(old, "nano").command == "negamax serve nano --device cpu"
     assert not verdict(machine(0, memory_bytes=GIB // 2), "nano").runs
 

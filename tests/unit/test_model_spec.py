@@ -22,6 +22,7 @@ from negamax.config.generation import (
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import num_parameters
+from negamax.quantization.detect import detect
 
 # The fields of MiniMax-M2's own config.json.
 M2_CONFIG: dict[str, Any] = {
@@ -96,8 +97,7 @@ def test_minimax_config_gives_the_bundled_spec() -> None:
         48,
         8,
     )
-    assert spec.quantization is not None
-    assert spec.quantization.weight_block_size == (128, 128)
+    assert detect(spec.quantization) is not None
 
 
 def test_bundled_specs_differ_only_in_the_window() -> None:
@@ -186,8 +186,6 @@ def test_unsupported_value_is_refused_by_name(field: str, value: Any, supported:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("quant_method", "awq"),
-        ("quant_method", "mxfp8"),
         ("fmt", "float8_e5m2"),
         ("activation_scheme", "static"),
         ("scale_fmt", "ue8m0"),
@@ -199,7 +197,28 @@ def test_unsupported_value_is_refused_by_name(field: str, value: Any, supported:
 def test_unsupported_quantisation_is_refused_by_name(field: str, value: Any) -> None:
     quantization = {**M2_CONFIG["quantization_config"], field: value}
     with pytest.raises(ConfigError, match=rf"quantization_config\.{field} is .*; supported: "):
-        read_spec(changed(quantization_config=quantization))
+        detect(read_spec(changed(quantization_config=quantization)).quantization)
+
+
+@pytest.mark.parametrize("method", ["awq", "mxfp8", None])
+def test_unknown_quantisation_methods_are_refused_by_name(method: str | None) -> None:
+    spec = read_spec(changed(quantization_config={"quant_method": method}))
+    with pytest.raises(ConfigError, match=rf"by '{method}', says its config.json; supported: fp8"):
+        detect(spec.quantization)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("hf_quant_config.json", "modelopt"), ("quant_model_description.json", "modelslim")],
+)
+def test_a_file_beside_config_json_says_how_weights_are_quantised(
+    tmp_path: Path, name: str, method: str
+) -> None:
+    (tmp_path / name).write_text("{}")
+    plain = changed(quantization_config=None)
+    with pytest.raises(ConfigError, match=rf"by '{method}', says its {name}"):
+        detect(read_spec(plain, tmp_path).quantization)
+    assert read_spec(changed(), tmp_path).quantization.source == "config.json"
 
 
 @pytest.mark.parametrize(

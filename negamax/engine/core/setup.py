@@ -21,7 +21,7 @@ from negamax.engine.grammar.manager import GrammarManager
 from negamax.engine.wire import ModelInfo
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
-from negamax.quantization.scheme import stored_block
+from negamax.quantization.detect import detect
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.text.script import read_script
 from negamax.worker.config import WorkerConfig, WorkerReady
@@ -61,7 +61,8 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     check_split(layout, spec)
     device = _settled_device(options, layout)
     if device == "cuda" and options.dtype != "float32":
-        check_split(layout, spec, block=stored_block(spec.quantization))
+        scheme = detect(spec.quantization)
+        check_split(layout, spec, block=scheme.block if scheme else 1)
     limits = STEP_LIMITS[device]
     max_num_seqs = options.max_num_seqs or limits.max_num_seqs
     max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens

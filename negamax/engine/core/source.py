@@ -12,6 +12,7 @@ from negamax.config.generation import GenerationDefaults, read_generation_defaul
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
+from negamax.quantization.detect import detect
 
 NANO = "nano"
 
@@ -45,9 +46,10 @@ def locate(options: EngineOptions) -> ModelSource:
         return ModelSource(spec, generation, None, tokenizer_folder, options.model)
     folder = resolve_model(options.model, options.revision, options.download_dir)
     spec = _shortened(
-        read_spec(read_json_object(folder / "config.json")),
+        read_spec(read_json_object(folder / "config.json"), folder),
         options.num_hidden_layers,
     )
+    detect(spec.quantization)  # refuses what no format reads
     weights = None if options.load_format == "synthetic" else folder
     return ModelSource(
         spec, read_generation_defaults(folder, spec), weights, folder, options.model.rstrip("/")

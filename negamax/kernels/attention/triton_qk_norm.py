@@ -9,10 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.kernels import formats
 from negamax.kernels.attention.spec import QkNorm
 from negamax.kernels.collectives.triton import copy_of, poll, push
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs
 from negamax.kernels.peers import Collective
+
+E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 
 
 @triton.jit
@@ -28,7 +31,7 @@ def _finite(x, dtype: tl.constexpr):
 def _stored(x, dtype: tl.constexpr):
     """x in the dtype of a cache; FP8 saturates."""
     if dtype == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        x = tl.minimum(tl.maximum(x, -E4M3_MAX), E4M3_MAX)
     return x.to(dtype)
 
 

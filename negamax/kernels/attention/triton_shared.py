@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.kernels import formats
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.kvcache.spec import FP8
 
 LOG2_E = math.log2(math.e)
+E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -71,8 +73,8 @@ def write_heads(
     if QUANTIZE:
         x = x.to(tl.float32)
         largest = tl.max(tl.abs(x), axis=1)
-        scale = tl.where(largest == 0.0, 1.0, tl.maximum(largest * (1.0 / 448.0), 1e-30))
-        x = tl.minimum(tl.maximum(x * (1.0 / scale)[:, None], -448.0), 448.0)
+        scale = tl.where(largest == 0.0, 1.0, tl.maximum(largest * (1.0 / E4M3_MAX), 1e-30))
+        x = tl.minimum(tl.maximum(x * (1.0 / scale)[:, None], -E4M3_MAX), E4M3_MAX)
         tl.store(values + at, x.to(tl.float8e4nv), mask=inside)
         tl.store(scales + row, scale, mask=mask)
 

@@ -14,17 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, unquantized
-from negamax.kernels.gemm.spec import refuse_scale
+from negamax.kernels.gemm.spec import keep
 from negamax.kernels.op import Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
 _SAFE_ROWS = 12  # from here on every count was alike
-
-
-def prepare(weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The weight as it is."""
-    refuse_scale(scale)
-    return weight
 
 
 def linear(
@@ -38,4 +32,4 @@ def linear(
     return F.linear(x, weight)[:num_rows].to(out_dtype or x.dtype)
 
 
-KERNELS = (Kernel("gemm.linear", "padded", linear, prepare, dtypes=(torch.float32,)),)
+KERNELS = (Kernel("gemm.linear", "padded", linear, keep, dtypes=(torch.float32,)),)

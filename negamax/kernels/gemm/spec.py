@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
+from negamax.kernels.activations import QuantizedActivations, unquantized
+from negamax.kernels.formats import (
+    E4M3_BLOCKS,
+    E4M3_GROUP,
+    E4M3_MAX,
+    PLAIN,
+    StoredWeight,
+    e4m3_blocks,
+    plain,
+)
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
 from negamax.kernels.quantize.spec import dequantize_block, quantize_activations, scale_shape
 
@@ -26,18 +35,11 @@ def linear(
     return F.linear(values, weight).to(dtype)
 
 
-def keep(weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The weight as it is: the definition reads the checkpoint's own layout. With block scales, its
-    fp32 values.
-    """
-    return weight if scale is None else dequantize_block(weight, scale)
-
-
-def refuse_scale(scale: Tensor | None) -> None:
-    """The kernels of the CPU multiply with plain weights; an FP8 weight is turned into one at
-    load.
-    """
-    assert scale is None, "a weight with block scales needs a kernel of the GPU"
+def keep(weight: StoredWeight) -> Tensor:
+    """The values of a plain weight [out, in] as they are; of another its fp32 values."""
+    if weight.format is PLAIN:
+        return weight.values
+    return weight.format.dequantize(weight.tensors)
 
 
 def _cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -76,14 +78,18 @@ def fp8_case(
     device = generator.device
     x = torch.randn(num_tokens, inputs, device=device, generator=generator).clamp(-6.5, 6.5)
     x = (x * 64).to(torch.float8_e4m3fn).float() / 64
-    x[:, ::GROUP] = 7.0
+    x[:, ::E4M3_GROUP] = 7.0
     weight = (
-        torch.randn(outputs, inputs, device=device, generator=generator).mul_(80).clamp_(-448, 448)
+        torch.randn(outputs, inputs, device=device, generator=generator)
+        .mul_(80)
+        .clamp_(-E4M3_MAX, E4M3_MAX)
     )
     grid = scale_shape(outputs, inputs)
     scale = (torch.rand(*grid, device=device, generator=generator) + 0.5) * (inputs**-0.5 / 80)
     tensors = {"x": x.to(dtype), "weight": weight.to(torch.float8_e4m3fn), "scale": scale}
-    return Case(f"{label or f'{inputs} -> {outputs}'} FP8 T={num_tokens}", tensors)
+    return Case(
+        f"{label or f'{inputs} -> {outputs}'} FP8 T={num_tokens}", tensors, stored=E4M3_BLOCKS
+    )
 
 
 _M2_SHAPES = {  # in, out of one rank
@@ -129,7 +135,12 @@ def _wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 def _apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     assert kernel.prepare is not None
     x, scale = case.tensors["x"], case.tensors.get("scale")
-    prepared = kernel.prepare(case.tensors["weight"], scale)
+    weight = plain(case.tensors["weight"])
+    if case.stored is not PLAIN:
+        weight = e4m3_blocks(case.tensors["weight"], case.tensors["scale"])
+    elif scale is not None:  # upcast
+        weight = plain(dequantize_block(case.tensors["weight"], scale))
+    prepared = kernel.prepare(weight)
     return (kernel.run(x if scale is None else quantize_activations(x), prepared, **case.numbers),)
 
 

@@ -31,6 +31,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, model_dtype, unquantized
+from negamax.kernels.formats import (
+    E4M3_BLOCKS,
+    E4M3_GROUPS,
+    KEPT_FORMATS,
+    PLAIN,
+    StoredWeight,
+    reads_e4m3_blocks,
+)
 from negamax.kernels.gemm import cublas, tiles
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs, wait_then_start_next
@@ -325,27 +333,17 @@ def _wide(
     )
 
 
-def prepare(weight: Tensor, scale: Tensor | None = None) -> PreparedLinear:
-    """weight [N, K] in the activations' dtype, or e4m3 with `scale` [ceil(N / 128), K / 128] fp32
-    and K a multiple of 128.
-    """
-    rows, columns = weight.shape
-    fp8 = weight.dtype is torch.float8_e4m3fn
-    assert fp8 == (scale is not None), (
-        f"a {weight.dtype} weight {'needs' if fp8 else 'has no'} block scales"
-    )
-    if scale is not None:
+def prepare(weight: StoredWeight) -> PreparedLinear:
+    """weight [N, K], plain in the activations' dtype, or E4M3 blocks with K a multiple of 128."""
+    values, scale = weight.values, None
+    if weight.format is not PLAIN:
+        columns = values.shape[1]
         assert columns % GROUP == 0, (
             f"FP8 weights need a multiple of {GROUP} columns, not {columns}"
         )
-        assert scale.shape == (-(-rows // GROUP), columns // GROUP), (
-            tuple(weight.shape),
-            tuple(scale.shape),
-        )
-        assert scale.dtype is torch.float32, scale.dtype
-        scale = scale.contiguous()
-    arrivals = torch.zeros(tiles.MULTIPROCESSORS, dtype=torch.int32, device=weight.device)
-    return PreparedLinear(weight.contiguous(), scale, arrivals)
+        scale = weight.scale.contiguous()
+    arrivals = torch.zeros(tiles.MULTIPROCESSORS, dtype=torch.int32, device=values.device)
+    return PreparedLinear(values.contiguous(), scale, arrivals)
 
 
 def linear(
@@ -466,13 +464,12 @@ def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
     return tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
 
 
+_GPU = frozenset({Feature.TRITON})
+_DTYPES = (torch.bfloat16, torch.float16)
 KERNELS: tuple[Kernel, ...] = (
+    Kernel("gemm.linear", "triton", linear, prepare, requires=_GPU, dtypes=_DTYPES),
     Kernel(
-        "gemm.linear",
-        "triton",
-        linear,
-        prepare,
-        requires=frozenset({Feature.TRITON}),
-        dtypes=(torch.bfloat16, torch.float16),
+        "gemm.linear", "triton", linear, prepare, requires=KEPT_FORMATS[E4M3_BLOCKS],
+        dtypes=_DTYPES, reads=reads_e4m3_blocks, activation=E4M3_GROUPS,
     ),
-)
+)  # fmt: skip

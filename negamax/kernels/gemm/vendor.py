@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.gemm.spec import refuse_scale
+from negamax.kernels.formats import StoredWeight, plain
 from negamax.kernels.op import Kernel
 
 _ROWS_HINT = 4  # the layout is chosen for so many rows; any number of rows can read it
@@ -32,10 +32,10 @@ _STEPS = 16  # sizes per power of two: padding is less than a sixteenth of the r
 _UNPADDED_ROWS = 2 * _STEPS
 
 
-def pack(weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """weight [out, in] -> the same values in oneDNN's layout (an opaque tensor)."""
-    refuse_scale(scale)
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
+def pack(weight: StoredWeight) -> Tensor:
+    """weight [out, in], plain -> the same values in oneDNN's layout (an opaque tensor)."""
+    values = weight.values.contiguous()
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(values, _ROWS_HINT)
     return packed
 
 
@@ -75,7 +75,7 @@ def _runs(dtype: torch.dtype) -> bool:
     try:
         if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        y = linear(torch.ones(3, 16, dtype=dtype), pack(torch.ones(16, 16, dtype=dtype)))
+        y = linear(torch.ones(3, 16, dtype=dtype), pack(plain(torch.ones(16, 16, dtype=dtype))))
     except (RuntimeError, AttributeError, NameError):
         return False
     return bool((y == 16).all())

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from negamax.kernels.formats import E4M3_MAX
 from negamax.kernels.op import (
     FLOAT_DTYPES,
     Case,
@@ -27,7 +28,6 @@ from negamax.kernels.op import (
 from negamax.kernels.rope.spec import cos_sin, signed_frequencies
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0  # largest e4m3 value; beyond it are only NaNs
 
 
 def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
@@ -91,7 +91,7 @@ def write(
             x = x.float() / scale
         if cache.dtype == FP8:  # copied as bytes: index_copy_ does not take FP8
             x, cache = (
-                x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8),
+                x.float().clamp(-E4M3_MAX, E4M3_MAX).to(FP8).view(torch.uint8),
                 cache.view(torch.uint8),
             )
         cache.view(-1, head_dim).index_copy_(0, rows, x.reshape(-1, head_dim).to(cache.dtype))

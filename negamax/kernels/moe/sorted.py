@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.moe.spec import refuse_scales
+from negamax.kernels.formats import StoredWeight, plain
 from negamax.kernels.op import Kernel
 
 
@@ -31,15 +31,10 @@ def kernel(linear: Kernel) -> Kernel:
     prepare_weight, product = linear.prepare, linear.run
     assert prepare_weight is not None
 
-    def prepare(
-        gate_up: Tensor,
-        down: Tensor,
-        gate_up_scale: Tensor | None = None,
-        down_scale: Tensor | None = None,
-    ) -> PreparedExperts:
-        refuse_scales(gate_up_scale, down_scale)
+    def prepare(gate_up: StoredWeight, down: StoredWeight) -> PreparedExperts:
         return PreparedExperts(
-            tuple(prepare_weight(w) for w in gate_up), tuple(prepare_weight(w) for w in down)
+            tuple(prepare_weight(plain(w)) for w in gate_up.values),
+            tuple(prepare_weight(plain(w)) for w in down.values),
         )
 
     def run(
@@ -62,7 +57,7 @@ def kernel(linear: Kernel) -> Kernel:
         prepare,
         linear.requires,
         linear.dtypes,
-        linear.available,
+        available=linear.available,
     )
 
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
+from negamax.kernels.formats import E4M3_BLOCKS, E4M3_MAX, PLAIN, StoredWeight, e4m3_blocks, plain
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
-from negamax.kernels.quantize.spec import E4M3_MAX
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
 
 Activated = Tensor | QuantizedActivations
@@ -63,22 +63,11 @@ def mask_padding(ids: Tensor, weights: Tensor, active: Tensor | None) -> tuple[T
 Experts = tuple[Tensor, Tensor]
 
 
-def stack(
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-) -> Experts:
-    """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width], as
-    they are.
+def stack(gate_up: StoredWeight, down: StoredWeight) -> Experts:
+    """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width], plain,
+    as they are.
     """
-    refuse_scales(gate_up_scale, down_scale)
-    return gate_up, down
-
-
-def refuse_scales(*scales: Tensor | None) -> None:
-    """The kernels of the CPU multiply plain weights."""
-    assert all(scale is None for scale in scales), "experts with scales need a kernel of the GPU"
+    return gate_up.values, down.values
 
 
 def experts(
@@ -196,6 +185,7 @@ def _wide_experts(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
                     f"fp8 T={num_tokens} hidden=3072 width={width}",
                     tensors,
                     {"first": 0, "count": 256},
+                    stored=E4M3_BLOCKS,
                 )
             )
     return cases
@@ -211,9 +201,13 @@ def _wide_weight(
     """`count` FP8 matrices [rows, columns] of standard deviation columns^-1/2, and their scales."""
     values = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn, device=generator.device)
     for matrix in values:
-        matrix.copy_(_wide_randn(rows, columns, generator=generator).mul_(100).clamp_(-448, 448))
+        matrix.copy_(
+            _wide_randn(rows, columns, generator=generator).mul_(100).clamp_(-E4M3_MAX, E4M3_MAX)
+        )
     spread = (
-        torch.rand(count, rows // 128, columns // 128, generator=generator, device=generator.device)
+        torch.rand(
+            count, rows // GROUP, columns // GROUP, generator=generator, device=generator.device
+        )
         + 0.5
     )
     return values, spread * (columns**-0.5 / 100)
@@ -249,18 +243,19 @@ def _experts_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     t = case.tensors
     assert kernel.prepare is not None
     x: Activated = t["x"]
-    weights: tuple[Tensor, ...] = (t["gate_up"], t["down"])
-    if t["gate_up"].dtype == torch.float8_e4m3fn:
-        x, weights = quantize_rows(t["x"]), (*weights, t["gate_up_scale"], t["down_scale"])
+    weights = [plain(t["gate_up"]), plain(t["down"])]
+    if case.stored is not PLAIN:
+        x = quantize_rows(t["x"])
+        weights = [e4m3_blocks(t[name], t[f"{name}_scale"]) for name in ("gate_up", "down")]
     elif "gate_up_scale" in t:
-        weights = (_scaled(t["gate_up"], t["gate_up_scale"]), _scaled(t["down"], t["down_scale"]))
+        weights = [plain(_scaled(t[name], t[f"{name}_scale"])) for name in ("gate_up", "down")]
     out = kernel.run(x, t["ids"], t["weights"], kernel.prepare(*weights), **case.numbers)
     return (out if out.dim() == 2 else out.float().sum(1).to(out.dtype),)
 
 
 def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
     count, rows, columns = scale.shape
-    return (weight.view(count, rows, 128, columns, 128) * scale[:, :, None, :, None]).view_as(
+    return (weight.view(count, rows, GROUP, columns, GROUP) * scale[:, :, None, :, None]).view_as(
         weight
     )
 

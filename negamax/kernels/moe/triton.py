@@ -21,38 +21,35 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
+from negamax.kernels.formats import (
+    E4M3_BLOCKS,
+    E4M3_GROUPS,
+    KEPT_FORMATS,
+    PLAIN,
+    StoredWeight,
+    reads_e4m3_blocks,
+)
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_decode import scan, token
 from negamax.kernels.moe.triton_prefill import experts_sorted
 from negamax.kernels.moe.triton_route import prepare_gate, route
-from negamax.kernels.moe.triton_shared import FP8, PreparedExperts
+from negamax.kernels.moe.triton_shared import PreparedExperts
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
 
 
-def prepare_experts(
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-) -> PreparedExperts:
-    """The stacked weights stay as they are; scales [experts, rows / 128, columns / 128] fp32 come
-    with FP8.
-    """
-    assert gate_up.is_contiguous() and down.is_contiguous()
-    if gate_up_scale is None or down_scale is None:
-        assert gate_up.dtype != FP8, "FP8 experts need scales"
-        return PreparedExperts(gate_up, down, gate_up, down, fp8=False)
-    hidden, width = down.shape[1:]
-    assert gate_up.dtype == FP8 and down.dtype == FP8
+def prepare_experts(gate_up: StoredWeight, down: StoredWeight) -> PreparedExperts:
+    """The stacked weights, plain or E4M3 blocks, stay as they are."""
+    tall, wide = gate_up.values, down.values
+    assert tall.is_contiguous() and wide.is_contiguous()
+    if gate_up.format is PLAIN:
+        return PreparedExperts(tall, wide, tall, wide, fp8=False)
+    hidden, width = wide.shape[1:]
     assert hidden % GROUP == 0 and width % GROUP == 0, (
         f"FP8 experts of hidden {hidden}, width {width}: not whole blocks"
     )
-    assert gate_up_scale.shape[1:] == (2 * width // GROUP, hidden // GROUP)
-    assert down_scale.shape[1:] == (hidden // GROUP, width // GROUP)
-    return PreparedExperts(
-        gate_up, down, gate_up_scale.float().contiguous(), down_scale.float().contiguous(), fp8=True
-    )
+    scales = gate_up.scale.contiguous(), down.scale.contiguous()
+    return PreparedExperts(tall, wide, *scales, fp8=True)
 
 
 def experts(
@@ -90,4 +87,14 @@ KERNELS = (
         dtypes=_DTYPES,
     ),
     Kernel("moe.experts", "triton", experts, prepare_experts, requires=_GPU, dtypes=_DTYPES),
+    Kernel(
+        "moe.experts",
+        "triton",
+        experts,
+        prepare_experts,
+        requires=KEPT_FORMATS[E4M3_BLOCKS],
+        dtypes=_DTYPES,
+        reads=reads_e4m3_blocks,
+        activation=E4M3_GROUPS,
+    ),
 )

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
+from negamax.kernels.formats import E4M3_MAX
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, rounding_tolerance
-
-E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
 
 
 @dataclass(frozen=True)

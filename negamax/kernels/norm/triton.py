@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
+from negamax.kernels.formats import E4M3_MAX
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs
 from negamax.kernels.norm import spec, tiles
@@ -25,7 +26,7 @@ from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
 
 _GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
-_E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+_E4M3_MAX: tl.constexpr = tl.constexpr(E4M3_MAX)
 # a scale's lower bound, far above what fp32 cannot invert
 _TINY: tl.constexpr = tl.constexpr(1e-30)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
+from negamax.kernels.formats import E4M3_GROUP, E4M3_MAX
 from negamax.kernels.op import (
     Case,
     Cost,
@@ -23,8 +24,7 @@ from negamax.kernels.op import (
     rounding_tolerance,
 )
 
-E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
-BLOCK = (128, 128)  # rows, columns
+BLOCK = (E4M3_GROUP, E4M3_GROUP)  # rows, columns
 
 
 def scale_shape(rows: int, columns: int, *, block: tuple[int, int] = BLOCK) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.kernels.attention.spec import PagedShape
+from negamax.kernels.formats import ActivationFormat
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
@@ -69,7 +70,7 @@ class MiniMaxM2:
             spec.hidden_size,
             eps=spec.rms_norm_eps,
             group=context.expert_group,
-            quantize=False,
+            activation=None,
             kernels=kernels,
             weights=weights,
         )
@@ -167,13 +168,13 @@ class DecoderLayer:
             weights=weights,
         )
 
-        def norm(name: str, *, group: Collective, quantize: bool) -> RmsNorm:
+        def norm(name: str, *, group: Collective, activation: ActivationFormat | None) -> RmsNorm:
             return RmsNorm(
                 name,
                 spec.hidden_size,
                 eps=spec.rms_norm_eps,
                 group=group,
-                quantize=quantize,
+                activation=activation,
                 kernels=kernels,
                 weights=weights,
             )
@@ -182,9 +183,9 @@ class DecoderLayer:
         # Before the first layer comes the embedding, which is split as attention is; before the
         # others, experts.
         before = context.expert_group if layer else context.attention_group
-        self._input_norm = norm(input_norm, group=before, quantize=self.attention.takes_quantized)
+        self._input_norm = norm(input_norm, group=before, activation=self.attention.activation)
         self._post_norm = norm(
-            post_norm, group=context.attention_group, quantize=self.moe.quantized
+            post_norm, group=context.attention_group, activation=self.moe.activation
         )
         self.slots = [
             *self._input_norm.slots,

@@ -1,0 +1,260 @@
+"""Formats as data: of which tensors a matrix is stored, and what each of their entries stands for.
+
+A `TensorFormat` lists the tensors that a checkpoint holds of one matrix [rows, columns]. Each
+dimension of such a tensor runs over the rows or the columns of the matrix, so many of them per
+entry. Shapes, shares of ranks and windows of fused matrices all follow from that, for the loader,
+the layers and synthetic weights alike. Kernels say which formats they read (`Kernel.reads`).
+
+Imports no torch: the commands ask formats for bytes before there is a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from negamax.base.errors import ConfigError
+from negamax.kernels.platform import Feature, Platform
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ITEM_BYTES = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4,
+    "int8": 1, "uint8": 1,
+}  # fmt: skip
+
+Region = tuple[range, range]  # rows, columns of a matrix
+
+
+class Axis(Enum):
+    """What a dimension of a stored tensor runs over."""
+
+    ROWS = 0
+    COLUMNS = 1
+    FIXED = 2  # neither: every rank has all of it
+
+
+class Role(Enum):
+    """What a stored tensor is for."""
+
+    VALUES = "values"
+    SCALE = "scale"
+    ZERO_POINT = "zero point"
+    PERMUTATION = "permutation"  # of the columns: the group of each
+    SHAPE = "shape"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension with one entry for `unit` rows or columns; `FIXED` has `unit` entries."""
+
+    axis: Axis
+    unit: int = 1
+
+    def size(self, shape: tuple[int, int]) -> int:
+        """Entries for a matrix of this shape."""
+        return self.unit if self.axis is Axis.FIXED else -(-shape[self.axis.value] // self.unit)
+
+    def part(self, region: Region) -> range:
+        """The entries for the part `region` of a matrix, which begins on an entry."""
+        if self.axis is Axis.FIXED:
+            return range(self.unit)
+        part = region[self.axis.value]
+        return range(part.start // self.unit, -(-part.stop // self.unit))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a stored matrix."""
+
+    name: str  # behind the module's name in a checkpoint
+    role: Role
+    # as PyTorch spells them; it is kept in the first, which holds the values of all
+    dtypes: tuple[str, ...]
+    dims: tuple[Dim, ...]
+    level: int = 1  # 2: a scale of the scales
+
+    def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """Its shape for a matrix of shape `shape`."""
+        return tuple(dim.size(shape) for dim in self.dims)
+
+    def part(self, region: Region) -> tuple[range, ...]:
+        """What of it belongs to the part `region` of the matrix."""
+        return tuple(dim.part(region) for dim in self.dims)
+
+    def axis(self, axis: Axis) -> int | None:
+        """Which of its dimensions runs over `axis`."""
+        return next((n for n, dim in enumerate(self.dims) if dim.axis is axis), None)
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """One way to store a matrix. `name` says element and groups: "fp8" alone would leave the scale
+    open.
+    """
+
+    name: str
+    element: str  # of the matrix: "float8_e4m3fn", "uint4"
+    tensors: tuple[StoredTensor, ...]  # the values first
+    # the tensors by their names -> the matrix [rows, columns] fp32
+    dequantize: Callable[[Mapping[str, Tensor]], Tensor]
+
+    def __post_init__(self) -> None:
+        assert self.name not in ("fp8", "int8", "int4", "fp4"), f"{self.name!r} says no scale"
+
+    @property
+    def values(self) -> StoredTensor:
+        """The tensor of the values."""
+        return self.tensors[0]
+
+    @property
+    def permuted(self) -> bool:
+        """Whether columns belong to groups by a stored order: their scales are read in full."""
+        return any(tensor.role is Role.PERMUTATION for tensor in self.tensors)
+
+    @property
+    def stacks(self) -> bool:
+        """Whether matrices lie on each other in one: each stored tensor runs over the rows."""
+        return all(tensor.axis(Axis.ROWS) is not None for tensor in self.tensors)
+
+    def unit(self, axis: Axis) -> int:
+        """Rows or columns that cannot be cut apart without cutting an entry."""
+        return math.lcm(*(d.unit for tensor in self.tensors for d in tensor.dims if d.axis is axis))
+
+    def enclose(self, region: Region, shape: tuple[int, int]) -> Region:
+        """The least part of a matrix of `shape` that holds `region` and cuts no entry."""
+        rows, columns = (
+            _enclose(part, self.unit(axis), total)
+            for part, axis, total in zip(region, (Axis.ROWS, Axis.COLUMNS), shape, strict=True)
+        )
+        return rows, range(shape[1]) if self.permuted else columns
+
+    def check_region(self, region: Region, shape: tuple[int, int], *, name: str) -> None:
+        """Errors: `ConfigError` where `region` of the matrix `name` cuts an entry."""
+        for part, whole, total, axis in zip(
+            region, self.enclose(region, shape), shape, (Axis.ROWS, Axis.COLUMNS), strict=True
+        ):
+            if part != whole:
+                raise ConfigError(
+                    f"a rank's share of the {total} {axis.name.lower()} of {name} is {len(part)}, "
+                    f"from {part.start} to {part.stop - 1}; {self.name} cannot be cut within "
+                    f"{self.unit(axis)} of them",
+                    hint="use fewer ranks",
+                )
+
+    def bytes_per_weight(self, shape: tuple[int, int]) -> float:
+        """Bytes of all tensors of a matrix of `shape`, per element of it."""
+        stored = sum(math.prod(t.shape(shape)) * ITEM_BYTES[t.dtypes[0]] for t in self.tensors)
+        return stored / math.prod(shape)
+
+
+@dataclass(frozen=True)
+class ActivationFormat:
+    """What a kernel wants of its activations beside the plain ones: `element` values and an fp32
+    scale per token and `group` columns.
+    """
+
+    element: str
+    group: int
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Matrices [..., rows, columns] in memory, as tensors by their names in a checkpoint."""
+
+    format: TensorFormat
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def values(self) -> Tensor:
+        """The values, which plain weights have alone."""
+        return self.tensors[self.format.values.name]
+
+    @property
+    def scale(self) -> Tensor:
+        """The first-level scales."""
+        (scale,) = (t for t in self.format.tensors if t.role is Role.SCALE and t.level == 1)
+        return self.tensors[scale.name]
+
+
+def _enclose(part: range, unit: int, total: int) -> range:
+    return range(part.start // unit * unit, min(-(-part.stop // unit) * unit, total))
+
+
+# --- plain ---------------------------------------------------------------------------------------
+
+ROWS, COLUMNS = Dim(Axis.ROWS), Dim(Axis.COLUMNS)
+FLOATS = ("float32", "bfloat16", "float16")
+PLAIN = TensorFormat(
+    name="plain",
+    element="float",
+    tensors=(StoredTensor("weight", Role.VALUES, FLOATS, (ROWS, COLUMNS)),),
+    dequantize=lambda tensors: tensors["weight"].float(),
+)
+
+
+def is_plain(stored: TensorFormat) -> bool:
+    """Whether the matrix is stored as it is, in whichever dtype of floating-point numbers."""
+    return stored is PLAIN
+
+
+def plain(weight: Tensor) -> StoredWeight:
+    """weight [..., N, K] in the dtype in which it is multiplied."""
+    return StoredWeight(PLAIN, {"weight": weight})
+
+
+# --- E4M3 with one scale for 128 x 128 -----------------------------------------------------------
+
+E4M3 = "float8_e4m3fn"
+E4M3_MAX = 448.0  # its largest finite value; beyond it are only NaNs
+E4M3_GROUP = 128  # columns of activations, rows and columns of weights that share a scale
+E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
+
+
+def _dequantize_e4m3_blocks(tensors: Mapping[str, Tensor]) -> Tensor:
+    from negamax.kernels.quantize.cpu import dequantize_block
+
+    return dequantize_block(tensors["weight"], tensors["weight_scale_inv"])
+
+
+# The native format of the M2 family. In spite of its name `weight_scale_inv` multiplies. Blocks at
+# the lower and right edge may be ragged.
+E4M3_BLOCKS = TensorFormat(
+    name="fp8_e4m3_block_128x128",
+    element=E4M3,
+    tensors=(
+        StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS)),
+        StoredTensor(
+            "weight_scale_inv",
+            Role.SCALE,
+            ("float32",),
+            (Dim(Axis.ROWS, E4M3_GROUP), Dim(Axis.COLUMNS, E4M3_GROUP)),
+        ),
+    ),
+    dequantize=_dequantize_e4m3_blocks,
+)
+
+
+# The formats that some kernel reads as they are stored, and what those kernels require.
+KEPT_FORMATS = {E4M3_BLOCKS: frozenset({Feature.TRITON, Feature.FP8, Feature.E4M3FN})}
+
+
+def is_kept(stored: TensorFormat, platform: Platform) -> bool:
+    """Whether the kernels of `platform` read matrices of this format as they are stored."""
+    return stored in KEPT_FORMATS and not platform.missing(KEPT_FORMATS[stored])
+
+
+def reads_e4m3_blocks(stored: TensorFormat) -> bool:
+    """Whether a matrix is E4M3 values with one fp32 scale per block, by whichever names."""
+    return stored.element == E4M3 and [
+        (tensor.dtypes[0], tensor.dims) for tensor in stored.tensors
+    ] == [(tensor.dtypes[0], tensor.dims) for tensor in E4M3_BLOCKS.tensors]
+
+
+def e4m3_blocks(values: Tensor, scale: Tensor) -> StoredWeight:
+    """values [..., N, K] e4m3, scale [..., ceil(N / 128), ceil(K / 128)] fp32."""
+    return StoredWeight(E4M3_BLOCKS, {"weight": values, "weight_scale_inv": scale})

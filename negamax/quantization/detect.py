@@ -1,0 +1,30 @@
+"""The table of quantisation methods: to add one, write its file and its line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from negamax.base.errors import ConfigError
+from negamax.config.quantization import QuantizationSpec
+from negamax.quantization import fp8
+from negamax.quantization.scheme import Scheme
+
+METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
+    "fp8": fp8.read,
+}
+
+
+def detect(spec: QuantizationSpec | None) -> Scheme | None:
+    """The scheme of a checkpoint, or None for plain weights. Errors: `ConfigError` for a method, or
+    a field of one, that no file here reads.
+    """
+    if spec is None:
+        return None
+    read = METHODS.get(spec.method)
+    if read is None:
+        raise ConfigError(
+            f"the checkpoint is quantised by {spec.method!r}, says its {spec.source}; supported: "
+            f"{', '.join(METHODS)}",
+            hint="use MiniMax's own FP8 checkpoint, or a BF16 one",
+        )
+    return read(spec)
