@@ -18,6 +18,7 @@ from negamax.base import env
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 TESTS = Path(__file__).parent
+LONG_FIRST = ("install", "gpu", "dist", "attacks", "e2e", "cpu", "checks", "unit")
 # What a machine may lack. A test that skips for another reason fails.
 MAY_SKIP = re.compile(
     "PyTorch finds no GPU here|needs two GPUs|needs . GPUs"
@@ -51,11 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks, and the files that take long first, so that all workers end together."""
     for item in items:
-        folder = Path(item.path).relative_to(TESTS).parts[0]
-        item.add_marker(getattr(pytest.mark, folder))
-        if folder == "attacks":
-            item.add_marker(pytest.mark.serial)  # they measure what others feel
+        item.add_marker(getattr(pytest.mark, _folder(item)))
+    items.sort(key=lambda item: LONG_FIRST.index(_folder(item)))
+
+
+def _folder(item: pytest.Item) -> str:
+    return Path(item.path).relative_to(TESTS).parts[0]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,6 +14,8 @@ import pytest
 from tests.attacks.neighbour import Neighbour
 from tests.e2e.conftest import Server
 
+pytestmark = pytest.mark.serial  # measures what others feel
+
 CHAT, GENERATE, RESPONSES, MESSAGES = (
     "/v1/chat/completions",
     "/generate",
@@ -146,7 +148,7 @@ def test_ignored_fields_are_not_kept_while_the_answer_is_written(server: Server)
     long: dict[str, Any] = {
         "model": "nano",
         "messages": HELLO,
-        "max_tokens": 3000,
+        "max_tokens": 1000,
         "ignore_eos": True,
     }
     content = body("metadata", listed('"xyz"', 1_000_000), **long)

@@ -15,6 +15,8 @@ from tests.e2e.conftest import Server, eventually, serving
 from tests.e2e.test_api_errors import error_of
 from tests.e2e.test_engine_restarts import CHAT, LONG, last_lines_after, ranks_of, wait_until_ready
 
+pytestmark = pytest.mark.serial  # measures how soon it is noticed
+
 
 @pytest.fixture(scope="module")
 def mortal_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

@@ -28,6 +28,8 @@ from negamax.text.chat_format import ChatFormat
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.serial  # measures what others feel
+
 MiB = 2**20
 WINDOW = 196_608  # tokens, as of MiniMax-M2
 LIMITS = BodyLimits.of(max_bytes=32 * MiB, max_model_len=WINDOW)

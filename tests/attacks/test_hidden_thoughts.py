@@ -12,6 +12,8 @@ from tests.attacks.neighbour import Neighbour
 from tests.attacks.test_bodies import resident_bytes
 from tests.e2e.conftest import MODEL, Server
 
+pytestmark = pytest.mark.serial  # measures what others feel
+
 MiB = 2**20
 NUM_BOMBS = 20
 BOMB = ThoughtSigner(MODEL).signature("x" * (7 * MiB), is_hidden=True)

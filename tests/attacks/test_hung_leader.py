@@ -18,6 +18,8 @@ import pytest
 from tests.e2e.conftest import Server, eventually, serving
 from tests.e2e.test_engine_restarts import is_alive
 
+pytestmark = pytest.mark.serial  # measures what others feel
+
 CHAT = "/v1/chat/completions"
 LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}],

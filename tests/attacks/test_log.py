@@ -10,8 +10,11 @@ import sys
 import time
 
 import httpx
+import pytest
 
 from tests.e2e.conftest import eventually
+
+pytestmark = pytest.mark.serial  # measures what others feel
 
 
 def free_port() -> int:

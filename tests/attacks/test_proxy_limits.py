@@ -18,7 +18,10 @@ import pytest
 
 from tests.e2e.conftest import Server, eventually
 
-pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx here")
+pytestmark = [
+    pytest.mark.serial,  # measures what others feel
+    pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx here"),
+]
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx.conf"
 FLOODER, NEIGHBOUR = "127.0.0.1", "127.0.0.2"
 BURST = 40  # requests at once, and then 10 a second

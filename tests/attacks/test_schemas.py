@@ -11,6 +11,8 @@ import pytest
 from tests.attacks.neighbour import Neighbour
 from tests.e2e.conftest import Server
 
+pytestmark = pytest.mark.serial  # measures what others feel
+
 
 def unlisted(levels: int) -> dict[str, Any]:
     """20 required names that follow `additionalProperties`, in which there are 20 more, and so
