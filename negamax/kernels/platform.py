@@ -93,8 +93,11 @@ class Platform:
                 f"{self.label}: AMD GPUs (ROCm) are not supported yet",
                 hint="use an NVIDIA GPU of compute capability 9.0, or --device cpu",
             )
-        if self.vendor == "cpu":
-            return
+        if self.vendor != "cpu":
+            self.check_arithmetic(fp8_cache=fp8_cache)
+
+    def check_arithmetic(self, *, fp8_cache: bool) -> None:
+        """Refuse a GPU that lacks arithmetic. Errors: `ConfigError` naming it."""
         if Feature.BF16 not in self.features:
             raise ConfigError(
                 f"{self.label} has no bfloat16 arithmetic; 8.0 or higher is needed",

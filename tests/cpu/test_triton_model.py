@@ -85,7 +85,7 @@ def test_stored_fp8_weights_and_plain_ones_give_the_logits_of_the_definition(
 ) -> None:
     # the interpreter runs them one by one
     few_programs = moe_tiles.TokenTile(128, 128, 4, 8, 128, 128, 4)
-    monkeypatch.setattr(moe_tiles, "token", lambda width: few_programs)
+    monkeypatch.setattr(moe_tiles.H200, "token", lambda self, width: few_programs)
     stored = to_fp8(
         {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
     )

@@ -18,7 +18,7 @@ from negamax.kernels.moe import triton_prefill as prefill
 from negamax.kernels.op import Case, Kernel
 
 OPS = {op.name: op for op in spec.OPS}
-ROUTE, EXPERTS, _ = kernels.KERNELS
+ROUTE, _, EXPERTS, _ = kernels.KERNELS
 DTYPES = (torch.bfloat16, torch.float16)
 # (MAX_TOKEN, MAX_SCAN)
 PATHS = {"token": (1 << 20, 1 << 20), "scan": (0, 1 << 20), "sorted": (0, 0)}
@@ -26,11 +26,11 @@ PATHS = {"token": (1 << 20, 1 << 20), "scan": (0, 1 << 20), "sorted": (0, 0)}
 
 def choose_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     most_token, most_scan = PATHS[path]
-    monkeypatch.setattr(tiles, "max_token", lambda width: most_token)
+    monkeypatch.setattr(tiles.H200, "max_token", lambda self, width: most_token)
     monkeypatch.setattr(tiles, "MAX_SCAN", most_scan)
     # the interpreter runs them one by one
     few_programs = tiles.TokenTile(16, 256, 4, 2, 32, 128, 4)
-    monkeypatch.setattr(tiles, "token", lambda width: few_programs)
+    monkeypatch.setattr(tiles.H200, "token", lambda self, width: few_programs)
 
 
 def compare(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
@@ -217,11 +217,11 @@ def test_sorted_experts_write_all_that_is_read(monkeypatch: pytest.MonkeyPatch) 
 
 def test_h_kept_in_shared_memory_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_path(monkeypatch, "sorted")
-    tile = replace(tiles.sort(width=128, num_tokens=5, fp8=True), down_repeat=2)
+    tile = replace(tiles.H200().sort(width=128, num_tokens=5, fp8=True), down_repeat=2)
     case, outputs = fp8_case(5), []
     for resident in (False, True):
         kept = replace(tile, down_resident=resident)
-        monkeypatch.setattr(tiles, "sort", lambda kept=kept, **_: kept)
+        monkeypatch.setattr(tiles.H200, "sort", lambda self, kept=kept, **_: kept)
         outputs += OPS["moe.experts"].apply(EXPERTS, case)
     assert torch.equal(*outputs)
 

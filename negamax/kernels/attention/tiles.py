@@ -1,11 +1,12 @@
-"""Sizes of the Triton attention kernels, by what they were measured on: one H200, head_dim 128.
-
-Nothing is tuned at run time.
-"""
+"""Sizes of the Triton attention kernels by architecture. Nothing is tuned at run time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
+
+from negamax.kernels import platform
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class DecodeCut:
 class DecodeLaunch:
     warps: int
     stages: int
-    registers: int  # per thread at most
+    registers: int | None  # per thread at most
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,55 @@ DECODE = DecodeCut(keys=64, min_tiles=1, programs=3, few=1.5)
 _SHORT = 4096  # tokens; beyond it large tiles read keys less often
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """Where nothing was measured: two stages, and 64 KB of shared memory are enough."""
+
+    measured_on: str | None = None
+
+    def decode_launch(self, cache_bytes: int, *, cut: bool) -> DecodeLaunch:
+        """For a cache of `cache_bytes` per element."""
+        return DecodeLaunch(warps=4, stages=2, registers=None)
+
+    def prefill_queries(self, longest: int) -> int:
+        """Queries per program where the longest sequence has `longest` tokens: small tiles waste
+        less at the diagonal.
+        """
+        return 64
+
+    def prefill_launch(self, queries: int, cache_bytes: int) -> PrefillLaunch:
+        """For tiles of `queries` and a cache of `cache_bytes` per element."""
+        return PrefillLaunch(keys=32, warps=4, stages=2)
+
+
+@dataclass(frozen=True)
+class H200(Tiles):
+    """Measured with head_dim 128."""
+
+    measured_on: str | None = "H200"
+
+    def decode_launch(self, cache_bytes: int, *, cut: bool) -> DecodeLaunch:
+        if cut:
+            return DecodeLaunch(warps=4, stages=3, registers=255)
+        return DecodeLaunch(warps=4, stages=2 if cache_bytes > 1 else 3, registers=168)
+
+    def prefill_queries(self, longest: int) -> int:
+        return 64 if longest <= _SHORT else 128
+
+    def prefill_launch(self, queries: int, cache_bytes: int) -> PrefillLaunch:
+        if queries == 64:
+            return PrefillLaunch(keys=32 if cache_bytes > 1 else 64, warps=4, stages=3)
+        return PrefillLaunch(keys=64, warps=8, stages=3)
+
+
+_BY_ARCH = {"sm_90": H200(), "sm_100": H200(measured_on=None), "cpu": H200()}  # cpu: interpreter
+
+
+def tiles_for(device: torch.device) -> Tiles:
+    """The sizes for `device`."""
+    return _BY_ARCH.get(platform.platform_of(device).arch, Tiles())
+
+
 def decode_programs(num_seqs: int, kv_heads: int, multiprocessors: int) -> tuple[int, bool]:
     """Programs per KV head, and whether sequences are cut into pieces (of which a program has one)
     or run together.
@@ -46,24 +96,3 @@ def decode_programs(num_seqs: int, kv_heads: int, multiprocessors: int) -> tuple
         for number in (DECODE.few, DECODE.programs)
     )
     return (few, True) if num_seqs <= few else (many, False)
-
-
-def decode_launch(cache_bytes: int, *, cut: bool) -> DecodeLaunch:
-    """For a cache of `cache_bytes` per element."""
-    if cut:
-        return DecodeLaunch(warps=4, stages=3, registers=255)
-    return DecodeLaunch(warps=4, stages=2 if cache_bytes > 1 else 3, registers=168)
-
-
-def prefill_queries(longest: int) -> int:
-    """Queries per program where the longest sequence has `longest` tokens: small tiles waste less
-    at the diagonal.
-    """
-    return 64 if longest <= _SHORT else 128
-
-
-def prefill_launch(queries: int, cache_bytes: int) -> PrefillLaunch:
-    """For tiles of `queries` and a cache of `cache_bytes` per element."""
-    if queries == 64:
-        return PrefillLaunch(keys=32 if cache_bytes > 1 else 64, warps=4, stages=3)
-    return PrefillLaunch(keys=64, warps=8, stages=3)

@@ -7,6 +7,8 @@ exactly.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from negamax.kernels.attention.spec import prepare_qk_norm
@@ -34,6 +36,14 @@ KERNELS = (
         decode,
         plan_decode,
         requires=_GPU | {Feature.SPIN_WAIT},
+        dtypes=_DTYPES,
+    ),
+    Kernel(
+        "attention.decode",
+        "triton_two_launches",
+        decode,
+        partial(plan_decode, reduce_later=True),
+        requires=_GPU,
         dtypes=_DTYPES,
     ),
     Kernel("attention.prefill", "triton", prefill, plan_prefill, requires=_GPU, dtypes=_DTYPES),

@@ -13,22 +13,21 @@ steps wrote is read before the kernel in front has ended.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.spec import PagedQueries, PagedShape
-from negamax.kernels.attention.tiles import DECODE, decode_launch, decode_programs
+from negamax.kernels.attention.tiles import DECODE, decode_programs, tiles_for
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,
     Output,
     dot_dtype,
     load_tile,
-    multiprocessors,
     tile_start,
     write_heads,
 )
@@ -55,6 +54,7 @@ class DecodePlan:
     records: Tensor  # [programs, 16] int32
     programs: int  # per KV head
     cut: bool  # every program has a piece of one sequence, else a run of tiles
+    reduce_later: bool  # in a launch of its own
     workspaces: dict[int, Tensor] = field(default_factory=dict)  # by size; made for the first layer
 
     def workspace(self, words: int, device: torch.device) -> Tensor:
@@ -329,14 +329,15 @@ def _piece(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr, PART_ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr,
-    EMPTY: tl.constexpr, EARLY: tl.constexpr, QUANTIZE: tl.constexpr, DOT: tl.constexpr,
-    WARPS: tl.constexpr,
+    REDUCE_LATER: tl.constexpr, EMPTY: tl.constexpr, EARLY: tl.constexpr,
+    QUANTIZE: tl.constexpr, DOT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """The tiles from `tile` to `until` of one sequence and KV head, and what it takes to make a
     result of all its pieces.
 
     SPREAD: its programs share out the rows, so that each reads less; they wait for each other, so
-    all of them must be running. Else the program with the first tiles waits for the others. EARLY:
+    all of them must be running. Else the program with the first tiles waits for the others, or with
+    REDUCE_LATER none does, and `_reduce_kernel` makes the result. EARLY:
     the first tile is there already, and the newest key, which the kernel before this one wrote,
     goes in at last.
     """
@@ -393,8 +394,8 @@ def _piece(
             query, newest_k, newest_v, seen, qk_scale, top, total, result
         )
     slot = head * programs + first_program
-    if (count == 1) if SPREAD else (tile == base):
-        if not SPREAD:
+    if (count == 1) if (SPREAD or REDUCE_LATER) else (tile == base):
+        if not (SPREAD or REDUCE_LATER):
             total, result = _combine(
                 parts, slot, row, 1, count, top, total, result, GROUP, PART_ROWS, EMPTY
             )
@@ -466,6 +467,7 @@ def _decode_kernel(
     EMPTY: tl.constexpr,
     CUT: tl.constexpr,
     SPREAD: tl.constexpr,
+    REDUCE_LATER: tl.constexpr,
     EARLY: tl.constexpr,
     QUANTIZE: tl.constexpr,
     DOT: tl.constexpr,
@@ -511,8 +513,8 @@ def _decode_kernel(
             table_stride,
             head, program, programs, tile, stop, seq, base, length, table_row, first_program, count,
             early_k, early_v, newest,
-            KV_HEADS, GROUP, DIM, BLOCK_SIZE, KEYS, ROWS, PART_ROWS, COLUMNS, SPREAD, EMPTY, EARLY,
-            QUANTIZE, DOT, WARPS,
+            KV_HEADS, GROUP, DIM, BLOCK_SIZE, KEYS, ROWS, PART_ROWS, COLUMNS, SPREAD, REDUCE_LATER,
+            EMPTY, EARLY, QUANTIZE, DOT, WARPS,
         )  # fmt: skip
     else:
         while tile < stop:
@@ -523,8 +525,8 @@ def _decode_kernel(
                 head, program, programs, tile, until, seq, base, length, table_row, first_program,
                 count,
                 early_k, early_v, newest,
-                KV_HEADS, GROUP, DIM, BLOCK_SIZE, KEYS, ROWS, PART_ROWS, COLUMNS, SPREAD, EMPTY,
-                EARLY, QUANTIZE, DOT, WARPS,
+                KV_HEADS, GROUP, DIM, BLOCK_SIZE, KEYS, ROWS, PART_ROWS, COLUMNS, SPREAD,
+                REDUCE_LATER, EMPTY, EARLY, QUANTIZE, DOT, WARPS,
             )  # fmt: skip
             tile = until
             if tile < stop:
@@ -534,23 +536,58 @@ def _decode_kernel(
                 )
 
 
-@cache
+@triton.jit
+def _reduce_kernel(
+    sequences, parts, out, values, scales, v_scale, programs,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PART_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, SEQUENCE: tl.constexpr, EMPTY: tl.constexpr, QUANTIZE: tl.constexpr,
+):  # fmt: skip
+    """The result of one sequence and KV head of which several programs of the launch before have
+    left parts.
+    """
+    head, seq = tl.program_id(0), tl.program_id(1)
+    _, _, _, _, first_program, count = _sequence(sequences + seq * SEQUENCE)
+    if count > 1:
+        row, column = tl.arange(0, PART_ROWS), tl.arange(0, COLUMNS)
+        total, result = _combine(
+            parts, head * programs + first_program, row, 0, count,
+            tl.full([PART_ROWS], float("-inf"), tl.float32), tl.zeros([PART_ROWS], tl.float32),
+            tl.zeros([PART_ROWS, COLUMNS], tl.float32), GROUP, PART_ROWS, EMPTY,
+        )  # fmt: skip
+        result *= tl.where(total == 0.0, 0.0, v_scale / total)[:, None]
+        first_row = (seq * KV_HEADS + head) * GROUP
+        write_heads(
+            result, first_row + row, column, row < GROUP, out, values, scales, DIM, QUANTIZE
+        )
+
+
 def _runs_all(device: torch.device) -> bool:
     """Whether all programs with a piece each run at once: up to two a multiprocessor, with 82 KB of
     shared memory each.
     """
     assert DECODE.few <= 2
-    return (
-        torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= 2 * 84 * 1024
-    )
+    return platform.platform_of(device).shared_memory >= 2 * 84 * 1024
 
 
 def plan_decode(
-    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+    queries: PagedQueries,
+    shape: PagedShape,
+    *,
+    dtype: torch.dtype,
+    quantize: bool = False,
+    reduce_later: bool = False,
 ) -> DecodePlan:
-    """One query per sequence, at position seq_len - 1. Reads the lengths on the device only."""
+    """One query per sequence, at position seq_len - 1. Reads the lengths on the device only.
+
+    `reduce_later`: no program waits for another one; a second launch combines the parts.
+    """
     num_seqs, device = queries.seq_lens.shape[0], queries.seq_lens.device
-    programs, cut = decode_programs(num_seqs, shape.kv_heads, multiprocessors(device))
+    multiprocessors = platform.platform_of(device).multiprocessors
+    programs, cut = decode_programs(num_seqs, shape.kv_heads, multiprocessors)
+    most = int(multiprocessors * DECODE.programs)
+    if reduce_later:  # a program leaves one part
+        programs, cut = max(programs, num_seqs), True
+        most = max(most, programs)
     sizes = (num_seqs * _SEQUENCE, programs * _RECORD)
     sequences, records = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     if num_seqs:
@@ -564,13 +601,13 @@ def plan_decode(
             int(cut),
             KEYS=DECODE.keys,
             MIN_TILES=DECODE.min_tiles,
-            PADDED_PROGRAMS=triton.next_power_of_2(multiprocessors(device) * DECODE.programs),
+            PADDED_PROGRAMS=triton.next_power_of_2(most),
             SEQUENCES=_SEQUENCES,
             SEQUENCE=_SEQUENCE,
             RECORD=_RECORD,
             num_warps=4,
         )
-    return DecodePlan(queries, shape, quantize, sequences, records, programs, cut)
+    return DecodePlan(queries, shape, quantize, sequences, records, programs, cut, reduce_later)
 
 
 def decode(
@@ -598,7 +635,9 @@ def decode(
         f"{shape.group} query heads per KV head: more than the 32 rows that are combined at a time"
     )
     parts = plan.workspace(shape.kv_heads * plan.programs * part_rows * (columns + 4), q.device)
-    launch, options = decode_launch(k_cache.element_size(), cut=plan.cut), launch_options(q.device)
+    launch = tiles_for(q.device).decode_launch(k_cache.element_size(), cut=plan.cut)
+    options = launch_options(q.device, registers=launch.registers)
+    spreads = plan.cut and not plan.reduce_later and options["PDL"]
     _decode_kernel[(shape.kv_heads, plan.programs)](
         q,
         k_cache,
@@ -625,11 +664,8 @@ def decode(
         RECORD=_RECORD,
         EMPTY=_EMPTY,
         CUT=plan.cut,
-        SPREAD=plan.cut
-        and options["PDL"]
-        and rows == 16
-        and columns <= 128
-        and _runs_all(q.device),
+        SPREAD=spreads and rows == 16 and columns <= 128 and _runs_all(q.device),
+        REDUCE_LATER=plan.reduce_later,
         # Without counts, that is while a graph is captured, there is one query per sequence; else a
         # step may have several, and their keys are all new.
         EARLY=plan.cut and not plan.queries.host_counts,
@@ -638,7 +674,13 @@ def decode(
         WARPS=launch.warps,
         num_warps=launch.warps,
         num_stages=launch.stages,
-        maxnreg=launch.registers,
         **options,
     )
+    if plan.reduce_later:
+        _reduce_kernel[(shape.kv_heads, q.shape[0])](
+            plan.sequences, parts, output.plain, output.values, output.scales, kv_scales[1],
+            plan.programs,
+            KV_HEADS=shape.kv_heads, GROUP=shape.group, DIM=head_dim, PART_ROWS=part_rows,
+            COLUMNS=columns, SEQUENCE=_SEQUENCE, EMPTY=_EMPTY, QUANTIZE=plan.quantize, num_warps=4,
+        )  # fmt: skip
     return output.result()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.spec import PagedQueries, PagedShape
-from negamax.kernels.attention.tiles import prefill_launch, prefill_queries
+from negamax.kernels.attention.tiles import tiles_for
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,
     Output,
@@ -44,13 +44,15 @@ def plan_prefill(
     queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> PrefillPlan:
     """A run of queries per sequence, each at the last positions of its sequence."""
+    device = queries.seq_lens.device
+    tiles_here = tiles_for(device)
     if queries.most_queries:
-        size = prefill_queries(queries.most_queries)
+        size = tiles_here.prefill_queries(queries.most_queries)
         return PrefillPlan(queries, shape, quantize, size, _tiles_on_device(queries, size))
     rows, first, size = (
         [np.empty((0, 4), dtype=np.int32)],
         0,
-        prefill_queries(max(queries.host_seq_lens, default=0)),
+        tiles_here.prefill_queries(max(queries.host_seq_lens, default=0)),
     )
     for seq, (length, count) in enumerate(
         zip(queries.host_seq_lens, queries.host_counts, strict=True)
@@ -66,7 +68,6 @@ def plan_prefill(
         first += count
     tiles = np.concatenate(rows)
     tiles = torch.from_numpy(tiles[np.argsort(-(tiles[:, 1] + tiles[:, 2]), kind="stable")])
-    device = queries.seq_lens.device
     if device.type == "cuda":
         tiles = tiles.pin_memory().to(device, non_blocking=True)
     return PrefillPlan(queries, shape, quantize, size, tiles)
@@ -176,7 +177,7 @@ def prefill(
         return output.result()
     _, heads, head_dim = q.shape
     shape, tables = plan.shape, plan.queries.block_tables
-    launch = prefill_launch(plan.tile_queries, k_cache.element_size())
+    launch = tiles_for(q.device).prefill_launch(plan.tile_queries, k_cache.element_size())
     _prefill_kernel[(heads, plan.tiles.shape[0])](
         q,
         k_cache,

@@ -26,14 +26,6 @@ def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
     return tl.float16 if FP8 in (cache, dtype) or dtype == torch.float16 else tl.bfloat16
 
 
-def multiprocessors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 2
-    )
-
-
 @dataclass(frozen=True)
 class Output:
     """The result of a call: in the model's dtype and, if asked for, in FP8 with a scale per token

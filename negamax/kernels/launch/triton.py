@@ -40,22 +40,25 @@ import torch
 import triton
 import triton.language as tl
 
+from negamax.kernels import platform
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
-from negamax.kernels.platform import Feature, platform_of
+from negamax.kernels.platform import Feature
 
 triton.knobs.language.default_fp_fusion = True  # off, the kernels' last bits and speed are others
 
 
 @cache
-def launch_options(device: torch.device) -> dict[str, Any]:
+def launch_options(device: torch.device, *, registers: int | None = None) -> dict[str, Any]:
     """What a kernel with a parameter `PDL: tl.constexpr` is launched with on `device`, besides its
-    own arguments.
+    own arguments. `registers`: per thread at most, where that can be said.
     """
-    return (
-        {"PDL": True, "launch_pdl": True}
-        if Feature.PDL in platform_of(device).features
-        else {"PDL": False}
-    )
+    here = platform.platform_of(device)
+    options: dict[str, Any] = {"PDL": False}
+    if Feature.PDL in here.features:
+        options = {"PDL": True, "launch_pdl": True}
+    if registers is not None and here.vendor == "nvidia":
+        options["maxnreg"] = registers
+    return options
 
 
 @triton.jit

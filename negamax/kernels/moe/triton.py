@@ -17,6 +17,8 @@ where the weights are FP8. A pair is numbered token * top_k + choice.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -68,7 +70,7 @@ def experts(
     assert ids.is_contiguous() and weights.is_contiguous() and ids.dtype == torch.int32
     if num_tokens == 0:
         return unquantized(x).unsqueeze(1)
-    if num_tokens <= tiles.max_token(width):
+    if num_tokens <= tiles.tiles_for(ids.device).max_token(width):
         return token(unquantized(x), ids, weights, prepared, first=first, count=count)
     if num_tokens <= tiles.MAX_SCAN:
         return scan(x, ids, weights, prepared, first=first, count=count)
@@ -84,6 +86,14 @@ KERNELS = (
         route,
         prepare_gate,
         requires=_GPU | {Feature.SPIN_WAIT},
+        dtypes=_DTYPES,
+    ),
+    Kernel(
+        "moe.route",
+        "triton_last_arrival",
+        route,
+        partial(prepare_gate, waits=False),
+        requires=_GPU,
         dtypes=_DTYPES,
     ),
     Kernel("moe.experts", "triton", experts, prepare_experts, requires=_GPU, dtypes=_DTYPES),

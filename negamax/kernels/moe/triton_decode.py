@@ -373,7 +373,7 @@ def token(
 ) -> Tensor:
     (num_tokens, hidden), top_k, width = x.shape, ids.shape[1], prepared.down.shape[2]
     assert x.is_contiguous()
-    tile = tiles.token(width)
+    tile = tiles.tiles_for(x.device).token(width)
     shared = {
         "HIDDEN": hidden,
         "WIDTH": width,
@@ -410,7 +410,7 @@ def scan(
     (num_tokens, top_k), (hidden, width), device = ids.shape, prepared.down.shape[1:], ids.device
     values, scales = operands(x, prepared)
     num_pairs = num_tokens * top_k
-    tile = tiles.scan(width=width, num_tokens=num_tokens, fp8=prepared.fp8)
+    tile = tiles.tiles_for(device).scan(width=width, num_tokens=num_tokens, fp8=prepared.fp8)
     by_pair = num_pairs < count
     who = num_pairs if by_pair else count
     columns = tile.gate_up_rows if prepared.fp8 else tile.down_columns

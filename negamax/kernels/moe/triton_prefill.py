@@ -326,7 +326,7 @@ def experts_sorted(
     (num_tokens, top_k), (hidden, width), device = ids.shape, prepared.down.shape[1:], ids.device
     values, scales = operands(x, prepared)
     num_pairs = num_tokens * top_k
-    tile = tiles.sort(width=width, num_tokens=num_tokens, fp8=prepared.fp8)
+    tile = tiles.tiles_for(device).sort(width=width, num_tokens=num_tokens, fp8=prepared.fp8)
     options = launch_options(device)
     order, counts = expert_order(ids, first=first, count=count)
     columns = GROUP if prepared.fp8 else tile.down_columns

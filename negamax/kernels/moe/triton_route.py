@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives.triton import gather_rows, poll, tagged
 from negamax.kernels.launch.triton import launch_options, wait_then_start_next
@@ -23,7 +24,7 @@ from negamax.kernels.moe.triton_shared import INTERPRETED, dot
 
 # what one launch of `_route` adds to a counter; at least the programs of a token tile
 _ROUND = tl.constexpr(1024)
-_LANES = tl.constexpr(32)  # threads of a warp
+_CHOICE_GROUP = tl.constexpr(32)  # experts whose places are found together
 _VECTOR = tl.constexpr(8)  # bf16 values of one load of a thread
 
 
@@ -63,7 +64,7 @@ def _choose(
 @triton.jit
 def _in_groups(EXPERTS_2: tl.constexpr):
     """0 .. EXPERTS_2 - 1 in groups of one per thread of a warp, where there are as many."""
-    GROUP: tl.constexpr = 32 if EXPERTS_2 > 32 else EXPERTS_2
+    GROUP: tl.constexpr = _CHOICE_GROUP if EXPERTS_2 > _CHOICE_GROUP else EXPERTS_2
     return tl.arange(0, EXPERTS_2 // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
@@ -110,7 +111,7 @@ def _route_few(
     x, pieces, bias, active, words, epoch, ids, weights, num_tokens,
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, TOP_K: tl.constexpr,
     PLACES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
-    WARPS: tl.constexpr,
+    THREADS: tl.constexpr,
     SPREAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All columns of ROWS experts for a handful of tokens, in fp32 on the CUDA cores; then the
@@ -123,10 +124,10 @@ def _route_few(
     runs one program after another, the last one chooses for all.
     """
     PIECE: tl.constexpr = EXPERTS * HIDDEN
-    SPAN: tl.constexpr = WARPS * _LANES * _VECTOR
+    SPAN: tl.constexpr = THREADS * _VECTOR
     STEPS: tl.constexpr = (HIDDEN + SPAN - 1) // SPAN
     first = tl.program_id(0) * ROWS
-    columns = (tl.arange(0, WARPS * _LANES) * _VECTOR)[:, None] + tl.arange(0, _VECTOR)[None, :]
+    columns = (tl.arange(0, THREADS) * _VECTOR)[:, None] + tl.arange(0, _VECTOR)[None, :]
     his, mids, los, gates, xs = (), (), (), (), ()
     for step in tl.static_range(STEPS):
         k = step * SPAN + columns
@@ -156,7 +157,7 @@ def _route_few(
     sums = ()
     for t in tl.static_range(TOKENS):
         for row in tl.static_range(ROWS):
-            acc = tl.zeros((WARPS * _LANES,), tl.float32)
+            acc = tl.zeros((THREADS,), tl.float32)
             for step in tl.static_range(STEPS):
                 acc += tl.sum(
                     gates[step * ROWS + row] * xs[t * STEPS + step].to(tl.float32), axis=1
@@ -168,7 +169,7 @@ def _route_few(
         for i in tl.static_range((TOKENS * ROWS) >> (level + 1)):
             more += (tl.join(sums[i], sums[i + ((TOKENS * ROWS) >> (level + 1))]),)
         sums = more
-    logits = tl.sum(tl.reshape(sums[0], (WARPS * _LANES, TOKENS * ROWS)), axis=0)
+    logits = tl.sum(tl.reshape(sums[0], (THREADS, TOKENS * ROWS)), axis=0)
     pair = tl.arange(0, TOKENS * ROWS)
     rows = first + pair % ROWS
     at = words + pair // ROWS * EXPERTS + rows
@@ -317,11 +318,12 @@ class PreparedGate:
     words: Tensor
     epoch: Tensor  # [1] int32, that tag
     everything: Tensor  # [1] int32, the number of active rows where the caller names none
+    waits: bool  # programs of a launch may wait for each other
 
 
-def prepare_gate(gate: Tensor, bias: Tensor) -> PreparedGate:
+def prepare_gate(gate: Tensor, bias: Tensor, *, waits: bool = True) -> PreparedGate:
     """gate [experts, hidden] fp32, bias [experts] fp32. Splitting fp32 into three bf16 addends is
-    exact.
+    exact. Without `waits` the last program of a tile of tokens chooses for all of them.
     """
     hi = gate.float().bfloat16()
     rest = gate.float() - hi.float()
@@ -333,6 +335,7 @@ def prepare_gate(gate: Tensor, bias: Tensor) -> PreparedGate:
     return PreparedGate(
         pieces=torch.stack((hi, mid, lo)), bias=bias.float().contiguous(), arrived=arrived,
         words=words, epoch=torch.zeros_like(arrived[:1]), everything=everything,
+        waits=waits,
     )  # fmt: skip
 
 
@@ -366,7 +369,7 @@ def _route_rows(
     if num_tokens == 0:
         return ids, weights
     assert x.is_contiguous()
-    assert top_k <= _LANES.value, f"top {top_k}: a group of experts is smaller"
+    assert top_k <= _CHOICE_GROUP.value, f"top {top_k}: a group of experts is smaller"
     active = prepared.everything if active is None else active
     shared = {
         "HIDDEN": hidden,
@@ -376,10 +379,10 @@ def _route_rows(
     }
     shared |= {
         "PLACES": triton.next_power_of_2(top_k),
-        "SPREAD": not INTERPRETED,
+        "SPREAD": prepared.waits and not INTERPRETED,
         **launch_options(x.device),
     }
-    if num_tokens <= tiles.MAX_ROUTE_FEW:
+    if prepared.waits and num_tokens <= tiles.MAX_ROUTE_FEW:
         tokens, rows, warps = (
             triton.next_power_of_2(num_tokens),
             tiles.ROUTE_FEW_ROWS,
@@ -388,11 +391,12 @@ def _route_rows(
         _route_few[(triton.cdiv(experts, rows),)](
             x, prepared.pieces, prepared.bias, active, prepared.words, prepared.epoch, ids, weights,
             num_tokens,
-            TOKENS=tokens, ROWS=rows, LEVELS=(tokens * rows).bit_length() - 1, WARPS=warps,
+            TOKENS=tokens, ROWS=rows, LEVELS=(tokens * rows).bit_length() - 1,
+            THREADS=warps * platform.platform_of(x.device).warp_size,
             num_warps=warps, **shared,
         )  # fmt: skip
         return ids, weights
-    tile = tiles.route(num_tokens)
+    tile = tiles.tiles_for(x.device).route(num_tokens)
     token_tiles, programs = (
         triton.cdiv(num_tokens, tile.tokens),
         triton.cdiv(experts, tile.rows) * tile.splits,
@@ -405,7 +409,8 @@ def _route_rows(
         num_tokens,
         SPLITS=tile.splits, TOKENS=tile.tokens, ROWS=tile.rows, COLUMNS=tile.columns,
         CHOOSE=tile.choose,
-        WIDE=INTERPRETED or x.dtype != torch.bfloat16, EVEN=hidden % tile.columns == 0,
-        STAGES=tile.stages, num_warps=tile.warps, **shared,
+        WIDE=INTERPRETED or x.dtype != torch.bfloat16,
+        EVEN=hidden % (tile.columns * tile.splits) == 0, STAGES=tile.stages,
+        num_warps=tile.warps, **shared,
     )  # fmt: skip
     return ids, weights

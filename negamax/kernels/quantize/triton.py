@@ -54,7 +54,7 @@ KERNELS: tuple[Kernel, ...] = (
         "quantize.activations",
         "triton",
         rows,
-        requires=frozenset({Feature.TRITON}),
+        requires=frozenset({Feature.TRITON, Feature.FP8}),
         dtypes=(torch.bfloat16, torch.float16),
     ),
 )
