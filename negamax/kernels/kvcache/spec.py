@@ -85,16 +85,21 @@ def write(
     Stored are k / kv_scales[0] and v / kv_scales[1], rounded to the dtype of the cache; FP8
     saturates.
     """
-    for x, cache, scale in ((k, k_cache, kv_scales[0]), (v, v_cache, kv_scales[1])):
-        head_dim = x.shape[-1]
-        if scale != 1.0:
-            x = x.float() / scale
-        if cache.dtype == FP8:  # copied as bytes: index_copy_ does not take FP8
-            x, cache = (
-                x.float().clamp(-E4M3_MAX, E4M3_MAX).to(FP8).view(torch.uint8),
-                cache.view(torch.uint8),
-            )
-        cache.view(-1, head_dim).index_copy_(0, rows, x.reshape(-1, head_dim).to(cache.dtype))
+    store(k, k_cache, rows, scale=kv_scales[0])
+    store(v, v_cache, rows, scale=kv_scales[1])
+
+
+def store(x: Tensor, cache: Tensor, rows: Tensor, *, scale: float = 1.0) -> None:
+    """x [T, heads, width] into one cache at `rows` [T * heads], as `write` does."""
+    width = x.shape[-1]
+    if scale != 1.0:
+        x = x.float() / scale
+    if cache.dtype == FP8:  # copied as bytes: index_copy_ does not take FP8
+        x, cache = (
+            x.float().clamp(-E4M3_MAX, E4M3_MAX).to(FP8).view(torch.uint8),
+            cache.view(torch.uint8),
+        )
+    cache.view(-1, width).index_copy_(0, rows, x.reshape(-1, width).to(cache.dtype))
 
 
 def _cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:

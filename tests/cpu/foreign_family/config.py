@@ -1,0 +1,75 @@
+"""The family's spec and the reader of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from negamax.config import fields
+from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
+from negamax.config.model_spec import ModelFamily, ModelSpec
+
+INDEX_BLOCK = 4  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignSpec(ModelSpec):
+    """The first layer is dense, the second sparse."""
+
+    rotary_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    mlp_width: int
+    expert_width: int
+    num_experts: int
+    experts_per_token: int
+    index_width: int
+    index_top_k: int
+
+    def kv_caches(self) -> KvCacheSpecs:
+        """See `ModelSpec`."""
+        k, v = (KvCacheSpec(name, self.num_kv_heads, self.head_dim) for name in ("k", "v"))
+        index = KvCacheSpec(
+            "index", 1, self.index_width, dtype="float32", block_tokens=INDEX_BLOCK, replicated=True
+        )
+        return [(k, v), (k, v, index)]
+
+    def mlp_widths(self) -> Mapping[str, int]:
+        """See `ModelSpec`."""
+        return {"MLP": self.mlp_width, "experts' width": self.expert_width}
+
+
+def read_spec(config: Mapping[str, Any]) -> ForeignSpec:
+    """See `ModelFamily`."""
+    notes: list[str] = []
+    common = fields.common(config, notes=notes)
+    theta, rotary_dim = fields.rope(
+        config, head_dim=common["head_dim"], default_theta=1e4, notes=notes
+    )
+    own = (
+        "mlp_width", "expert_width", "num_experts", "experts_per_token", "index_width",
+        "index_top_k",
+    )  # fmt: skip
+    fields.check_fixed(config, {"num_hidden_layers": 2})
+    fields.note_unknown(
+        config, {*own, "model_type", "rope_theta", "rotary_dim", "rms_norm_eps"}, notes=notes
+    )
+    return ForeignSpec(
+        architecture=FAMILY.architecture,
+        **common,
+        **{name: fields.integer(config, name) for name in own},
+        rotary_dim=rotary_dim,
+        rope_theta=theta,
+        rms_norm_eps=fields.number(config["rms_norm_eps"], name="rms_norm_eps"),
+        notes=tuple(notes),
+    )
+
+
+FAMILY = ModelFamily(
+    architecture="ForeignForCausalLM",
+    model_type="foreign",
+    package="foreign_family",
+    spec=ForeignSpec,
+    read_spec=read_spec,
+)

@@ -1,0 +1,13 @@
+"""Synthetic weights of the family."""
+
+from __future__ import annotations
+
+from foreign_family.config import ForeignSpec
+from negamax.models.family import Draw
+
+
+def draw(name: str, spec: ForeignSpec) -> Draw:
+    """See `models/family.py`."""
+    if name.endswith(("norm", "scale", "before_look", "before_think")):
+        return Draw(std=0.2, mean=1.0)
+    return Draw(std=1.0 if name.endswith("table") else spec.hidden_size**-0.5)

@@ -1,0 +1,299 @@
+"""The family's model on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foreign_family import names
+from foreign_family.config import ForeignSpec
+from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.attention.spec import PagedQueries, PagedShape, split_heads
+from negamax.kernels.kvcache.spec import cache_rows, store, write
+from negamax.kernels.registry import KernelTable
+from negamax.kernels.rope.spec import half_split_, signed_frequencies
+from negamax.layers.attention import Attention, AttentionInputs, KvCaches, Step, begin_step
+from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
+from negamax.layers.linear import ColumnParallel, Part, RowParallel
+from negamax.layers.moe import SparseMoe
+from negamax.layers.qk_norm import PerHeadNorm
+from negamax.layers.weights import WeightSlot, check_all_written, slots_by_name
+from negamax.parallel.context import ParallelContext
+from negamax.quantization.scheme import WeightFormat
+
+
+class ForeignModel:
+    """h = embed(tokens); per layer: h += attention(rms(h)), h += MLP or experts(rms(h)); head."""
+
+    def __init__(
+        self,
+        spec: ForeignSpec,
+        *,
+        context: ParallelContext,
+        weights: WeightFormat,
+        kernels: KernelTable,
+    ) -> None:
+        shared = {"kernels": kernels, "weights": weights}
+        view, shape = context.layout.attention, (spec.vocab_size, spec.hidden_size)
+        self.spec, self._kernels = spec, kernels
+        self._kv_heads = len(view.kv_heads(spec.num_kv_heads))
+        self._group = len(view.heads(spec.num_heads)) // self._kv_heads
+        self._frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device)
+        self.vocab_range = context.layout.vocab(spec.vocab_size)
+        self._embed = VocabEmbedding(names.EMBEDDING, shape, rows=self.vocab_range, weights=weights)
+        self.layers = [DenseLayer(spec, context, **shared), SparseLayer(spec, context, **shared)]
+        self._norm = norm(names.NORM, spec, context, **shared)
+        self._head = VocabHead(
+            names.HEAD, shape, rows=self.vocab_range, group=context.attention_group, **shared
+        )
+        parts = (self._embed, *self.layers, self._norm, self._head)
+        self._slots = slots_by_name(slot for part in parts for slot in part.slots)
+
+    def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvCaches]) -> Tensor:
+        """See `CausalModel`."""
+        block_size = kv[0]["k"].shape[2]
+        step = begin_step(
+            inputs,
+            frequencies=self._frequencies,
+            shape=PagedShape(self._kv_heads, self._group, block_size),
+            quantize=False,
+            kernels=self._kernels,
+        )
+        x = self._embed(token_ids)
+        residual = torch.zeros_like(x)
+        for layer, caches in zip(self.layers, kv, strict=False):
+            x = layer(x, residual, step, inputs, caches)
+        return self._norm(x, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalModel`."""
+        return self._head(hidden)
+
+    def local_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See `CausalModel`."""
+        return self._head.local(hidden, out=out)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """See `CausalModel`."""
+        return self._slots
+
+    def finish_loading(self) -> None:
+        """See `CausalModel`."""
+        check_all_written(self._slots)
+        for part in (*self.layers, self._head):
+            part.finish_loading()
+
+
+def norm(
+    name: str,
+    spec: ForeignSpec,
+    context: ParallelContext,
+    *,
+    kernels: KernelTable,
+    weights: WeightFormat,
+) -> RmsNorm:
+    return RmsNorm(
+        name,
+        spec.hidden_size,
+        eps=spec.rms_norm_eps,
+        group=context.attention_group,
+        activation=None,
+        kernels=kernels,
+        weights=weights,
+    )
+
+
+class DenseLayer:
+    """Attention to all keys, and an MLP."""
+
+    def __init__(
+        self,
+        spec: ForeignSpec,
+        context: ParallelContext,
+        *,
+        kernels: KernelTable,
+        weights: WeightFormat,
+    ) -> None:
+        shared = {"kernels": kernels, "weights": weights}
+        self.attention = Attention(
+            names.attention(0),
+            hidden_size=spec.hidden_size,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            eps=spec.rms_norm_eps,
+            norm_per_head=True,
+            context=context,
+            **shared,
+        )
+        width, rank, ranks = spec.mlp_width, context.layout.tp_rank, context.layout.tp
+        mine = range(width * rank // ranks, width * (rank + 1) // ranks)
+        gate, up, down = names.MLP
+        self._gate_up = ColumnParallel(
+            [Part(gate, width, mine), Part(up, width, mine)], spec.hidden_size, **shared
+        )
+        self._down = RowParallel(down, (spec.hidden_size, width), columns=mine, **shared)
+        self._norms = [norm(name, spec, context, **shared) for name in names.norms(0)]
+        parts = (self.attention, self._gate_up, self._down, *self._norms)
+        self.slots = [slot for part in parts for slot in part.slots]
+
+    def finish_loading(self) -> None:
+        for part in (self.attention, self._gate_up, self._down):
+            part.finish_loading()
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, step: Step, inputs: AttentionInputs, kv: KvCaches
+    ) -> Tensor:
+        x = self.attention(self._norms[0](x, residual), step, kv)
+        gate, up = self._gate_up(self._norms[1](x, residual)).chunk(2, dim=-1)
+        return self._down(F.silu(gate) * up)
+
+
+class SparseLayer:
+    """Attention to the keys that the index finds, and a mixture of experts."""
+
+    def __init__(
+        self,
+        spec: ForeignSpec,
+        context: ParallelContext,
+        *,
+        kernels: KernelTable,
+        weights: WeightFormat,
+    ) -> None:
+        shared = {"kernels": kernels, "weights": weights}
+        self.attention = SelectedAttention(spec, context, **shared)
+        self.moe = SparseMoe(
+            names.MOE,
+            hidden_size=spec.hidden_size,
+            width=spec.expert_width,
+            num_experts=spec.num_experts,
+            top_k=spec.experts_per_token,
+            context=context,
+            **shared,
+        )
+        self._norms = [norm(name, spec, context, **shared) for name in names.norms(1)]
+        self.slots = [*self.attention.slots, *self.moe.slots]
+        self.slots += [slot for part in self._norms for slot in part.slots]
+
+    def finish_loading(self) -> None:
+        self.attention.finish_loading()
+        self.moe.finish_loading()
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, step: Step, inputs: AttentionInputs, kv: KvCaches
+    ) -> Tensor:
+        x = self.attention(self._norms[0](x, residual), step, inputs, kv)
+        return self.moe(self._norms[1](x, residual), active=step.active)
+
+
+class SelectedAttention:
+    """Each query attends to the `index_top_k` keys whose index keys fit its index query best."""
+
+    def __init__(
+        self,
+        spec: ForeignSpec,
+        context: ParallelContext,
+        *,
+        kernels: KernelTable,
+        weights: WeightFormat,
+    ) -> None:
+        shared, own = {"kernels": kernels, "weights": weights}, names.attention(1)
+        view, dim = context.layout.attention, spec.head_dim
+        heads, kv_heads = view.heads(spec.num_heads), view.kv_heads(spec.num_kv_heads)
+        self._heads, self._kv_heads, self._top_k = len(heads), len(kv_heads), spec.index_top_k
+        rows, kv_rows = (range(h.start * dim, h.stop * dim) for h in (heads, kv_heads))
+        totals = spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim
+        self._qkv = ColumnParallel(
+            [
+                Part(name, total, part)
+                for name, total, part in zip(
+                    (own.q, own.k, own.v), totals, (rows, kv_rows, kv_rows), strict=True
+                )
+            ],
+            spec.hidden_size,
+            **shared,
+        )
+        width = spec.index_width
+        self._index = ColumnParallel(
+            [Part(name, width, range(width)) for name in names.INDEX], spec.hidden_size, **shared
+        )
+        self._out = RowParallel(own.out, (spec.hidden_size, totals[0]), columns=rows, **shared)
+        self._qk_norm = PerHeadNorm(own, head_dim=dim, eps=spec.rms_norm_eps, device=weights.device)
+        parts = (self._qkv, self._index, self._out, self._qk_norm)
+        self.slots = [slot for part in parts for slot in part.slots]
+
+    def finish_loading(self) -> None:
+        for part in (self._qkv, self._index, self._out):
+            part.finish_loading()
+
+    def __call__(
+        self,
+        x: Tensor | QuantizedActivations,
+        step: Step,
+        inputs: AttentionInputs,
+        kv: KvCaches,
+    ) -> Tensor:
+        qkv = self._qkv(x)
+        q, k, v = split_heads(qkv, heads=self._heads, kv_heads=self._kv_heads)
+        q, k = self._qk_norm(q, k)
+        q, k = half_split_(q, step.cos, step.sin), half_split_(k, step.cos, step.sin)
+        write(k, v, kv["k"], kv["v"], step.rows)
+        index_q, index_k = self._index(x).float().chunk(2, dim=-1)
+        store(index_k.unsqueeze(1), kv["index"], index_rows(inputs, kv["index"].shape[2]))
+        out = []
+        for queries in (inputs.decodes, inputs.prefills):
+            for table, length, count in sequences(queries):
+                first = sum(len(part) for part in out)
+                mine = slice(first, first + count)
+                keys, values, index = (
+                    gathered(kv[name], table, length) for name in ("k", "v", "index")
+                )
+                allowed = selected(index_q[mine], index[0], self._top_k)
+                out.append(attended(q[mine], keys, values, allowed))
+        return self._out(torch.cat(out).to(qkv.dtype))
+
+
+def index_rows(inputs: AttentionInputs, block_size: int) -> Tensor:
+    """The rows of the step's tokens in the index cache, which has one head."""
+    block = inputs.positions // block_size
+    blocks = inputs.block_tables[inputs.token_rows, block].long()
+    slots = blocks * block_size + inputs.positions % block_size
+    return cache_rows(slots, kv_heads=1, block_size=block_size)
+
+
+def sequences(queries: PagedQueries | None) -> list[tuple[Tensor, int, int]]:
+    """Block table, length and number of queries of each sequence."""
+    if queries is None:
+        return []
+    tables = queries.block_tables[queries.table_rows]
+    return list(zip(tables, queries.host_seq_lens, queries.host_counts, strict=True))
+
+
+def gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first `length` tokens of a sequence, [heads, length, width] fp32."""
+    blocks = cache[table[: -(-length // cache.shape[2])].long()].float()
+    return blocks.transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+def selected(index_q: Tensor, index_k: Tensor, top_k: int) -> Tensor:
+    """Which keys each of the last tokens attends to, [queries, keys] bool."""
+    scores = index_q @ index_k.T
+    count, length = scores.shape
+    seen = torch.arange(length) <= torch.arange(length - count, length)[:, None]
+    best = scores.masked_fill(~seen, -torch.inf).topk(min(top_k, length), dim=-1).indices
+    return torch.zeros_like(seen).scatter(1, best, True) & seen
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """q [queries, heads, dim], k, v [kv_heads, keys, dim] -> [queries, heads * dim]."""
+    group = q.shape[1] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = q.transpose(0, 1) @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+    probabilities = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return (probabilities @ v).transpose(0, 1).flatten(1)
+
+
+build = ForeignModel

@@ -1,0 +1,72 @@
+"""The names of the family's checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from foreign_family.config import ForeignSpec
+from negamax.layers.names import AttentionNames, MoeNames
+from negamax.models.family import Placement, WeightSpec
+
+EMBEDDING, NORM, HEAD = "tokens.table", "last.scale", "vocabulary.matrix"
+MLP = tuple(f"block0.mlp.{part}" for part in ("gate", "up", "down"))
+INDEX = "block1.look.index_q", "block1.look.index_k"
+MOE = MoeNames(
+    router="block1.mix.router",
+    router_bias="block1.mix.bias",
+    **{part: f"block1.mix.experts.*.{part}" for part in ("gate", "up", "down")},
+)
+
+
+def attention(layer: int) -> AttentionNames:
+    """The attention of a layer."""
+    parts = ("q", "k", "v", "out", "q_norm", "k_norm", "k_scale", "v_scale")
+    return AttentionNames(**{part: f"block{layer}.look.{part}" for part in parts})
+
+
+def norms(layer: int) -> tuple[str, str]:
+    """The norms before the two halves of a layer."""
+    return f"block{layer}.before_look", f"block{layer}.before_think"
+
+
+def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
+    """See `models/family.py`."""
+    return {name: Placement(name) for name in names}
+
+
+def layer_of(slot: str) -> int | None:
+    """See `models/family.py`."""
+    match = re.match(r"block(\d+)\.", slot)
+    return int(match[1]) if match else None
+
+
+def weights(spec: ForeignSpec) -> Iterator[WeightSpec]:
+    """See `models/family.py`."""
+    hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
+    yield WeightSpec(EMBEDDING, (spec.vocab_size, hidden), is_table=True)
+    for layer in range(2):
+        names = attention(layer)
+        yield WeightSpec(names.q, (heads * spec.head_dim, hidden), parts=heads)
+        yield WeightSpec(names.k, (kv_heads * spec.head_dim, hidden), parts=kv_heads)
+        yield WeightSpec(names.v, (kv_heads * spec.head_dim, hidden), parts=kv_heads)
+        yield WeightSpec(names.out, (hidden, heads * spec.head_dim), parts=heads)
+        for name in (names.q_norm, names.k_norm):
+            yield WeightSpec(name, (spec.head_dim,), parts=1, dtype="float32")
+        for name in norms(layer):
+            yield WeightSpec(name, (hidden,), parts=1)
+    for name in INDEX:
+        yield WeightSpec(name, (spec.index_width, hidden), parts=1)
+    for name, shape in zip(MLP, _shapes(spec.mlp_width, hidden), strict=True):
+        yield WeightSpec(name, shape)
+    yield WeightSpec(MOE.router, (spec.num_experts, hidden), parts=1, dtype="float32")
+    yield WeightSpec(MOE.router_bias, (spec.num_experts,), parts=1, dtype="float32")
+    experts = zip((MOE.gate, MOE.up, MOE.down), _shapes(spec.expert_width, hidden), strict=True)
+    for name, shape in experts:
+        yield WeightSpec(name, shape, count=spec.num_experts, used=spec.experts_per_token)
+    yield WeightSpec(NORM, (hidden,), parts=1)
+    yield WeightSpec(HEAD, (spec.vocab_size, hidden))
+
+
+def _shapes(width: int, hidden: int) -> tuple[tuple[int, int], ...]:
+    return (width, hidden), (width, hidden), (hidden, width)
