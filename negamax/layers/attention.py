@@ -4,16 +4,17 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.kernels.activations import QuantizedActivations, concatenate
-from negamax.kernels.attention.spec import PagedQueries, PagedShape, split_heads
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.spec import PagedShape, split_heads
 from negamax.kernels.kvcache.spec import FP8, write
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import half_split_
@@ -29,76 +30,78 @@ from negamax.quantization.scheme import WeightFormat
 KvCaches = Mapping[str, Tensor]
 
 
+class AttentionKind(Protocol):
+    """What the layers of one kind share in a step, worked out once for all of them."""
+
+    name: str
+
+    def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> Any:
+        """`kv`: the caches of one such layer."""
+
+
+def prepare_attention(
+    metadata: AttentionMetadata, kinds: Sequence[tuple[AttentionKind, KvCaches]]
+) -> AttentionMetadata:
+    """The step's metadata with what each kind of the model's layers has prepared for it."""
+    return replace(metadata, prepared={kind.name: kind.prepare(metadata, kv) for kind, kv in kinds})
+
+
 @dataclass(frozen=True)
-class AttentionInputs:
-    """Where the T tokens of a step stand: first those that are one query each, then the runs of
-    several.
-    """
-
-    positions: Tensor  # [T] int64
-    token_rows: Tensor  # [T] int64, row of block_tables of each token's sequence
-    block_tables: Tensor  # [rows, max_blocks] int32 or int64
-    decodes: PagedQueries | None  # of the first tokens, one query per sequence
-    prefills: PagedQueries | None  # of the tokens behind them
-    # [1] int32, tokens that are real, the others being padding; None: all
-    active: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """What every layer of a step shares, worked out once: angles, cache rows and the kernels' own
-    plans.
-    """
+class GroupedQueryStep:
+    """Angles, cache rows and the kernels' own plans for a step."""
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor  # [T, 1, rotary_dim] fp32
-    rows: Tensor  # [T * kv_heads] int64
-    num_decodes: int  # tokens
+    slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values
     # plan of the attention.decode kernel for the first num_decodes tokens; None: there are none
     decode: Any
     # plan of the attention.prefill kernel for the tokens behind them; None: there are none
     prefill: Any
-    active: Tensor | None  # [1] int32, tokens that are real; None: all
 
 
-def begin_step(
-    inputs: AttentionInputs,
-    *,
-    frequencies: Tensor,
-    shape: PagedShape,
-    quantize: bool,
-    kernels: KernelTable,
-) -> Step:
-    """Prepare a step. `frequencies` from `rope.spec.signed_frequencies`; `quantize`: the output
-    projections are FP8.
-    """
-    plan_decode, plan_prefill = (
-        kernels["attention.decode"].prepare,
-        kernels["attention.prefill"].prepare,
-    )
-    assert plan_decode is not None and plan_prefill is not None
-    cos, sin, rows = kernels["kvcache.locate"].run(
-        inputs.positions,
-        inputs.token_rows,
-        inputs.block_tables,
-        frequencies,
-        kv_heads=shape.kv_heads,
-        block_size=shape.block_size,
-    )
-    decodes, prefills, options = (
-        inputs.decodes,
-        inputs.prefills,
-        {"dtype": kernels.dtype, "quantize": quantize},
-    )
-    return Step(
-        cos=cos,
-        sin=sin,
-        rows=rows,
-        num_decodes=decodes.table_rows.shape[0] if decodes else 0,
-        decode=plan_decode(decodes, shape, **options) if decodes else None,
-        prefill=plan_prefill(prefills, shape, **options) if prefills else None,
-        active=inputs.active,
-    )
+class GroupedQueryKind:
+    """Grouped-query attention over all earlier tokens, with rotated positions."""
+
+    name = "grouped query"
+
+    def __init__(
+        self,
+        *,
+        kv_heads: int,
+        group: int,
+        frequencies: Tensor,
+        quantize: bool,
+        kernels: KernelTable,
+    ) -> None:
+        """`group`: query heads per KV head; `frequencies` from `rope.spec.signed_frequencies`;
+        `quantize`: the output projections are FP8.
+        """
+        self._kv_heads, self._group, self._frequencies = kv_heads, group, frequencies
+        self._options = {"dtype": kernels.dtype, "quantize": quantize}
+        self._locate = kernels["kvcache.locate"].run
+        self._plan_decode = kernels["attention.decode"].prepare
+        self._plan_prefill = kernels["attention.prefill"].prepare
+
+    def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> GroupedQueryStep:
+        """Angles and cache rows of all tokens, and what the two kernels prepare."""
+        assert self._plan_decode is not None and self._plan_prefill is not None
+        shape = PagedShape(self._kv_heads, self._group, block_size=kv["k"].shape[2])
+        cos, sin, slot_mapping = self._locate(
+            metadata.positions,
+            metadata.token_slots,
+            metadata.block_tables,
+            self._frequencies,
+            kv_heads=shape.kv_heads,
+            block_size=shape.block_size,
+        )
+        decodes, prefills, options = metadata.decodes, metadata.prefills, self._options
+        return GroupedQueryStep(
+            cos,
+            sin,
+            slot_mapping,
+            decode=self._plan_decode(decodes, shape, **options) if decodes else None,
+            prefill=self._plan_prefill(prefills, shape, **options) if prefills else None,
+        )
 
 
 class Attention:
@@ -190,31 +193,36 @@ class Attention:
         self._qkv.finish_loading()
         self._out.finish_loading()
 
-    def __call__(self, x: Tensor | QuantizedActivations, step: Step, kv: KvCaches) -> Tensor:
+    def __call__(
+        self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
+    ) -> Tensor:
         """x [T, hidden] -> [T, hidden], to be summed over the ranks; the tokens' keys and values
         are in `kv` afterwards.
         """
+        step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv, k_cache, v_cache, scales = self._qkv(x), kv["k"], kv["v"], self._scales_of(kv)
         if self._fused is not None:  # what follows, in one launch
             q = self._fused.run(
-                qkv, self._qk_norm.norm, step.cos, step.sin, k_cache, v_cache, step.rows,
+                qkv, self._qk_norm.norm, step.cos, step.sin, k_cache, v_cache, step.slot_mapping,
                 group=self._group, kv_scales=scales,
             )  # fmt: skip
         else:
             q, k, v = split_heads(qkv, heads=self._heads, kv_heads=self._kv_heads)
             q, k = self._qk_norm(q, k)
             q, k = half_split_(q, step.cos, step.sin), half_split_(k, step.cos, step.sin)
-            write(k, v, k_cache, v_cache, step.rows, kv_scales=scales)
+            write(k, v, k_cache, v_cache, step.slot_mapping, kv_scales=scales)
             q = q.to(qkv.dtype)
-        return self._out(self._attend(q, step, kv))
+        return self._out(self._attend(q, step, kv, num_decodes=metadata.num_decodes))
 
-    def _attend(self, q: Tensor, step: Step, kv: KvCaches) -> Tensor | QuantizedActivations:
+    def _attend(
+        self, q: Tensor, step: GroupedQueryStep, kv: KvCaches, *, num_decodes: int
+    ) -> Tensor | QuantizedActivations:
         """q [T, heads, head_dim] -> [T, heads * head_dim]."""
         k, v, scales, parts = kv["k"], kv["v"], self._scales_of(kv), []
         if step.decode is not None:
-            parts.append(self._decode(q[: step.num_decodes], k, v, step.decode, kv_scales=scales))
+            parts.append(self._decode(q[:num_decodes], k, v, step.decode, kv_scales=scales))
         if step.prefill is not None:
-            parts.append(self._prefill(q[step.num_decodes :], k, v, step.prefill, kv_scales=scales))
+            parts.append(self._prefill(q[num_decodes:], k, v, step.prefill, kv_scales=scales))
         return concatenate(parts)
 
     def _scales_of(self, kv: KvCaches) -> tuple[float, float]:

@@ -12,8 +12,9 @@ from torch import Tensor
 from negamax.base.errors import ConfigError
 from negamax.config.families import family_of
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
-from negamax.layers.attention import AttentionInputs, KvCaches
+from negamax.layers.attention import KvCaches
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.detect import detect
@@ -27,7 +28,9 @@ class CausalModel(Protocol):
     layers: Sequence[object]
     vocab_range: range  # token ids whose logits this rank computes
 
-    def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvCaches]) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
+    ) -> Tensor:
         """token_ids [T] int64, the caches of each layer (of fewer, the first layers alone run) ->
         final hidden states [T, hidden].
         """

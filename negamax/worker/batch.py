@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from negamax.kernels.attention.spec import PagedQueries
-from negamax.layers.attention import AttentionInputs
+from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.scheduler.step import StepPlan
 from negamax.worker.device import upload
 from negamax.worker.request_state import RequestState
@@ -59,7 +58,7 @@ class ForwardBatch:
     """The inputs of one step on the device."""
 
     token_ids: Tensor  # [T] int64
-    attention: AttentionInputs
+    attention: AttentionMetadata
 
 
 def is_decode(plan: StepPlan, rows: RequestState) -> bool:
@@ -135,40 +134,26 @@ def build(layout: BatchLayout, rows: RequestState) -> ForwardBatch:
     """The tokens, positions and cache slots of `layout`, gathered from `rows` (already holding the
     plan's changes).
     """
-    split = layout.num_decodes
     columns = (
         layout.token_slots,
         layout.token_positions,
         layout.slots,
         layout.seq_lens,
-        layout.query_starts[: split + 1],
-        layout.query_starts[split:] - split,
+        layout.query_starts,
     )
-    token_slots, positions, table_rows, seq_lens, *query_starts = upload(
-        columns, rows.tokens.device
-    )
-
-    def queries(part: slice, starts: Tensor) -> PagedQueries:
-        return PagedQueries(
-            block_tables=rows.block_tables,
-            table_rows=table_rows[part],
-            seq_lens=seq_lens[part].int(),
-            query_starts=starts.int(),
-            host_seq_lens=tuple(layout.seq_lens[part].tolist()),
-            host_counts=tuple(layout.counts[part].tolist()),
-        )
-
+    token_slots, positions, indices, seq_lens, query_starts = upload(columns, rows.tokens.device)
     return ForwardBatch(
         token_ids=rows.tokens[token_slots, positions].long(),
-        attention=AttentionInputs(
+        attention=AttentionMetadata(
             positions=positions,
-            token_rows=token_slots,
+            token_slots=token_slots,
             block_tables=rows.block_tables,
-            decodes=queries(slice(split), query_starts[0]) if split else None,
-            prefills=queries(slice(split, None), query_starts[1])
-            if split < len(layout.slots)
-            else None,
-            active=None,
+            block_table_indices=indices,
+            seq_lens=seq_lens.int(),
+            query_starts=query_starts.int(),
+            num_decodes=layout.num_decodes,
+            host_seq_lens=tuple(layout.seq_lens.tolist()),
+            host_query_lens=tuple(layout.counts.tolist()),
         ),
     )
 

@@ -18,10 +18,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from negamax.kernels.attention.spec import PagedQueries
+from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
-from negamax.layers.attention import AttentionInputs, KvCaches
+from negamax.layers.attention import KvCaches
 from negamax.models.registry import CausalModel
 from negamax.scheduler.step import StepPlan
 from negamax.worker.request_state import RequestState
@@ -194,23 +194,19 @@ class DecodeGraphs:
         slots, positions, lengths, active = torch.split(
             self._inputs[: 3 * size + 1], [size, size, size, 1]
         )
-        queries = PagedQueries(
+        metadata = AttentionMetadata(
+            positions=positions,
+            token_slots=slots,
             block_tables=rows.block_tables,
-            table_rows=slots,
+            block_table_indices=slots,
             seq_lens=lengths.int(),
             query_starts=self._query_starts[: size + 1],
+            num_decodes=size,
             host_seq_lens=(),
-            host_counts=(),
+            host_query_lens=(),
+            num_actual_tokens=active.int(),
         )
-        inputs = AttentionInputs(
-            positions=positions,
-            token_rows=slots,
-            block_tables=rows.block_tables,
-            decodes=queries,
-            prefills=None,
-            active=active.int(),
-        )
-        hidden = self._model.forward(rows.tokens[slots, positions].long(), inputs, kv)
+        hidden = self._model.forward(rows.tokens[slots, positions].long(), metadata, kv)
         logits = self._model.local_logits(hidden, out=self._outputs.logits[:size])
         token_ids = self._pick(
             logits,

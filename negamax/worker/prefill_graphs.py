@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negamax.kernels.attention.spec import PagedQueries
-from negamax.layers.attention import AttentionInputs, KvCaches
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.layers.attention import KvCaches
 from negamax.models.registry import CausalModel
 from negamax.worker.batch import BatchLayout, Column
 from negamax.worker.graphs import pool_bytes, record
@@ -139,24 +139,20 @@ class PrefillGraphs:
         rows, num_seqs = self._rows, self._num_seqs
         sizes = [size, size, num_seqs, num_seqs, num_seqs + 1, 1]
         columns = torch.split(self._inputs[: sum(sizes)], sizes)
-        token_slots, positions, table_rows, seq_lens, query_starts, active = columns
-        inputs = AttentionInputs(
+        token_slots, positions, block_table_indices, seq_lens, query_starts, active = columns
+        metadata = AttentionMetadata(
             positions=positions,
-            token_rows=token_slots,
+            token_slots=token_slots,
             block_tables=rows.block_tables,
-            decodes=None,
-            prefills=PagedQueries(
-                block_tables=rows.block_tables,
-                table_rows=table_rows,
-                seq_lens=seq_lens.int(),
-                query_starts=query_starts.int(),
-                host_seq_lens=(),
-                host_counts=(),
-                most_queries=size,
-            ),
-            active=active.int(),
+            block_table_indices=block_table_indices,
+            seq_lens=seq_lens.int(),
+            query_starts=query_starts.int(),
+            num_decodes=0,
+            host_seq_lens=(),
+            host_query_lens=(),
+            num_actual_tokens=active.int(),
         )
-        hidden = self._model.forward(rows.tokens[token_slots, positions].long(), inputs, kv)
+        hidden = self._model.forward(rows.tokens[token_slots, positions].long(), metadata, kv)
         if len(self._hidden) < size:
             self._hidden = torch.empty_like(hidden)
         self._hidden[:size].copy_(hidden)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from negamax.base.log import get_logger
-from negamax.kernels.attention.spec import paged_queries
-from negamax.layers.attention import AttentionInputs
+from negamax.kernels.attention.metadata import attention_metadata
 from negamax.models.registry import CausalModel
 from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
@@ -51,22 +50,11 @@ def peak_bytes(
     tables = torch.arange(len(counts) * blocks_each, dtype=torch.int32, device=device).view(
         len(counts), blocks_each
     )
-    positions = torch.cat([torch.arange(count, device=device) for count in counts])
-    rows = torch.repeat_interleave(
-        torch.arange(len(counts), device=device), torch.tensor(counts, device=device)
-    )
-    inputs = AttentionInputs(
-        positions=positions,
-        token_rows=rows,
-        block_tables=tables,
-        decodes=None,
-        prefills=paged_queries(tables, counts, counts),
-        active=None,
-    )
+    metadata = attention_metadata(tables, counts, counts)
     token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)
     with warming_up(context):
-        model.local_logits(model.forward(token_ids, inputs, kv[:LAYERS])[: config.max_num_seqs])
-    hidden = model.forward(token_ids, inputs, kv)
+        model.local_logits(model.forward(token_ids, metadata, kv[:LAYERS])[: config.max_num_seqs])
+    hidden = model.forward(token_ids, metadata, kv)
     model.local_logits(hidden[: config.max_num_seqs])
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before

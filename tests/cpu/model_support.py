@@ -12,10 +12,9 @@ from torch import Tensor
 
 from negamax.config.minimax_m2 import ARCHITECTURE
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.attention.spec import PagedQueries, paged_queries
+from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
-from negamax.layers.attention import AttentionInputs
 from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
 from negamax.worker import kv_cache
@@ -140,46 +139,32 @@ class PagedRun:
         """Run `chunks` (sequence, its next tokens; sequences with one token first) in one forward;
         logits of every token.
         """
-        positions, rows, token_ids, starts = [], [], [], [0]
-        for row, (name, tokens) in enumerate(chunks):
-            table, first = self.tables.setdefault(name, []), self.lengths.get(name, 0)
-            while len(table) * self.block_size < first + len(tokens):
+        token_ids, starts = [], [0]
+        for name, tokens in chunks:
+            table, end = self.tables.setdefault(name, []), self.lengths.get(name, 0) + len(tokens)
+            while len(table) * self.block_size < end:
                 table.append(self.free.pop())
-            span = range(first, first + len(tokens))
-            positions += span
-            rows += [row] * len(tokens)
             token_ids += tokens
             starts.append(len(token_ids))
-            self.lengths[name] = first + len(tokens)
+            self.lengths[name] = end
         names = [name for name, _ in chunks]
         num_decodes = next(
             (i for i, (_, tokens) in enumerate(chunks) if len(tokens) != 1), len(chunks)
         )
-        inputs = AttentionInputs(
-            positions=torch.tensor(positions, dtype=torch.int64),
-            token_rows=torch.tensor(rows, dtype=torch.int64),
-            block_tables=self._padded_tables(chunks),
-            decodes=self._queries(chunks[:num_decodes]),
-            prefills=self._queries(chunks[num_decodes:]),
+        metadata = attention_metadata(
+            self._padded_tables(chunks),
+            [self.lengths[name] for name in names],
+            [len(tokens) for _, tokens in chunks],
+            num_decodes=num_decodes,
         )
         with torch.inference_mode():
             logits = self.model.logits(
-                self.model.forward(torch.tensor(token_ids, dtype=torch.int64), inputs, self.kv)
+                self.model.forward(torch.tensor(token_ids, dtype=torch.int64), metadata, self.kv)
             )
         return {
             name: logits[first:last]
             for name, first, last in zip(names, starts, starts[1:], strict=False)
         }
-
-    def _queries(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> PagedQueries | None:
-        """The last tokens of these sequences; None of none."""
-        if not chunks:
-            return None
-        return paged_queries(
-            self._padded_tables(chunks),
-            [self.lengths[name] for name, _ in chunks],
-            [len(tokens) for _, tokens in chunks],
-        )
 
     def _padded_tables(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> Tensor:
         """[sequences, most blocks] int64."""

@@ -279,7 +279,7 @@ def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
                 worker = engine._loop._executor._worker  # type: ignore[attr-defined]
                 block = int(worker._rows.block_tables[0, 0])
                 with torch.inference_mode():
-                    worker._runner._kv[0].k[block] = float("nan")
+                    worker._runner._kv[0]["k"][block] = float("nan")
                 poisoned = True
         assert reasons[requests[0].request_id] == "error"
         assert reasons[requests[1].request_id] == "length"
@@ -315,7 +315,7 @@ def test_a_step_that_raises_is_repeated_row_by_row(
                 def raising(
                     batch: ForwardBatch, hidden: Callable[[ForwardBatch], torch.Tensor] = hidden
                 ) -> torch.Tensor:
-                    if 0 in batch.attention.token_rows:
+                    if 0 in batch.attention.token_slots:
                         raise RuntimeError("the model cannot run the first row")
                     return hidden(batch)
 

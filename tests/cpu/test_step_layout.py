@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from negamax.kernels.attention import triton as attention
-from negamax.kernels.attention.spec import PagedQueries, PagedShape, paged_queries
+from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
+from negamax.kernels.attention.spec import PagedShape
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, graphs, prefill_graphs
@@ -33,18 +34,20 @@ def test_tiles_counted_on_the_device_are_those_of_the_host(
     )
     tables = torch.zeros(len(sequences) + padding, 40, dtype=torch.int32)
     host = attention.plan_prefill(
-        paged_queries(tables, lengths, counts), SHAPE, dtype=torch.bfloat16
+        attention_metadata(tables, lengths, counts), SHAPE, dtype=torch.bfloat16
     )
     num_tokens = -(-sum(counts) // 128) * 128
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
-    queries = PagedQueries(
+    queries = AttentionMetadata(
+        positions=torch.zeros(num_tokens, dtype=torch.int64),
+        token_slots=torch.zeros(num_tokens, dtype=torch.int64),
         block_tables=tables,
-        table_rows=torch.arange(len(sequences) + padding),
+        block_table_indices=torch.arange(len(sequences) + padding),
         seq_lens=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
         query_starts=torch.tensor(starts + [starts[-1]] * padding, dtype=torch.int32),
+        num_decodes=0,
         host_seq_lens=(),
-        host_counts=(),
-        most_queries=num_tokens,
+        host_query_lens=(),
     )
     device = attention.plan_prefill(queries, SHAPE, dtype=torch.bfloat16)
     found = {tuple(tile) for tile in device.tiles.tolist() if tile[1] > 0}

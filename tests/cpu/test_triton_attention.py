@@ -15,7 +15,8 @@ from torch import Tensor
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import spec
 from negamax.kernels.attention import triton as kernels
-from negamax.kernels.attention.spec import PagedQueries, PagedShape, paged_queries
+from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
+from negamax.kernels.attention.spec import PagedShape
 from negamax.kernels.kvcache.spec import FP8, cache_rows
 from negamax.kernels.op import Kernel, Op
 from negamax.kernels.peers import PeerMemory, PeerRegion
@@ -75,17 +76,10 @@ def paged(
     return caches[0], caches[1], tables
 
 
-def queries_of(tables: Tensor, lengths: list[int], counts: list[int]) -> PagedQueries:
+def queries_of(tables: Tensor, lengths: list[int], counts: list[int]) -> AttentionMetadata:
     """Sequences whose tables are in the rows from 1 up, in order."""
-    plain = paged_queries(tables, lengths, counts)
-    return PagedQueries(
-        tables,
-        plain.table_rows + 1,
-        plain.seq_lens,
-        plain.query_starts,
-        tuple(lengths),
-        tuple(counts),
-    )
+    indices = range(1, 1 + len(lengths))
+    return attention_metadata(tables, lengths, counts, indices=indices)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -115,7 +109,7 @@ def test_decode_shares_sequences_out_and_leaves_padding_zero(
         q.float(), k_cache, v_cache, spec.plan(queries, shape, dtype=q.dtype), kv_scales=scales
     )
     if captured:
-        queries = replace(queries, host_seq_lens=(), host_counts=())
+        queries = replace(queries, host_seq_lens=(), host_query_lens=())
     plan = kernels.plan_decode(queries, shape, dtype=q.dtype, quantize=True)
     for _ in range(2):
         got = kernels.decode(q, k_cache, v_cache, plan, kv_scales=scales)
@@ -155,7 +149,7 @@ def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
     count = rng.choice((1, 2, 3, 5, 6, 7, 40, 200))
     lengths = [rng.choice((0, 1, 64, 65, rng.randrange(3000))) for _ in range(count)]
     shape = PagedShape(kv_heads=rng.choice((1, 2)), group=6, block_size=16)
-    queries = paged_queries(torch.zeros(count, 1, dtype=torch.int64), lengths, [1] * count)
+    queries = attention_metadata(torch.zeros(count, 1, dtype=torch.int64), lengths, [1] * count)
     plan = kernels.plan_decode(queries, shape, dtype=torch.bfloat16)
     sequences, records = plan.sequences.view(-1, 8).tolist(), plan.records.view(-1, 16).tolist()
     visits: dict[int, list[tuple[int, int, int]]] = {}  # of each sequence: program, first tile, end

@@ -14,12 +14,11 @@ from model_support import PagedRun, build, random_weights, tiny_config
 from torch import Tensor
 
 from negamax.config.families import read_spec
-from negamax.kernels.attention.spec import PagedQueries
+from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.moe import tiles as moe_tiles
 from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import KernelTable, gpu_kernels
-from negamax.layers.attention import AttentionInputs
 from negamax.layers.moe import mixtures
 from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
@@ -123,27 +122,24 @@ def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
     run.lengths[name] += 1
     assert position % size and position // size < len(run.tables[name])
     filled = torch.zeros(rows - 1, dtype=torch.int64)
-    queries = PagedQueries(
+    slots = torch.tensor([0] + [1] * (rows - 1))
+    metadata = AttentionMetadata(
+        positions=torch.cat((torch.tensor([position]), filled)),
+        token_slots=slots,
         block_tables=torch.tensor([run.tables[name], [spare] * len(run.tables[name])]),
-        table_rows=torch.tensor([0] + [1] * (rows - 1)),
+        block_table_indices=slots,
         seq_lens=torch.tensor([position + 1] + [0] * (rows - 1), dtype=torch.int32),
         query_starts=torch.arange(rows + 1, dtype=torch.int32),
+        num_decodes=rows,
         host_seq_lens=(),
-        host_counts=(),
-    )
-    inputs = AttentionInputs(
-        positions=torch.cat((torch.tensor([position]), filled)),
-        token_rows=queries.table_rows,
-        block_tables=queries.block_tables,
-        decodes=queries,
-        prefills=None,
-        active=torch.tensor([1], dtype=torch.int32),
+        host_query_lens=(),
+        num_actual_tokens=torch.tensor([1], dtype=torch.int32),
     )
     chosen = torch.zeros(SPEC.num_layers, rows, SPEC.experts_per_token, dtype=torch.int32)
     for moe, ids in zip(mixtures(run.model.layers), chosen, strict=True):
         moe.observe(ids)
     with torch.inference_mode():
-        hidden = run.model.forward(torch.cat((torch.tensor([token]), filled)), inputs, run.kv)
+        hidden = run.model.forward(torch.cat((torch.tensor([token]), filled)), metadata, run.kv)
         logits = run.model.logits(hidden)
     assert (chosen[:, 0] >= 0).all() and (chosen[:, 1:] == -1).all(), (
         "padding rows must reach no expert"

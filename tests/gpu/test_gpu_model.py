@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor
 
 from negamax.config.families import bundled_spec
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.attention.spec import PagedQueries
+from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.formats import E4M3_BLOCKS
 from negamax.kernels.platform import CPU, platform_of
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable, resolve
-from negamax.layers.attention import AttentionInputs
 from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
 from negamax.worker.kv_cache import allocate
@@ -121,31 +119,11 @@ class Paged:
         them.
         """
         counts, device = [len(part) for part in tokens], self.device
-        rows = torch.tensor(
-            [row for row, count in enumerate(counts) for _ in range(count)], device=device
-        )
-        starts = [length - count for length, count in zip(lengths, counts, strict=True)]
-        positions = torch.cat(
-            [torch.arange(s, s + c, device=device) for s, c in zip(starts, counts, strict=True)]
-        )
-        queries = PagedQueries(
-            block_tables=self.tables,
-            table_rows=torch.arange(len(counts), device=device),
-            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-            query_starts=torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
-            host_seq_lens=tuple(lengths),
-            host_counts=tuple(counts),
-        )
-        decode = max(counts) == 1
-        inputs = AttentionInputs(
-            positions=positions,
-            token_rows=rows,
-            block_tables=self.tables,
-            decodes=queries if decode else None,
-            prefills=None if decode else queries,
+        metadata = attention_metadata(
+            self.tables, lengths, counts, num_decodes=len(counts) if max(counts) == 1 else 0
         )
         ids = torch.tensor([token for part in tokens for token in part], device=device)
-        return self.model.logits(self.model.forward(ids, inputs, self.kv))
+        return self.model.logits(self.model.forward(ids, metadata, self.kv))
 
 
 def typical_error(

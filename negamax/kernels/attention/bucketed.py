@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from negamax.kernels.attention.spec import PagedQueries, PagedShape
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.spec import PagedShape
 from negamax.kernels.op import Kernel
 
 QUERY_TILE = 64  # positions per prefill tile; padded lengths are multiples of it
@@ -80,7 +81,7 @@ class DecodeBucket:
 
 
 def plan_decode(
-    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> tuple[DecodeBucket, ...]:
     """One query per sequence, at position seq_len - 1."""
     assert not quantize, "FP8 output is made on the GPU only"
@@ -178,12 +179,14 @@ class PrefillRun:
 
 
 def plan_prefill(
-    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> tuple[PrefillRun, ...]:
     """A run of queries per sequence, each at the last positions of its sequence."""
     assert not quantize, "FP8 output is made on the GPU only"
     tables, runs, first = queries.used_tables(shape.block_size).numpy(), [], 0
-    for table, end, count in zip(tables, queries.host_seq_lens, queries.host_counts, strict=True):
+    for table, end, count in zip(
+        tables, queries.host_seq_lens, queries.host_query_lens, strict=True
+    ):
         num_keys = padded_keys(end, shape.block_size)
         blocks = gather_index(table[None], np.array([[end]]), num_keys=num_keys, shape=shape)
         tiles = _plan_tiles(end - count, end, block_size=shape.block_size, dtype=dtype)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
 from negamax.kernels.kvcache.spec import FP8, cache_rows, write
 from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, rounding_tolerance
 from negamax.kernels.peers import Collective
@@ -30,51 +30,6 @@ class PagedShape:
     kv_heads: int
     group: int  # query heads per KV head
     block_size: int
-
-
-@dataclass(frozen=True)
-class PagedQueries:
-    """T queries of S sequences whose keys are in the paged cache; a sequence's queries are its last
-    tokens.
-
-    Sequence s has the queries query_starts[s] to query_starts[s + 1] - 1 of the T, and its blocks
-    are block_tables[table_rows[s]]. Tensors are on the device of the cache; the host copies serve
-    whoever plans on the host, and are () while a graph is captured (decodes only: one query per
-    sequence).
-    """
-
-    block_tables: Tensor  # [rows, max_blocks] int32 or int64
-    table_rows: Tensor  # [S] int64
-    # [S] int32, tokens including this step; 0: a row of padding, whose output is 0
-    seq_lens: Tensor
-    query_starts: Tensor  # [S + 1] int32
-    host_seq_lens: tuple[int, ...]  # [S]
-    host_counts: tuple[int, ...]  # [S] queries of each sequence
-    most_queries: int = 0  # where the host knows no counts
-
-    def used_tables(self, block_size: int) -> Tensor:
-        """The tables of the S sequences, as wide as the longest of them needs. [S, blocks] int64,
-        from the host's lengths.
-        """
-        width = max(1, -(-max(self.host_seq_lens, default=0) // block_size))
-        return self.block_tables[:, :width].index_select(0, self.table_rows).long()
-
-
-def paged_queries(
-    block_tables: Tensor, seq_lens: Sequence[int], counts: Sequence[int]
-) -> PagedQueries:
-    """The last counts[s] tokens of each sequence of seq_lens[s] tokens, whose blocks are
-    block_tables[s].
-    """
-    device = block_tables.device
-    return PagedQueries(
-        block_tables=block_tables,
-        table_rows=torch.arange(len(seq_lens), device=device),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        query_starts=torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
-        host_seq_lens=tuple(seq_lens),
-        host_counts=tuple(counts),
-    )
 
 
 # --- QK norm, rope, cache write ------------------------------------------------------------------
@@ -295,13 +250,13 @@ class ReferencePlan:
 
 
 def plan(
-    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> ReferencePlan:
     """`dtype` of the queries. `quantize` asks `run` for `QuantizedActivations`, which the
     definition does not make.
     """
     assert not quantize, "the definition has no FP8 output"
-    lengths, counts = queries.host_seq_lens, queries.host_counts
+    lengths, counts = queries.host_seq_lens, queries.host_query_lens
     firsts = tuple(length - count for length, count in zip(lengths, counts, strict=True))
     return ReferencePlan(queries.used_tables(shape.block_size), firsts, counts)
 
@@ -516,7 +471,7 @@ def _prefill_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 def _attention_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     t, n = case.tensors, case.numbers
     assert kernel.prepare is not None
-    queries = paged_queries(t["block_tables"], n["lengths"], n["counts"])
+    queries = attention_metadata(t["block_tables"], n["lengths"], n["counts"])
     plan = kernel.prepare(queries, n["shape"], dtype=t["q"].dtype)
     return (
         kernel.run(

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.attention.spec import PagedQueries, PagedShape
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.spec import PagedShape
 from negamax.kernels.attention.tiles import DECODE, decode_programs, tiles_for
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,
@@ -47,7 +48,7 @@ class DecodePlan:
     step uses them.
     """
 
-    queries: PagedQueries
+    queries: AttentionMetadata
     shape: PagedShape
     quantize: bool
     sequences: Tensor  # [S, 8] int32
@@ -110,7 +111,7 @@ def _share(
 @triton.jit(do_not_specialize=["num_seqs", "programs", "cut"])
 def _plan_decode_kernel(
     seq_lens,
-    table_rows,
+    block_table_indices,
     sequences,
     records,
     num_seqs,
@@ -136,7 +137,7 @@ def _plan_decode_kernel(
     tiles_before, programs_before = 0, 0
     for start in range(0, num_seqs, SEQUENCES):
         seq, live, length, tiles = _tiles_of(seq_lens, start, num_seqs, KEYS, SEQUENCES)
-        table_row = tl.load(table_rows + seq, mask=live, other=0).to(tl.int32)
+        table_row = tl.load(block_table_indices + seq, mask=live, other=0).to(tl.int32)
         end = tiles_before + tl.cumsum(tiles, axis=0)
         base = end - tiles
         pieces = tl.cdiv(tiles, share)
@@ -570,7 +571,7 @@ def _runs_all(device: torch.device) -> bool:
 
 
 def plan_decode(
-    queries: PagedQueries,
+    queries: AttentionMetadata,
     shape: PagedShape,
     *,
     dtype: torch.dtype,
@@ -593,7 +594,7 @@ def plan_decode(
     if num_seqs:
         _plan_decode_kernel[(1,)](
             queries.seq_lens,
-            queries.table_rows,
+            queries.block_table_indices,
             sequences,
             records,
             num_seqs,
@@ -668,7 +669,7 @@ def decode(
         REDUCE_LATER=plan.reduce_later,
         # Without counts, that is while a graph is captured, there is one query per sequence; else a
         # step may have several, and their keys are all new.
-        EARLY=plan.cut and not plan.queries.host_counts,
+        EARLY=plan.cut and plan.queries.is_captured,
         QUANTIZE=plan.quantize,
         DOT=dot_dtype(q.dtype, k_cache.dtype),
         WARPS=launch.warps,

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.attention.spec import PagedQueries, PagedShape
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.spec import PagedShape
 from negamax.kernels.attention.tiles import tiles_for
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,
@@ -32,7 +33,7 @@ from negamax.kernels.attention.triton_shared import (
 class PrefillPlan:
     """The tiles of queries of a step."""
 
-    queries: PagedQueries
+    queries: AttentionMetadata
     shape: PagedShape
     quantize: bool
     tile_queries: int  # per tile at most
@@ -41,13 +42,13 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> PrefillPlan:
     """A run of queries per sequence, each at the last positions of its sequence."""
     device = queries.seq_lens.device
     tiles_here = tiles_for(device)
-    if queries.most_queries:
-        size = tiles_here.prefill_queries(queries.most_queries)
+    if queries.is_captured:
+        size = tiles_here.prefill_queries(queries.positions.shape[0])
         return PrefillPlan(queries, shape, quantize, size, _tiles_on_device(queries, size))
     rows, first, size = (
         [np.empty((0, 4), dtype=np.int32)],
@@ -55,7 +56,7 @@ def plan_prefill(
         tiles_here.prefill_queries(max(queries.host_seq_lens, default=0)),
     )
     for seq, (length, count) in enumerate(
-        zip(queries.host_seq_lens, queries.host_counts, strict=True)
+        zip(queries.host_seq_lens, queries.host_query_lens, strict=True)
     ):
         offsets = np.arange(0, count, size, dtype=np.int32)
         sizes = np.minimum(size, count - offsets)
@@ -73,18 +74,20 @@ def plan_prefill(
     return PrefillPlan(queries, shape, quantize, size, tiles)
 
 
-def _tiles_on_device(queries: PagedQueries, size: int) -> Tensor:
-    """The tiles [most_queries / size + S, 4] of sequences whose counts only the device knows; the
+def _tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
+    """The tiles [T / size + S, 4] of sequences whose counts only the device knows; the
     last ones may be empty.
 
     They are numbered from the end, so that within a sequence those with the most keys come first.
     """
-    starts, num_seqs = queries.query_starts, queries.table_rows.shape[0]
+    starts, num_seqs = queries.query_starts, queries.block_table_indices.shape[0]
     counts = starts.diff()
     tiles = (counts + (size - 1)) // size
     ends = tiles.cumsum(0)
     number = (
-        ends[-1] - 1 - torch.arange(queries.most_queries // size + num_seqs, device=starts.device)
+        ends[-1]
+        - 1
+        - torch.arange(queries.positions.shape[0] // size + num_seqs, device=starts.device)
     )
     seq = torch.searchsorted(ends, number, right=True)
     offset = (number - (ends - tiles)[seq]) * size
@@ -99,7 +102,7 @@ def _prefill_kernel(
     k_cache,
     v_cache,
     tables,
-    table_rows,
+    block_table_indices,
     tiles,
     out,
     values,
@@ -129,7 +132,7 @@ def _prefill_kernel(
         tl.load(record + 2),
         tl.load(record + 3),
     )
-    table = tables + tl.load(table_rows + seq).to(tl.int64) * table_stride
+    table = tables + tl.load(block_table_indices + seq).to(tl.int64) * table_stride
     row, column = tl.arange(0, QUERIES), tl.arange(0, COLUMNS)
     out_row = (first + row) * (KV_HEADS * GROUP) + query_head
     mask = (row < count)[:, None] & (column < DIM)[None, :]
@@ -183,7 +186,7 @@ def prefill(
         k_cache,
         v_cache,
         tables,
-        plan.queries.table_rows,
+        plan.queries.block_table_indices,
         plan.tiles,
         output.plain,
         output.values,

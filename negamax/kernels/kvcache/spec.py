@@ -49,7 +49,7 @@ def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
 
 def locate(
     positions: Tensor,
-    token_rows: Tensor,
+    token_slots: Tensor,
     block_tables: Tensor,
     frequencies: Tensor,
     *,
@@ -59,10 +59,10 @@ def locate(
     """What every layer of a step must know of its T tokens: cos, sin [T, 1, rotary_dim] fp32, and
     their cache rows [T * kv_heads] int64 (`cache_rows`).
 
-    positions, token_rows [T] int64: token t is at positions[t] of the sequence whose blocks are
-    block_tables[token_rows[t]]; frequencies [rotary_dim] from `rope.spec.signed_frequencies`.
+    positions, token_slots [T] int64: token t is at positions[t] of the sequence whose blocks are
+    block_tables[token_slots[t]]; frequencies [rotary_dim] from `rope.spec.signed_frequencies`.
     """
-    blocks = block_tables[token_rows, positions // block_size].long()
+    blocks = block_tables[token_slots, positions // block_size].long()
     slots = blocks * block_size + positions % block_size
     return (
         *cos_sin(positions, frequencies),
@@ -154,7 +154,7 @@ def _locate_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     ):
         tensors = {
             "positions": torch.randint(0, 12 * block_size, (num_tokens,), generator=generator),
-            "token_rows": torch.randint(0, rows, (num_tokens,), generator=generator),
+            "token_slots": torch.randint(0, rows, (num_tokens,), generator=generator),
             "block_tables": torch.randint(
                 0, 1000, (rows, 12), generator=generator, dtype=torch.int32
             ),
@@ -176,7 +176,7 @@ def _locate_cost(case: Case) -> Cost:
     t = case.tensors
     num_tokens = t["positions"].shape[0]
     out_bytes = num_tokens * (8 * t["frequencies"].shape[0] + 8 * case.numbers["kv_heads"])
-    return Cost(num_bytes=num_bytes(t["positions"], t["token_rows"]) + out_bytes, flops=0)
+    return Cost(num_bytes=num_bytes(t["positions"], t["token_slots"]) + out_bytes, flops=0)
 
 
 OPS = (

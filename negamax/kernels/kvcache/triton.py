@@ -14,7 +14,7 @@ from negamax.kernels.platform import Feature
 @triton.jit
 def _locate_kernel(
     positions,
-    token_rows,
+    token_slots,
     tables,
     frequencies,
     cos,
@@ -30,7 +30,7 @@ def _locate_kernel(
     """One token."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
-    table = tables + tl.load(token_rows + token) * table_stride
+    table = tables + tl.load(token_slots + token) * table_stride
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
     head = tl.arange(0, HEADS_2)
     row = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
@@ -43,7 +43,7 @@ def _locate_kernel(
 
 def locate(
     positions: Tensor,
-    token_rows: Tensor,
+    token_slots: Tensor,
     block_tables: Tensor,
     frequencies: Tensor,
     *,
@@ -59,7 +59,7 @@ def locate(
     if num_tokens:
         _locate_kernel[(num_tokens,)](
             positions,
-            token_rows,
+            token_slots,
             block_tables,
             frequencies,
             cos,

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from negamax.kernels.activations import unquantized
 from negamax.kernels.attention import spec as attention
-from negamax.kernels.attention.spec import PagedQueries, PagedShape, QkNorm
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.spec import PagedShape, QkNorm
 from negamax.kernels.moe import sorted as moe_sorted
 from negamax.kernels.moe.sorted import PreparedExperts
 from negamax.kernels.moe.spec import Activated, Gate, mask_padding, pair
@@ -147,7 +148,7 @@ class DecodePlan:
 
 
 def plan_decode(
-    queries: PagedQueries, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> DecodePlan:
     """One query per sequence, at position seq_len - 1."""
     assert not quantize, "FP8 output is made on the GPU only"

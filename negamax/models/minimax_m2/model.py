@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from negamax.config.minimax_m2 import MiniMaxM2Spec
-from negamax.kernels.attention.spec import PagedShape
+from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.formats import ActivationFormat
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
 from negamax.layers.attention import (
     Attention,
-    AttentionInputs,
+    GroupedQueryKind,
     KvCaches,
-    Step,
-    begin_step,
+    prepare_attention,
 )
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.moe import SparseMoe
@@ -50,10 +49,7 @@ class MiniMaxM2:
         kernels: KernelTable,
     ) -> None:
         layout = context.layout
-        self.spec, self._kernels = spec, kernels
-        self._kv_heads = layout.attention.kv_heads(spec.num_kv_heads)
-        self._heads_per_kv_head = len(layout.attention.heads(spec.num_heads)) // len(self._kv_heads)
-        self._frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device)
+        self.spec = spec
         self.vocab_range, vocab_shape = (
             layout.vocab(spec.vocab_size),
             (spec.vocab_size, spec.hidden_size),
@@ -65,6 +61,14 @@ class MiniMaxM2:
             DecoderLayer(spec, layer, context=context, weights=weights, kernels=kernels)
             for layer in range(spec.num_layers)
         ]
+        kv_heads = len(layout.attention.kv_heads(spec.num_kv_heads))
+        self._attention_kind = GroupedQueryKind(
+            kv_heads=kv_heads,
+            group=len(layout.attention.heads(spec.num_heads)) // kv_heads,
+            frequencies=signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device),
+            quantize=all(layer.attention.gives_quantized for layer in self.layers),
+            kernels=kernels,
+        )
         self._norm = RmsNorm(
             names.NORM,
             spec.hidden_size,
@@ -87,25 +91,17 @@ class MiniMaxM2:
             [*self._embed.slots, *per_layer, *self._norm.slots, *self._head.slots]
         )
 
-    def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvCaches]) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
+    ) -> Tensor:
         """token_ids [T] int64, the caches of each layer (of fewer, the first layers alone run) ->
         final hidden states [T, hidden].
         """
-        step = begin_step(
-            inputs,
-            frequencies=self._frequencies,
-            shape=PagedShape(
-                kv_heads=len(self._kv_heads),
-                group=self._heads_per_kv_head,
-                block_size=kv[0]["k"].shape[2],
-            ),
-            quantize=all(layer.attention.gives_quantized for layer in self.layers),
-            kernels=self._kernels,
-        )
+        metadata = prepare_attention(metadata, [(self._attention_kind, kv[0])])
         x = self._embed(token_ids)
         residual = torch.zeros_like(x)
         for layer, cache in zip(self.layers, kv, strict=False):
-            x = layer(x, residual, step, cache)
+            x = layer(x, residual, metadata, cache)
         hidden = self._norm(x, residual)
         assert isinstance(hidden, Tensor)
         return hidden
@@ -199,12 +195,14 @@ class DecoderLayer:
         self.attention.finish_loading()
         self.moe.finish_loading()
 
-    def __call__(self, x: Tensor, residual: Tensor, step: Step, kv: KvCaches) -> Tensor:
+    def __call__(
+        self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
+    ) -> Tensor:
         """x [T, hidden] or [T, P, hidden], the block before's output, is added to `residual` in
         place; the experts' output.
         """
-        x = self.attention(self._input_norm(x, residual), step, kv)
-        return self.moe(self._post_norm(x, residual), active=step.active)
+        x = self.attention(self._input_norm(x, residual), metadata, kv)
+        return self.moe(self._post_norm(x, residual), active=metadata.num_actual_tokens)
 
 
 build = MiniMaxM2

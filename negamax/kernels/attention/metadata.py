@@ -1,0 +1,112 @@
+"""Where the tokens of a step stand: what every kind of attention is told of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """T tokens of S sequences, whose keys are in paged caches. A sequence's queries are its last
+    tokens; first come `num_decodes` sequences of one query each, then runs of several.
+
+    Sequence s has the queries query_starts[s] to query_starts[s + 1] - 1 of the T, and its blocks
+    are block_tables[block_table_indices[s]]. Tensors are on the device of the caches. The host's
+    copies serve whoever prepares on the host; they are () while a graph is captured.
+    """
+
+    positions: Tensor  # [T] int64
+    token_slots: Tensor  # [T] int64, row of block_tables of each token's sequence
+    block_tables: Tensor  # [slots, max_blocks] int32 or int64
+    block_table_indices: Tensor  # [S] int64
+    # [S] int32, tokens including this step; 0: a row of padding, whose output is 0
+    seq_lens: Tensor
+    query_starts: Tensor  # [S + 1] int32
+    num_decodes: int
+    host_seq_lens: tuple[int, ...]  # [S]
+    host_query_lens: tuple[int, ...]  # [S] queries of each sequence
+    # [1] int32, tokens that are real, the others being padding; None: all
+    num_actual_tokens: Tensor | None = None
+    # by kind of attention, what its layers share in this step
+    prepared: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the device alone knows the lengths."""
+        return len(self.host_seq_lens) < self.block_table_indices.shape[0]
+
+    @property
+    def decodes(self) -> AttentionMetadata | None:
+        """The sequences of one query each; None: there are none."""
+        return self._part(0, self.num_decodes)
+
+    @property
+    def prefills(self) -> AttentionMetadata | None:
+        """The sequences with runs of queries; None: there are none."""
+        return self._part(self.num_decodes, self.block_table_indices.shape[0])
+
+    def used_tables(self, block_size: int) -> Tensor:
+        """The tables of the S sequences, as wide as the longest of them needs. [S, blocks] int64,
+        from the host's lengths.
+        """
+        width = max(1, -(-max(self.host_seq_lens, default=0) // block_size))
+        return self.block_tables[:, :width].index_select(0, self.block_table_indices).long()
+
+    def _part(self, first: int, end: int) -> AttentionMetadata | None:
+        if first == end:
+            return None
+        if end - first == self.block_table_indices.shape[0]:
+            return self
+        tokens = slice(first, end) if end == self.num_decodes else slice(first, None)
+        return replace(
+            self,
+            positions=self.positions[tokens],
+            token_slots=self.token_slots[tokens],
+            block_table_indices=self.block_table_indices[first:end],
+            seq_lens=self.seq_lens[first:end],
+            query_starts=self.query_starts[first : end + 1] - first,
+            num_decodes=self.num_decodes if first == 0 else 0,
+            host_seq_lens=self.host_seq_lens[first:end],
+            host_query_lens=self.host_query_lens[first:end],
+        )
+
+
+def attention_metadata(
+    block_tables: Tensor,
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    *,
+    indices: Sequence[int] | None = None,
+    num_decodes: int = 0,
+) -> AttentionMetadata:
+    """The last query_lens[s] tokens of each sequence of seq_lens[s] tokens, whose blocks are
+    block_tables[s], or block_tables[indices[s]].
+    """
+    device = block_tables.device
+    rows = range(len(seq_lens)) if indices is None else indices
+    columns = list(zip(rows, seq_lens, query_lens, strict=True))
+    return AttentionMetadata(
+        positions=torch.tensor(
+            [at for _, end, count in columns for at in range(end - count, end)],
+            dtype=torch.int64,
+            device=device,
+        ),
+        token_slots=torch.tensor(
+            [row for row, _, count in columns for _ in range(count)],
+            dtype=torch.int64,
+            device=device,
+        ),
+        block_tables=block_tables,
+        block_table_indices=torch.tensor(rows, dtype=torch.int64, device=device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        query_starts=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
+        num_decodes=num_decodes,
+        host_seq_lens=tuple(seq_lens),
+        host_query_lens=tuple(query_lens),
+    )
