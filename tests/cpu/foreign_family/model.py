@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +12,12 @@ from torch import Tensor
 from foreign_family import names
 from foreign_family.config import ForeignSpec
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.attention.spec import PagedQueries, PagedShape, split_heads
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.spec import split_heads
 from negamax.kernels.kvcache.spec import cache_rows, store, write
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import half_split_, signed_frequencies
-from negamax.layers.attention import Attention, AttentionInputs, KvCaches, Step, begin_step
+from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.moe import SparseMoe
@@ -38,10 +40,15 @@ class ForeignModel:
     ) -> None:
         shared = {"kernels": kernels, "weights": weights}
         view, shape = context.layout.attention, (spec.vocab_size, spec.hidden_size)
-        self.spec, self._kernels = spec, kernels
-        self._kv_heads = len(view.kv_heads(spec.num_kv_heads))
-        self._group = len(view.heads(spec.num_heads)) // self._kv_heads
-        self._frequencies = signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device)
+        self.spec = spec
+        kv_heads = len(view.kv_heads(spec.num_kv_heads))
+        self._full = GroupedQueryKind(
+            kv_heads=kv_heads,
+            group=len(view.heads(spec.num_heads)) // kv_heads,
+            frequencies=signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device),
+            quantize=False,
+            kernels=kernels,
+        )
         self.vocab_range = context.layout.vocab(spec.vocab_size)
         self._embed = VocabEmbedding(names.EMBEDDING, shape, rows=self.vocab_range, weights=weights)
         self.layers = [DenseLayer(spec, context, **shared), SparseLayer(spec, context, **shared)]
@@ -52,20 +59,16 @@ class ForeignModel:
         parts = (self._embed, *self.layers, self._norm, self._head)
         self._slots = slots_by_name(slot for part in parts for slot in part.slots)
 
-    def forward(self, token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KvCaches]) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
+    ) -> Tensor:
         """See `CausalModel`."""
-        block_size = kv[0]["k"].shape[2]
-        step = begin_step(
-            inputs,
-            frequencies=self._frequencies,
-            shape=PagedShape(self._kv_heads, self._group, block_size),
-            quantize=False,
-            kernels=self._kernels,
-        )
+        kinds = [(self._full, kv[0]), *[(SelectedKind(), caches) for caches in kv[1:]]]
+        metadata = prepare_attention(metadata, kinds)
         x = self._embed(token_ids)
         residual = torch.zeros_like(x)
         for layer, caches in zip(self.layers, kv, strict=False):
-            x = layer(x, residual, step, inputs, caches)
+            x = layer(x, residual, metadata, caches)
         return self._norm(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -145,9 +148,9 @@ class DenseLayer:
             part.finish_loading()
 
     def __call__(
-        self, x: Tensor, residual: Tensor, step: Step, inputs: AttentionInputs, kv: KvCaches
+        self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Tensor:
-        x = self.attention(self._norms[0](x, residual), step, kv)
+        x = self.attention(self._norms[0](x, residual), metadata, kv)
         gate, up = self._gate_up(self._norms[1](x, residual)).chunk(2, dim=-1)
         return self._down(F.silu(gate) * up)
 
@@ -183,10 +186,10 @@ class SparseLayer:
         self.moe.finish_loading()
 
     def __call__(
-        self, x: Tensor, residual: Tensor, step: Step, inputs: AttentionInputs, kv: KvCaches
+        self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Tensor:
-        x = self.attention(self._norms[0](x, residual), step, inputs, kv)
-        return self.moe(self._norms[1](x, residual), active=step.active)
+        x = self.attention(self._norms[0](x, residual), metadata, kv)
+        return self.moe(self._norms[1](x, residual), active=metadata.num_actual_tokens)
 
 
 class SelectedAttention:
@@ -232,44 +235,52 @@ class SelectedAttention:
     def __call__(
         self,
         x: Tensor | QuantizedActivations,
-        step: Step,
-        inputs: AttentionInputs,
+        metadata: AttentionMetadata,
         kv: KvCaches,
     ) -> Tensor:
+        full, own = (metadata.prepared[kind.name] for kind in (GroupedQueryKind, SelectedKind))
         qkv = self._qkv(x)
         q, k, v = split_heads(qkv, heads=self._heads, kv_heads=self._kv_heads)
         q, k = self._qk_norm(q, k)
-        q, k = half_split_(q, step.cos, step.sin), half_split_(k, step.cos, step.sin)
-        write(k, v, kv["k"], kv["v"], step.rows)
+        q, k = half_split_(q, full.cos, full.sin), half_split_(k, full.cos, full.sin)
+        write(k, v, kv["k"], kv["v"], full.slot_mapping)
         index_q, index_k = self._index(x).float().chunk(2, dim=-1)
-        store(index_k.unsqueeze(1), kv["index"], index_rows(inputs, kv["index"].shape[2]))
-        out = []
-        for queries in (inputs.decodes, inputs.prefills):
-            for table, length, count in sequences(queries):
-                first = sum(len(part) for part in out)
-                mine = slice(first, first + count)
-                keys, values, index = (
-                    gathered(kv[name], table, length) for name in ("k", "v", "index")
-                )
-                allowed = selected(index_q[mine], index[0], self._top_k)
-                out.append(attended(q[mine], keys, values, allowed))
+        store(index_k.unsqueeze(1), kv["index"], own.slot_mapping)
+        out, first = [], 0
+        for table, length, count in own.sequences:
+            mine, first = slice(first, first + count), first + count
+            keys, values, index = (gathered(kv[name], table, length) for name in kv)
+            allowed = selected(index_q[mine], index[0], self._top_k)
+            out.append(attended(q[mine], keys, values, allowed))
         return self._out(torch.cat(out).to(qkv.dtype))
 
 
-def index_rows(inputs: AttentionInputs, block_size: int) -> Tensor:
-    """The rows of the step's tokens in the index cache, which has one head."""
-    block = inputs.positions // block_size
-    blocks = inputs.block_tables[inputs.token_rows, block].long()
-    slots = blocks * block_size + inputs.positions % block_size
-    return cache_rows(slots, kv_heads=1, block_size=block_size)
+@dataclass(frozen=True)
+class SelectedStep:
+    """Where the step's tokens are in the index cache, and its sequences: block table, length and
+    number of queries.
+    """
+
+    slot_mapping: Tensor  # [T]
+    sequences: list[tuple[Tensor, int, int]]
 
 
-def sequences(queries: PagedQueries | None) -> list[tuple[Tensor, int, int]]:
-    """Block table, length and number of queries of each sequence."""
-    if queries is None:
-        return []
-    tables = queries.block_tables[queries.table_rows]
-    return list(zip(tables, queries.host_seq_lens, queries.host_counts, strict=True))
+class SelectedKind:
+    """What sparse layers share in a step."""
+
+    name = "selected"
+
+    def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> SelectedStep:
+        """See `AttentionKind`."""
+        block_size, positions = kv["index"].shape[2], metadata.positions
+        blocks = metadata.block_tables[metadata.token_slots, positions // block_size].long()
+        slots = blocks * block_size + positions % block_size
+        tables = metadata.used_tables(block_size)
+        lengths = metadata.host_seq_lens, metadata.host_query_lens
+        return SelectedStep(
+            cache_rows(slots, kv_heads=1, block_size=block_size),
+            list(zip(tables, *lengths, strict=True)),
+        )
 
 
 def gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
