@@ -40,7 +40,7 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
         "--served-model-name",
         "b",
     )
-    limits = ("--max-num-seqs", "2", "--max-queued-requests", "6")
+    limits = ("--max-num-seqs", "2", "--max-queued-requests", "12")  # a key may fill half of it
     with serving(*options, *limits, log_file=tmp_path / "log") as server, server.http() as http:
         for headers in (
             {},

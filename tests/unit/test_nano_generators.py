@@ -48,7 +48,7 @@ def dialogue():
 
 
 def test_steps_lead_to_the_answer_and_use_earlier_results() -> None:
-    for seed in range(1500):
+    for seed in range(300):
         problem = nano_math.generate(seed)
         results: list[int] = []
         for step in problem.steps:
@@ -83,7 +83,7 @@ def test_bare_calculations_agree_with_python_arithmetic() -> None:
 
 
 def test_numbers_of_the_question_are_the_operands_of_the_steps() -> None:
-    for seed in range(1000):
+    for seed in range(300):
         problem = nano_math.generate(seed)
         written = {
             int("".join(c for c in word if c.isdigit()))
@@ -140,7 +140,7 @@ def test_one_sixteenth_is_held_out() -> None:
 
 
 def test_schemas_fit_the_expected_arguments() -> None:
-    for seed in range(1500):
+    for seed in range(300):
         problem = nano_tools.generate(seed)
         functions = {tool["function"]["name"]: tool["function"] for tool in problem.tools}
         assert len(functions) == len(problem.tools) <= 4
@@ -164,7 +164,7 @@ def test_schemas_fit_the_expected_arguments() -> None:
 
 
 def test_string_values_stand_in_the_request() -> None:
-    for seed in range(1500):
+    for seed in range(300):
         problem = nano_tools.generate(seed)
         for call in problem.calls:
             for value in call.arguments.values():
@@ -219,7 +219,7 @@ def test_training_mixture_never_shows_a_held_out_problem(
 def test_reasoning_shows_only_true_arithmetic(dialogue) -> None:
     turns, _ = dialogue
     checked = 0
-    for seed in range(600):
+    for seed in range(300):
         problem = nano_math.generate(seed)
         lines = turns.reasoning.explain(problem.steps).replace(",", " ").split()
         for word in lines:
@@ -231,4 +231,4 @@ def test_reasoning_shows_only_true_arithmetic(dialogue) -> None:
                         right.partition("+")[0]
                     ), word
                     checked += 1
-    assert checked > 1000
+    assert checked > 500
