@@ -6,6 +6,7 @@ import math
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -35,7 +36,10 @@ _INTERNAL = "the server failed on this request; its log has the details under th
 
 
 def json_response(
-    answer: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None
+    answer: msgspec.Struct | Sequence[msgspec.Struct],
+    *,
+    status: int = 200,
+    headers: dict[str, str] | None = None,
 ) -> Response:
     """`answer` as a JSON response."""
     return Response(

@@ -10,6 +10,7 @@ import pytest
 from message_support import ai, user
 from text_support import make_tokenizer
 
+from negamax.api.common.answering import without_tokens
 from negamax.api.common.conversation import (
     ChatPrompt,
     ChoiceReader,
@@ -17,7 +18,6 @@ from negamax.api.common.conversation import (
     PromptBuilder,
     ReadingRules,
     new_call_id,
-    without_tokens,
 )
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import EngineError, InvalidRequestError

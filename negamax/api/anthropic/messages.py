@@ -50,10 +50,17 @@ from negamax.api.common.blocks import (
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import off_loop
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
-from negamax.api.common.turns import Turn, TurnAnswer, begin_answer, turn_prompt
+from negamax.api.common.turns import (
+    BegunTurn,
+    BlockAnswerWriter,
+    Turn,
+    begin_turn,
+    turn_conversation,
+    turn_prompt,
+)
 from negamax.api.errors import json_response, logged_failure
 from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import EventStream, Write, named_event, while_connected
+from negamax.api.http.sse import EventStream, named_event, while_connected
 from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import message_error
 
@@ -83,17 +90,18 @@ def messages_router(context: ApiContext) -> APIRouter:
             ),
             num_bytes=num_bytes,
         )
-        answer = await begin_answer(
+        begun = await begin_turn(
             context,
             request,
             turn,
             params,
             request_id=message_id,
+            names=[message_id],
             num_bytes=num_bytes,
             arrival=arrival,
         )
-        answering = _Answering(
-            answer,
+        writer = _MessageWriter(
+            begun,
             params,
             signer,
             message_id=message_id,
@@ -103,12 +111,12 @@ def messages_router(context: ApiContext) -> APIRouter:
         headers = {"request-id": request.state.request_id}
         if params.stream:
             stream = EventStream(
-                answering.stream, source=answer.generation, ping=_PING, ping_seconds=PING_SECONDS
+                writer.stream, source=writer.source, ping=_PING, ping_seconds=PING_SECONDS
             )
             stream.headers.update(headers)
             return stream
         return json_response(
-            await while_connected(request.receive, answering.whole()), headers=headers
+            await while_connected(request.receive, writer.whole()), headers=headers
         )
 
     @router.post("/v1/messages/count_tokens", openapi_extra=count_schema)
@@ -134,26 +142,26 @@ def _turn(
     history = history_of(params.messages, system=params.system, thoughts=thoughts)
     tools = params.offered_tools
     last = history.messages[-1]
-    continues = last["role"] == "assistant" and "tool_calls" not in last
+    is_answer = last["role"] == "assistant" and "tool_calls" not in last
+    continues = is_answer and bool(last["content"] or last.get("reasoning_content"))
     return Turn(
-        messages=history.messages,
-        places=history.places,
-        tools=tools,
         calls=params.call_choice(tools),
-        thinking=params.thinking_choice,
+        conversation=turn_conversation(
+            params, history.messages, tools, params.thinking_choice, continues=continues
+        ),
+        places=history.places,
         form=params.grammar,
         sampling=params.shared_sampling(max_tokens=max_tokens or 1, stop=stop),
-        continues=continues and bool(last["content"] or last.get("reasoning_content")),
-        reads_only=max_tokens == 0,
+        is_prompt_only=max_tokens == 0,
     )
 
 
-class _Answering:
-    """Tells an answer in Anthropic's words. Single writer: the request's handler."""
+class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
+    """Answers in Anthropic's words."""
 
     def __init__(
         self,
-        answer: TurnAnswer,
+        begun: BegunTurn,
         params: MessagesRequest,
         signer: ThoughtSigner,
         *,
@@ -161,21 +169,18 @@ class _Answering:
         model: str,
         request_id: str,
     ) -> None:
-        self._answer = answer
+        super().__init__(message_id, begun)
         self._params = params
         self._signer = signer
-        self._id = message_id
         self._model = model
         self._request_id = request_id
+        self._has_started = False
 
-    async def whole(self) -> MessageAnswer:
-        """The answer in one piece. A call that was cut is left out: its input would have to be an
-        object, which clients run."""
-        await self._answer.whole()
+    def response(self) -> MessageAnswer:
+        """A call that was cut is left out: its input would have to be an object, which clients
+        run."""
         blocks = [
-            block
-            for block in self._answer.blocks
-            if block.is_whole or block.kind is not BlockKind.CALL
+            block for block in self.blocks if block.is_whole or block.kind is not BlockKind.CALL
         ]
         message = self._message([self._block(block) for block in blocks])
         has_call = any(block.kind is BlockKind.CALL for block in blocks)
@@ -183,30 +188,22 @@ class _Answering:
             return replace(message, stop_reason="end_turn")
         return message
 
-    async def stream(self, write: Write) -> None:
-        """The answer as events; an error after the start is an event too."""
-        has_started = False
+    def block_chunk(self, events: list[BlockEvent]) -> bytes:
+        start = b"" if self._has_started else self._start()
+        self._has_started = True
+        return start + b"".join(
+            named_event(name, data) for event in events for name, data in self._events_of(event)
+        )
 
-        def send(events: list[BlockEvent]) -> None:
-            nonlocal has_started
-            chunk = b"" if has_started else self._start()
-            has_started = True
-            chunk += b"".join(
-                named_event(name, data) for event in events for name, data in self._events_of(event)
-            )
-            if chunk:
-                write(chunk)
+    def end(self) -> bytes:
+        stop = StopDelta(self._stop_reason, self._stop_sequence)
+        return named_event("message_delta", MessageDelta(stop, self._usage())) + named_event(
+            "message_stop", MessageStop()
+        )
 
-        try:
-            await self._answer.run(send, is_paced=True)
-            stop = StopDelta(self._stop_reason, self._stop_sequence)
-            write(
-                named_event("message_delta", MessageDelta(stop, self._usage()))
-                + named_event("message_stop", MessageStop())
-            )
-        except Exception as error:
-            status, answer = logged_failure(error, request_id=self._request_id)
-            write(named_event("error", message_error(status, answer, request_id=self._request_id)))
+    def failure(self, error: Exception) -> bytes:
+        status, answer = logged_failure(error, request_id=self._request_id)
+        return named_event("error", message_error(status, answer, request_id=self._request_id))
 
     def _start(self) -> bytes:
         """The beginning of a stream, which says nothing of its end even where that has come."""
@@ -265,7 +262,7 @@ class _Answering:
 
     def _message(self, content: list[ContentBlock]) -> MessageAnswer:
         return MessageAnswer(
-            id=self._id,
+            id=self.id,
             model=self._model,
             content=content,
             stop_reason=self._stop_reason,
@@ -274,7 +271,7 @@ class _Answering:
         )
 
     def _usage(self) -> MessageUsage:
-        usage = self._answer.usage
+        usage = self.usage
         cached = usage.prompt_tokens_details.cached_tokens
         return MessageUsage(
             input_tokens=usage.prompt_tokens - cached,
@@ -286,15 +283,15 @@ class _Answering:
 
     @property
     def _stop_sequence(self) -> str | None:
-        return self._answer.stop_string
+        return self.stop_string
 
     @property
     def _stop_reason(self) -> str | None:
         if self._stop_sequence is not None:
             return "stop_sequence"
-        match self._answer.finish_reason:
+        match self.finish_reason:
             case "length":
-                has_room = self._answer.usage.completion_tokens < self._params.max_tokens
+                has_room = self.usage.completion_tokens < self._params.max_tokens
                 return "model_context_window_exceeded" if has_room else "max_tokens"
             case "tool_calls":
                 return "tool_use"

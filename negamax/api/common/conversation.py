@@ -3,7 +3,6 @@ reasoning, content and calls.
 
 A dialect turns its request into a `Conversation`, which `PromptBuilder.chat` turns into a prompt,
 and into `ReadingRules`, by which a `ChoiceReader` per choice reads what the engine sends.
-`UsageMeter` counts.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
-
 from negamax.api.http.request_body import max_chars
-from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from negamax.api.schemas.thinking import (
     NO_CHOICE,
     ReasoningPlace,
@@ -462,25 +458,15 @@ class ChoiceReader:
 
 
 def _with_reasoning_in(place: ReasoningPlace | None, given: ChatFormat) -> ChatFormat:
-    if place is None or (place is ReasoningPlace.CONTENT and given.thinking is not Thinking.SPLIT):
+    stays = {
+        None: True,
+        ReasoningPlace.CONTENT: given.thinking is not Thinking.SPLIT,
+        ReasoningPlace.BLOCK: given.thinking is not Thinking.APPEND,
+    }
+    if stays.get(place, False):
         return given
     return dataclasses.replace(
         given, thinking=Thinking.APPEND if place is ReasoningPlace.CONTENT else Thinking.SPLIT
-    )
-
-
-def without_tokens(output: RequestOutput) -> RequestOutput:
-    """An output of a request that only reads its prompt: the one token that had to run is no part
-    of the answer.
-    """
-    return msgspec.structs.replace(
-        output,
-        token_ids=[],
-        pieces=[],
-        logprobs=None if output.logprobs is None else [],
-        num_output_tokens=0,
-        finish_reason="length",
-        stop_reason=None,
     )
 
 
@@ -488,40 +474,3 @@ def check_failed(output: RequestOutput) -> None:
     """`EngineError` if the engine gave up on this request."""
     if output.finish_reason == "error":
         raise EngineError(f"request {output.request_id}: {output.error or 'no reason given'}")
-
-
-class UsageMeter:
-    """Adds up the token counts of a request. Single writer: the request's handler."""
-
-    __slots__ = ("_latest",)
-
-    def __init__(self) -> None:
-        # by choice: prompt, output, reasoning tokens
-        self._latest: dict[int, tuple[int, RequestOutput, int]] = {}
-
-    def update(
-        self, output: RequestOutput, *, prompt: int, choice: int, reasoning_tokens: int
-    ) -> None:
-        """Take the counts of the latest output of `choice`, which belongs to `prompt`."""
-        self._latest[choice] = prompt, output, reasoning_tokens
-
-    def usage(self) -> Usage:
-        """The counts so far. The choices of a prompt share it; what the least lucky one found in
-        the cache is what the cache gave."""
-        prompts: dict[int, tuple[int, int]] = {}  # tokens, cached tokens
-        completion_tokens = all_reasoning_tokens = 0
-        for prompt, output, reasoning_tokens in self._latest.values():
-            _, cached = prompts.get(prompt, (0, output.num_cached_tokens))
-            prompts[prompt] = output.num_prompt_tokens, min(cached, output.num_cached_tokens)
-            completion_tokens += output.num_output_tokens
-            all_reasoning_tokens += reasoning_tokens
-        prompt_tokens = sum(tokens for tokens, _ in prompts.values())
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(
-                sum(cached for _, cached in prompts.values())
-            ),
-            completion_tokens_details=CompletionTokensDetails(all_reasoning_tokens),
-        )

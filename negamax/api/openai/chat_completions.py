@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
 from negamax.api.access import names_of, salt_of
-from negamax.api.common.constraints import answer_grammar, constrained
+from negamax.api.common.answering import AnswerWriter, respond
 from negamax.api.common.context import FINGERPRINT, ApiContext
-from negamax.api.common.conversation import (
-    ChatPrompt,
-    ChoiceReader,
-    Conversation,
-    ReadingRules,
-    UsageMeter,
-    off_loop,
-    without_tokens,
-)
+from negamax.api.common.conversation import Conversation, off_loop
 from negamax.api.common.logprobs import chat_logprobs, prompt_logprobs
-from negamax.api.errors import failure_event, json_response
-from negamax.api.http.pacing import PacedPackets
+from negamax.api.common.turns import BegunTurn, ParsedChoice, Turn, begin_turn
+from negamax.api.errors import json_response
 from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import (
-    DONE,
-    FIRST_OUTPUT_SECONDS,
-    Write,
-    event,
-    first_output,
-    while_connected,
-)
+from negamax.api.http.sse import DONE, event
 from negamax.api.openai.chat_schema import (
     ChatAnswer,
     ChatChoice,
@@ -51,11 +36,8 @@ from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import ChatLogprob, ChatLogprobs, PromptLogprobs, Usage
 from negamax.api.schemas.request_model import refuse
 from negamax.api.schemas.thinking import ThinkingChoice, other_variables
-from negamax.api.schemas.tools import CallChoice
-from negamax.engine.client.generation import Generation
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
-from negamax.text.chat_format import may_call
 from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,
@@ -78,52 +60,20 @@ def chat_router(context: ApiContext) -> APIRouter:
         arrival = time.monotonic()
         chat, num_bytes = await read_request(request, ChatRequest, context.body_limits)
         model = context.model_name(chat.model)
-        sampling = _sampling(context, chat)
-        tools = chat.offered_tools
-        calls = chat.call_choice(tools)
-        thinking = chat.thinking_choice
-        grammar = await off_loop(
-            lambda: answer_grammar(
-                context.chat_format, tools=tools, choice=calls, content=chat.grammar
-            ),
-            num_bytes=num_bytes,
-        )
-        conversation = _conversation(chat, tools, thinking)
-        prompt = await context.prompts.chat(
-            conversation, num_bytes=num_bytes, cache_salt=salt_of(request, chat.cache_salt)
-        )
-        sampling = constrained(
-            sampling,
-            context.chat_format,
-            reasoning=prompt.reasoning,
-            grammar=grammar,
-            budget=thinking.budget,
-        )
-        rules = _reading_rules(chat, tools, calls, sampling)
-        readers = [
-            ChoiceReader(context.chat_format, prompt=prompt, rules=rules) for _ in range(chat.n)
-        ]
-        answer = _ChatAnswering(context, chat, model=model, prompt=prompt, readers=readers)
-        generation = context.generate(
-            prompt.token_ids,
-            sampling,
+        turn = await off_loop(lambda: _turn(context, chat), num_bytes=num_bytes)
+        answer_id = chat.answer_id("chatcmpl")
+        begun = await begin_turn(
+            context,
+            request,
+            turn,
             chat,
-            request_id=f"{answer.id}-{secrets.token_hex(4)}",
-            names=names_of(answer.id),
+            request_id=f"{answer_id}-{secrets.token_hex(4)}",
+            names=names_of(answer_id),
+            num_bytes=num_bytes,
             arrival=arrival,
-            stream_interval=chat.stream_interval,
-            http=request,
-            readers=None if chat.token_limit == 0 else readers,
         )
-        if chat.stream:
-            # a grammar is compiled first, and may be refused
-            await first_output(
-                request.receive,
-                generation,
-                seconds=FIRST_OUTPUT_SECONDS if grammar is None else None,
-            )
-            return context.event_stream(partial(answer.stream, generation), source=generation)
-        return json_response(await while_connected(request.receive, answer.whole(generation)))
+        writer = _ChatWriter(context, chat, begun, answer_id=answer_id, model=model)
+        return await respond(context, request, chat, writer)
 
     @router.post("/v1/chat/completions/render", openapi_extra=body_schema)
     async def render(request: Request) -> Response:
@@ -171,157 +121,106 @@ def _conversation(
     )
 
 
-def _reading_rules(
-    chat: ChatRequest,
-    tools: list[dict[str, Any]] | None,
-    calls: CallChoice,
-    sampling: SamplingParams,
-) -> ReadingRules:
-    return ReadingRules(
-        tools=calls.callable_tools(tools),
-        may_call=calls.mode != "none" and may_call(tools, chat.messages),
-        parallel_calls=calls.parallel,
-        is_call_forced_by_name=calls.name is not None,
+def _turn(context: ApiContext, chat: ChatRequest) -> Turn:
+    sampling, tools = _sampling(context, chat), chat.offered_tools
+    return Turn(
+        calls=chat.call_choice(tools),
+        conversation=_conversation(chat, tools, chat.thinking_choice),
+        form=chat.grammar,
+        sampling=sampling,
         reasoning=chat.reasoning_place,
         stream_reasoning=chat.stream_reasoning,
-        stop=sampling.stop,
-        includes_stop=sampling.include_stop_str_in_output,
+        named_call_stops=True,
+        is_prompt_only=chat.token_limit == 0,
     )
 
 
-class _Choice:
+class _Choice(ParsedChoice):
     """What a choice is still to send, beside what its reader knows. Single writer: its
-    `_ChatAnswering`.
+    `_ChatWriter`.
     """
 
-    __slots__ = ("events", "index", "logprobs", "packets", "reader", "role_sent", "token_ids")
+    __slots__ = ("events", "logprobs", "role_sent", "token_ids")
 
-    def __init__(self, index: int, reader: ChoiceReader) -> None:
-        self.index = index
-        self.reader = reader
-        self.packets = PacedPackets()  # of a stream
+    def __init__(self, of: ParsedChoice) -> None:
+        super().__init__(of.index, of.reader, is_prompt_only=of.is_prompt_only)
         self.events: list[ParserEvent] = []  # of a whole answer
         self.role_sent = False
         self.logprobs: list[ChatLogprob] = []  # not sent yet (stream) or all (whole answer)
         self.token_ids: list[int] = []  # the same; only if the request asks for them
 
 
-class _ChatAnswering:
-    """Answers one chat request from the engine's outputs. Single writer: the request's handler."""
+class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
+    """Answers in chat completions. Content and reasoning never share a delta."""
 
-    __slots__ = (
-        "_chat",
-        "_choices",
-        "_created",
-        "_echo",
-        "_metrics",
-        "_model",
-        "_prompt",
-        "_prompt_logprobs",
-        "_reads_only",
-        "_reports_tokens",
-        "_returns_ids",
-        "_stream_options",
-        "_tokenizer",
-        "_usage",
-        "id",
-    )
+    is_paced = True
 
     def __init__(
         self,
         context: ApiContext,
         chat: ChatRequest,
+        begun: BegunTurn,
         *,
+        answer_id: str,
         model: str,
-        prompt: ChatPrompt,
-        readers: list[ChoiceReader],
     ) -> None:
-        self.id = chat.answer_id("chatcmpl")
+        super().__init__(answer_id, begun.source, [_Choice(choice) for choice in begun.choices])
         self._created = int(time.time())
         self._tokenizer = context.engine.tokenizer
         self._metrics = context.metrics
         self._chat = chat
-        self._reads_only = chat.token_limit == 0
         self._returns_ids = chat.return_token_ids
         self._reports_tokens = chat.return_token_ids or chat.stream_options.continuous_usage_stats
         self._stream_options = chat.stream_options
         self._model = model
-        self._prompt = prompt
-        self._echo = prompt.continued if chat.echo else ""
-        self._usage = UsageMeter()
+        self._prompt = begun.prompt
+        self._echo = begun.prompt.continued if chat.echo else ""
         self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-        self._choices = [_Choice(index, reader) for index, reader in enumerate(readers)]
 
-    async def whole(self, generation: Generation) -> ChatAnswer:
-        """The answer in one piece."""
-        await generation.run(
-            lambda output: self._choices[output.index].events.extend(self._take(output))
-        )
+    def take(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
+        choice.events += events
+        self._take_tokens(choice, output)
+
+    def response(self) -> ChatAnswer:
         return ChatAnswer(
             id=self.id,
             created=self._created,
             model=self._model,
-            choices=[self._whole_choice(choice) for choice in self._choices],
-            usage=self._usage.usage(),
+            choices=[self._whole_choice(choice) for choice in self.choices],
+            usage=self.usage,
             system_fingerprint=FINGERPRINT,
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=self._prompt.token_ids if self._returns_ids else UNSET,
         )
 
-    async def stream(self, generation: Generation, write: Write) -> None:
-        """The answer as events. An error after the start is an event too: the status line is
-        already sent.
-        """
-
-        def send(output: RequestOutput) -> None:
-            choice = self._choices[output.index]
-            deltas = self._deltas(choice, output)
-            if not deltas and output.finish_reason is None:
-                if not (self._reports_tokens and output.token_ids):
-                    return
-                deltas = [Delta()]  # the tokens have no text of their own yet
-            events = [event(self._chunk(choice, delta)) for delta in deltas]
-            if output.finish_reason is not None:
-                events.append(event(self._chunk(choice, Delta(), last=True)))
-            write(b"".join(events))  # one write for all that one step brought
-
-        try:
-            await generation.run(send)
-            if self._stream_options.reports_usage:
-                write(event(self._envelope([], usage=self._usage.usage())))
-        except Exception as error:
-            write(failure_event(error, request_id=self.id))
-        write(DONE)
-
-    def _deltas(self, choice: _Choice, output: RequestOutput) -> list[Delta]:
-        """Take an output into its choice; what a stream says about it. Content and reasoning never
-        share a delta.
-        """
+    def chunk(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
+        self._take_tokens(choice, output)
+        deltas = list(self._deltas(choice, events))
         is_last = output.finish_reason is not None
-        events = choice.packets.push(self._take(output), now=time.monotonic(), is_last=is_last)
-        deltas: list[Delta] = []
+        if not (deltas or is_last) and self._reports_tokens and output.token_ids:
+            deltas = [Delta()]  # the tokens have no text of their own yet
+        chunks = [event(self._chunk(choice, delta)) for delta in deltas]
+        if is_last:
+            chunks.append(event(self._chunk(choice, Delta(), last=True)))
+        return b"".join(chunks)
+
+    def end(self) -> bytes:
+        if not self._stream_options.reports_usage:
+            return DONE
+        return event(self._envelope([], usage=self.usage)) + DONE
+
+    def _deltas(self, choice: _Choice, events: list[ParserEvent]) -> Iterator[Delta]:
         if not choice.role_sent:
             choice.role_sent = True
-            deltas.append(Delta(role="assistant", content=""))
+            yield Delta(role="assistant", content="")
             if self._echo:
-                deltas.append(Delta(content=self._echo))
+                yield Delta(content=self._echo)
         for parsed in events:
             delta = self._delta(choice, parsed)
             if delta is not None:
-                deltas.append(delta)
-        return deltas
+                yield delta
 
-    def _take(self, output: RequestOutput) -> list[ParserEvent]:
-        choice = self._choices[output.index]
-        if self._reads_only:
-            output = without_tokens(output)
-        events = choice.reader.push(output)
-        self._usage.update(
-            output,
-            prompt=0,
-            choice=choice.index,
-            reasoning_tokens=choice.reader.num_reasoning_tokens,
-        )
+    def _take_tokens(self, choice: _Choice, output: RequestOutput) -> None:
         if output.prompt_logprobs is not None and self._chat.prompt_logprobs is not None:
             self._prompt_logprobs = prompt_logprobs(self._tokenizer, output.prompt_logprobs)
         if output.logprobs is not None:
@@ -331,7 +230,6 @@ class _ChatAnswering:
             choice.token_ids += output.token_ids
         if output.finish_reason is not None:
             self._metrics.events.add("tool_calls", len(choice.reader.calls))
-        return events
 
     def _delta(self, choice: _Choice, parsed: ParserEvent) -> Delta | None:
         match parsed:
@@ -375,7 +273,7 @@ class _ChatAnswering:
         options = self._stream_options
         usage: Usage | UnsetType | None = None if options.reports_usage else UNSET
         if options.continuous_usage_stats:
-            usage = self._usage.usage()
+            usage = self.usage
         return self._envelope(
             [
                 ChatChunkChoice(

@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from negamax.api.access import names_of, salt_of
-from negamax.api.common.constraints import constrained
+from negamax.api.access import names_of
+from negamax.api.common.answering import AnswerWriter, Choice, respond
 from negamax.api.common.context import FINGERPRINT, ApiContext
-from negamax.api.common.conversation import (
-    ReasoningCounter,
-    UsageMeter,
-    check_failed,
-    off_loop,
-    without_tokens,
-)
 from negamax.api.common.logprobs import TextLogprobWriter, prompt_logprobs
-from negamax.api.errors import failure_event, json_response
+from negamax.api.common.plain_prompts import PlainPrompt, PlainReader, begin_prompts
 from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import (
-    DONE,
-    FIRST_OUTPUT_SECONDS,
-    Write,
-    event,
-    first_output,
-    while_connected,
-)
+from negamax.api.http.sse import DONE, event
 from negamax.api.openai.completions_schema import CompletionRequest, TextAnswer, TextChoice
 from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs, Usage
 from negamax.engine.client.generation import Generations
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
-from negamax.text.chat_format import ChatFormat
+from negamax.text.parser.events import ParserEvent
 
 
 def completions_router(context: ApiContext) -> APIRouter:
@@ -52,40 +37,39 @@ def completions_router(context: ApiContext) -> APIRouter:
         params, num_bytes = await read_request(request, CompletionRequest, context.body_limits)
         model = context.model_name(params.model)
         sampling = _sampling(params)
-        context.check_sampling(sampling)
-        prompts = await context.prompts.plain(
-            params.prompt, cache_salt=salt_of(request, params.cache_salt)
-        )
-        await off_loop(lambda: params.grammar, num_bytes=num_bytes)  # once, for all prompts
-        context.check_room(request, [(prompt, sampling) for prompt in prompts])
-        samplings = [
-            _constrained(sampling, params, prompt, chat_format=context.chat_format)
-            for prompt in prompts
-        ]
-        answer = _TextAnswering(context, params, model=model, prompts=prompts)
-        engine_id = f"{answer.id}-{secrets.token_hex(4)}"
-        parts = [
-            context.generate(
-                prompt,
-                limits,
-                params,
+        answer_id = params.answer_id("cmpl")
+        engine_id = f"{answer_id}-{secrets.token_hex(4)}"
+        prompts = [
+            PlainPrompt(
+                prompt=prompt,
+                sampling=sampling,
+                formed=params,
+                reasoning_budget=params.reasoning_budget,
                 request_id=f"{engine_id}-{number}",
-                names=names_of(answer.id),
-                arrival=arrival,
+                names=names_of(answer_id),
                 stream_interval=params.stream_interval,
-                http=request,
             )
-            for number, (prompt, limits) in enumerate(zip(prompts, samplings, strict=True))
+            for number, prompt in enumerate(params.prompt)
         ]
-        generations = Generations(parts)
-        if params.stream:
-            # a grammar is compiled first, and may be refused
-            is_free = all(limits.grammar is None for limits in samplings)
-            await first_output(
-                request.receive, generations, seconds=FIRST_OUTPUT_SECONDS if is_free else None
+        token_ids, source = await begin_prompts(
+            context, request, prompts, params, num_bytes=num_bytes, arrival=arrival
+        )
+        choices = [
+            _Choice(
+                index,
+                PlainReader(context.chat_format, token_ids[index // params.n]),
+                prompt_index=index // params.n,
+                is_prompt_only=params.scores_only,
+                logprobs=TextLogprobWriter(
+                    context.engine.tokenizer, as_ids=params.return_tokens_as_token_ids
+                ),
             )
-            return context.event_stream(partial(answer.stream, generations), source=generations)
-        return json_response(await while_connected(request.receive, answer.whole(generations)))
+            for index in range(params.n * len(token_ids))
+        ]
+        writer = _TextWriter(
+            context, params, source, choices, answer_id=answer_id, model=model, prompts=token_ids
+        )
+        return await respond(context, request, params, writer)
 
     return router
 
@@ -103,134 +87,84 @@ def _sampling(params: CompletionRequest) -> SamplingParams:
     return replace(sampling, prompt_logprobs=max(asked))
 
 
-def _constrained(
-    sampling: SamplingParams,
-    params: CompletionRequest,
-    prompt: list[int],
-    *,
-    chat_format: ChatFormat,
-) -> SamplingParams:
-    """With the form of the answer, which begins after the reasoning where the prompt ends in
-    one.
-    """
-    reasoning = chat_format.reasoning_after(prompt)
-    budget = params.reasoning_budget if reasoning == "open" else None
-    return constrained(
-        sampling, chat_format, reasoning=reasoning, grammar=params.grammar, budget=budget
-    )
+class _Choice(Choice):
+    """What a choice is still to send. Single writer: its `_TextWriter`."""
 
+    __slots__ = ("echoed", "logprobs", "prompt_logprobs", "text", "token_ids")
 
-class _Choice:
-    """One choice while it is generated. Single writer: its `_TextAnswering`."""
-
-    def __init__(self, reasoning: ReasoningCounter, logprobs: TextLogprobWriter) -> None:
-        self.reasoning = reasoning
+    def __init__(
+        self,
+        index: int,
+        reader: PlainReader,
+        *,
+        prompt_index: int,
+        is_prompt_only: bool,
+        logprobs: TextLogprobWriter,
+    ) -> None:
+        super().__init__(index, reader, prompt_index=prompt_index, is_prompt_only=is_prompt_only)
         self.logprobs = logprobs
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.echoed = False
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
         self.prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class _TextAnswering:
-    """Answers one completion request from the engine's outputs. Single writer: the request's
-    handler.
-    """
+class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
+    """Answers in plain completions."""
 
     def __init__(
         self,
         context: ApiContext,
         params: CompletionRequest,
+        source: Generations,
+        choices: list[_Choice],
         *,
+        answer_id: str,
         model: str,
         prompts: list[list[int]],
     ) -> None:
-        self.id = params.answer_id("cmpl")
+        super().__init__(answer_id, source, choices)
         self._created = int(time.time())
         self._tokenizer = context.engine.tokenizer
         self._params = params
+        options = params.stream_options
+        self._reports_tokens = params.return_token_ids or options.continuous_usage_stats
         self._model = model
         self._prompts = prompts
-        self._usage = UsageMeter()
-        chat_format = context.chat_format
-        self._choices = [
-            _Choice(
-                ReasoningCounter(
-                    chat_format, in_reasoning=chat_format.reasoning_after(prompt) == "open"
-                ),
-                TextLogprobWriter(self._tokenizer, as_ids=params.return_tokens_as_token_ids),
-            )
-            for prompt in prompts
-            for _ in range(params.n)
-        ]
 
-    async def whole(self, generations: Generations) -> TextAnswer:
-        """The answer in one piece."""
-
-        def take(number: int, output: RequestOutput) -> None:
-            index, text = self._take(number, output)
-            self._choices[index].text.append(text)
-
-        await generations.run(take)
-        choices = [
-            self._choice(index, "".join(choice.text), last=True)
-            for index, choice in enumerate(self._choices)
-        ]
-        return self._envelope(choices, usage=self._usage.usage())
-
-    async def stream(self, generations: Generations, write: Write) -> None:
-        """The answer as events; an error after the start is an event too."""
-        options = self._params.stream_options
-        reports_tokens = self._params.return_token_ids or options.continuous_usage_stats
-
-        def send(number: int, output: RequestOutput) -> None:
-            index, text = self._take(number, output)
-            is_sent = bool(text) or (reports_tokens and bool(output.token_ids))
-            if not is_sent and output.finish_reason is None:
-                return
-            usage: Usage | UnsetType | None = None if options.reports_usage else UNSET
-            if options.continuous_usage_stats:
-                usage = self._usage.usage()
-            choice = self._choice(index, text, last=output.finish_reason is not None)
-            write(event(self._envelope([choice], usage=usage)))
-
-        try:
-            await generations.run(send)
-            if options.reports_usage:
-                write(event(self._envelope([], usage=self._usage.usage())))
-        except Exception as error:
-            write(failure_event(error, request_id=self.id))
-        write(DONE)
-
-    def _take(self, number: int, output: RequestOutput) -> tuple[int, str]:
-        """Take an output into its choice; the choice's index and the new text."""
-        check_failed(output)
-        if self._params.scores_only:  # the one token that ran is not part of the answer
-            output = without_tokens(output)
-        index = number * self._params.n + output.index
-        choice = self._choices[index]
-        text = ""
+    def take(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
         if not choice.echoed:
             choice.echoed = True
-            text = self._begin(choice, number, output)
-        text += output.text
+            choice.text.append(self._begin(choice, output))
+        choice.text.append(output.text)
         choice.token_ids += output.token_ids
-        choice.reasoning.push(output.token_ids)
-        if choice.reasoning.is_undecided:  # nobody reads the text: a call opener is taken for one
-            choice.reasoning.call_began()
         for entry in output.logprobs or ():
             choice.logprobs.push(entry)
-        self._usage.update(
-            output, prompt=number, choice=index, reasoning_tokens=choice.reasoning.count
-        )
-        choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
-        return index, text
 
-    def _begin(self, choice: _Choice, number: int, output: RequestOutput) -> str:
+    def response(self) -> TextAnswer:
+        choices = [self._choice(choice, last=True) for choice in self.choices]
+        return self._envelope(choices, usage=self.usage)
+
+    def chunk(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
+        self.take(choice, output, events)
+        is_last = output.finish_reason is not None
+        has_news = any(choice.text) or (self._reports_tokens and bool(output.token_ids))
+        if not has_news and not is_last:
+            return b""
+        options = self._params.stream_options
+        usage: Usage | UnsetType | None = None if options.reports_usage else UNSET
+        if options.continuous_usage_stats:
+            usage = self.usage
+        return event(self._envelope([self._choice(choice, last=is_last)], usage=usage))
+
+    def end(self) -> bytes:
+        if not self._params.stream_options.reports_usage:
+            return DONE
+        return event(self._envelope([], usage=self.usage)) + DONE
+
+    def _begin(self, choice: _Choice, output: RequestOutput) -> str:
         """What comes before a choice's first token: the echoed prompt and its logprobs."""
-        prompt, entries = self._prompts[number], output.prompt_logprobs
+        prompt, entries = self._prompts[choice.prompt_index], output.prompt_logprobs
         if entries is not None and self._params.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(self._tokenizer, entries)
         if not self._params.echo:
@@ -239,29 +173,30 @@ class _TextAnswering:
             choice.logprobs.push_first(prompt[0])
             for entry in entries:
                 choice.logprobs.push(entry)
-        given = self._params.prompt[number]
+        given = self._params.prompt[choice.prompt_index]
         return (
             given
             if isinstance(given, str)
             else self._tokenizer.decode(prompt, skip_special_tokens=False)
         )
 
-    def _choice(self, index: int, text: str, *, last: bool) -> TextChoice:
-        choice = self._choices[index]
+    def _choice(self, choice: _Choice, *, last: bool) -> TextChoice:
+        """What came of a choice since the last one of it."""
+        text, choice.text = "".join(choice.text), []
         logprobs: TextLogprobs | None = (
             choice.logprobs.take() if self._params.logprobs is not None else None
         )
         token_ids, choice.token_ids = choice.token_ids, []
         ids = self._params.return_token_ids
         return TextChoice(
-            index=index,
+            index=choice.index,
             text=text,
             logprobs=logprobs,
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason if last else UNSET,
+            finish_reason=choice.reader.finish_reason,
+            stop_reason=choice.reader.stop_reason if last else UNSET,
             token_ids=token_ids if ids else UNSET,
             prompt_logprobs=choice.prompt_logprobs,
-            prompt_token_ids=self._prompts[index // self._params.n] if ids and last else UNSET,
+            prompt_token_ids=self._prompts[choice.prompt_index] if ids and last else UNSET,
         )
 
     def _envelope(

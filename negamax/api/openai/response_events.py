@@ -20,9 +20,9 @@ from negamax.api.common.blocks import (
 )
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.thought_signature import ThoughtSigner
-from negamax.api.common.turns import TurnAnswer
+from negamax.api.common.turns import BegunTurn, BlockAnswerWriter
 from negamax.api.errors import logged_failure
-from negamax.api.http.sse import Write, named_event
+from negamax.api.http.sse import named_event
 from negamax.api.openai.response_items_schema import (
     CustomCallItem,
     FunctionCallItem,
@@ -50,27 +50,30 @@ from negamax.api.schemas.answers import ChatLogprob
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.CONTENT: "msg", BlockKind.CALL: "fc"}
 
 
-class ResponseEventWriter:
-    """Tells one answer. Single writer: whoever runs the request."""
+class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
+    """Answers in the Responses API."""
 
     def __init__(
         self,
-        answer: TurnAnswer,
+        begun: BegunTurn,
         params: ResponsesRequest,
         blank: ResponseAnswer,
         *,
         new_id: Callable[[str], str],
         signer: ThoughtSigner,
         logprobs: ContentLogprobs | None,
+        keep: Callable[[ResponseAnswer], None],
         request_id: str,
     ) -> None:
         """`blank` is the response before anything is answered; `new_id` makes the id of an item,
-        from its prefix; `logprobs` finds those that were asked for."""
-        self._answer = answer
+        from its prefix; `logprobs` finds those that were asked for; `keep` takes the last state of
+        a streamed response before it is sent, so that it can be gone on from at once."""
+        super().__init__(blank.id, begun)
         self._blank = blank
         self._new_id = new_id
         self._signer = signer
-        self._logprobs = logprobs
+        self._found_logprobs = logprobs
+        self._keep = keep
         self._request_id = request_id
         self._tools = {tool.shown_name: tool for tool in params.declared_tools}
         self._has_summary = params.wants_summary
@@ -78,34 +81,26 @@ class ResponseEventWriter:
         self._ids: list[str] = []  # of the blocks
         self._sequence_number = -1
 
-    async def whole(self) -> ResponseAnswer:
-        """The response in one piece. Errors: those of the engine."""
-        await self._answer.whole()
-        return self._response()
-
-    async def stream(self, keep: Callable[[ResponseAnswer], None], write: Write) -> None:
-        """The events; the last state of the response is kept before it is said, so that it can be
-        gone on from at once. An error after the start is an event too."""
-
-        def send(events: list[BlockEvent]) -> None:
-            chunk = b"".join(
-                named_event(data.type, data) for event in events for data in self._events_of(event)
-            )
-            if chunk:
-                write(chunk)
-
-        write(
-            self._state("response.created", self._blank)
-            + self._state("response.in_progress", self._blank)
+    def start(self) -> bytes:
+        return self._state("response.created", self._blank) + self._state(
+            "response.in_progress", self._blank
         )
-        try:
-            await self._answer.run(send, is_paced=True)
-            response = self._response()
-        except Exception as error:
-            _, answer = logged_failure(error, request_id=self._request_id)
-            response = self.failed(answer.error.message)
-        keep(response)
-        write(self._state(f"response.{response.status}", response))
+
+    def block_chunk(self, events: list[BlockEvent]) -> bytes:
+        return b"".join(
+            named_event(data.type, data) for event in events for data in self._events_of(event)
+        )
+
+    def end(self) -> bytes:
+        return self._last(self.response())
+
+    def failure(self, error: Exception) -> bytes:
+        _, answer = logged_failure(error, request_id=self._request_id)
+        return self._last(self.failed(answer.error.message))
+
+    def _last(self, response: ResponseAnswer) -> bytes:
+        self._keep(response)
+        return self._state(f"response.{response.status}", response)
 
     def failed(self, message: str) -> ResponseAnswer:
         """The response of an answer that ended in an error."""
@@ -120,10 +115,9 @@ class ResponseEventWriter:
         """The response of an answer that was cancelled."""
         return replace(self._blank, status="cancelled", output=self._items())
 
-    def _response(self) -> ResponseAnswer:
-        """The response when the answer is over."""
-        usage = self._answer.usage
-        is_cut = self._answer.finish_reason == "length"
+    def response(self) -> ResponseAnswer:
+        usage = self.usage
+        is_cut = self.finish_reason == "length"
         return replace(
             self._blank,
             status="incomplete" if is_cut else "completed",
@@ -143,19 +137,19 @@ class ResponseEventWriter:
 
     def _items(self) -> list[OutputItem]:
         self._read_logprobs()
-        for block in self._answer.blocks:
+        for block in self.blocks:
             self._of_block(block)  # in their order, also where they have none
         return [
             self._item(block, "completed" if block.is_whole else "incomplete")
-            for block in self._answer.blocks
+            for block in self.blocks
         ]
 
     def _read_logprobs(self) -> None:
-        if self._logprobs is not None:
-            self._logprobs.add(self._answer.take_logprobs())
+        if self._found_logprobs is not None:
+            self._found_logprobs.add(self.take_logprobs())
 
     def _of_block(self, block: Block) -> list[ChatLogprob]:
-        return [] if self._logprobs is None else self._logprobs.of(block)
+        return [] if self._found_logprobs is None else self._found_logprobs.of(block)
 
     def _state(self, kind: str, response: ResponseAnswer) -> bytes:
         return named_event(
@@ -169,7 +163,7 @@ class ResponseEventWriter:
     def _id(self, block: Block) -> str:
         """The id of a block's item, the same in all that is said about it."""
         while len(self._ids) <= block.index:
-            kind = self._answer.blocks[len(self._ids)].kind
+            kind = self.blocks[len(self._ids)].kind
             self._ids.append(self._new_id(_ID_PREFIXES[kind]))
         return self._ids[block.index]
 
@@ -231,7 +225,7 @@ class ResponseEventWriter:
             yield self._summary_part(block, "added", "")
 
     def _grew(self, block: Block, text: str) -> Iterator[Struct]:
-        logprobs = [] if self._logprobs is None else self._logprobs.take(block, text)
+        logprobs = [] if self._found_logprobs is None else self._found_logprobs.take(block, text)
         match block.kind:
             case BlockKind.REASONING:
                 yield self._text(

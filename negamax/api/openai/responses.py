@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -17,7 +18,7 @@ from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import off_loop
 from negamax.api.common.thought_signature import ThoughtSigner
-from negamax.api.common.turns import Turn, begin_answer, turn_prompt
+from negamax.api.common.turns import Turn, begin_turn, turn_conversation, turn_prompt
 from negamax.api.errors import error_of, json_response
 from negamax.api.http.request_body import receive, understand
 from negamax.api.http.sse import while_connected
@@ -163,12 +164,16 @@ class _Responses:
         tenant = tenant_of(request)
         parent, given, turn, num_bytes = await self._understood(params, tenant, num_bytes=num_bytes)
         blank = self._blank(params, model=model, turn=turn)
-        answer = await begin_answer(
+        keep = partial(
+            self._keep, tenant=tenant, parent=parent, input_items=msgspec.json.encode(given)
+        )
+        begun = await begin_turn(
             context,
             request,
             turn,
             params,
             request_id=blank.id,
+            names=[blank.id],
             num_bytes=num_bytes,
             arrival=arrival,
         )
@@ -177,33 +182,26 @@ class _Responses:
             if params.num_logprobs is None
             else ContentLogprobs(context.engine.tokenizer, context.chat_format)
         )
-        event_writer = ResponseEventWriter(
-            answer,
+        writer = ResponseEventWriter(
+            begun,
             params,
             blank,
             new_id=partial(context.server_rank.new_id, num_bytes=16),
             signer=self._signer,
             logprobs=logprobs,
+            keep=keep if params.store else _forget,
             request_id=request.state.request_id,
         )
-        input_items = msgspec.json.encode(given)
         if params.background:
-            self._keep(blank, tenant, parent=parent, input_items=input_items)
-            work = self._run(event_writer, blank, tenant, parent, input_items)
+            keep(blank)
+            work = self._run(writer, blank, keep)
             self._running[blank.id] = context.lifecycle.run_in_background(work)
             return json_response(blank)
         if params.stream:
-            keep = (
-                partial(self._keep, tenant=tenant, parent=parent, input_items=input_items)
-                if params.store
-                else _forget
-            )
-            return context.event_stream(
-                partial(event_writer.stream, keep), source=answer.generation
-            )
-        response = await while_connected(request.receive, event_writer.whole())
+            return context.event_stream(writer.stream, source=writer.source)
+        response = await while_connected(request.receive, writer.whole())
         if params.store:
-            self._keep(response, tenant, parent=parent, input_items=input_items)
+            keep(response)
         return json_response(response)
 
     async def count(
@@ -257,22 +255,20 @@ class _Responses:
 
     async def _run(
         self,
-        event_writer: ResponseEventWriter,
+        writer: ResponseEventWriter,
         blank: ResponseAnswer,
-        tenant: str,
-        parent: KeptTurn | None,
-        input_items: bytes,
+        keep: Callable[[ResponseAnswer], None],
     ) -> None:
         """Run a response in the background, and keep its last state unless it was deleted."""
         try:
-            response = await event_writer.whole()
+            response = await writer.whole()
         except asyncio.CancelledError:
-            response = event_writer.cancelled()
+            response = writer.cancelled()
         except Exception as error:
             logger.warning("response %s failed in the background: %s", blank.id, error)
-            response = event_writer.failed(error_of(error)[1].error.message)
+            response = writer.failed(error_of(error)[1].error.message)
         if self._running.pop(blank.id, None) is not None:
-            self._keep(response, tenant, parent=parent, input_items=input_items)
+            keep(response)
             if self._context.lifecycle.is_draining and response.status in (
                 "completed",
                 "incomplete",
@@ -350,11 +346,9 @@ class _Responses:
         history = history_of(items, instructions=params.instructions, thoughts=thoughts)
         tools, calls = params.choice()
         return Turn(
-            messages=history.messages,
+            conversation=turn_conversation(params, history.messages, tools, params.thinking_choice),
             places=history.places,
-            tools=tools,
             calls=calls,
-            thinking=params.thinking_choice,
             form=params.grammar,
             sampling=params.shared_sampling(
                 max_tokens=params.max_output_tokens,

@@ -6,6 +6,8 @@ the JSON, None is `null`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
@@ -125,7 +127,7 @@ class ServerAnswer(Struct, frozen=True):
 _encoder = msgspec.json.Encoder()
 
 
-def encode(answer: Struct) -> bytes:
+def encode(answer: Struct | Sequence[Struct]) -> bytes:
     """The answer as UTF-8 JSON."""
     return _encoder.encode(answer)
 

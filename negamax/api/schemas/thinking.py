@@ -26,6 +26,7 @@ class ReasoningPlace(enum.Enum):
     """Where the reasoning of an answer goes."""
 
     FIELD = "a field of its own"
+    BLOCK = "a block of its own, unless the server leaves it in the content as generated"
     CONTENT = "the content, between think tags"
     NOWHERE = "left out"
 

@@ -14,24 +14,13 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from negamax import __version__
-from negamax.api.access import check_admin, is_admin, salt_of, tenant_of
-from negamax.api.common.constraints import constrained
+from negamax.api.access import check_admin, is_admin, tenant_of
+from negamax.api.common.answering import AnswerWriter, Choice, respond
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import (
-    check_failed,
-    off_loop,
-    without_tokens,
-)
-from negamax.api.errors import failure_event, json_response
+from negamax.api.common.plain_prompts import PlainPrompt, PlainReader, begin_prompts
+from negamax.api.errors import json_response
 from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import (
-    DONE,
-    FIRST_OUTPUT_SECONDS,
-    Write,
-    event,
-    first_output,
-    while_connected,
-)
+from negamax.api.http.sse import event
 from negamax.api.openapi import json_body
 from negamax.api.schemas.request_model import refuse
 from negamax.api.sglang.generate_schema import (
@@ -52,6 +41,7 @@ from negamax.engine.client.generation import Generations
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
+from negamax.text.parser.events import ParserEvent
 
 _LEAST = -9999.0  # JSON has no infinity
 _ABORT = "abort"  # what server processes ask of each other
@@ -71,40 +61,37 @@ def native_router(context: ApiContext) -> APIRouter:
         params, num_bytes = await read_request(request, NativeRequest, context.body_limits)
         samplings = params.samplings(len(params.prompts))
         ids = [given or secrets.token_hex(16) for given in params.ids(len(params.prompts))]
-        limits = [_engine_sampling(params, sampling) for sampling in samplings]
-        for limit in limits:
-            context.check_sampling(limit)
-        prompts = await context.prompts.plain(
-            params.prompts, cache_salt=salt_of(request, params.cache_salt)
-        )
-        await off_loop(lambda: [sampling.grammar for sampling in samplings], num_bytes=num_bytes)
-        context.check_room(request, list(zip(prompts, limits, strict=True)))
-        parts = [
-            context.generate(
-                prompt,
-                _constrained(context, params, sampling, limit, prompt),
-                params,
+        prompts = [
+            PlainPrompt(
+                prompt=prompt,
+                sampling=_engine_sampling(params, sampling),
+                formed=sampling,
+                reasoning_budget=params.max_thinking_tokens,
                 request_id=f"generate-{rid}-{secrets.token_hex(4)}",
                 names=[rid, params.rid] if isinstance(params.rid, str) else [rid],
-                arrival=arrival,
                 stream_interval=sampling.stream_interval,
-                http=request,
             )
-            for prompt, sampling, limit, rid in zip(prompts, samplings, limits, ids, strict=True)
+            for prompt, sampling, rid in zip(params.prompts, samplings, ids, strict=True)
         ]
-        answer = _NativeAnswering(
-            context, params, samplings, ids=ids, prompts=prompts, arrival=arrival
+        token_ids, source = await begin_prompts(
+            context, request, prompts, params, num_bytes=num_bytes, arrival=arrival
         )
-        generations = Generations(parts)
-        if params.stream:
-            seconds = (
-                FIRST_OUTPUT_SECONDS
-                if all(sampling.grammar is None for sampling in samplings)
-                else None
+        num_choices = sum(sampling.n for sampling in samplings)
+        choices = [
+            _Choice(
+                index,
+                PlainReader(context.chat_format, token_ids[number]),
+                prompt_index=number,
+                is_prompt_only=samplings[number].max_new_tokens == 0,
+                rid=ids[number],
+                pacing=RepeatPacing(num_choices=num_choices),
             )
-            await first_output(request.receive, generations, seconds=seconds)
-            return context.event_stream(partial(answer.stream, generations), source=generations)
-        return await while_connected(request.receive, answer.whole(generations))
+            for index, number in enumerate(
+                number for number, sampling in enumerate(samplings) for _ in range(sampling.n)
+            )
+        ]
+        writer = _NativeWriter(context, params, source, choices, prompts=token_ids, arrival=arrival)
+        return await respond(context, request, params, writer)
 
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
@@ -180,28 +167,20 @@ def _engine_sampling(params: NativeRequest, sampling: NativeSampling) -> Samplin
     )
 
 
-def _constrained(
-    context: ApiContext,
-    params: NativeRequest,
-    sampling: NativeSampling,
-    limits: SamplingParams,
-    prompt: list[int],
-) -> SamplingParams:
-    """With the form of the answer, which begins after the reasoning where the prompt ends in
-    one.
-    """
-    reasoning = context.chat_format.reasoning_after(prompt)
-    budget = params.max_thinking_tokens if reasoning == "open" else None
-    return constrained(
-        limits, context.chat_format, reasoning=reasoning, grammar=sampling.grammar, budget=budget
-    )
+class _Choice(Choice):
+    """What is known of a choice. Single writer: its `_NativeWriter`."""
 
-
-class _Choice:
-    """One answer while it is generated. Single writer: its `_NativeAnswering`."""
-
-    def __init__(self, prompt_index: int, rid: str, pacing: RepeatPacing) -> None:
-        self.prompt_index = prompt_index
+    def __init__(
+        self,
+        index: int,
+        reader: PlainReader,
+        *,
+        prompt_index: int,
+        is_prompt_only: bool,
+        rid: str,
+        pacing: RepeatPacing,
+    ) -> None:
+        super().__init__(index, reader, prompt_index=prompt_index, is_prompt_only=is_prompt_only)
         self.rid = rid
         self.pacing = pacing  # of its events
         self.has_begun = False
@@ -219,7 +198,7 @@ class _Choice:
 
     @property
     def num_bytes(self) -> int:
-        """About the size of an event that tells all of it."""
+        """About the size of an event that has all of it."""
         lists = (
             self.token_ids,
             self.input_logprobs,
@@ -230,67 +209,37 @@ class _Choice:
         return sum(entries.num_bytes for entries in lists) + sum(map(len, self.texts))
 
 
-class _NativeAnswering:
-    """Answers one request from the engine's outputs. Single writer: the request's handler."""
+class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
+    """Answers in SGLang's words: each event of a stream has all that was generated so far."""
 
     def __init__(
         self,
         context: ApiContext,
         params: NativeRequest,
-        samplings: list[NativeSampling],
+        source: Generations,
+        choices: list[_Choice],
         *,
-        ids: list[str],
         prompts: list[list[int]],
         arrival: float,
     ) -> None:
+        super().__init__(choices[0].rid, source, choices)
         self._tokenizer = context.engine.tokenizer
         self._params = params
-        self._samplings = samplings
         self._prompts = prompts
         self._arrival = arrival
-        self._starts: list[int] = []  # of each prompt: the index of its first choice
-        self._choices: list[_Choice] = []
-        num_choices = sum(sampling.n for sampling in samplings)
-        for index, (rid, sampling) in enumerate(zip(ids, samplings, strict=True)):
-            self._starts.append(len(self._choices))
-            self._choices += [
-                _Choice(index, rid, RepeatPacing(num_choices=num_choices))
-                for _ in range(sampling.n)
-            ]
-        self._is_list = params.is_batch or len(self._choices) > 1
+        self._is_list = params.is_batch or len(choices) > 1
 
-    async def whole(self, generations: Generations) -> Response:
-        """The answer in one piece: one object, or a list of them."""
-        await generations.run(self._take)
-        answers = [self._answer(index) for index in range(len(self._choices))]
-        encoded = msgspec.json.encode(answers if self._is_list else answers[0])
-        return Response(encoded, media_type="application/json")
+    def response(self) -> NativeAnswer | list[NativeAnswer]:
+        answers = [self._answer(choice) for choice in self.choices]
+        return answers if self._is_list else answers[0]
 
-    async def stream(self, generations: Generations, write: Write) -> None:
-        """The answer as events, each with all that was said so far; an error after the start is an
-        event too.
-        """
+    def chunk(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
+        self.take(choice, output, events)
+        is_due = choice.pacing.is_due(choice.num_bytes, now=time.monotonic())
+        is_sent = is_due or choice.finish_reason is not None
+        return event(self._answer(choice)) if is_sent else b""
 
-        def send(number: int, output: RequestOutput) -> None:
-            index = self._take(number, output)
-            choice = self._choices[index]
-            is_due = choice.pacing.is_due(choice.num_bytes, now=time.monotonic())
-            if is_due or choice.finish_reason is not None:
-                write(event(self._answer(index)))
-
-        try:
-            await generations.run(send)
-        except Exception as error:
-            write(failure_event(error, request_id=self._choices[0].rid))
-        write(DONE)
-
-    def _take(self, number: int, output: RequestOutput) -> int:
-        """Take an output into its choice; the choice's index."""
-        check_failed(output)
-        if self._samplings[number].max_new_tokens == 0:
-            output = without_tokens(output)
-        index = self._starts[number] + output.index
-        choice = self._choices[index]
+    def take(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
         choice.texts.append(output.text)
         if not choice.has_begun:
             choice.has_begun = True
@@ -307,7 +256,6 @@ class _NativeAnswering:
         if output.finish_reason is not None:
             choice.seconds = time.monotonic() - self._arrival
             choice.finish_reason = self._finish_reason(choice, output)
-        return index
 
     def _finish_reason(self, choice: _Choice, output: RequestOutput) -> dict[str, object]:
         match output.finish_reason:
@@ -322,15 +270,14 @@ class _NativeAnswering:
             case _:
                 return {"type": "abort", "message": "the request was aborted"}
 
-    def _answer(self, index: int) -> NativeAnswer:
-        choice = self._choices[index]
+    def _answer(self, choice: _Choice) -> NativeAnswer:
         text = "".join(choice.texts)
         choice.texts = [text]
         return NativeAnswer(
             text=text,
             output_ids=choice.token_ids.json(),
             meta_info=self._meta(choice),
-            index=index if self._is_list else UNSET,
+            index=choice.index if self._is_list else UNSET,
         )
 
     def _take_input(self, choice: _Choice, prompt_logprobs: list[TokenLogprobs]) -> None:

@@ -316,6 +316,9 @@ class Generations:
         """Send all, and wait until something has come back for one of them. Errors: as of
         `Generation.first_output`.
         """
+        if len(self._parts) == 1:
+            await self._parts[0].first_output()
+            return
         waits = [asyncio.ensure_future(part.first_output()) for part in self._parts]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -326,6 +329,9 @@ class Generations:
 
     async def run(self, take: Callable[[int, RequestOutput], object]) -> None:
         """As of `Generation`; `take` gets the index of the part, too. The first error ends all."""
+        if len(self._parts) == 1:
+            await self._parts[0].run(functools.partial(take, 0))
+            return
         runs = [
             asyncio.ensure_future(part.run(functools.partial(take, index)))
             for index, part in enumerate(self._parts)

@@ -1,0 +1,224 @@
+"""From the engine's outputs to a response, whole or as a stream: what every dialect does alike."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from negamax.api.common.context import ApiContext, RequestParams
+from negamax.api.common.conversation import check_failed
+from negamax.api.errors import failure_event, json_response
+from negamax.api.http.pacing import PacedPackets
+from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Write, first_output, while_connected
+from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
+from negamax.engine.client.generation import Generations
+from negamax.engine.client.output import RequestOutput
+from negamax.text.parser.events import ParserEvent
+
+
+class Reader(Protocol):
+    """Reads the outputs of one choice."""
+
+    finish_reason: str | None  # None while it goes on
+    stop_reason: int | str | None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens inside the reasoning so far."""
+
+    def push(self, output: RequestOutput) -> list[ParserEvent]:
+        """The events of `output`, for dialects that answer with them."""
+
+
+class Choice:
+    """One choice while it is generated. Single writer: its `AnswerWriter`."""
+
+    __slots__ = ("index", "is_prompt_only", "packets", "prompt_index", "reader")
+
+    def __init__(
+        self, index: int, reader: Reader, *, prompt_index: int = 0, is_prompt_only: bool = False
+    ) -> None:
+        """`index` counts the choices of all prompts; `is_prompt_only`: nothing is to be answered,
+        the prompt is read into the cache or scored."""
+        self.index = index
+        self.prompt_index = prompt_index
+        self.is_prompt_only = is_prompt_only
+        self.reader = reader
+        self.packets = PacedPackets()
+
+
+ChoiceT = TypeVar("ChoiceT", bound=Choice)
+ResponseT = TypeVar("ResponseT", bound=msgspec.Struct | Sequence[msgspec.Struct])
+Send = Callable[[ChoiceT, RequestOutput, list[ParserEvent]], object]
+
+
+class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
+    """Answers one request. A dialect says what an output adds to its choice (`take`), what a stream
+    sends of it (`chunk`) and at its end, and what the whole response is. Single writer: the
+    request's handler.
+    """
+
+    is_paced = False  # whether fragments of a stream are joined to a good size
+
+    def __init__(self, request_id: str, source: Generations, choices: Sequence[ChoiceT]) -> None:
+        """`choices` are in the order of their prompts."""
+        self.id = request_id
+        self.source = source
+        self.choices = choices
+        self._meter = UsageMeter()
+        self._of_prompt: dict[int, list[ChoiceT]] = {}
+        for choice in choices:
+            self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
+
+    @abstractmethod
+    def take(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
+        """Add an output, which the reader has made `events` of, to its choice."""
+
+    @abstractmethod
+    def chunk(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> bytes:
+        """The same, and what a stream sends of it; b"": nothing."""
+
+    @abstractmethod
+    def response(self) -> ResponseT:
+        """The whole response, once all has been taken."""
+
+    def start(self) -> bytes:
+        """What a stream begins with, before the first output."""
+        return b""
+
+    def end(self) -> bytes:
+        """What a stream ends with."""
+        return DONE
+
+    def failure(self, error: Exception) -> bytes:
+        """What a stream ends with where it fails: the status line is already sent."""
+        return failure_event(error, request_id=self.id) + DONE
+
+    @property
+    def usage(self) -> Usage:
+        """The token counts so far."""
+        return self._meter.usage()
+
+    async def whole(self) -> ResponseT:
+        """The response in one piece. Errors: those of `Generation.run`."""
+        await self._run(self.take, is_paced=False)
+        return self.response()
+
+    async def stream(self, write: Write) -> None:
+        """The response as events; an error after the start is an event too."""
+
+        def send(choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
+            chunk = self.chunk(choice, output, events)
+            if chunk:
+                write(chunk)  # one write for all that one step brought
+
+        start = self.start()
+        if start:
+            write(start)
+        try:
+            await self._run(send, is_paced=self.is_paced)
+            end = self.end()
+        except Exception as error:
+            end = self.failure(error)
+        write(end)
+
+    async def _run(self, send: Send[ChoiceT], *, is_paced: bool) -> None:
+        def take(prompt: int, output: RequestOutput) -> None:
+            choice = self._of_prompt[prompt][output.index]
+            check_failed(output)
+            if choice.is_prompt_only:
+                output = without_tokens(output)
+            events = choice.reader.push(output)
+            self._meter.update(
+                output,
+                prompt=prompt,
+                choice=choice.index,
+                reasoning_tokens=choice.reader.num_reasoning_tokens,
+            )
+            if is_paced:
+                is_last = output.finish_reason is not None
+                events = choice.packets.push(events, now=time.monotonic(), is_last=is_last)
+            send(choice, output, events)
+
+        await self.source.run(take)
+
+
+async def begin(
+    request: Request, params: RequestParams, source: Generations, *, has_grammar: bool
+) -> None:
+    """Begin what a stream is to send: what fails before the first output can still be told by a
+    status line. A grammar is compiled first, and may be refused, however long that takes.
+    """
+    if params.stream:
+        seconds = None if has_grammar else FIRST_OUTPUT_SECONDS
+        await first_output(request.receive, source, seconds=seconds)
+
+
+async def respond(
+    context: ApiContext,
+    request: Request,
+    params: RequestParams,
+    writer: AnswerWriter[ChoiceT, ResponseT],
+) -> Response:
+    """The response of a request that was begun."""
+    if params.stream:
+        return context.event_stream(writer.stream, source=writer.source)
+    return json_response(await while_connected(request.receive, writer.whole()))
+
+
+class UsageMeter:
+    """Adds up the token counts of a request. Single writer: the request's handler."""
+
+    __slots__ = ("_latest",)
+
+    def __init__(self) -> None:
+        # by choice: prompt, output, reasoning tokens
+        self._latest: dict[int, tuple[int, RequestOutput, int]] = {}
+
+    def update(
+        self, output: RequestOutput, *, prompt: int, choice: int, reasoning_tokens: int
+    ) -> None:
+        """Take the counts of the latest output of `choice`, which belongs to `prompt`."""
+        self._latest[choice] = prompt, output, reasoning_tokens
+
+    def usage(self) -> Usage:
+        """The counts so far. The choices of a prompt share it; what the least lucky one found in
+        the cache is what the cache gave."""
+        prompts: dict[int, tuple[int, int]] = {}  # tokens, cached tokens
+        completion_tokens = all_reasoning_tokens = 0
+        for prompt, output, reasoning_tokens in self._latest.values():
+            _, cached = prompts.get(prompt, (0, output.num_cached_tokens))
+            prompts[prompt] = output.num_prompt_tokens, min(cached, output.num_cached_tokens)
+            completion_tokens += output.num_output_tokens
+            all_reasoning_tokens += reasoning_tokens
+        prompt_tokens = sum(tokens for tokens, _ in prompts.values())
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(
+                sum(cached for _, cached in prompts.values())
+            ),
+            completion_tokens_details=CompletionTokensDetails(all_reasoning_tokens),
+        )
+
+
+def without_tokens(output: RequestOutput) -> RequestOutput:
+    """An output of a request that only reads its prompt: the one token that had to run is no part
+    of the answer.
+    """
+    return msgspec.structs.replace(
+        output,
+        token_ids=[],
+        pieces=[],
+        logprobs=None if output.logprobs is None else [],
+        num_output_tokens=0,
+        finish_reason="length",
+        stop_reason=None,
+    )
