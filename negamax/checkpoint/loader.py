@@ -251,8 +251,7 @@ def _module(name: str) -> str:
 
 def _check_tensor(entry: TensorEntry, stored: StoredTensor, slot: WeightSlot) -> None:
     if stored is PLAIN.values:
-        if not (slot.shape == () and entry.shape == (1,)):  # two spellings of one number
-            _check_shape(entry, slot.shape)
+        _check_shape(entry, slot.shape)
         if entry.dtype not in PLAIN_DTYPES:
             raise CheckpointError(
                 f"tensor {entry.name} has dtype {entry.dtype}; supported: "
@@ -272,7 +271,8 @@ def _check_tensor(entry: TensorEntry, stored: StoredTensor, slot: WeightSlot) ->
 
 
 def _check_shape(entry: TensorEntry, expected: tuple[int, ...]) -> None:
-    if entry.shape != expected:
+    one_number = (), (1,)  # two spellings
+    if entry.shape != expected and not (entry.shape in one_number and expected in one_number):
         raise CheckpointError(
             f"tensor {entry.name} has shape {list(entry.shape)}; config.json asks for "
             f"{list(expected)}",
@@ -307,7 +307,10 @@ def _read(reader: CheckpointReader, move: _Move) -> Tensor:
     if not move.is_dequantized:
         part = reader.read(move.first, slot.region or None)
         return part.reshape([len(wanted) for wanted in slot.region])
-    read = {stored.name: reader.read(entry, part) for stored, entry, part in move.regions()}
+    read = {
+        stored.name: reader.read(entry, part if entry.shape else None)
+        for stored, entry, part in move.regions()
+    }
     whole = slot.source.enclose(slot.matrix_region, slot.matrix_shape)
     plain = slot.source.dequantize(read)
     return plain[

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
-from negamax.quantization import fp8
+from negamax.quantization import compressed_tensors, fp8
 from negamax.quantization.scheme import Scheme
 
 METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
+    "compressed-tensors": compressed_tensors.read,
     "fp8": fp8.read,
 }
 

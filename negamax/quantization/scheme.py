@@ -54,8 +54,18 @@ class WeightFormat:
         return self.scheme.format_of(name.removesuffix(f".{PLAIN.values.name}"))
 
 
-def check_fields(spec: QuantizationSpec, allowed: Mapping[str, Sequence[object]]) -> None:
-    """Errors: `ConfigError` for a field of `spec` whose value is none of those `allowed`."""
+def check_fields(
+    spec: QuantizationSpec,
+    allowed: Mapping[str, Sequence[object]],
+    *,
+    beside: Sequence[str] | None = None,
+) -> None:
+    """Errors: `ConfigError` for a field of `spec` whose value is none of those `allowed`, or, with
+    `beside`, for one that is neither there nor here.
+    """
+    for name, value in spec.fields.items():
+        if beside is not None and name not in (*allowed, *beside):
+            refuse(spec, name, value, "no field of this name")
     for name, values in allowed.items():
         if spec.fields.get(name) not in values:
             words = ", ".join(repr(value) for value in values if value is not None)
