@@ -20,6 +20,7 @@ from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import half_split_
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.names import AttentionNames
+from negamax.layers.partial import Partial
 from negamax.layers.qk_norm import FullWidthNorm, PerHeadNorm
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.context import ParallelContext
@@ -146,6 +147,7 @@ class Attention:
             names.out,
             (hidden_size, q_total),
             columns=q_rows,
+            group=group,
             kernels=kernels,
             weights=weights,
         )
@@ -195,10 +197,8 @@ class Attention:
 
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
-    ) -> Tensor:
-        """x [T, hidden] -> [T, hidden], to be summed over the ranks; the tokens' keys and values
-        are in `kv` afterwards.
-        """
+    ) -> Partial:
+        """x [T, hidden] -> [T, hidden]; the tokens' keys and values are in `kv` afterwards."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv, k_cache, v_cache, scales = self._qkv(x), kv["k"], kv["v"], self._scales_of(kv)
         if self._fused is not None:  # what follows, in one launch

@@ -12,6 +12,7 @@ from negamax.kernels.formats import E4M3_GROUPS, ActivationFormat
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.layers.linear import ColumnParallel, Part
+from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
 from negamax.quantization.scheme import WeightFormat
 
@@ -22,8 +23,8 @@ class RmsNorm:
 
     The residual stream and the norm are replicated on every rank, but for many rows on GPUs: there
     a rank keeps, from the first norm of a step to the last, its share of the rows
-    (`kernels/collectives/triton.py`). `group` holds the ranks whose partial results the block
-    before left; `activation`: what the block behind wants beside the plain activations.
+    (`kernels/collectives/triton.py`). `activation`: what the block behind wants beside the plain
+    activations.
     """
 
     def __init__(
@@ -32,37 +33,46 @@ class RmsNorm:
         width: int,
         *,
         eps: float,
-        group: Collective,
         activation: ActivationFormat | None,
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
-        kernel = kernels["collectives.all_reduce_add_rms" if group.size > 1 else "norm.add_rms"]
-        assert kernel.prepare is not None
+        add_rms, sum_add_rms = kernels["norm.add_rms"], kernels["collectives.all_reduce_add_rms"]
+        assert add_rms.prepare is not None and sum_add_rms.prepare is not None
         weight = torch.empty(width, dtype=weights.dtype, device=weights.device)
-        self._norm = kernel.prepare(weight, eps, quantize=activation == E4M3_GROUPS)
-        self._run = kernel.run
-        self._groups = (group,) if group.size > 1 else ()
+        self._add_rms, self._sum_add_rms = add_rms.run, sum_add_rms.run
+        quantize = activation == E4M3_GROUPS
+        self._norm = add_rms.prepare(weight, eps, quantize=quantize)
+        self._sum_norm = sum_add_rms.prepare(weight, eps, quantize=quantize)
         self.slots = [WeightSlot(name, (width,), target=weight)]
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor | QuantizedActivations:
-        """residual [T, width] += x in place; the norm of the residual.
-
-        x [T, width] or [T, P, width] is this rank's part, itself P partial results, of the sum.
+    def __call__(self, part: Partial, residual: Tensor) -> Tensor | QuantizedActivations:
+        """residual [T, width] += the sum that `part` belongs to, in place; the norm of the
+        residual.
         """
-        out: Tensor | QuantizedActivations = self._run(x, residual, self._norm, *self._groups)
+        out: Tensor | QuantizedActivations
+        if part.group.size == 1:
+            out = self._add_rms(part.x, residual, self._norm)
+        else:
+            out = self._sum_add_rms(part.x, residual, self._sum_norm, part.group)
         return out
 
 
 class VocabEmbedding:
-    """Token embedding, its rows split over the ranks; a token's vector is zero on the ranks that do
+    """Token embedding, its rows split over `group`; a token's vector is zero on the ranks that do
     not hold its row.
     """
 
     def __init__(
-        self, name: str, shape: tuple[int, int], *, rows: range, weights: WeightFormat
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        rows: range,
+        group: Collective,
+        weights: WeightFormat,
     ) -> None:
-        self._rows = rows
+        self._rows, self._group = rows, group
         # A row of zeros at either end takes the tokens of the other ranks.
         self._weight = torch.zeros(
             len(rows) + 2, shape[1], dtype=weights.dtype, device=weights.device
@@ -71,10 +81,10 @@ class VocabEmbedding:
             WeightSlot(name, shape, target=self._weight[1:-1], region=(rows, range(shape[1])))
         ]
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """token_ids [T] int64 -> [T, hidden], to be summed over the ranks."""
+    def __call__(self, token_ids: Tensor) -> Partial:
+        """token_ids [T] int64 -> [T, hidden]."""
         local = (token_ids - (self._rows.start - 1)).clamp_(0, len(self._rows) + 1)
-        return self._weight.index_select(0, local)
+        return Partial(self._weight.index_select(0, local), self._group)
 
 
 class VocabHead:

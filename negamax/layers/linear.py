@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
+from negamax.layers.partial import Partial
 from negamax.layers.weights import MatrixWeight, choose_kernel
 from negamax.quantization.scheme import WeightFormat
 
@@ -68,9 +70,7 @@ class ColumnParallel:
 
 
 class RowParallel:
-    """y = x W^T, where x and W hold this rank's input columns: this rank's part of a sum, which the
-    next norm completes.
-    """
+    """y = x W^T, where x and W hold this rank's input columns: its part of a sum over `group`."""
 
     def __init__(
         self,
@@ -78,9 +78,11 @@ class RowParallel:
         shape: tuple[int, int],
         *,
         columns: range,
+        group: Collective,
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
+        self._group = group
         self._linear = _Linear([name], (shape[0], len(columns)), kernels=kernels, weights=weights)
         self.activation = self._linear.activation
         self.slots = self._linear.matrix.slots(name, shape, region=(range(shape[0]), columns))
@@ -89,9 +91,9 @@ class RowParallel:
         """Put the weight into the kernel's layout; the plain copy is freed."""
         self._linear.finish_loading()
 
-    def __call__(self, x: Tensor | QuantizedActivations) -> Tensor:
-        """x [T, in of this rank] -> [T, out], to be summed over the ranks."""
-        return self._linear(x)
+    def __call__(self, x: Tensor | QuantizedActivations) -> Partial:
+        """x [T, in of this rank] -> [T, out]."""
+        return Partial(self._linear(x), self._group)
 
 
 class _Linear:

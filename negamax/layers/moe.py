@@ -1,6 +1,4 @@
-"""Mixture of experts: every rank routes every token and runs its share of the experts; the next
-norm adds up.
-"""
+"""Mixture of experts: every rank routes every token and runs its share of the experts."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from torch import Tensor
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.registry import KernelTable
 from negamax.layers.names import MoeNames
+from negamax.layers.partial import Partial
 from negamax.layers.weights import MatrixWeight, WeightSlot, choose_kernel
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
@@ -35,7 +34,7 @@ class SparseMoe:
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
-        view = context.layout.experts
+        view, self._group = context.layout.experts, context.expert_group
         self._experts = view.experts(num_experts)
         self.num_experts, self.top_k = num_experts, top_k
         rows, everything = view.width(width), range(hidden_size)
@@ -90,8 +89,10 @@ class SparseMoe:
         """
         self._observed = ids
 
-    def __call__(self, x: Tensor | QuantizedActivations, *, active: Tensor | None = None) -> Tensor:
-        """x [T, hidden] -> [T, P, hidden], to be summed over P and over the ranks.
+    def __call__(
+        self, x: Tensor | QuantizedActivations, *, active: Tensor | None = None
+    ) -> Partial:
+        """x [T, hidden] -> [T, P, hidden], P parts of this rank's part.
 
         `active` [1] int32: rows from there on are padding and reach no expert.
         """
@@ -103,7 +104,7 @@ class SparseMoe:
         out: Tensor = self._experts_kernel.run(
             x, ids, weights, self._prepared, first=first, count=count
         )
-        return out
+        return Partial(out, self._group)
 
 
 def mixtures(layers: Iterable[object]) -> list[SparseMoe]:

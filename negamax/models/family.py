@@ -4,7 +4,7 @@ consists of, and how synthetic weights are drawn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
@@ -36,6 +36,10 @@ class WeightSpec:
     parts: int | None = None  # among which ranks share it at most, others hold copies; None: any
     dtype: str | None = None  # it is held in; None: as stored, or the compute dtype
     is_table: bool = False  # its rows are looked up, not multiplied
+
+    def names(self) -> Iterator[str]:
+        """Of each of the `count`."""
+        return (self.name.replace("*", str(number)) for number in range(self.count))
 
     @property
     def num_elements(self) -> int:

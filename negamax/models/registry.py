@@ -80,7 +80,7 @@ def build_model(
     cannot be split as `context.layout` says.
     """
     family, layout = family_of(spec.architecture), context.layout
-    for name, size in (("data", layout.dp), ("pipeline", layout.pp), ("context", layout.cp)):
+    for name, size in (("data", layout.dp), ("context", layout.cp)):
         if size > 1:
             raise ConfigError(
                 f"{name}-parallel size is {size}; {spec.architecture} runs with 1",

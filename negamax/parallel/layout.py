@@ -162,6 +162,16 @@ class ParallelLayout:
         ranks = tuple(range(first, first + self.stage_size))
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
 
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.pp_rank == self.pp - 1
+
     def layers(self, num_layers: int) -> range:
         """Layers of this rank's pipeline stage; the first stages take the remainder, one layer
         each.

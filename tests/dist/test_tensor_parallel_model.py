@@ -70,7 +70,7 @@ def head_and_embedding(spec: ModelSpec, context: ParallelContext) -> dict[str, t
         "ids": torch.tensor(list(model.vocab_range)),
         "local": model.local_logits(hidden),
         "all": model.logits(hidden),
-        "embedding": model._embed(torch.arange(spec.vocab_size)),
+        "embedding": model.embed(torch.arange(spec.vocab_size))[0].x,
     }
 
 
@@ -165,7 +165,7 @@ def test_sizes_that_do_not_split_are_refused_by_name() -> None:
 
     assert "2 KV heads cannot be split or replicated over 3 ranks" in refused(ParallelLayout(tp=3))
     assert "8 attention heads cannot be split over 6 ranks" in refused(ParallelLayout(tp=6))
-    assert "pipeline-parallel size is 2" in refused(ParallelLayout(pp=2))
+    assert "context-parallel size is 2" in refused(ParallelLayout(cp=2))
 
 
 def test_slots_of_other_ranks_experts_are_not_needed() -> None:

@@ -9,6 +9,7 @@ logits = head(rms(h))
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.formats import ActivationFormat
-from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
 from negamax.layers.attention import (
@@ -27,6 +27,7 @@ from negamax.layers.attention import (
 )
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.moe import SparseMoe
+from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot, check_all_written, slots_by_name
 from negamax.models.minimax_m2 import names
 from negamax.parallel.context import ParallelContext
@@ -37,7 +38,8 @@ class MiniMaxM2:
     """One rank's part of the model. Weights are written through `weight_slots`, then
     `finish_loading` is called once.
 
-    Between blocks flow partial results of this rank; the norms sum them over the ranks.
+    Between blocks flow partial sums, which the norms complete. Of a pipeline a rank holds one
+    stage: its layers, the embedding on the first, the last norm and the head on the last.
     """
 
     def __init__(
@@ -49,17 +51,25 @@ class MiniMaxM2:
         kernels: KernelTable,
     ) -> None:
         layout = context.layout
-        self.spec = spec
+        self.spec, self._layout = spec, layout
         self.vocab_range, vocab_shape = (
             layout.vocab(spec.vocab_size),
             (spec.vocab_size, spec.hidden_size),
         )
-        self._embed = VocabEmbedding(
-            names.EMBEDDING, vocab_shape, rows=self.vocab_range, weights=weights
-        )
+        shared: dict[str, Any] = {"kernels": kernels, "weights": weights}
+        slots: list[WeightSlot] = []
+        if layout.is_first_stage:
+            self._embed = VocabEmbedding(
+                names.EMBEDDING,
+                vocab_shape,
+                rows=self.vocab_range,
+                group=context.attention_group,
+                weights=weights,
+            )
+            slots += self._embed.slots
         self.layers = [
-            DecoderLayer(spec, layer, context=context, weights=weights, kernels=kernels)
-            for layer in range(spec.num_layers)
+            DecoderLayer(spec, layer, context=context, **shared)
+            for layer in layout.layers(spec.num_layers)
         ]
         kv_heads = len(layout.attention.kv_heads(spec.num_kv_heads))
         self._attention_kind = GroupedQueryKind(
@@ -69,27 +79,24 @@ class MiniMaxM2:
             quantize=all(layer.attention.gives_quantized for layer in self.layers),
             kernels=kernels,
         )
-        self._norm = RmsNorm(
-            names.NORM,
-            spec.hidden_size,
-            eps=spec.rms_norm_eps,
-            group=context.expert_group,
-            activation=None,
-            kernels=kernels,
-            weights=weights,
-        )
-        self._head = VocabHead(
-            names.HEAD,
-            vocab_shape,
-            rows=self.vocab_range,
-            group=context.attention_group,
-            kernels=kernels,
-            weights=weights,
-        )
-        per_layer = [slot for layer in self.layers for slot in layer.slots]
-        self._slots = slots_by_name(
-            [*self._embed.slots, *per_layer, *self._norm.slots, *self._head.slots]
-        )
+        slots += [slot for layer in self.layers for slot in layer.slots]
+        if layout.is_last_stage:
+            self._norm = RmsNorm(
+                names.NORM, spec.hidden_size, eps=spec.rms_norm_eps, activation=None, **shared
+            )
+            self._head = VocabHead(
+                names.HEAD,
+                vocab_shape,
+                rows=self.vocab_range,
+                group=context.attention_group,
+                **shared,
+            )
+            slots += [*self._norm.slots, *self._head.slots]
+        self._slots = slots_by_name(slots)
+        for weight in names.weights(spec):  # of other stages
+            for name in weight.names():
+                if name not in self._slots:
+                    self._slots[name] = WeightSlot(name, weight.shape, target=None)
 
     def forward(
         self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
@@ -97,11 +104,29 @@ class MiniMaxM2:
         """token_ids [T] int64, the caches of each layer (of fewer, the first layers alone run) ->
         final hidden states [T, hidden].
         """
-        metadata = prepare_attention(metadata, [(self._attention_kind, kv[0])])
+        x, residual = self.stage(*self.embed(token_ids), metadata, kv)
+        return self.last_norm(x, residual)
+
+    def embed(self, token_ids: Tensor) -> tuple[Partial, Tensor]:
+        """token_ids [T] int64 -> what enters the first layer, and a residual [T, hidden] of
+        zeros.
+        """
         x = self._embed(token_ids)
-        residual = torch.zeros_like(x)
-        for layer, cache in zip(self.layers, kv, strict=False):
-            x = layer(x, residual, metadata, cache)
+        return x, torch.zeros_like(x.x)
+
+    def stage(
+        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
+    ) -> tuple[Partial, Tensor]:
+        """This rank's layers, as many as `kv` has caches of: from what enters the first of them
+        and the residual [T, hidden] to what leaves the last and the residual there.
+        """
+        metadata = prepare_attention(metadata, [(self._attention_kind, kv[0])])
+        for layer, caches in zip(self.layers, kv, strict=False):
+            x = layer(x, residual, metadata, caches)
+        return x, residual
+
+    def last_norm(self, x: Partial, residual: Tensor) -> Tensor:
+        """Final hidden states [T, hidden] from what leaves the last layer."""
         hidden = self._norm(x, residual)
         assert isinstance(hidden, Tensor)
         return hidden
@@ -127,7 +152,8 @@ class MiniMaxM2:
         check_all_written(self._slots)
         for layer in self.layers:
             layer.finish_loading()
-        self._head.finish_loading()
+        if self._layout.is_last_stage:
+            self._head.finish_loading()
 
 
 class DecoderLayer:
@@ -164,25 +190,19 @@ class DecoderLayer:
             weights=weights,
         )
 
-        def norm(name: str, *, group: Collective, activation: ActivationFormat | None) -> RmsNorm:
+        def norm(name: str, *, activation: ActivationFormat | None) -> RmsNorm:
             return RmsNorm(
                 name,
                 spec.hidden_size,
                 eps=spec.rms_norm_eps,
-                group=group,
                 activation=activation,
                 kernels=kernels,
                 weights=weights,
             )
 
         input_norm, post_norm = names.norms(layer)
-        # Before the first layer comes the embedding, which is split as attention is; before the
-        # others, experts.
-        before = context.expert_group if layer else context.attention_group
-        self._input_norm = norm(input_norm, group=before, activation=self.attention.activation)
-        self._post_norm = norm(
-            post_norm, group=context.attention_group, activation=self.moe.activation
-        )
+        self._input_norm = norm(input_norm, activation=self.attention.activation)
+        self._post_norm = norm(post_norm, activation=self.moe.activation)
         self.slots = [
             *self._input_norm.slots,
             *self.attention.slots,
@@ -196,10 +216,10 @@ class DecoderLayer:
         self.moe.finish_loading()
 
     def __call__(
-        self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
-    ) -> Tensor:
-        """x [T, hidden] or [T, P, hidden], the block before's output, is added to `residual` in
-        place; the experts' output.
+        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
+    ) -> Partial:
+        """x, the block before's output, is added to `residual` [T, hidden] in place; the experts'
+        output.
         """
         x = self.attention(self._input_norm(x, residual), metadata, kv)
         return self.moe(self._post_norm(x, residual), active=metadata.num_actual_tokens)

@@ -21,6 +21,7 @@ from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches, prep
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.moe import SparseMoe
+from negamax.layers.partial import Partial
 from negamax.layers.qk_norm import PerHeadNorm
 from negamax.layers.weights import WeightSlot, check_all_written, slots_by_name
 from negamax.parallel.context import ParallelContext
@@ -50,12 +51,13 @@ class ForeignModel:
             kernels=kernels,
         )
         self.vocab_range = context.layout.vocab(spec.vocab_size)
-        self._embed = VocabEmbedding(names.EMBEDDING, shape, rows=self.vocab_range, weights=weights)
-        self.layers = [DenseLayer(spec, context, **shared), SparseLayer(spec, context, **shared)]
-        self._norm = norm(names.NORM, spec, context, **shared)
-        self._head = VocabHead(
-            names.HEAD, shape, rows=self.vocab_range, group=context.attention_group, **shared
+        group = context.attention_group
+        self._embed = VocabEmbedding(
+            names.EMBEDDING, shape, rows=self.vocab_range, group=group, weights=weights
         )
+        self.layers = [DenseLayer(spec, context, **shared), SparseLayer(spec, context, **shared)]
+        self._norm = norm(names.NORM, spec, **shared)
+        self._head = VocabHead(names.HEAD, shape, rows=self.vocab_range, group=group, **shared)
         parts = (self._embed, *self.layers, self._norm, self._head)
         self._slots = slots_by_name(slot for part in parts for slot in part.slots)
 
@@ -66,7 +68,7 @@ class ForeignModel:
         kinds = [(self._full, kv[0]), *[(SelectedKind(), caches) for caches in kv[1:]]]
         metadata = prepare_attention(metadata, kinds)
         x = self._embed(token_ids)
-        residual = torch.zeros_like(x)
+        residual = torch.zeros_like(x.x)
         for layer, caches in zip(self.layers, kv, strict=False):
             x = layer(x, residual, metadata, caches)
         return self._norm(x, residual)
@@ -93,7 +95,6 @@ class ForeignModel:
 def norm(
     name: str,
     spec: ForeignSpec,
-    context: ParallelContext,
     *,
     kernels: KernelTable,
     weights: WeightFormat,
@@ -102,7 +103,6 @@ def norm(
         name,
         spec.hidden_size,
         eps=spec.rms_norm_eps,
-        group=context.attention_group,
         activation=None,
         kernels=kernels,
         weights=weights,
@@ -138,8 +138,10 @@ class DenseLayer:
         self._gate_up = ColumnParallel(
             [Part(gate, width, mine), Part(up, width, mine)], spec.hidden_size, **shared
         )
-        self._down = RowParallel(down, (spec.hidden_size, width), columns=mine, **shared)
-        self._norms = [norm(name, spec, context, **shared) for name in names.norms(0)]
+        self._down = RowParallel(
+            down, (spec.hidden_size, width), columns=mine, group=context.attention_group, **shared
+        )
+        self._norms = [norm(name, spec, **shared) for name in names.norms(0)]
         parts = (self.attention, self._gate_up, self._down, *self._norms)
         self.slots = [slot for part in parts for slot in part.slots]
 
@@ -148,8 +150,8 @@ class DenseLayer:
             part.finish_loading()
 
     def __call__(
-        self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
-    ) -> Tensor:
+        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
+    ) -> Partial:
         x = self.attention(self._norms[0](x, residual), metadata, kv)
         gate, up = self._gate_up(self._norms[1](x, residual)).chunk(2, dim=-1)
         return self._down(F.silu(gate) * up)
@@ -177,7 +179,7 @@ class SparseLayer:
             context=context,
             **shared,
         )
-        self._norms = [norm(name, spec, context, **shared) for name in names.norms(1)]
+        self._norms = [norm(name, spec, **shared) for name in names.norms(1)]
         self.slots = [*self.attention.slots, *self.moe.slots]
         self.slots += [slot for part in self._norms for slot in part.slots]
 
@@ -186,8 +188,8 @@ class SparseLayer:
         self.moe.finish_loading()
 
     def __call__(
-        self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
-    ) -> Tensor:
+        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
+    ) -> Partial:
         x = self.attention(self._norms[0](x, residual), metadata, kv)
         return self.moe(self._norms[1](x, residual), active=metadata.num_actual_tokens)
 
@@ -223,7 +225,13 @@ class SelectedAttention:
         self._index = ColumnParallel(
             [Part(name, width, range(width)) for name in names.INDEX], spec.hidden_size, **shared
         )
-        self._out = RowParallel(own.out, (spec.hidden_size, totals[0]), columns=rows, **shared)
+        self._out = RowParallel(
+            own.out,
+            (spec.hidden_size, totals[0]),
+            columns=rows,
+            group=context.attention_group,
+            **shared,
+        )
         self._qk_norm = PerHeadNorm(own, head_dim=dim, eps=spec.rms_norm_eps, device=weights.device)
         parts = (self._qkv, self._index, self._out, self._qk_norm)
         self.slots = [slot for part in parts for slot in part.slots]
@@ -237,7 +245,7 @@ class SelectedAttention:
         x: Tensor | QuantizedActivations,
         metadata: AttentionMetadata,
         kv: KvCaches,
-    ) -> Tensor:
+    ) -> Partial:
         full, own = (metadata.prepared[kind.name] for kind in (GroupedQueryKind, SelectedKind))
         qkv = self._qkv(x)
         q, k, v = split_heads(qkv, heads=self._heads, kv_heads=self._kv_heads)

@@ -1,0 +1,19 @@
+"""What a block split over ranks returns: a part of a sum that the next norm completes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from negamax.kernels.peers import Collective
+
+
+@dataclass(frozen=True)
+class Partial:
+    """This rank's part of the sum over `group`. `RmsNorm` completes it, together with the residual
+    add and the norm.
+    """
+
+    x: Tensor  # [T, width], or [T, P, width] where the P parts are to be summed, too
+    group: Collective

@@ -1,0 +1,72 @@
+"""The stages of a pipeline, run one after the other, are the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from model_support import PagedRun, build, random_weights, tiny_config
+from torch import Tensor
+
+from negamax.config.families import read_spec
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.layers.attention import KvCaches
+from negamax.models.minimax_m2.model import MiniMaxM2
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+
+
+class Pipeline(MiniMaxM2):
+    """All stages of a model in one process; a stage sees the caches of its own layers only."""
+
+    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], num_stages: int) -> None:
+        self.spec, self.stages = spec, []
+        for rank in range(num_stages):
+            layout = ParallelLayout(rank=rank, pp=num_stages)
+            context = replace(ParallelContext.single(), layout=layout)
+            stage = build(spec, weights, context=context)
+            assert isinstance(stage, MiniMaxM2)
+            self.stages.append(stage)
+
+    def forward(
+        self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
+    ) -> Tensor:
+        x, residual = self.stages[0].embed(token_ids)
+        first = 0
+        for stage in self.stages:
+            own = kv[first : first + len(stage.layers)]
+            x, residual = stage.stage(x, residual, metadata, own)
+            first += len(own)
+        assert first == len(kv)
+        return self.stages[-1].last_norm(x, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.stages[-1].logits(hidden)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_one_after_the_other_are_the_whole_model(num_stages: int) -> None:
+    spec = read_spec(tiny_config(5, num_hidden_layers=3, vocab_size=64))
+    weights = random_weights(spec, 7)
+    whole = PagedRun(build(spec, weights))
+    staged = PagedRun(Pipeline(spec, weights, num_stages))
+    steps = [[("a", [3, 1, 4, 1, 5, 9])], [("a", [2]), ("b", [6, 5, 3])], [("a", [5]), ("b", [8])]]
+    for step in steps:
+        expected, got = whole.step(step), staged.step(step)
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_a_stage_keeps_its_own_tensors_and_knows_the_others() -> None:
+    spec = read_spec(tiny_config(5, num_hidden_layers=3, vocab_size=64))
+    all_slots = build(spec, loaded=False).weight_slots()
+    needed: list[str] = []
+    for rank in range(2):
+        context = replace(ParallelContext.single(), layout=ParallelLayout(rank=rank, pp=2))
+        slots = build(spec, loaded=False, context=context).weight_slots()
+        required = {name for name, slot in all_slots.items() if not slot.optional}
+        assert required <= slots.keys()
+        needed += [name for name, slot in slots.items() if slot.needed and not slot.optional]
+    assert sorted(needed) == sorted(required)
