@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 from torch import Tensor
 
 from negamax.parallel.collectives import Alone, Collective
@@ -39,7 +39,7 @@ def one_rank(rank: int, world: int, folder: str) -> None:
 
 def test_sums_shards_and_concatenations(tmp_path: Path) -> None:
     world = 4
-    mp.spawn(one_rank, args=(world, str(tmp_path)), nprocs=world)
+    run_ranks(one_rank, world, str(tmp_path), world=world)
     everyones = [rows_of(rank) for rank in range(world)]
     total = torch.zeros(ROWS, 3, 2)
     for rows in everyones:
