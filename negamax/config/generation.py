@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from negamax.base.errors import ConfigError
 from negamax.config.fields import token_ids
 from negamax.config.json_file import read_json_object
-from negamax.config.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from negamax.config.model_spec import ModelSpec
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,20 +30,17 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
 
 
-# What MiniMax recommends and ships for every M2 model.
-MINIMAX_SAMPLING = SamplingDefaults(temperature=1.0, top_p=0.95, top_k=40)
-
-
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint's own defaults."""
 
-    sampling: SamplingDefaults = MINIMAX_SAMPLING
+    sampling: SamplingDefaults
     eos_token_ids: tuple[int, ...]
 
 
-def read_generation_defaults(folder: Path, spec: ModelSpec) -> GenerationDefaults:
-    """The defaults in `folder`/generation_config.json; MiniMax's values where there is no such
-    file.
+def read_generation_defaults(
+    folder: Path, spec: ModelSpec, *, absent: SamplingDefaults
+) -> GenerationDefaults:
+    """The defaults in `folder`/generation_config.json; `absent` where there is no such file.
 
     A sampling field that the file leaves out is off; `do_sample: false` is greedy. End-of-sequence
     ids come from the file, or from config.json where the file names none. Errors: `ConfigError`
@@ -50,7 +49,7 @@ def read_generation_defaults(folder: Path, spec: ModelSpec) -> GenerationDefault
     """
     path = folder / "generation_config.json"
     if not path.exists():
-        return GenerationDefaults(eos_token_ids=spec.eos_token_ids)
+        return GenerationDefaults(sampling=absent, eos_token_ids=spec.eos_token_ids)
     config = read_json_object(path)
     do_sample = config.get("do_sample")
     if do_sample not in (None, True, False):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from negamax.config.fields import MAX_SIZE, refuse
+from negamax.config.generation import SamplingDefaults
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
 from negamax.config.quantization import QuantizationSpec
 
@@ -86,5 +87,7 @@ class ModelFamily:
     package: str
     spec: type[ModelSpec]
     read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # of a parsed config.json
+    # what is recommended where a checkpoint has no generation_config.json
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     # specs of published models by short names, to build them without a checkpoint
     bundled: Mapping[str, ModelSpec] = field(default_factory=dict)

@@ -4,6 +4,7 @@ consists of, and how synthetic weights are drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -44,10 +45,7 @@ class WeightSpec:
     @property
     def num_elements(self) -> int:
         """Of all `count` together."""
-        total = self.count
-        for size in self.shape:
-            total *= size
-        return total
+        return self.count * math.prod(self.shape)
 
 
 @dataclass(frozen=True)

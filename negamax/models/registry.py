@@ -50,20 +50,6 @@ class CausalModel(Protocol):
         """Called once, after every needed slot is written."""
 
 
-class BuildModel(Protocol):
-    """The function `build` in the module `model` of a family."""
-
-    def __call__(
-        self,
-        spec: ModelSpec,
-        *,
-        context: ParallelContext,
-        weights: WeightFormat,
-        kernels: KernelTable,
-    ) -> CausalModel:
-        """This rank's part of the model, weights not yet written."""
-
-
 def build_model(
     spec: ModelSpec,
     *,
@@ -87,5 +73,6 @@ def build_model(
                 hint="use tensor or expert parallelism",
             )
     weights = WeightFormat(dtype, device, detect(spec.quantization), keep_quantized)
-    build: BuildModel = import_module(f"{family.package}.model").build
-    return build(spec, context=context, weights=weights, kernels=kernels)
+    code = import_module(f"{family.package}.model")
+    model: CausalModel = code.build(spec, context=context, weights=weights, kernels=kernels)
+    return model

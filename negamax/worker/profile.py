@@ -10,7 +10,7 @@ from negamax.models.registry import CausalModel
 from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
 from negamax.worker.kv_cache import allocate
-from negamax.worker.warmup import LAYERS, warming_up
+from negamax.worker.warmup import warming_up, warmup_layers
 
 logger = get_logger(__name__)
 
@@ -53,7 +53,8 @@ def peak_bytes(
     metadata = attention_metadata(tables, counts, counts)
     token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)
     with warming_up(context):
-        model.local_logits(model.forward(token_ids, metadata, kv[:LAYERS])[: config.max_num_seqs])
+        first = kv[: warmup_layers(model.layers, config.spec.kv_caches())]
+        model.local_logits(model.forward(token_ids, metadata, first)[: config.max_num_seqs])
     hidden = model.forward(token_ids, metadata, kv)
     model.local_logits(hidden[: config.max_num_seqs])
     torch.cuda.synchronize(device)

@@ -6,17 +6,24 @@ forty seconds in all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from negamax.base.env import usable_cores
+from negamax.config.kv_cache import KvCacheSpecs
 from negamax.parallel.context import ParallelContext
 
-# launch every kernel there is: the first takes the embedding's output, the others that of experts
-LAYERS = 2
 _MOST_THREADS = 8  # compilation holds Python's lock half of the time
+
+
+def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
+    """How many of the first `layers`, with their `caches`, launch every kernel there is: one of
+    each sort, and two, since the first takes the embedding's output and the others that of a layer.
+    """
+    sorts = [(type(layer), *own) for layer, own in zip(layers, caches, strict=True)]
+    return max(2, *(sorts.index(sort) + 1 for sort in sorts))
 
 
 @contextmanager

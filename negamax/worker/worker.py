@@ -35,7 +35,7 @@ from negamax.worker.runner import Runner
 from negamax.worker.sampler import Sampled, sample, sample_sharded
 from negamax.worker.speculation import Verification, count_accepted, load_proposer
 from negamax.worker.step_output import StepOutput, StepTimes
-from negamax.worker.warmup import LAYERS, warming_up
+from negamax.worker.warmup import warming_up, warmup_layers
 
 logger = get_logger(__name__)
 
@@ -198,8 +198,9 @@ class Worker:
             max_num_seqs=config.max_num_seqs,
         )
         with warming_up(self._context):
-            self._graphs.warmup(LAYERS)
-            self._prefill_graphs.warmup(LAYERS)
+            layers = warmup_layers(self._model.layers, config.spec.kv_caches())
+            self._graphs.warmup(layers)
+            self._prefill_graphs.warmup(layers)
         pool = torch.cuda.graph_pool_handle()
         shown = config.show_progress and config.layout.rank == 0
         with Progress("recording CUDA graphs of prefills", enabled=shown) as progress:

@@ -28,9 +28,10 @@ from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.models.family import names_of
 from negamax.models.memory import expected_distinct_experts, weight_bytes
-from negamax.models.registry import build_model
+from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
+from negamax.worker.warmup import warmup_layers
 from tests.tiny import NANO, TOKENIZER_FILES
 
 CONFIG = {
@@ -96,6 +97,16 @@ def folder(tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory)
     for name in TOKENIZER_FILES:
         shutil.copy(NANO / name, folder / name)
     return folder
+
+
+def new_model(spec: ForeignSpec, *, ranks: int = 1) -> CausalModel:
+    return build_model(
+        spec,
+        context=replace(ParallelContext.single(), layout=ParallelLayout(tp=ranks)),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernels=resolve(platform=CPU, dtype=torch.float32),
+    )
 
 
 # --- the same in plain PyTorch, over a whole sequence at once ------------------------------------
@@ -205,14 +216,7 @@ def test_a_block_size_that_the_index_cannot_be_cut_into_is_refused(folder: Path)
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sizes_come_from_what_the_family_declares(spec: ForeignSpec, ranks: int) -> None:
-    context = replace(ParallelContext.single(), layout=ParallelLayout(tp=ranks))
-    model = build_model(
-        spec,
-        context=context,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        kernels=resolve(platform=CPU, dtype=torch.float32),
-    )
+    model = new_model(spec, ranks=ranks)
     slots = [slot for slot in model.weight_slots().values() if not slot.optional]
     declared = {
         weight.name.replace("*", str(number)): weight.shape
@@ -227,13 +231,16 @@ def test_sizes_come_from_what_the_family_declares(spec: ForeignSpec, ranks: int)
     assert expected_distinct_experts(spec, 1) == pytest.approx(2.0)
 
 
+def test_a_warmup_runs_a_layer_of_each_sort(spec: ForeignSpec) -> None:
+    model = new_model(spec)
+    (dense, sparse), (full, indexed) = model.layers, spec.kv_caches()
+    assert warmup_layers([dense], [full]) == 2
+    assert warmup_layers([dense] * 3, [full] * 3) == 2
+    assert warmup_layers([dense] * 3 + [sparse] * 2, [full] * 3 + [indexed] * 2) == 4
+    assert warmup_layers([dense] * 3, [full, full, indexed]) == 3
+
+
 def test_synthetic_weights_follow_the_family(spec: ForeignSpec) -> None:
-    model = build_model(
-        spec,
-        context=ParallelContext.single(),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        kernels=resolve(platform=CPU, dtype=torch.float32),
-    )
+    model = new_model(spec)
     fill_synthetic(model, spec, 0)
     model.finish_loading()

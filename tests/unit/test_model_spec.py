@@ -14,12 +14,12 @@ import pytest
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.config.families import bundled_names, bundled_spec, read_spec
 from negamax.config.generation import (
-    MINIMAX_SAMPLING,
     GenerationDefaults,
     SamplingDefaults,
     read_generation_defaults,
 )
 from negamax.config.json_file import read_json_object
+from negamax.config.minimax_m2 import FAMILY
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import num_parameters
 from negamax.quantization.detect import detect
@@ -306,7 +306,7 @@ def test_dtype_in_both_spellings() -> None:
 def defaults(folder: Path, config: Any = None) -> GenerationDefaults:
     if config is not None:
         (folder / "generation_config.json").write_text(json.dumps(config))
-    return read_generation_defaults(folder, bundled_spec("minimax-m2"))
+    return read_generation_defaults(folder, bundled_spec("minimax-m2"), absent=FAMILY.sampling)
 
 
 def test_generation_defaults_of_minimax(tmp_path: Path) -> None:
@@ -323,9 +323,9 @@ def test_generation_defaults_of_minimax(tmp_path: Path) -> None:
         },
     )
     assert (
-        absent == shipped == GenerationDefaults(sampling=MINIMAX_SAMPLING, eos_token_ids=(200020,))
+        absent == shipped == GenerationDefaults(sampling=FAMILY.sampling, eos_token_ids=(200020,))
     )
-    assert (MINIMAX_SAMPLING.temperature, MINIMAX_SAMPLING.top_p, MINIMAX_SAMPLING.top_k) == (
+    assert (FAMILY.sampling.temperature, FAMILY.sampling.top_p, FAMILY.sampling.top_k) == (
         1.0,
         0.95,
         40,

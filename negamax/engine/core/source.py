@@ -7,7 +7,7 @@ from pathlib import Path
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import resolve_model
-from negamax.config.families import bundled_names, bundled_spec, read_spec
+from negamax.config.families import bundled_names, bundled_spec, family_of, read_spec
 from negamax.config.generation import GenerationDefaults, read_generation_defaults
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
@@ -42,7 +42,8 @@ def locate(options: EngineOptions) -> ModelSource:
             )
         tokenizer_folder = resolve_model(NANO)
         spec = _shortened(bundled_spec(options.model), options.num_hidden_layers)
-        generation = GenerationDefaults(eos_token_ids=spec.eos_token_ids)
+        sampling = family_of(spec.architecture).sampling
+        generation = GenerationDefaults(sampling=sampling, eos_token_ids=spec.eos_token_ids)
         return ModelSource(spec, generation, None, tokenizer_folder, options.model)
     folder = resolve_model(options.model, options.revision, options.download_dir)
     spec = _shortened(
@@ -51,9 +52,10 @@ def locate(options: EngineOptions) -> ModelSource:
     )
     detect(spec.quantization)  # refuses what no format reads
     weights = None if options.load_format == "synthetic" else folder
-    return ModelSource(
-        spec, read_generation_defaults(folder, spec), weights, folder, options.model.rstrip("/")
+    generation = read_generation_defaults(
+        folder, spec, absent=family_of(spec.architecture).sampling
     )
+    return ModelSource(spec, generation, weights, folder, options.model.rstrip("/"))
 
 
 def _shortened(spec: ModelSpec, num_layers: int | None) -> ModelSpec:
