@@ -95,11 +95,6 @@ class ChatFormat:
         """The tags, and the reader of call blocks."""
         return self.family.output
 
-    @property
-    def think_close_id(self) -> int | None:
-        """The token that closes the reasoning, if the vocabulary has one."""
-        return self.tag_ids.get(self.output.think_close)
-
     def new_parser(
         self,
         *,
@@ -126,7 +121,9 @@ class ChatFormat:
 
     def call_style(self) -> CallStyle:
         """How the model writes calls, for the grammar of one request."""
-        return self.family.call_style(self.tag_ids)
+        family = self.family
+        ids = {tag: i for tag, i in self.tag_ids.items() if tag in family.token_tags}
+        return family.call_style(ids)
 
     def reasoning(self, state: ReasoningState) -> Reasoning | None:
         """What the engine must know of the reasoning of an answer that begins in `state`."""

@@ -196,7 +196,7 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
         )
 
     def end(self) -> bytes:
-        stop = StopDelta(self._stop_reason, self._stop_sequence)
+        stop = StopDelta(self._stop_reason, self.stop_string)
         return named_event("message_delta", MessageDelta(stop, self._usage())) + named_event(
             "message_stop", MessageStop()
         )
@@ -266,7 +266,7 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
             model=self._model,
             content=content,
             stop_reason=self._stop_reason,
-            stop_sequence=self._stop_sequence,
+            stop_sequence=self.stop_string,
             usage=self._usage(),
         )
 
@@ -282,12 +282,8 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
         )
 
     @property
-    def _stop_sequence(self) -> str | None:
-        return self.stop_string
-
-    @property
     def _stop_reason(self) -> str | None:
-        if self._stop_sequence is not None:
+        if self.stop_string is not None:
             return "stop_sequence"
         match self.finish_reason:
             case "length":

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from negamax.api.common.context import ApiContext, RequestParams
-from negamax.api.common.conversation import check_failed
+from negamax.api.common.conversation import ChoiceReader, PlainReader, check_failed
 from negamax.api.errors import failure_event, json_response
 from negamax.api.http.pacing import PacedPackets
 from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Write, first_output, while_connected
@@ -22,27 +22,18 @@ from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 
 
-class Reader(Protocol):
-    """Reads the outputs of one choice."""
-
-    finish_reason: str | None  # None while it goes on
-    stop_reason: int | str | None
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens inside the reasoning so far."""
-
-    def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """The events of `output`, for dialects that answer with them."""
-
-
 class Choice:
     """One choice while it is generated. Single writer: its `AnswerWriter`."""
 
     __slots__ = ("index", "is_prompt_only", "packets", "prompt_index", "reader")
 
     def __init__(
-        self, index: int, reader: Reader, *, prompt_index: int = 0, is_prompt_only: bool = False
+        self,
+        index: int,
+        reader: ChoiceReader | PlainReader,
+        *,
+        prompt_index: int = 0,
+        is_prompt_only: bool = False,
     ) -> None:
         """`index` counts the choices of all prompts; `is_prompt_only`: nothing is to be answered,
         the prompt is read into the cache or scored."""

@@ -31,8 +31,9 @@ class ContentLogprobs:
     """
 
     def __init__(self, tokenizer: Tokenizer, chat_format: ChatFormat) -> None:
-        is_raw = chat_format.thinking is Thinking.RAW  # else the token is text of no block
-        self._closer_id = None if is_raw else chat_format.think_close_id
+        self._closer_id = None
+        if chat_format.thinking is not Thinking.RAW:  # the token is text of no block
+            self._closer_id = chat_format.tag_ids.get(chat_format.output.think_close)
         self._tokenizer = tokenizer
         output = chat_format.output
         tags = sorted({*output.literals, *output.call_closers}, key=len, reverse=True)

@@ -457,6 +457,33 @@ class ChoiceReader:
         return ReasoningDelta(held)
 
 
+class PlainReader:
+    """Counts the tokens of a choice, whose text stays as it is. Single writer: the request's
+    handler.
+    """
+
+    __slots__ = ("_counter", "finish_reason", "stop_reason")
+
+    def __init__(self, chat_format: ChatFormat, prompt: Sequence[int]) -> None:
+        in_reasoning = chat_format.reasoning_after(prompt) == "open"
+        self._counter = ReasoningCounter(chat_format, in_reasoning=in_reasoning)
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens inside the reasoning so far."""
+        return self._counter.count
+
+    def push(self, output: RequestOutput) -> list[ParserEvent]:
+        """Take the counts of `output`; its text is not parsed."""
+        self._counter.push(output.token_ids)
+        if self._counter.is_undecided:  # nobody reads the text: a call opener is taken for one
+            self._counter.call_began()
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        return []
+
+
 def _with_reasoning_in(place: ReasoningPlace | None, given: ChatFormat) -> ChatFormat:
     stays = {
         None: True,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from starlette.requests import Request
 
@@ -12,20 +11,10 @@ from negamax.api.access import salt_of
 from negamax.api.common.answering import begin
 from negamax.api.common.constraints import constrained
 from negamax.api.common.context import ApiContext, RequestParams
-from negamax.api.common.conversation import ReasoningCounter, off_loop
+from negamax.api.common.conversation import off_loop
 from negamax.config.grammar import Grammar
 from negamax.engine.client.generation import Generations
-from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
-from negamax.text.chat_format import ChatFormat
-from negamax.text.parser.events import ParserEvent
-
-
-class Formed(Protocol):
-    """What describes the form of an answer."""
-
-    @property
-    def grammar(self) -> Grammar | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,38 +23,11 @@ class PlainPrompt:
 
     prompt: str | list[int]
     sampling: SamplingParams
-    formed: Formed  # has the form of the answer
+    form: Callable[[], Grammar | None]  # of the answer; may take long
     reasoning_budget: int | None  # tokens, where the prompt ends within its reasoning
     request_id: str
     names: Sequence[str]  # what the client may call it
     stream_interval: int | None
-
-
-class PlainReader:
-    """Counts the tokens of a choice, whose text stays as it is. Single writer: the request's
-    handler.
-    """
-
-    __slots__ = ("_counter", "finish_reason", "stop_reason")
-
-    def __init__(self, chat_format: ChatFormat, prompt: Sequence[int]) -> None:
-        in_reasoning = chat_format.reasoning_after(prompt) == "open"
-        self._counter = ReasoningCounter(chat_format, in_reasoning=in_reasoning)
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens inside the reasoning so far."""
-        return self._counter.count
-
-    def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """As of `Reader`; the text is not parsed."""
-        self._counter.push(output.token_ids)
-        if self._counter.is_undecided:  # nobody reads the text: a call opener is taken for one
-            self._counter.call_began()
-        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-        return []
 
 
 async def begin_prompts(
@@ -85,9 +47,7 @@ async def begin_prompts(
     token_ids = await context.prompts.plain(
         [prompt.prompt for prompt in prompts], cache_salt=salt_of(request, params.cache_salt)
     )
-    grammars = await off_loop(
-        lambda: [prompt.formed.grammar for prompt in prompts], num_bytes=num_bytes
-    )
+    grammars = await off_loop(lambda: [prompt.form() for prompt in prompts], num_bytes=num_bytes)
     samplings = [prompt.sampling for prompt in prompts]
     context.check_room(request, list(zip(token_ids, samplings, strict=True)))
     parts = []

@@ -169,9 +169,7 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
         self._tokenizer = context.engine.tokenizer
         self._metrics = context.metrics
         self._chat = chat
-        self._returns_ids = chat.return_token_ids
         self._reports_tokens = chat.return_token_ids or chat.stream_options.continuous_usage_stats
-        self._stream_options = chat.stream_options
         self._model = model
         self._prompt = begun.prompt
         self._echo = begun.prompt.continued if chat.echo else ""
@@ -190,7 +188,7 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
             usage=self.usage,
             system_fingerprint=FINGERPRINT,
             prompt_logprobs=self._prompt_logprobs,
-            prompt_token_ids=self._prompt.token_ids if self._returns_ids else UNSET,
+            prompt_token_ids=self._prompt.token_ids if self._chat.return_token_ids else UNSET,
         )
 
     def chunk(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
@@ -205,7 +203,7 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
         return b"".join(chunks)
 
     def end(self) -> bytes:
-        if not self._stream_options.reports_usage:
+        if not self._chat.stream_options.reports_usage:
             return DONE
         return event(self._envelope([], usage=self.usage)) + DONE
 
@@ -216,9 +214,25 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
             if self._echo:
                 yield Delta(content=self._echo)
         for parsed in events:
-            delta = self._delta(choice, parsed)
-            if delta is not None:
-                yield delta
+            match parsed:
+                case ReasoningDelta(text):
+                    details = self._details(text)
+                    yield Delta(reasoning_content=text, reasoning=text, reasoning_details=details)
+                case ContentDelta(text):
+                    yield Delta(content=text)
+                case ToolCallStart(index, name):
+                    call = ToolCall(
+                        index=index,
+                        id=choice.reader.calls[index].id,
+                        type="function",
+                        function=FunctionCall(name=name, arguments=""),
+                    )
+                    yield Delta(tool_calls=[call])
+                case ToolArgumentsDelta(index, text):
+                    part = ToolCall(index=index, function=FunctionCall(arguments=text))
+                    yield Delta(tool_calls=[part])
+                case ToolCallEnd():
+                    pass
 
     def _take_tokens(self, choice: _Choice, output: RequestOutput) -> None:
         if output.prompt_logprobs is not None and self._chat.prompt_logprobs is not None:
@@ -226,33 +240,10 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
         if output.logprobs is not None:
             as_ids = self._chat.return_tokens_as_token_ids
             choice.logprobs += chat_logprobs(self._tokenizer, output.logprobs, as_ids=as_ids)
-        if self._returns_ids:
+        if self._chat.return_token_ids:
             choice.token_ids += output.token_ids
         if output.finish_reason is not None:
             self._metrics.events.add("tool_calls", len(choice.reader.calls))
-
-    def _delta(self, choice: _Choice, parsed: ParserEvent) -> Delta | None:
-        match parsed:
-            case ReasoningDelta(text):
-                return Delta(
-                    reasoning_content=text, reasoning=text, reasoning_details=self._details(text)
-                )
-            case ContentDelta(text):
-                return Delta(content=text)
-            case ToolCallStart(index, name):
-                function = FunctionCall(name=name, arguments="")
-                call_id = choice.reader.calls[index].id
-                return Delta(
-                    tool_calls=[
-                        ToolCall(index=index, id=call_id, type="function", function=function)
-                    ]
-                )
-            case ToolArgumentsDelta(index, text):
-                return Delta(
-                    tool_calls=[ToolCall(index=index, function=FunctionCall(arguments=text))]
-                )
-            case ToolCallEnd():
-                return None
 
     def _details(self, text: str) -> list[ReasoningDetail] | UnsetType:
         return [ReasoningDetail(text)] if self._chat.reasoning_split else UNSET
@@ -266,11 +257,11 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
             logprobs, choice.logprobs = ChatLogprobs(choice.logprobs), []
         token_ids: list[int] | UnsetType = UNSET
         prompt_token_ids: list[int] | UnsetType = UNSET
-        if self._returns_ids:
+        if self._chat.return_token_ids:
             token_ids, choice.token_ids = choice.token_ids, []
             if delta.role is not UNSET and choice.index == 0:
                 prompt_token_ids = self._prompt.token_ids
-        options = self._stream_options
+        options = self._chat.stream_options
         usage: Usage | UnsetType | None = None if options.reports_usage else UNSET
         if options.continuous_usage_stats:
             usage = self.usage
@@ -327,5 +318,5 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
             logprobs=ChatLogprobs(choice.logprobs) if self._chat.logprobs else None,
             finish_reason=reader.finish_reason,
             stop_reason=reader.stop_reason,
-            token_ids=choice.token_ids if self._returns_ids else UNSET,
+            token_ids=choice.token_ids if self._chat.return_token_ids else UNSET,
         )

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from negamax.api.access import names_of
 from negamax.api.common.answering import AnswerWriter, Choice, respond
 from negamax.api.common.context import FINGERPRINT, ApiContext
+from negamax.api.common.conversation import PlainReader
 from negamax.api.common.logprobs import TextLogprobWriter, prompt_logprobs
-from negamax.api.common.plain_prompts import PlainPrompt, PlainReader, begin_prompts
+from negamax.api.common.plain_prompts import PlainPrompt, begin_prompts
 from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import DONE, event
 from negamax.api.openai.completions_schema import CompletionRequest, TextAnswer, TextChoice
@@ -43,7 +44,7 @@ def completions_router(context: ApiContext) -> APIRouter:
             PlainPrompt(
                 prompt=prompt,
                 sampling=sampling,
-                formed=params,
+                form=lambda: params.grammar,
                 reasoning_budget=params.reasoning_budget,
                 request_id=f"{engine_id}-{number}",
                 names=names_of(answer_id),

@@ -17,7 +17,8 @@ from negamax import __version__
 from negamax.api.access import check_admin, is_admin, tenant_of
 from negamax.api.common.answering import AnswerWriter, Choice, respond
 from negamax.api.common.context import ApiContext
-from negamax.api.common.plain_prompts import PlainPrompt, PlainReader, begin_prompts
+from negamax.api.common.conversation import PlainReader
+from negamax.api.common.plain_prompts import PlainPrompt, begin_prompts
 from negamax.api.errors import json_response
 from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import event
@@ -65,7 +66,7 @@ def native_router(context: ApiContext) -> APIRouter:
             PlainPrompt(
                 prompt=prompt,
                 sampling=_engine_sampling(params, sampling),
-                formed=sampling,
+                form=partial(getattr, sampling, "grammar"),
                 reasoning_budget=params.max_thinking_tokens,
                 request_id=f"generate-{rid}-{secrets.token_hex(4)}",
                 names=[rid, params.rid] if isinstance(params.rid, str) else [rid],

@@ -27,7 +27,6 @@ from typing import Any
 
 from negamax.config.grammar import refuse_grammar
 from negamax.text.formats.family import ChatFamily
-from negamax.text.grammar.json_schema import Budget
 from negamax.text.grammar.tag_formats import Format, const, sequence
 from negamax.text.grammar.tool_calls import CallStyle, count
 from negamax.text.parser.element_arguments import ElementArguments
@@ -207,11 +206,6 @@ class M3Calls(CallStyle):
 
     name = "m3"
     end_of_text = MARKER
-
-    def __init__(
-        self, tag_ids: Mapping[str, int] | None = None, budget: Budget | None = None
-    ) -> None:
-        super().__init__(None, budget)  # all tags are written as text
 
     def block(self, calls: Format) -> Format:
         return {
