@@ -18,8 +18,6 @@ import pytest
 from tests.e2e.conftest import Server, eventually, serving
 from tests.e2e.test_engine_restarts import is_alive
 
-pytestmark = pytest.mark.serial  # measures what others feel
-
 CHAT = "/v1/chat/completions"
 LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}],
@@ -89,6 +87,7 @@ def test_server_whose_every_process_was_stopped_goes_on(two: Server) -> None:
     assert "gives no sign of life" not in two.log
 
 
+@pytest.mark.serial  # measures how soon
 def test_leader_that_stands_still_is_ended_by_its_children(two: Server) -> None:
     """The last test of the shared server, which ends it."""
     family = children_of(two)

@@ -147,12 +147,11 @@ def test_each_rank_holds_its_token_ids_and_nothing_of_the_others(world: tuple[in
 
 
 def test_sizes_that_do_not_split_are_refused_by_name() -> None:
-    # the vocabulary can be split over 3 and 6 ranks
-    spec = read_spec(tiny_config(0, num_key_value_heads=2, **SIZES | {"vocab_size": 66}))
     kernels = resolve(platform=CPU, dtype=torch.float32)
     single = ParallelContext.single()
 
-    def refused(layout: ParallelLayout) -> str:
+    def refused(layout: ParallelLayout, **sizes: int) -> str:
+        spec = read_spec(tiny_config(0, num_key_value_heads=2, **SIZES | sizes))
         context = ParallelContext(layout, single.attention_group, single.expert_group, single.world)
         with pytest.raises(ConfigError) as caught:
             build_model(
@@ -164,8 +163,12 @@ def test_sizes_that_do_not_split_are_refused_by_name() -> None:
             )
         return str(caught.value)
 
-    assert "2 KV heads cannot be split or replicated over 3 ranks" in refused(ParallelLayout(tp=3))
-    assert "8 attention heads cannot be split over 6 ranks" in refused(ParallelLayout(tp=6))
+    three = ParallelLayout(tp=3)
+    assert "vocabulary size 64 cannot be split over 3 ranks" in refused(three)
+    assert "8 attention heads cannot be split over 3 ranks" in refused(three, vocab_size=66)
+    assert "2 KV heads cannot be split or replicated over 3 ranks" in refused(
+        three, vocab_size=66, num_attention_heads=12
+    )
     assert "context-parallel size is 2" in refused(ParallelLayout(cp=2))
 
 

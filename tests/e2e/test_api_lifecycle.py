@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.cli.main import main
 from tests.e2e.conftest import MODEL, eventually, launch, serving
 from tests.e2e.test_api_errors import error_of
 
@@ -213,22 +214,10 @@ def test_port_in_use_is_refused_before_the_model_is_loaded() -> None:
     ],
 )
 def test_start_that_cannot_work_is_one_line_and_exit_code_2(
-    options: tuple[str, ...], words: str
+    options: tuple[str, ...], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "negamax",
-        "serve",
-        "--port",
-        "0",
-        "--log-level",
-        "error",
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    assert main(["serve", "--port", "0", "--log-level", "error", *options]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
     assert words in line
 
 
