@@ -28,7 +28,7 @@ class QuantizedActivations:
     """`hidden` and its FP8 form: hidden[t, c] is about q[t, c] * scale[t, c // 128]."""
 
     hidden: Tensor  # [T, width] bf16 or fp16
-    q: Tensor  # [T, width] float8_e4m3fn
+    q: Tensor  # [T, width] float8_e4m3fn, on MI300 float8_e4m3fnuz
     scale: Tensor  # [T, width / 128] fp32
 
 
@@ -65,6 +65,6 @@ def concatenate(parts: Sequence[Tensor | QuantizedActivations]) -> Tensor | Quan
     assert len(quantized) == len(parts), "some parts carry FP8 and some do not"
     return QuantizedActivations(
         hidden=torch.cat([unquantized(part) for part in quantized]),
-        q=torch.cat([part.q.view(torch.uint8) for part in quantized]).view(torch.float8_e4m3fn),
+        q=torch.cat([part.q.view(torch.uint8) for part in quantized]).view(quantized[0].q.dtype),
         scale=torch.cat([part.scale for part in quantized]),
     )

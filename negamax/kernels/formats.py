@@ -240,7 +240,7 @@ E4M3_BLOCKS = TensorFormat(
 
 
 # The formats that some kernel reads as they are stored, and what those kernels require.
-KEPT_FORMATS = {E4M3_BLOCKS: frozenset({Feature.TRITON, Feature.FP8, Feature.E4M3FN})}
+KEPT_FORMATS = {E4M3_BLOCKS: frozenset({Feature.TRITON, Feature.FP8})}
 
 
 def is_kept(stored: TensorFormat, platform: Platform) -> bool:

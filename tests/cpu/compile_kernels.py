@@ -99,6 +99,8 @@ def main() -> None:
     arch = int(platform.arch.removeprefix("sm_")) if nvidia else platform.arch
     driver.set_active(Driver(GPUTarget("cuda" if nvidia else "hip", arch, platform.warp_size)))
     platforms.platform_of = lambda device: platform  # type: ignore[assignment]
+    from negamax.kernels.gemm import spec as gemm_spec
+    from negamax.kernels.moe import spec as moe_spec
     from negamax.kernels.registry import OPS, resolve
 
     about: dict[str, Any] = {}
@@ -122,6 +124,9 @@ def main() -> None:
 
     triton.JITFunction.__getitem__ = launch
     table = resolve(platform=platform, dtype=torch.bfloat16)
+    # activations in the platform's form of FP8
+    quantize = table["quantize.activations"].run
+    gemm_spec.quantize_activations = moe_spec.quantize_rows = quantize  # type: ignore[assignment]
     number = -1
     for name, op in OPS.items():
         with without_memory(), torch.inference_mode():

@@ -19,6 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 LINEAR = next(op for op in spec.OPS if op.name == "gemm.linear")
 QUANTIZE = next(op for op in quantize_spec.OPS if op.name == "quantize.activations")
 KERNEL = kernels.KERNELS[0]
+SIZES = tiles.H200()
 
 
 def compare(op: Op, kernel: object, case: Case, dtype: torch.dtype) -> None:
@@ -86,7 +87,7 @@ def test_fp8_weights_in_every_kernel(num_tokens: int, inputs: int, outputs: int)
 
 def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
     case = fp8_case(20, 384, 128)
-    tile = tiles.narrow(num_tokens=20, rows=128, columns=384)
+    tile = SIZES.narrow(num_tokens=20, rows=128, columns=384)
     assert tile.splits > 1
     prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["scale"]))
     x = quantize_spec.quantize_activations(case.tensors["x"])
@@ -106,14 +107,14 @@ def test_few_tokens_take_the_kernel_whose_programs_all_run_at_once() -> None:
         (16, 3072, 3072),
         (9, 3072, 1536),
     ):
-        tile = tiles.few_tokens(num_tokens=num_tokens, rows=rows, columns=columns)
+        tile = SIZES.few_tokens(num_tokens=num_tokens, rows=rows, columns=columns)
         assert tile is not None and tile.tokens >= num_tokens
         assert -(-columns // (128 * tile.warps)) <= 6
         per_multiprocessor = 65_536 // (32 * tile.warps * (tile.registers or 184))
-        assert -(-rows // tile.rows) <= tiles.MULTIPROCESSORS * per_multiprocessor
-    assert tiles.few_tokens(num_tokens=16, rows=8192, columns=3072) is None
-    assert tiles.few_tokens(num_tokens=17, rows=128, columns=128) is None
-    assert tiles.few_tokens(num_tokens=1, rows=16, columns=16_384) is None
+        assert -(-rows // tile.rows) <= SIZES.multiprocessors * per_multiprocessor
+    assert SIZES.few_tokens(num_tokens=16, rows=8192, columns=3072) is None
+    assert SIZES.few_tokens(num_tokens=17, rows=128, columns=128) is None
+    assert SIZES.few_tokens(num_tokens=1, rows=16, columns=16_384) is None
 
 
 def test_few_and_more_tokens_agree() -> None:

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels import formats
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.kvcache.spec import FP8
+from negamax.kernels.quantize.native import native_e4m3
+from negamax.kernels.quantize.triton import e4m3_max
 
 LOG2_E = math.log2(math.e)
-E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -45,7 +45,7 @@ class Output:
             return cls(plain, None, None)
         assert head_dim == 128, "FP8 activations have a scale per 128 columns"
         scales = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
-        return cls(plain, torch.empty_like(plain, dtype=FP8), scales)
+        return cls(plain, torch.empty_like(plain, dtype=native_e4m3(q.device)), scales)
 
     def result(self) -> Tensor | QuantizedActivations:
         if self.values is None or self.scales is None:
@@ -63,11 +63,12 @@ def write_heads(
     x = x.to(out.dtype.element_ty)
     tl.store(out + at, x, mask=inside)
     if QUANTIZE:
+        dtype: tl.constexpr = values.dtype.element_ty
         x = x.to(tl.float32)
         largest = tl.max(tl.abs(x), axis=1)
-        scale = tl.where(largest == 0.0, 1.0, tl.maximum(largest * (1.0 / E4M3_MAX), 1e-30))
-        x = tl.minimum(tl.maximum(x * (1.0 / scale)[:, None], -E4M3_MAX), E4M3_MAX)
-        tl.store(values + at, x.to(tl.float8e4nv), mask=inside)
+        scale = tl.where(largest == 0.0, 1.0, tl.maximum(largest * (1.0 / e4m3_max(dtype)), 1e-30))
+        x = tl.minimum(tl.maximum(x * (1.0 / scale)[:, None], -e4m3_max(dtype)), e4m3_max(dtype))
+        tl.store(values + at, x.to(dtype), mask=inside)
         tl.store(scales + row, scale, mask=mask)
 
 

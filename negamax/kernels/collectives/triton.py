@@ -304,7 +304,7 @@ def _complete_rows(
     row = place + rank * shard
     if QUANTIZE:
         tl.store(words_of(out) + place * WORDS + index, normed, mask=mask)
-        scale, in_order = quantise(normed, BLOCK, dtype)
+        scale, in_order = quantise(normed, BLOCK, dtype, tl.float8e4nv)
         for peer in tl.static_range(WORLD):
             values = bases[peer].to(tl.pointer_type(tl.float8e4nv), bitcast=True)
             scales = bases[peer].to(tl.pointer_type(tl.float32), bitcast=True) + num_rows.to(
@@ -465,7 +465,7 @@ def _through_group(
     )
     if not isinstance(out, QuantizedActivations):
         return group.all_gather(out, dim=0)
-    values = group.all_gather(out.q.view(torch.uint8), dim=0).view(torch.float8_e4m3fn)
+    values = group.all_gather(out.q.view(torch.uint8), dim=0).view(out.q.dtype)
     return ShardedActivations(out.hidden, values, group.all_gather(out.scale, dim=0), group, first)
 
 

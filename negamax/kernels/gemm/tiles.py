@@ -6,10 +6,15 @@ qkv, QK norm, attention, o_proj, with dependent launches and weights that are no
 Microseconds of that chain at 1,064 tokens of context, in brackets those without the two products
 (reading the weights takes 10.4 on one rank, 2.6 on each of four):
 
-tokens      1            2            4            8            16           32           63
-100 one rank    28.8 (13.1)  29.0 (13.4)  31.5 (16.2)  35.4 (19.8)  56.5 (33.0)               84.9
-(58.2)  106 (79.7) four        16.6 (10.7)               18.7 (12.3)               24.2 (15.5)  32.9
-(19.7)  52.5 (36.7)  51.7 (37.5)
+tokens    one rank      four
+1         28.8 (13.1)   16.6 (10.7)
+2         29.0 (13.4)
+4         31.5 (16.2)   18.7 (12.3)
+8         35.4 (19.8)
+16        56.5 (33.0)   24.2 (15.5)
+32                      32.9 (19.7)
+63        84.9 (58.2)   52.5 (36.7)
+100       106 (79.7)    51.7 (37.5)
 
 Back to back, with no other kernel between them, qkv and o_proj of one rank take 14.3 at one token
 and 17.2 at 4. That order of kernels does not occur, and it prefers other tiles: programs that leave
@@ -20,7 +25,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MULTIPROCESSORS = 132
+import torch
+
+from negamax.kernels import platform
+
 DOT_TOKENS = 1  # FP8: up to here products and sums on the plain cores
 NARROW_TOKENS = 64  # FP8: up to here weights are the tall operand
 NARROW_TOKENS_16BIT = 64  # 16-bit weights: from here on cuBLAS
@@ -70,61 +78,101 @@ class Tile:
 WIDE_GROUP = 8  # token tiles that go through the weight together, for the L2 cache
 
 
-def dot_products(columns: int) -> DotTile:
-    """The tile for rows of `columns` FP8 weights: of MiniMax-M2's widths a thread has 3 x 16 per
-    row.
-    """
-    return DotTile(rows=4, warps=4 if columns >= 6144 else 2 if columns >= 3072 else 1)
+@dataclass(frozen=True)
+class Tiles:
+    """Where nothing was measured: short pipelines, and 64 KB of shared memory are enough."""
 
+    multiprocessors: int
+    measured_on: str | None = None
 
-def few_tokens(*, num_tokens: int, rows: int, columns: int) -> FewTile | None:
-    """The tile for FP8 weights of which every program's part fits into registers, all programs
-    running at once; else None.
+    def dot_products(self, columns: int) -> DotTile:
+        """The tile for rows of `columns` FP8 weights: of MiniMax-M2's widths a thread has 3 x 16
+        per row.
+        """
+        return DotTile(rows=4, warps=4 if columns >= 6144 else 2 if columns >= 3072 else 1)
 
-    A warp has up to six blocks of 128 columns: 96 of a thread's registers. With 128 in all, 25 MB
-    are on their way together.
-    """
-    warps = _power_of_two(-(-columns // 768))
-    if warps > 16:
+    def few_tokens(self, *, num_tokens: int, rows: int, columns: int) -> FewTile | None:
+        """The tile for FP8 weights of which every program's part fits into registers, all programs
+        running at once; else None.
+        """
         return None
-    if num_tokens <= 8 and rows * columns <= 8192 * 3072:
-        return FewTile(rows=16, tokens=8, warps=warps, registers=128)
-    if num_tokens <= 16 and rows * columns <= 4096 * 3072:
-        return FewTile(rows=16, tokens=16, warps=warps, registers=None)
-    return None
+
+    def narrow(self, *, num_tokens: int, rows: int, columns: int) -> Tile:
+        """The tile for FP8 weights [rows, columns]. The columns are split while multiprocessors
+        would idle; with many tokens not into less than 12 blocks of 128, since what the programs of
+        a tile exchange grows with the tokens.
+        """
+        tokens = max(16, min(64, _power_of_two(num_tokens)))
+        splits = self._splits(num_tokens, rows, columns, tokens=tokens)
+        return Tile(rows=64, tokens=tokens, columns=128, warps=4, stages=2, splits=splits)
+
+    def narrow_16bit(self, num_tokens: int) -> Tile:
+        """The tile for bf16 and fp16 weights."""
+        tokens = max(16, min(64, _power_of_two(num_tokens)))
+        return Tile(rows=64, tokens=tokens, columns=64, warps=4, stages=2)
+
+    def wide(self, *, num_tokens: int, rows: int) -> Tile | None:
+        """The tile for FP8 weights of `rows` rows and many tokens, of which both come through the
+        tensor memory accelerator; None: any number of tokens runs as few do.
+        """
+        return None
+
+    def _splits(self, num_tokens: int, rows: int, columns: int, *, tokens: int) -> int:
+        programs = -(-rows // 64) * -(-num_tokens // tokens)
+        most = 200 * self.multiprocessors // 132 // programs
+        if tokens > 32:
+            most = min(most, columns // 1536)
+        return 4 if most >= 4 else 2 if most >= 2 else 1
 
 
-def narrow(*, num_tokens: int, rows: int, columns: int) -> Tile:
-    """The tile for FP8 weights [rows, columns]. The columns are split while multiprocessors would
-    idle; with many tokens not into less than 12 blocks of 128, since what the programs of a tile
-    exchange grows with the tokens.
-    """
-    tokens = max(8, min(64, _power_of_two(num_tokens)))
-    programs = -(-rows // 64) * -(-num_tokens // tokens)
-    most = 200 // programs
-    if tokens > 32:
-        most = min(most, columns // 1536)
-    splits = 4 if most >= 4 else 2 if most >= 2 else 1
-    return Tile(rows=64, tokens=tokens, columns=128, warps=4, stages=6, splits=splits)
+@dataclass(frozen=True)
+class H200(Tiles):
+    """Measured at the slices of MiniMax-M2 (see above)."""
+
+    multiprocessors: int = 132
+    measured_on: str | None = "H200"
+
+    def few_tokens(self, *, num_tokens: int, rows: int, columns: int) -> FewTile | None:
+        """A warp has up to six blocks of 128 columns: 96 of a thread's registers. With 128 in all,
+        25 MB are on their way together.
+        """
+        warps = _power_of_two(-(-columns // 768))
+        if warps > 16:
+            return None
+        if num_tokens <= 8 and rows * columns <= 8192 * 3072:
+            return FewTile(rows=16, tokens=8, warps=warps, registers=128)
+        if num_tokens <= 16 and rows * columns <= 4096 * 3072:
+            return FewTile(rows=16, tokens=16, warps=warps, registers=None)
+        return None
+
+    def narrow(self, *, num_tokens: int, rows: int, columns: int) -> Tile:
+        tokens = max(8, min(64, _power_of_two(num_tokens)))
+        splits = self._splits(num_tokens, rows, columns, tokens=tokens)
+        return Tile(rows=64, tokens=tokens, columns=128, warps=4, stages=6, splits=splits)
+
+    def narrow_16bit(self, num_tokens: int) -> Tile:
+        if num_tokens <= 16:
+            return Tile(rows=128, tokens=16, columns=64, warps=8, stages=4)
+        if num_tokens <= 32:
+            return Tile(rows=64, tokens=32, columns=64, warps=4, stages=6)
+        return Tile(rows=128, tokens=64, columns=64, warps=4, stages=5)
+
+    def wide(self, *, num_tokens: int, rows: int) -> Tile:
+        """The small one while two programs per multiprocessor hold it."""
+        small = -(-rows // 64) * -(-num_tokens // 64) <= 2 * self.multiprocessors
+        return Tile(
+            rows=64 if small else 128, tokens=64, columns=128, warps=4, stages=5 if small else 4
+        )
 
 
-def narrow_16bit(num_tokens: int) -> Tile:
-    """The tile for bf16 and fp16 weights."""
-    if num_tokens <= 16:
-        return Tile(rows=128, tokens=16, columns=64, warps=8, stages=4)
-    if num_tokens <= 32:
-        return Tile(rows=64, tokens=32, columns=64, warps=4, stages=6)
-    return Tile(rows=128, tokens=64, columns=64, warps=4, stages=5)
-
-
-def wide(*, num_tokens: int, rows: int) -> Tile:
-    """The tile for FP8 weights of `rows` rows and many tokens; the small one while two programs per
-    multiprocessor hold it.
-    """
-    small = -(-rows // 64) * -(-num_tokens // 64) <= 2 * MULTIPROCESSORS
-    return Tile(
-        rows=64 if small else 128, tokens=64, columns=128, warps=4, stages=5 if small else 4
-    )
+def tiles_for(device: torch.device) -> Tiles:
+    """The sizes for `device`."""
+    here = platform.platform_of(device)
+    if here.vendor == "cpu":  # the interpreter
+        return H200()
+    if here.arch in ("sm_90", "sm_100"):
+        return H200(here.multiprocessors, "H200" if here.arch == "sm_90" else None)
+    return Tiles(here.multiprocessors)
 
 
 def cublas_is_faster(num_tokens: int, num_weights: int) -> bool:

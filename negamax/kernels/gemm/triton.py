@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from negamax.kernels import platform
 from negamax.kernels.activations import GROUP, QuantizedActivations, model_dtype, unquantized
 from negamax.kernels.formats import (
     E4M3_BLOCKS,
@@ -45,9 +46,9 @@ from negamax.kernels.launch.triton import launch_options, wait_for_inputs, wait_
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize import triton as quantize
+from negamax.kernels.quantize.native import to_native
 
 _BLOCK: tl.constexpr = tl.constexpr(GROUP)  # columns that share a scale
-_LANES: tl.constexpr = tl.constexpr(32)  # threads of a warp
 _VECTOR: tl.constexpr = tl.constexpr(16)  # FP8 weights of one load of a thread
 
 
@@ -57,7 +58,7 @@ class PreparedLinear:
 
     weight: Tensor  # e4m3, bf16 or fp16
     scale: Tensor | None  # [ceil(N / 128), K / 128] fp32; None: 16-bit weights
-    # [MULTIPROCESSORS] int32, how many programs of a tile are done; zero between calls
+    # [multiprocessors] int32, how many programs of a tile are done; zero between calls
     arrivals: Tensor
 
 
@@ -71,15 +72,14 @@ def _dot_products(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     LEVELS: tl.constexpr,  # log2 of ROWS
-    WARPS: tl.constexpr,
+    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)  # this early: what the next kernel fetches at its start is a weight, too
-    threads: tl.constexpr = WARPS * _LANES
-    span: tl.constexpr = threads * _VECTOR
+    span: tl.constexpr = THREADS * _VECTOR
     steps: tl.constexpr = (K + span - 1) // span
     first = tl.program_id(0) * ROWS
-    thread = tl.arange(0, threads)
+    thread = tl.arange(0, THREADS)
     columns = thread[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
     tiles = ()
     for i in tl.static_range(steps):
@@ -97,7 +97,7 @@ def _dot_products(
     wait_for_predecessor(PDL)
     sums = ()
     for _ in tl.static_range(ROWS):
-        sums += (tl.zeros((threads,), tl.float32),)
+        sums += (tl.zeros((THREADS,), tl.float32),)
     for i in tl.static_range(steps):
         more = ()
         values = tl.load(x + i * span + columns, mask=columns < K - i * span, other=0.0).to(
@@ -122,7 +122,7 @@ def _dot_products(
 
 # What a step of `_few_tokens` takes from a matrix of FP8 rows, ROWS of them and 128 columns for
 # each warp, is fetched as [8, WARPS, 2, ROWS / 8, 64]: a thread has 16 neighbouring columns, four
-# threads 64, and eight times four 8 rows. The tensor cores give a thread the same row but other
+# THREADS 64, and eight times four 8 rows. The tensor cores give a thread the same row but other
 # columns. The order of the columns is no matter as long as weights and activations share it, so
 # they are renumbered: every thread multiplies what it fetched, and nothing passes through shared
 # memory.
@@ -341,8 +341,9 @@ def prepare(weight: StoredWeight) -> PreparedLinear:
         assert columns % GROUP == 0, (
             f"FP8 weights need a multiple of {GROUP} columns, not {columns}"
         )
-        scale = weight.scale.contiguous()
-    arrivals = torch.zeros(tiles.MULTIPROCESSORS, dtype=torch.int32, device=values.device)
+        values, scale = to_native(values, weight.scale.contiguous())
+    multiprocessors = tiles.tiles_for(values.device).multiprocessors
+    arrivals = torch.zeros(multiprocessors, dtype=torch.int32, device=values.device)
     return PreparedLinear(values.contiguous(), scale, arrivals)
 
 
@@ -371,7 +372,8 @@ def linear(
             product = cublas.linear(values, prepared.weight, out_dtype=dtype)
             return product if out is None else out.copy_(product)
         out = values.new_empty((num_tokens, rows), dtype=dtype) if out is None else out
-        _launch_narrow(values, None, prepared, out, tile=tiles.narrow_16bit(num_tokens))
+        tile = tiles.tiles_for(values.device).narrow_16bit(num_tokens)
+        _launch_narrow(values, None, prepared, out, tile=tile)
         return out
     assert out is None, "products with FP8 weights make their own result"
     if num_tokens > tiles.DOT_TOKENS and not isinstance(x, QuantizedActivations):
@@ -379,6 +381,7 @@ def linear(
     if (
         isinstance(x, QuantizedActivations)
         and dtype is torch.bfloat16
+        and Feature.CUBLAS_BLOCK_FP8 in platform.platform_of(x.q.device).features
         and tiles.cublas_is_faster(num_tokens, prepared.weight.numel())
     ):
         return cublas.linear_blocks(x, prepared.weight, prepared.scale)
@@ -394,35 +397,29 @@ def _multiply_fp8(
     `QuantizedActivations`."""
     weight = prepared.weight
     (num_tokens, rows), columns = out.shape, weight.shape[1]
-    options = launch_options(out.device)
+    options, here = launch_options(out.device), platform.platform_of(out.device)
+    sizes = tiles.tiles_for(out.device)
     if num_tokens <= tiles.DOT_TOKENS:
-        dots = tiles.dot_products(columns)
+        dots = sizes.dot_products(columns)
         _dot_products[(triton.cdiv(rows, dots.rows),)](
             unquantized(x).contiguous(), weight, scale, out, rows,
-            K=columns, ROWS=dots.rows, LEVELS=dots.rows.bit_length() - 1, WARPS=dots.warps,
-            num_warps=dots.warps, **options,
+            K=columns, ROWS=dots.rows, LEVELS=dots.rows.bit_length() - 1,
+            THREADS=dots.warps * here.warp_size, num_warps=dots.warps, **options,
         )  # fmt: skip
         return
     assert isinstance(x, QuantizedActivations)
     assert x.q.is_contiguous() and x.scale.is_contiguous(), (
         "activations are read as they lie in memory"
     )
-    if few := tiles.few_tokens(num_tokens=num_tokens, rows=rows, columns=columns):
+    if few := sizes.few_tokens(num_tokens=num_tokens, rows=rows, columns=columns):
         _few_tokens[(triton.cdiv(rows, few.rows),)](
             x.q, x.scale, weight, scale, out, num_tokens, rows,
             K=columns, TOKENS=few.tokens, ROWS=few.rows, WARPS=few.warps, num_warps=few.warps,
-            maxnreg=few.registers, **options,
+            **launch_options(out.device, registers=few.registers),
         )  # fmt: skip
-    elif num_tokens <= tiles.NARROW_TOKENS:
-        _launch_narrow(
-            x.q,
-            x.scale,
-            prepared,
-            out,
-            tile=tiles.narrow(num_tokens=num_tokens, rows=rows, columns=columns),
-        )
-    else:
-        tile = tiles.wide(num_tokens=num_tokens, rows=rows)
+    elif num_tokens > tiles.NARROW_TOKENS and (
+        tile := sizes.wide(num_tokens=num_tokens, rows=rows)
+    ):
         _wide[(triton.cdiv(rows, tile.rows) * triton.cdiv(num_tokens, tile.tokens),)](
             TensorDescriptor.from_tensor(x.q, [tile.tokens, tile.columns]), x.scale,
             TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns]), scale, out, num_tokens,
@@ -431,6 +428,9 @@ def _multiply_fp8(
             num_stages=tile.stages,
             **(options if weight.numel() <= tiles.DEPENDENT_WIDE_WEIGHTS else {"PDL": False}),
         )  # fmt: skip
+    else:
+        tile = sizes.narrow(num_tokens=num_tokens, rows=rows, columns=columns)
+        _launch_narrow(x.q, x.scale, prepared, out, tile=tile)
 
 
 def _launch_narrow(

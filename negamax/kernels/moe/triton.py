@@ -38,10 +38,11 @@ from negamax.kernels.moe.triton_route import prepare_gate, route
 from negamax.kernels.moe.triton_shared import PreparedExperts
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
+from negamax.kernels.quantize.native import to_native
 
 
 def prepare_experts(gate_up: StoredWeight, down: StoredWeight) -> PreparedExperts:
-    """The stacked weights, plain or E4M3 blocks, stay as they are."""
+    """The stacked weights, plain or E4M3 blocks."""
     tall, wide = gate_up.values, down.values
     assert tall.is_contiguous() and wide.is_contiguous()
     if gate_up.format is PLAIN:
@@ -50,8 +51,9 @@ def prepare_experts(gate_up: StoredWeight, down: StoredWeight) -> PreparedExpert
     assert hidden % GROUP == 0 and width % GROUP == 0, (
         f"FP8 experts of hidden {hidden}, width {width}: not whole blocks"
     )
-    scales = gate_up.scale.contiguous(), down.scale.contiguous()
-    return PreparedExperts(tall, wide, *scales, fp8=True)
+    tall, tall_scale = to_native(tall, gate_up.scale.contiguous())
+    wide, wide_scale = to_native(wide, down.scale.contiguous())
+    return PreparedExperts(tall, wide, tall_scale, wide_scale, fp8=True)
 
 
 def experts(

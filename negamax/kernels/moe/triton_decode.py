@@ -16,7 +16,6 @@ from negamax.kernels.launch.triton import launch_options, wait_then_start_next
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import (
     BLOCK,
-    E4M3_MAX,
     INTERPRETED,
     SMALLEST,
     PreparedExperts,
@@ -24,6 +23,7 @@ from negamax.kernels.moe.triton_shared import (
     even,
     operands,
 )
+from negamax.kernels.quantize.triton import e4m3_max
 
 _UNIT = tl.constexpr(16)  # neighbouring columns one thread multiplies in the token kernels
 
@@ -196,7 +196,7 @@ def _gate_up_tile(
     out = h + places.to(tl.int64)[None, :] * WIDTH + rows[:, None]
     if FP8:
         largest = tl.max(tl.abs(y), 0)
-        s = tl.maximum(largest / E4M3_MAX, SMALLEST)
+        s = tl.maximum(largest / e4m3_max(h.dtype.element_ty), SMALLEST)
         tl.store(h_scale + places * (WIDTH // ROWS) + column // ROWS, s, mask=valid)
         y = y / s[None, :]
     tl.store(out, y.to(h.dtype.element_ty), mask=row_fits & valid[None, :])

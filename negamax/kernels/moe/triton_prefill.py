@@ -19,7 +19,6 @@ from negamax.kernels.launch.triton import launch_options, wait_then_start_next
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import (
     BLOCK,
-    E4M3_MAX,
     INTERPRETED,
     SMALLEST,
     PreparedExperts,
@@ -27,6 +26,7 @@ from negamax.kernels.moe.triton_shared import (
     even,
     operands,
 )
+from negamax.kernels.quantize.triton import e4m3_max
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def _gate_up_sorted(
                   HIDDEN, ROWS, TOKENS, COLUMNS, FP8, EVEN, WIDE, STAGES)  # fmt: skip
     y = gate / (1.0 + tl.exp(-gate)) * up
     if FP8:
-        s = tl.maximum(tl.max(tl.abs(y), 1) / E4M3_MAX, SMALLEST)
+        s = tl.maximum(tl.max(tl.abs(y), 1) / e4m3_max(h.dtype.element_ty), SMALLEST)
         tl.store(h_scale + places * (WIDTH // ROWS) + column // ROWS, s, mask=valid)
         y = y / s[:, None]
     out = h + places.to(tl.int64)[:, None] * WIDTH + columns[None, :]

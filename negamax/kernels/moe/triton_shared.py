@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels import formats
 from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
 from negamax.kernels.moe import tiles
 
-FP8 = torch.float8_e4m3fn
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 BLOCK = tl.constexpr(GROUP)  # columns that share a scale
-E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 SMALLEST = tl.constexpr(1e-30)  # a scale's lower bound
 
 

@@ -17,16 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
-from negamax.kernels.formats import E4M3_MAX
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs
 from negamax.kernels.norm import spec, tiles
 from negamax.kernels.norm.spec import NormWeight
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
+from negamax.kernels.quantize.native import native_e4m3
+from negamax.kernels.quantize.triton import e4m3_max
 
 _GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
-_E4M3_MAX: tl.constexpr = tl.constexpr(E4M3_MAX)
 # a scale's lower bound, far above what fp32 cannot invert
 _TINY: tl.constexpr = tl.constexpr(1e-30)
 
@@ -133,7 +133,7 @@ def normalise(
 
 
 @triton.jit
-def quantise(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+def quantise(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexpr):
     """A row of `normed` words in FP8: its scales [BLOCK / 64] and its columns in order, [2 * BLOCK]
     e4m3.
     """
@@ -142,12 +142,12 @@ def quantise(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
     even = tl.reshape(even, [groups, _GROUP_WORDS])
     odd = tl.reshape(odd, [groups, _GROUP_WORDS])
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
-    scale = tl.where(largest > 0, tl.maximum(largest / _E4M3_MAX, _TINY), 1.0)
+    scale = tl.where(largest > 0, tl.maximum(largest / e4m3_max(E4M3), _TINY), 1.0)
     factor = (1.0 / scale)[:, None]
     # Columns side by side before the conversion, which takes neighbours in pairs: ptxas 12.8 loses
     # every fourth byte where the halves of such pairs are taken apart again.
     in_order = tl.reshape(tl.join(even * factor, odd * factor), [2 * BLOCK])
-    return scale, in_order.to(tl.float8e4nv)
+    return scale, in_order.to(E4M3)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def add_and_normalise(
     )
     tl.store(words_of(out) + row.to(tl.int64) * WORDS + index, normed, mask=mask)
     if QUANTIZE:
-        scale, in_order = quantise(normed, BLOCK, DTYPE)
+        scale, in_order = quantise(normed, BLOCK, DTYPE, values.dtype.element_ty)
         store_quantised(values, scales, row.to(tl.int64), scale, in_order, WORDS, BLOCK)
 
 
@@ -219,12 +219,12 @@ def outputs(residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor, Tensor]
     out = torch.empty_like(residual)
     if not norm.quantize:
         return out, out, out
-    num_tokens, width = residual.shape
-    values = torch.empty((num_tokens, width), dtype=torch.float8_e4m3fn, device=residual.device)
+    (num_tokens, width), device = residual.shape, residual.device
+    values = torch.empty((num_tokens, width), dtype=native_e4m3(device), device=device)
     return (
         out,
         values,
-        torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=residual.device),
+        torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=device),
     )
 
 
