@@ -76,6 +76,13 @@ class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     postponed: list[int] = []
 
 
+class RowFailures(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Slots that failed on a rank while it launched step `step_id`, and why."""
+
+    step_id: int
+    errors: dict[int, str]
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position: the chosen token's, its rank (1 = most likely), and the
     most likely tokens'.

@@ -29,7 +29,7 @@ from negamax.base.log import get_logger
 from negamax.base.process import exit_now, exit_with_parent
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.scheduler import crash_details
-from negamax.scheduler.step import GrammarBitmask, StepPlan, StepResult
+from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
 from negamax.worker.config import Probe, WorkerReady, decode_config
 from negamax.worker.heartbeat import LOST_SECONDS, Heartbeat
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+RESULT, ROW_FAILURES = b"r", b"f"  # first byte of a frame of the results
 PLAN, BITMASK, PROBE = b"s", b"m", b"p"  # first byte of a frame
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by
@@ -73,8 +74,13 @@ def main(folder: str, rank: int) -> int:
     """Serve one executor until it says stop; the exit code of the process."""
     exit_with_parent()
     log.setup_as_parent()
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.linger = 1000
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as socket,
+        context.socket(zmq.PUSH) as reports,  # of ranks that send no results
+    ):
+        socket.linger = reports.linger = 1000
+        reports.connect(f"ipc://{folder}/results")
         socket.connect(f"ipc://{folder}/rank{rank}")
         config = decode_config(socket.recv())
         beats = SharedNumbers(1, num_rows=config.layout.world_size + 1, path=Path(folder, "beats"))
@@ -118,8 +124,14 @@ def main(folder: str, rank: int) -> int:
                 if frame[:1] == PLAN:
                     plan = plans.decode(frame[1:])
                     outcome = worker.launch(plan, next_bitmask)
+                    failures = worker.take_row_failures()
                     if rank == 0:
                         outcomes.put(outcome)
+                    elif failures:
+                        reports.send(
+                            ROW_FAILURES
+                            + msgspec.msgpack.encode(RowFailures(plan.step_id, failures))
+                        )
                 else:
                     socket.send(msgspec.msgpack.encode(worker.probe(probes.decode(frame[1:]))))
         except _Stopped:
@@ -151,7 +163,7 @@ def _send_results(
 ) -> None:
     """Wait for one outcome after another and send what came of it, until None."""
     encoder = msgspec.msgpack.Encoder()
-    with context.socket(zmq.PAIR) as socket:
+    with context.socket(zmq.PUSH) as socket:
         socket.linger = 1000
         socket.connect(address)
         while (outcome := outcomes.get()) is not None:
@@ -162,7 +174,7 @@ def _send_results(
                 dumps.write("a step failed on the device", details=dict, error=error)
                 exit_now(1)
             if not heartbeat.is_aborted:
-                socket.send(encoder.encode(result))
+                socket.send(RESULT + encoder.encode(result))
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ class RequestState:
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
         self.failures: dict[int, str] = {}  # by slot: why its sequence cannot go on
+        self._new_failures: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> None:
         """Take over the plan's new rows and appended blocks. A new row that cannot be taken over is
@@ -147,12 +148,18 @@ class RequestState:
         if slot not in self.failures:
             logger.error("slot %d: its request ends with an error", slot, exc_info=error)
             self.failures[slot] = f"{type(error).__name__} while this request was computed"
+            self._new_failures[slot] = self.failures[slot]
 
     def failures_of(self, slots: Sequence[int]) -> dict[int, str]:
         """The failures among `slots`, by index."""
         if not self.failures:
             return {}
         return {i: self.failures[slot] for i, slot in enumerate(slots) if slot in self.failures}
+
+    def take_failures(self) -> dict[int, str]:
+        """The failures since the last call, by slot."""
+        failures, self._new_failures = self._new_failures, {}
+        return failures
 
     def _assign(self, row: NewRow) -> None:
         """Take over a new row; one that cannot be taken over becomes a greedy one without edits, on

@@ -167,6 +167,10 @@ class Worker:
         """Answer a benchmark's question. Every rank must be asked the same, between steps."""
         return self._probes.answer(probe, self._graphs)
 
+    def take_row_failures(self) -> dict[int, str]:
+        """Rows that failed since the last call: why, by slot."""
+        return self._rows.take_failures()
+
     def close(self) -> None:
         """Give the memory back and leave the other ranks in order. Nothing else may be called
         afterwards.

@@ -19,9 +19,10 @@ from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.base.private_folder import PrivateFolder
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.core.rank_watch import RankWatch
-from negamax.scheduler.step import GrammarBitmask, StepPlan, StepResult
+from negamax.engine.core.row_failures import RowFailureLog
+from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
 from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
-from negamax.worker.rank_process import BITMASK, PLAN, PROBE, RankFailed, RankReport
+from negamax.worker.rank_process import BITMASK, PLAN, PROBE, RESULT, RankFailed, RankReport
 
 if TYPE_CHECKING:
     from negamax.worker.step_output import StepOutput
@@ -117,7 +118,8 @@ class MultiProcessExecutor:
         self._sockets: list[zmq.Socket[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
-        self._result_socket = self._context.socket(zmq.PAIR)
+        self._row_failures = RowFailureLog()
+        self._result_socket = self._context.socket(zmq.PULL)
         self._result_socket.bind(f"ipc://{self._folder.path}/results")
         self._beats = SharedNumbers(
             1, num_rows=world_size + 1, path=Path(self._folder.path, "beats")
@@ -152,6 +154,7 @@ class MultiProcessExecutor:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         self._send_all(PLAN + msgspec.msgpack.encode(plan))
+        self._row_failures.launched(plan)
         return _RemoteStep(self)
 
     def send_bitmask(self, bitmask: GrammarBitmask) -> None:
@@ -168,8 +171,14 @@ class MultiProcessExecutor:
         return answers[0]
 
     def receive(self) -> StepResult:
-        """The next result of rank 0. Errors: `EngineDeadError` where a rank process is gone."""
-        return self._results.decode(self._receive(self._result_socket, self._results_poller))
+        """The next result of rank 0, with the errors of rows that failed on other ranks. Errors:
+        `EngineDeadError` where a rank process is gone.
+        """
+        while True:
+            frame = self._receive(self._result_socket, self._results_poller)
+            if frame[:1] == RESULT:
+                return self._row_failures.complete(self._results.decode(frame[1:]))
+            self._row_failures.add(msgspec.msgpack.decode(frame[1:], type=RowFailures))
 
     def watch_ranks(self) -> RankWatch:
         return RankWatch(self._processes, self._beats)
