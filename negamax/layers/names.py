@@ -6,6 +6,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class DecoderNames:
+    """What stands around the layers."""
+
+    embedding: str
+    norm: str
+    head: str
+
+
+@dataclass(frozen=True)
 class AttentionNames:
     """Projections, the norms of queries and keys, the scales of an FP8 cache."""
 

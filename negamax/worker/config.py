@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from negamax.config.families import family_of
+from negamax.config.kv_cache import KvCacheSpecs
 from negamax.config.model_spec import ModelSpec
 from negamax.parallel.layout import ParallelLayout
 
@@ -37,6 +38,12 @@ class WorkerConfig:
     show_progress: bool
     rendezvous: str | None  # path of the file in which the ranks meet; None: there is one rank
     crash_dump_dir: str | None = None
+
+    @property
+    def kv_caches(self) -> KvCacheSpecs:
+        """Of the layers of this rank's pipeline stage."""
+        own = self.layout.layers(self.spec.num_layers)
+        return self.spec.kv_caches()[own.start : own.stop]
 
 
 def decode_config(frame: bytes) -> WorkerConfig:

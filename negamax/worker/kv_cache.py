@@ -142,7 +142,7 @@ def choose_num_blocks(
 def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> int:
     """Bytes of `num_blocks` on this rank; `dtype` of the caches that name none."""
     return num_blocks * block_bytes(
-        config.spec.kv_caches(),
+        config.kv_caches,
         config.block_size,
         dtype=_name(dtype),
         ranks=config.layout.attention.size,

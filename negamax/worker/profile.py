@@ -36,7 +36,7 @@ def peak_bytes(
     )
     blocks_each = -(-length // block_size)
     kv = allocate(
-        config.spec.kv_caches(),
+        config.kv_caches,
         len(counts) * blocks_each,
         block_size=block_size,
         dtype=dtype,
@@ -53,7 +53,7 @@ def peak_bytes(
     metadata = attention_metadata(tables, counts, counts)
     token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)
     with warming_up(context):
-        first = kv[: warmup_layers(model.layers, config.spec.kv_caches())]
+        first = kv[: warmup_layers(model.layers, config.kv_caches)]
         model.local_logits(model.forward(token_ids, metadata, first)[: config.max_num_seqs])
     hidden = model.forward(token_ids, metadata, kv)
     model.local_logits(hidden[: config.max_num_seqs])

@@ -95,7 +95,7 @@ class Worker:
             num_blocks = context.world_min(affordable)
             # One block more than the scheduler knows of: rows write it that stand for nobody.
             kv = kv_cache.allocate(
-                config.spec.kv_caches(),
+                config.kv_caches,
                 num_blocks + 1,
                 block_size=config.block_size,
                 dtype=cache_dtype,
@@ -202,7 +202,7 @@ class Worker:
             max_num_seqs=config.max_num_seqs,
         )
         with warming_up(self._context):
-            layers = warmup_layers(self._model.layers, config.spec.kv_caches())
+            layers = warmup_layers(self._model.layers, config.kv_caches)
             self._graphs.warmup(layers)
             self._prefill_graphs.warmup(layers)
         pool = torch.cuda.graph_pool_handle()

@@ -37,7 +37,7 @@ from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot, slots_by_name
-from negamax.models.minimax_m2.model import MiniMaxM2
+from negamax.models.decoder import Decoder
 from negamax.models.minimax_m2.names import layer_of, place
 from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
@@ -59,10 +59,10 @@ def save_transformers_model(folder: Path, *, shard_size: str) -> dict[str, Tenso
     """A random model saved by transformers; its tensors under their checkpoint names, read off its
     modules.
     """
-    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+    from transformers import DecoderConfig, DecoderForCausalLM
 
     torch.manual_seed(0)
-    model = MiniMaxM2ForCausalLM(MiniMaxM2Config(**TINY)).eval()
+    model = DecoderForCausalLM(DecoderConfig(**TINY)).eval()
     expected: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -663,7 +663,7 @@ def test_model_takes_what_transformers_saves_and_what_minimax_publishes(tmp_path
 
 
 def scales(model: CausalModel) -> list[tuple[float, float]]:
-    assert isinstance(model, MiniMaxM2)
+    assert isinstance(model, Decoder)
     return [layer.attention.kv_scales for layer in model.layers]
 
 

@@ -14,12 +14,12 @@ from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.layers.attention import KvCaches
-from negamax.models.minimax_m2.model import MiniMaxM2
+from negamax.models.decoder import Decoder
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
 
-class Pipeline(MiniMaxM2):
+class Pipeline(Decoder):
     """All stages of a model in one process; a stage sees the caches of its own layers only."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], num_stages: int) -> None:
@@ -28,7 +28,7 @@ class Pipeline(MiniMaxM2):
             layout = ParallelLayout(rank=rank, pp=num_stages)
             context = replace(ParallelContext.single(), layout=layout)
             stage = build(spec, weights, context=context)
-            assert isinstance(stage, MiniMaxM2)
+            assert isinstance(stage, Decoder)
             self.stages.append(stage)
 
     def forward(

@@ -20,7 +20,7 @@ from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
-from negamax.models.minimax_m2.model import MiniMaxM2
+from negamax.models.decoder import Decoder
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
@@ -65,7 +65,7 @@ def head_and_embedding(spec: ModelSpec, context: ParallelContext) -> dict[str, t
     """
     model = build(spec, random_weights(spec, 7), context=context)
     hidden = torch.randn(5, spec.hidden_size, generator=torch.Generator().manual_seed(1))
-    assert isinstance(model, MiniMaxM2)
+    assert isinstance(model, Decoder)
     return {
         "ids": torch.tensor(list(model.vocab_range)),
         "local": model.local_logits(hidden),

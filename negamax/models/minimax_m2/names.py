@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterable, Iterator, Set
 
 from negamax.config.minimax_m2 import MiniMaxM2Spec
-from negamax.layers.names import AttentionNames, MoeNames
+from negamax.layers.names import AttentionNames, DecoderNames, MoeNames
 from negamax.models.family import Placement, WeightSpec
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+DECODER = DecoderNames(
+    embedding="model.embed_tokens.weight", norm="model.norm.weight", head="lm_head.weight"
+)
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # (pattern, replacement), applied in order.
@@ -80,7 +82,7 @@ def weights(spec: MiniMaxM2Spec) -> Iterator[WeightSpec]:
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
     q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
     experts = {"count": spec.num_experts, "used": spec.experts_per_token}
-    yield WeightSpec(EMBEDDING, (spec.vocab_size, hidden), is_table=True)
+    yield WeightSpec(DECODER.embedding, (spec.vocab_size, hidden), is_table=True)
     for layer in range(spec.num_layers):
         own, its = attention(layer), moe(layer)
         yield WeightSpec(own.q, (q_rows, hidden), parts=heads)
@@ -96,8 +98,8 @@ def weights(spec: MiniMaxM2Spec) -> Iterator[WeightSpec]:
         yield WeightSpec(its.down, (hidden, spec.intermediate_size), **experts)
         for name in norms(layer):
             yield WeightSpec(name, (hidden,), parts=1)
-    yield WeightSpec(NORM, (hidden,), parts=1)
-    yield WeightSpec(HEAD, (spec.vocab_size, hidden))
+    yield WeightSpec(DECODER.norm, (hidden,), parts=1)
+    yield WeightSpec(DECODER.head, (spec.vocab_size, hidden))
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,79 +16,15 @@ from negamax.kernels.attention.spec import split_heads
 from negamax.kernels.kvcache.spec import cache_rows, store, write
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import half_split_, signed_frequencies
-from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches, prepare_attention
-from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
+from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches
+from negamax.layers.basic import RmsNorm
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.moe import SparseMoe
 from negamax.layers.partial import Partial
 from negamax.layers.qk_norm import PerHeadNorm
-from negamax.layers.weights import WeightSlot, check_all_written, slots_by_name
+from negamax.models.decoder import Decoder
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
-
-
-class ForeignModel:
-    """h = embed(tokens); per layer: h += attention(rms(h)), h += MLP or experts(rms(h)); head."""
-
-    def __init__(
-        self,
-        spec: ForeignSpec,
-        *,
-        context: ParallelContext,
-        weights: WeightFormat,
-        kernels: KernelTable,
-    ) -> None:
-        shared = {"kernels": kernels, "weights": weights}
-        view, shape = context.layout.attention, (spec.vocab_size, spec.hidden_size)
-        self.spec = spec
-        kv_heads = len(view.kv_heads(spec.num_kv_heads))
-        self._full = GroupedQueryKind(
-            kv_heads=kv_heads,
-            group=len(view.heads(spec.num_heads)) // kv_heads,
-            frequencies=signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device),
-            quantize=False,
-            kernels=kernels,
-        )
-        self.vocab_range = context.layout.vocab(spec.vocab_size)
-        group = context.attention_group
-        self._embed = VocabEmbedding(
-            names.EMBEDDING, shape, rows=self.vocab_range, group=group, weights=weights
-        )
-        self.layers = [DenseLayer(spec, context, **shared), SparseLayer(spec, context, **shared)]
-        self._norm = norm(names.NORM, spec, **shared)
-        self._head = VocabHead(names.HEAD, shape, rows=self.vocab_range, group=group, **shared)
-        parts = (self._embed, *self.layers, self._norm, self._head)
-        self._slots = slots_by_name(slot for part in parts for slot in part.slots)
-
-    def forward(
-        self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
-    ) -> Tensor:
-        """See `CausalModel`."""
-        kinds = [(self._full, kv[0]), *[(SelectedKind(), caches) for caches in kv[1:]]]
-        metadata = prepare_attention(metadata, kinds)
-        x = self._embed(token_ids)
-        residual = torch.zeros_like(x.x)
-        for layer, caches in zip(self.layers, kv, strict=False):
-            x = layer(x, residual, metadata, caches)
-        return self._norm(x, residual)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `CausalModel`."""
-        return self._head(hidden)
-
-    def local_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """See `CausalModel`."""
-        return self._head.local(hidden, out=out)
-
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """See `CausalModel`."""
-        return self._slots
-
-    def finish_loading(self) -> None:
-        """See `CausalModel`."""
-        check_all_written(self._slots)
-        for part in (*self.layers, self._head):
-            part.finish_loading()
 
 
 def norm(
@@ -315,4 +250,26 @@ def attended(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     return (probabilities @ v).transpose(0, 1).flatten(1)
 
 
-build = ForeignModel
+def build(
+    spec: ForeignSpec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
+) -> Decoder:
+    """See `models/registry.py`."""
+    shared = {"kernels": kernels, "weights": weights}
+    view = context.layout.attention
+    kv_heads = len(view.kv_heads(spec.num_kv_heads))
+    full = GroupedQueryKind(
+        kv_heads=kv_heads,
+        group=len(view.heads(spec.num_heads)) // kv_heads,
+        frequencies=signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device),
+        quantize=False,
+        kernels=kernels,
+    )
+    return Decoder(
+        spec,
+        [DenseLayer(spec, context, **shared), SparseLayer(spec, context, **shared)],
+        [(full, 0), (SelectedKind(), 1)],
+        names=names.DECODER,
+        eps=spec.rms_norm_eps,
+        context=context,
+        **shared,
+    )

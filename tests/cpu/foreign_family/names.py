@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Iterator
 
 from foreign_family.config import ForeignSpec
-from negamax.layers.names import AttentionNames, MoeNames
+from negamax.layers.names import AttentionNames, DecoderNames, MoeNames
 from negamax.models.family import Placement, WeightSpec
 
-EMBEDDING, NORM, HEAD = "tokens.table", "last.scale", "vocabulary.matrix"
+DECODER = DecoderNames("tokens.table", "last.scale", "vocabulary.matrix")
 MLP = tuple(f"block0.mlp.{part}" for part in ("gate", "up", "down"))
 INDEX = "block1.look.index_q", "block1.look.index_k"
 MOE = MoeNames(
@@ -44,7 +44,7 @@ def layer_of(slot: str) -> int | None:
 def weights(spec: ForeignSpec) -> Iterator[WeightSpec]:
     """See `models/family.py`."""
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
-    yield WeightSpec(EMBEDDING, (spec.vocab_size, hidden), is_table=True)
+    yield WeightSpec(DECODER.embedding, (spec.vocab_size, hidden), is_table=True)
     for layer in range(2):
         names = attention(layer)
         yield WeightSpec(names.q, (heads * spec.head_dim, hidden), parts=heads)
@@ -64,8 +64,8 @@ def weights(spec: ForeignSpec) -> Iterator[WeightSpec]:
     experts = zip((MOE.gate, MOE.up, MOE.down), _shapes(spec.expert_width, hidden), strict=True)
     for name, shape in experts:
         yield WeightSpec(name, shape, count=spec.num_experts, used=spec.experts_per_token)
-    yield WeightSpec(NORM, (hidden,), parts=1)
-    yield WeightSpec(HEAD, (spec.vocab_size, hidden))
+    yield WeightSpec(DECODER.norm, (hidden,), parts=1)
+    yield WeightSpec(DECODER.head, (spec.vocab_size, hidden))
 
 
 def _shapes(width: int, hidden: int) -> tuple[tuple[int, int], ...]:

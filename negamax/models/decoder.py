@@ -1,0 +1,149 @@
+"""A decoder-only model on one rank: embedding, layers, norm, head. Families give it its layers.
+
+h = embed(tokens)
+per layer:  h += attention(rms(h));  h += mlp(rms(h))
+logits = head(rms(h))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.registry import KernelTable
+from negamax.layers.attention import AttentionKind, KvCaches, prepare_attention
+from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
+from negamax.layers.names import DecoderNames
+from negamax.layers.partial import Partial
+from negamax.layers.weights import WeightSlot, check_all_written, slots_by_name
+from negamax.models.family import names_of
+from negamax.parallel.context import ParallelContext
+from negamax.quantization.scheme import WeightFormat
+
+
+class Layer(Protocol):
+    """One layer of a decoder."""
+
+    slots: list[WeightSlot]
+
+    def finish_loading(self) -> None:
+        """Put the weights into their kernels' layout."""
+
+    def __call__(
+        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
+    ) -> Partial:
+        """x, the layer before's output, is added to `residual` [T, hidden] in place; this layer's
+        last output.
+        """
+
+
+class Decoder:
+    """Weights are written through `weight_slots`, then `finish_loading` is called once.
+
+    Between blocks flow partial sums, which the norms complete. Of a pipeline a rank holds one
+    stage: its layers, the embedding on the first, the last norm and the head on the last.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: Sequence[Layer],
+        kinds: Sequence[tuple[AttentionKind, int]],
+        *,
+        names: DecoderNames,
+        eps: float,
+        context: ParallelContext,
+        weights: WeightFormat,
+        kernels: KernelTable,
+    ) -> None:
+        """`layers` of this stage; the `kinds` of their attention, each with one of its layers."""
+        self.spec, self.layers, self._kinds = spec, layers, kinds
+        self.vocab_range = context.layout.vocab(spec.vocab_size)
+        vocab_shape = (spec.vocab_size, spec.hidden_size)
+        shared: dict[str, Any] = {"rows": self.vocab_range, "group": context.attention_group}
+        slots = [slot for layer in layers for slot in layer.slots]
+        if context.layout.is_first_stage:
+            self._embed = VocabEmbedding(names.embedding, vocab_shape, weights=weights, **shared)
+            slots += self._embed.slots
+        self._is_last = context.layout.is_last_stage
+        if self._is_last:
+            shared |= {"kernels": kernels, "weights": weights}
+            self._norm = RmsNorm(
+                names.norm,
+                spec.hidden_size,
+                eps=eps,
+                activation=None,
+                kernels=kernels,
+                weights=weights,
+            )
+            self._head = VocabHead(names.head, vocab_shape, **shared)
+            slots += [*self._norm.slots, *self._head.slots]
+        self._slots = slots_by_name(slots)
+        for weight in names_of(spec).weights(spec):  # of other stages
+            for name in weight.names():
+                if name not in self._slots:
+                    self._slots[name] = WeightSlot(name, weight.shape, target=None)
+
+    def forward(
+        self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
+    ) -> Tensor:
+        """token_ids [T] int64, the caches of each layer (of fewer, the first layers alone run) ->
+        final hidden states [T, hidden].
+        """
+        x, residual = self.stage(*self.embed(token_ids), metadata, kv)
+        return self.last_norm(x, residual)
+
+    def embed(self, token_ids: Tensor) -> tuple[Partial, Tensor]:
+        """token_ids [T] int64 -> what enters the first layer, and a residual [T, hidden] of
+        zeros.
+        """
+        x = self._embed(token_ids)
+        return x, torch.zeros_like(x.x)
+
+    def stage(
+        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
+    ) -> tuple[Partial, Tensor]:
+        """This rank's layers, as many as `kv` has caches of: from what enters the first of them
+        and the residual [T, hidden] to what leaves the last and the residual there.
+        """
+        metadata = prepare_attention(
+            metadata, [(kind, kv[at]) for kind, at in self._kinds if at < len(kv)]
+        )
+        for layer, caches in zip(self.layers, kv, strict=False):
+            x = layer(x, residual, metadata, caches)
+        return x, residual
+
+    def last_norm(self, x: Partial, residual: Tensor) -> Tensor:
+        """Final hidden states [T, hidden] from what leaves the last layer."""
+        hidden = self._norm(x, residual)
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> [R, vocab] fp32, the full vocabulary on every rank."""
+        return self._head(hidden)
+
+    def local_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, the logits of the ids of `vocab_range`,
+        in `out` where given.
+        """
+        return self._head.local(hidden, out=out)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Where each tensor of the checkpoint goes, by its name there."""
+        return self._slots
+
+    def finish_loading(self) -> None:
+        """Put all weights into their kernels' layout. Errors: `CheckpointError` where a needed slot
+        was not written.
+        """
+        check_all_written(self._slots)
+        for layer in self.layers:
+            layer.finish_loading()
+        if self._is_last:
+            self._head.finish_loading()
