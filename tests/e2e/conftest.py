@@ -22,6 +22,7 @@ from tests.e2e.chat_page import begin
 from tests.e2e.scripted_server import NAME, Script, scripted
 
 MODEL = "nano"
+STUB = "tests.e2e.stub_serve"  # as program: no model behind the server
 START_SECONDS = 60.0
 _READY = re.compile(r"ready: (https?://\S+)/v1")
 
@@ -83,12 +84,14 @@ def eventually(check: Callable[[], bool], *, seconds: float = 30.0) -> bool:
     return False
 
 
-def launch(*options: str, model: str = MODEL, log_file: Path) -> subprocess.Popen[str]:
+def launch(
+    *options: str, model: str = MODEL, log_file: Path, program: str = "negamax"
+) -> subprocess.Popen[str]:
     """Start `negamax serve` without waiting for it."""
     command = [
         sys.executable,
         "-m",
-        "negamax",
+        program,
         "serve",
         model,
         "--port",
@@ -102,9 +105,11 @@ def launch(*options: str, model: str = MODEL, log_file: Path) -> subprocess.Pope
 
 
 @contextlib.contextmanager
-def serving(*options: str, model: str = MODEL, log_file: Path) -> Iterator[Server]:
+def serving(
+    *options: str, model: str = MODEL, log_file: Path, program: str = "negamax"
+) -> Iterator[Server]:
     """A server that is ready, until the block ends."""
-    process = launch(*options, model=model, log_file=log_file)
+    process = launch(*options, model=model, log_file=log_file, program=program)
     try:
         yield Server(process, _ready_url(process.stdout, log_file), log_file)
     finally:

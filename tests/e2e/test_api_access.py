@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, eventually, serving
+from tests.e2e.conftest import STUB, Server, eventually, serving
 from tests.e2e.listening import strangers_doors
 from tests.e2e.test_api_errors import CHAT, HELLO, error_of
 
@@ -25,7 +25,10 @@ def test_without_a_key_only_names_of_this_machine_and_listed_ones_are_served(
     tmp_path: Path,
 ) -> None:
     options = ("--allowed-hosts", "models.example", "--allowed-origins", f'["{PAGE}"]')
-    with serving(*options, log_file=tmp_path / "log") as server, server.http() as http:
+    with (
+        serving(*options, program=STUB, log_file=tmp_path / "log") as server,
+        server.http() as http,
+    ):
         port = httpx.URL(server.url).port
         for host in (
             "localhost",
@@ -82,7 +85,10 @@ def test_cors_is_closed_and_keys_come_from_file_and_environment(
     monkeypatch.setenv("NEGAMAX_API_KEY", "third-key, fourth-key")
     # a public address needs a key
     options = ("--host", "0.0.0.0", "--api-key-file", str(keys), "--api-key", "fifth-key")
-    with serving(*options, log_file=tmp_path / "log") as server, server.http() as http:
+    with (
+        serving(*options, program=STUB, log_file=tmp_path / "log") as server,
+        server.http() as http,
+    ):
         for key in ("first-key", "second-key", "third-key", "fourth-key", "fifth-key"):
             assert (
                 http.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code
@@ -121,7 +127,11 @@ def test_cors_is_closed_and_keys_come_from_file_and_environment(
         assert "first-key" not in server.log and "third-key" not in server.log
 
 
-def test_tls_with_a_certificate_and_its_key(tmp_path: Path) -> None:
+def test_tls_with_a_certificate_and_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_STEP_MS", "5")
+
     def make(name: str) -> tuple[str, str]:
         certificate, key = str(tmp_path / f"{name}.crt"), str(tmp_path / f"{name}.key")
         request = [
@@ -145,7 +155,7 @@ def test_tls_with_a_certificate_and_its_key(tmp_path: Path) -> None:
     certificate, key = make("server")
     other_certificate, other_key = make("other")
     options = ("--ssl-certfile", certificate, "--ssl-keyfile", key, "--api-server-count", "2")
-    with serving(*options, log_file=tmp_path / "log") as server:
+    with serving(*options, program=STUB, log_file=tmp_path / "log") as server:
         assert server.url.startswith("https://127.0.0.1:")
         context = ssl.create_default_context(cafile=certificate)
         for _ in range(8):  # by each process: one of them asks the other
@@ -183,7 +193,7 @@ def test_tls_with_a_certificate_and_its_key(tmp_path: Path) -> None:
 def test_public_address_without_a_key_when_told_so(tmp_path: Path) -> None:
     with (
         serving(
-            "--host", "0.0.0.0", "--allow-unauthenticated", log_file=tmp_path / "log"
+            "--host", "0.0.0.0", "--allow-unauthenticated", program=STUB, log_file=tmp_path / "log"
         ) as server,
         server.http() as http,
     ):

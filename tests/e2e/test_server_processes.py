@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import MODEL, START_SECONDS, Server, eventually, launch, serving
+from tests.e2e.conftest import MODEL, START_SECONDS, STUB, Server, eventually, launch, serving
 from tests.e2e.listening import strangers_doors
 from tests.e2e.test_api_errors import error_of
 from tests.e2e.test_engine_restarts import is_alive, wait_until_ready
@@ -378,9 +378,8 @@ def test_engine_that_cannot_start_ends_all(tmp_path: Path) -> None:
 
 
 def test_answers_need_the_key_whoever_passes_them_on(tmp_path: Path) -> None:
-    with serving(
-        "--api-server-count", "2", "--api-key", "secret", log_file=tmp_path / "log"
-    ) as server:
+    options = ("--api-server-count", "2", "--api-key", "secret")
+    with serving(*options, program=STUB, log_file=tmp_path / "log") as server:
         client = server.openai("secret")
         kept = client.responses.create(model=MODEL, input="Hello", max_output_tokens=4)
         for _ in range(8):
