@@ -12,10 +12,11 @@ from negamax.config.families import bundled_names, bundled_spec
 from negamax.config.kv_cache import block_bytes
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
+from negamax.config.parallel import ParallelOptions
 from negamax.kernels.formats import is_kept
 from negamax.kernels.platform import Platform, nvidia
 from negamax.models.memory import as_stored, dequantized, weight_bytes
-from negamax.parallel.split import tensor_parallel_sizes
+from negamax.parallel.split import possible_splits
 from negamax.quantization.detect import detect
 
 GIB = 2**30
@@ -103,18 +104,22 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
     refusal, kept = _refusal(gpus), _is_kept(spec, gpus)
     if refusal:
         return Verdict(model, False, "", refusal)
-    best = (0, 0)  # tokens, GPUs
-    for size in _tensor_parallel_sizes(spec, len(gpus), kept=kept):
-        tokens = _cache_tokens(spec, gpus[:size], kept=kept)
+    tokens, best = 0, ParallelOptions()
+    possible = list(_possible_splits(spec, len(gpus), kept=kept))
+    for splits in sorted(possible, key=lambda each: each.enable_expert_parallel):
+        if splits.enable_expert_parallel and tokens >= _LEAST_TOKENS:
+            break  # what was measured comes first
+        found = _cache_tokens(spec, gpus[: splits.tensor_parallel_size], kept=kept)
+        if found > tokens:
+            tokens, best = found, splits
         if tokens >= spec.max_position_embeddings:
-            best = tokens, size
             break
-        best = max(best, (tokens, size))
-    tokens, size = best
+    size = best.tensor_parallel_size
     if tokens < _LEAST_TOKENS:
         share = EngineOptions.gpu_memory_utilization
         per_gpu = min(int(gpu.total_bytes * share) for gpu in gpus) - GPU_RESERVE
-        sizes = _tensor_parallel_sizes(spec, 64, kept=kept)
+        splits_of_any = _possible_splits(spec, 64, kept=kept)
+        sizes = (splits.tensor_parallel_size for splits in splits_of_any)
         needed = next((n for n in sizes if _weights(spec, n, kept=kept) < per_gpu), None)
         hint = f"about {needed} free GPUs like these" if needed else "larger GPUs"
         free = _gib(min(gpu.free_bytes for gpu in gpus))
@@ -123,6 +128,7 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
         )
         return Verdict(model, False, "", f"{need}; it takes {hint}")
     command = f"negamax serve {model}" + (f" --tensor-parallel-size {size}" if size > 1 else "")
+    command += " --enable-expert-parallel" if best.enable_expert_parallel else ""
     if tokens < spec.max_position_embeddings:
         command += f" --max-model-len {tokens // 1024 * 1024}"
     form = "FP8 as stored" if kept else "FP8 dequantised to bf16"
@@ -130,6 +136,8 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
     detail += f", KV cache of about {tokens // 1000 * 1000:,} tokens"
     if not all(gpu.platform.is_measured for gpu in gpus[:size]):
         detail += "; never measured on such a GPU"
+    if best.enable_expert_parallel:
+        detail += "; never measured with whole experts on each GPU"
     return Verdict(model, True, command, detail)
 
 
@@ -151,11 +159,11 @@ def _refusal(gpus: Sequence[Gpu]) -> str | None:
     return None
 
 
-def _tensor_parallel_sizes(spec: ModelSpec, most: int, *, kept: bool) -> Iterator[int]:
-    """The numbers of ranks up to `most` that the model can be split over."""
+def _possible_splits(spec: ModelSpec, most: int, *, kept: bool) -> Iterator[ParallelOptions]:
+    """How the model can be split over up to `most` ranks."""
     scheme = detect(spec.quantization)
     block = scheme.block if scheme and kept else 1
-    return tensor_parallel_sizes(spec, block=block, most=most)
+    return possible_splits(spec, block=block, most=most)
 
 
 def _weights(spec: ModelSpec, size: int, *, kept: bool) -> int:

@@ -139,6 +139,20 @@ _TABLE = (
         also=("--tp-size", "--tp"),
     ),
     Flag(
+        "enable_expert_parallel",
+        PARALLEL,
+        "Split experts over the ranks, each held whole by one.",
+        flags=("--enable-expert-parallel", "-ep"),
+    ),
+    Flag(
+        "expert_parallel_size",
+        PARALLEL,
+        "Ranks that experts are split over; default: 1, or all with --enable-expert-parallel.",
+        flags=("--expert-parallel-size", "--ep-size"),
+        also=("--ep",),
+        is_count=True,
+    ),
+    Flag(
         "num_threads",
         PARALLEL,
         "CPU threads per rank; default: all cores, shared out.",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from negamax.cli import foreign_rules as rules
 from negamax.cli.flags import Kind
 from negamax.cli.foreign_rules import EXPERTS, GRAPHS, STORED, Rule
+from negamax.config.parallel import UNSUPPORTED
 
 _NOTHING = (
     "",
@@ -149,7 +150,7 @@ _IGNORED = (
     _group(
         EXPERTS,
         switches="""enable-eplb enable-ep-weight-filter enable-elastic-ep
-        enable-elastic-expert-backup enable-waterfill enable-ep-moe enable-deepep-moe""",
+        enable-elastic-expert-backup enable-waterfill""",
         values="""all2all-backend moe-a2a-backend deepep-mode deepep-v2-mode fuseep-mode
         deepep-dispatcher-output-dtype flashinfer-a2a-dispatch-type ep-num-redundant-experts
         ep-dispatch-algorithm init-expert-location eplb-algorithm eplb-rebalance-num-iterations
@@ -161,8 +162,7 @@ _IGNORED = (
         expert-placement-strategy num-redundant-experts""",
         json="eplb-config fault-tolerance-config",
     ),
-    _group(EXPERTS, rule=rules.expert_parallel, switches="enable-expert-parallel -ep"),
-    _group(EXPERTS, rule=rules.expert_parallel, values="ep-size ep expert-parallel-size"),
+    _group(EXPERTS, rule=rules.expert_parallel, switches="enable-ep-moe enable-deepep-moe"),
     _group(
         "the KV cache is not split by context; the answers are the same",
         switches="""enable-kv-cache-sharding enable-cp-decode-attn-tp
@@ -378,7 +378,7 @@ _IGNORED = (
 _REFUSED = (
     _group(
         "",
-        rule=rules.data_parallel,
+        rule=rules.unsupported_split("data_parallel_size"),
         values="data-parallel-size -dp dp-size dp moe-dp-size moe-data-parallel-size dwdp-size",
     ),
     _group(
@@ -395,11 +395,21 @@ _REFUSED = (
         dp-supervisor-probe-failure-threshold""",
     ),
     _group(
-        "layers are not split into stages, nor prompts over GPUs",
+        "",
+        rule=rules.unsupported_split("pipeline_parallel_size"),
+        values="pipeline-parallel-size -pp pp-size",
+    ),
+    _group(
+        "",
+        rule=rules.unsupported_split("prefill_context_parallel_size"),
+        values="""prefill-context-parallel-size -pcp attn-cp-size
+        attention-context-parallel-size""",
+    ),
+    _group(
+        UNSUPPORTED["pipeline_parallel_size"],
         remedy="use --tensor-parallel-size",
         unless="0 1",
-        values="""pipeline-parallel-size -pp pp-size pp-max-micro-batch-size pp-async-batch-depth
-        prefill-context-parallel-size -pcp attn-cp-size attention-context-parallel-size""",
+        values="pp-max-micro-batch-size pp-async-batch-depth",
     ),
     _group(
         "a server runs on one machine",

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from negamax.config.parallel import UNSUPPORTED, instead_of
+
 GRAPHS = "whole steps run as CUDA graphs; --enforce-eager turns that off"
-EXPERTS = "experts are split over the ranks of --tensor-parallel-size; the answers are the same"
+EXPERTS = "where experts lie is for --enable-expert-parallel to say; the answers are the same"
 STORED = "weights run as the checkpoint stores them"
 TRANSFER = "the KV cache stays in the server that computed it"
-_FOUR_RANKS = "use --tensor-parallel-size 4 in its place, and a second server for more GPUs"
 TOKENIZER = "the tokenizer is the checkpoint's"
 
 # Values of our own options as other servers call them, by parameter.
@@ -82,34 +83,28 @@ def no_decode_graphs(value: Any, line: Mapping[str, str]) -> Verdict:
 
 
 def expert_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
-    """Experts are split over the ranks of --tensor-parallel-size; refused with more than 4."""
-    if value in (False, "1", "0"):
-        return Verdict()
-    if line.get("data_parallel_size", "1") != "1":
-        return Verdict()  # refused for that
-    ranks = line.get("tensor_parallel_size", "1")
-    if ranks.isdigit() and int(ranks) > 4:
-        refusal = (
-            f"there is no expert parallelism, and MiniMax's FP8 checkpoints are split over "
-            f"1, 2 or 4 ranks, not {ranks}"
-        )
-        return Verdict(
-            refusal=refusal,
-            remedy="use --tensor-parallel-size 4 in its place, and a second server for more GPUs",
-        )
-    return Verdict(note=EXPERTS)
+    """The same as --enable-expert-parallel."""
+    return Verdict((("--enable-expert-parallel", ""),)) if value else Verdict()
 
 
-def data_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
-    """More than 1 is refused, with what to start instead."""
-    if value in ("1", "0"):
-        return Verdict()
-    ranks = line.get("tensor_parallel_size", "4")
-    return Verdict(
-        refusal="there is no data parallelism",
-        remedy=f"use --tensor-parallel-size {ranks}, and start one server per group of GPUs "
-        f"(CUDA_VISIBLE_DEVICES)",
-    )
+def unsupported_split(field: str) -> Rule:
+    """The rule of names for `field` of `ParallelOptions`."""
+
+    def rule(value: Any, line: Mapping[str, str]) -> Verdict:
+        """More than 1 is refused, with what to start instead."""
+        if value in ("1", "0"):
+            return Verdict()
+        ranks, size = line.get("tensor_parallel_size", ""), str(value)
+        experts = line.get("expert_parallel_size", "1") != "1" or "enable_expert_parallel" in line
+        remedy = instead_of(
+            field,
+            int(size) if size.isdigit() else 1,
+            ranks=int(ranks) if ranks.isdigit() else 1,
+            splits_experts=experts,
+        )
+        return Verdict(refusal=UNSUPPORTED[field], remedy=remedy)
+
+    return rule
 
 
 def quantization(value: Any, line: Mapping[str, str]) -> Verdict:

@@ -115,9 +115,9 @@ class MiniMaxM2Spec(ModelSpec):
         if not 1.0 < self.rope_theta < float("inf"):
             refuse("rope_theta", self.rope_theta, "a finite number above 1")
 
-    def mlp_widths(self) -> Mapping[str, int]:
+    def expert_sizes(self) -> tuple[int, int]:
         """See `ModelSpec`."""
-        return {"experts' width": self.intermediate_size}
+        return self.num_experts, self.intermediate_size
 
 
 def read_spec(config: Mapping[str, Any]) -> MiniMaxM2Spec:

@@ -70,10 +70,14 @@ class ModelSpec:
         ] * self.num_layers
 
     def mlp_widths(self) -> Mapping[str, int]:
-        """What tensor parallelism cuts beside heads and vocabulary: widths of MLPs, by their names
-        in messages.
+        """What tensor parallelism cuts beside heads, vocabulary and experts: widths of MLPs, by
+        their names in messages.
         """
         return {}
+
+    def expert_sizes(self) -> tuple[int, int] | None:
+        """How many experts a layer has, and their width; None in a model without."""
+        return None
 
 
 @dataclass(frozen=True)

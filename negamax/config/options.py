@@ -12,6 +12,7 @@ from typing import Any
 from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.config.key_file import check_keys
+from negamax.config.parallel import ParallelOptions
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "synthetic")
@@ -57,6 +58,9 @@ class EngineOptions:
     # sequences of the largest captured decode step; default: max_num_seqs
     max_cudagraph_capture_size: int | None = None
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False  # a rank holds whole experts instead of parts of all
+    # ranks that experts are split over; default: 1, or all with enable_expert_parallel
+    expert_parallel_size: int | None = None
     # CPU threads per rank; default: the cores (from three up: less one) shared out
     num_threads: int | None = None
     seed: int = 0  # for requests that name none, and for synthetic weights
@@ -93,10 +97,19 @@ class EngineOptions:
         _at_least("--max-queued-tokens", self.max_queued_tokens, 1)
         _at_least("--kv-cache-memory", self.kv_cache_memory, 1)
         _at_least("--num-kv-blocks", self.num_kv_blocks, 1)
-        _at_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
+        _ = self.parallel  # checked
         _within("--num-threads", self.num_threads, 1, MAX_THREADS)
         _within("--seed", self.seed, -(2**63), 2**63 - 1)
         _at_least("--max-logprobs", self.max_logprobs, 0)
+
+    @property
+    def parallel(self) -> ParallelOptions:
+        """How the model is split over ranks. Errors: `ConfigError`."""
+        return ParallelOptions(
+            tensor_parallel_size=self.tensor_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel,
+            expert_parallel_size=self.expert_parallel_size,
+        )
 
 
 @dataclass(frozen=True)

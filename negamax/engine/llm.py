@@ -94,6 +94,8 @@ class LLM:
         enforce_eager: bool = False,
         max_cudagraph_capture_size: int | None = None,
         tensor_parallel_size: int = 1,
+        enable_expert_parallel: bool = False,
+        expert_parallel_size: int | None = None,
         num_threads: int | None = None,
         seed: int = 0,
         max_logprobs: int = 20,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from negamax.base.errors import ConfigError
+from negamax.config.parallel import ParallelOptions
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,17 @@ class ParallelLayout:
                 f"a pipeline stage",
                 hint="ep must divide dp * cp * tp",
             )
+
+    @staticmethod
+    def of(options: ParallelOptions) -> ParallelLayout:
+        """The layout of rank 0."""
+        return ParallelLayout(
+            tp=options.tensor_parallel_size,
+            ep=options.num_expert_ranks,
+            dp=options.data_parallel_size,
+            pp=options.pipeline_parallel_size,
+            cp=options.prefill_context_parallel_size,
+        )
 
     @property
     def world_size(self) -> int:

@@ -183,7 +183,8 @@ def test_stored_weights_are_the_dequantised_ones_block_by_block(
                 assert torch.equal(dequantize_block(values, scale), dequantized), (name, layout)
 
 
-def test_a_rank_reads_the_bytes_of_its_slices_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_a_rank_reads_the_bytes_of_its_slices_only(tmp_path: Path, ep: int) -> None:
     stored = to_fp8(random_tensors(SPEC))
     split = sum(
         tensor.nbytes
@@ -196,7 +197,7 @@ def test_a_rank_reads_the_bytes_of_its_slices_only(tmp_path: Path) -> None:
         for name, tensor in stored.items()
         if ".gate." in name or name.endswith("bias")
     )
-    for layout in ranks(4):
+    for layout in ranks(4, ep):
         assert load(OneLayer(SPEC, layout), stored, tmp_path).num_bytes == split // 4 + replicated
 
 

@@ -34,10 +34,10 @@ def test_a_family_names_every_tensor_of_a_model_and_its_shape() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_bytes_of_a_rank_are_those_of_its_slots(ranks: int, dtype: torch.dtype) -> None:
-    """On 4 ranks the 2 KV heads are copied."""
-    context = replace(ParallelContext.single(), layout=ParallelLayout(tp=ranks))
+@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
+def test_bytes_of_a_rank_are_those_of_its_slots(ranks: int, ep: int, dtype: torch.dtype) -> None:
+    """On 4 ranks the 2 KV heads are copied. Experts take the same bytes cut or whole."""
+    context = replace(ParallelContext.single(), layout=ParallelLayout(tp=ranks, ep=ep))
     model = build(SPEC, loaded=False, context=context, dtype=dtype)
     held = sum(
         math.prod(map(len, slot.region)) * slot.dtype.itemsize

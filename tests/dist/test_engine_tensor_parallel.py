@@ -28,7 +28,7 @@ QUESTIONS = [
 ]
 
 
-def nano(tensor_parallel_size: int) -> LLM:
+def nano(tensor_parallel_size: int, *, expert_parallel_size: int | None = None) -> LLM:
     """In float32: sums over ranks that are rounded to bfloat16 decide a near tie one way or the
     other.
     """
@@ -37,6 +37,7 @@ def nano(tensor_parallel_size: int) -> LLM:
         device="cpu",
         dtype="float32",
         tensor_parallel_size=tensor_parallel_size,
+        expert_parallel_size=expert_parallel_size,
         num_threads=1,
         max_model_len=1024,
     )
@@ -76,7 +77,7 @@ def test_the_embedded_model_says_the_same_on_1_2_and_4_ranks(
     two_ranks: LLM, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """nano has 2 KV heads: on 4 ranks each is held by two of them, with its slice of the K-norm
-    weight.
+    weight. There experts are split by number and by width.
 
     Ranks that are stopped with a step in flight finish it: one that left would be an error to the
     others.
@@ -85,7 +86,7 @@ def test_the_embedded_model_says_the_same_on_1_2_and_4_ranks(
         expected = greedy(one, 60)
     log.setup("warning")
     assert greedy(two_ranks, 60) == expected
-    with nano(4) as four:
+    with nano(4, expert_parallel_size=2) as four:
         assert greedy(four, 20) == [tokens[:20] for tokens in expected]
     assert capfd.readouterr().err == ""  # no step either that was repeated row by row
 

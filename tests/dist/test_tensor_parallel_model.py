@@ -4,6 +4,7 @@ vocabulary and experts split.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,7 +16,10 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from model_support import PagedRun, build, random_weights, tiny_config
 from rank_processes import run_ranks
 
+import negamax
 from negamax.base.errors import ConfigError
+from negamax.checkpoint.loader import load_weights
+from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.platform import CPU
@@ -36,6 +40,7 @@ SIZES = {
     "num_experts_per_tok": 3,
     "num_hidden_layers": 2,
 }
+NANO = Path(negamax.__file__).parent / "assets" / "nano"
 TOKENS = [
     int(token) for token in torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(3))
 ]
@@ -74,6 +79,20 @@ def head_and_embedding(spec: ModelSpec, context: ParallelContext) -> dict[str, t
     }
 
 
+def checkpoint_and_synthetic(context: ParallelContext) -> dict[str, torch.Tensor]:
+    """Logits of the embedded FP8 checkpoint, and of synthetic weights of its sizes."""
+    spec, results = read_spec(json.loads((NANO / "config.json").read_text())), {}
+    for source in ("checkpoint", "synthetic"):
+        model = build(spec, context=context, loaded=False)
+        if source == "checkpoint":
+            load_weights(model, spec, NANO)
+        else:
+            fill_synthetic(model, spec, 3)
+        model.finish_loading()
+        results[source] = PagedRun(model, ranks=context.layout.tp).step([("a", TOKENS)])["a"]
+    return results
+
+
 def one_rank(rank: int, tp: int, folder: str) -> None:
     """A rank's process: every layout of this world size, results of all ranks into `folder`."""
     torch.set_num_threads(1)
@@ -87,6 +106,8 @@ def one_rank(rank: int, tp: int, folder: str) -> None:
         torch.save(
             head_and_embedding(make_spec(kv_heads), context), f"{folder}/{case}-{rank}-vocab.pt"
         )
+        if ep > 1:
+            torch.save(checkpoint_and_synthetic(context), f"{folder}/{case}-{rank}-fp8.pt")
         context.close()
 
 
@@ -114,6 +135,22 @@ def test_every_rank_has_the_logits_of_a_single_rank(world: tuple[int, Path]) -> 
                 rtol=1e-5,
                 msg=f"tp, kv, ep = {tp, kv_heads, ep}; rank {rank}",
             )
+
+
+def test_an_fp8_checkpoint_and_synthetic_weights_are_the_same_model_however_experts_are_split(
+    world: tuple[int, Path],
+) -> None:
+    tp, folder = world
+    expected = checkpoint_and_synthetic(ParallelContext.single())
+    for case, (size, _, ep) in enumerate(LAYOUTS):
+        if size != tp or ep == 1:
+            continue
+        for rank in range(tp):
+            got = torch.load(folder / f"{case}-{rank}-fp8.pt", weights_only=True)
+            for source, values in expected.items():
+                torch.testing.assert_close(
+                    got[source], values, atol=1e-4, rtol=1e-4, msg=f"{source}, tp {tp}, ep {ep}"
+                )
 
 
 def test_ranks_agree_bit_for_bit(world: tuple[int, Path]) -> None:

@@ -157,25 +157,37 @@ UNDERSTOOD = {
         f"--max-queued-requests 64",
         {"max-queued-requests": "64", "tensor-parallel-size": "4"},
     ),
-}
-
-EXPERTS = ("use --tensor-parallel-size 4 in its place",)
-NO_KEY = ("--api-key", "--allow-unauthenticated")
-REFUSED = {
     "MiniMax's guide, vLLM, 8 GPUs": (
         f"MiniMaxAI/MiniMax-M2 --trust-remote-code --enable_expert_parallel "
         f"--tensor-parallel-size 8 {M2_VLLM}",
-        EXPERTS,
+        {"tensor-parallel-size": "8", "enable-expert-parallel": "on"},
     ),
-    "vLLM's recipe, data and expert parallel": (
-        f"MiniMaxAI/MiniMax-M2.5 --data-parallel-size 8 --enable-expert-parallel {M2_VLLM}",
-        ("--data-parallel-size is '8'", "use --tensor-parallel-size 4", "CUDA_VISIBLE_DEVICES"),
+    "MiniMax's guide, SGLang, 8 GPUs, with a key": (
+        f"--model-path MiniMaxAI/MiniMax-M2 --tp-size 8 --ep-size 8 {M2_SGLANG} --host 0.0.0.0 "
+        f"--port 8000 --api-key k --mem-fraction-static 0.85",
+        {"tensor-parallel-size": "8", "expert-parallel-size": "8"},
     ),
     "vLLM's recipe, M3 on 8 GPUs": (
         "MiniMaxAI/MiniMax-M3 --tensor-parallel-size 8 --enable-expert-parallel "
         "--mm-encoder-attn-backend FLASHINFER"
         f" --mm-processor-cache-type shm {M3_VLLM} --trust-remote-code",
-        EXPERTS,
+        {"tensor-parallel-size": "8", "enable-expert-parallel": "on"},
+    ),
+    "SGLang's old switch": (
+        "--model-path MiniMaxAI/MiniMax-M2 --tp 4 --enable-ep-moe",
+        {"tensor-parallel-size": "4", "enable-expert-parallel": "on"},
+    ),
+}
+
+FORMAT = "serve a checkpoint in FP8 blocks or bf16"
+NO_KEY = ("--api-key", "--allow-unauthenticated")
+REFUSED = {
+    "vLLM's recipe, data and expert parallel": (
+        f"MiniMaxAI/MiniMax-M2.5 --data-parallel-size 8 --enable-expert-parallel {M2_VLLM}",
+        (
+            "--data-parallel-size is '8': there is no data parallelism",
+            "use --tensor-parallel-size 8 --enable-expert-parallel",
+        ),
     ),
     "MiniMax's guide, SGLang, 4 GPUs": (
         f"--model-path MiniMaxAI/MiniMax-M2 --tp-size 4 {M2_SGLANG} --host 0.0.0.0 --port 8000 "
@@ -186,14 +198,14 @@ REFUSED = {
         f"--model-path MiniMaxAI/MiniMax-M2 --tp-size 8 --ep-size 8 {M2_SGLANG} --host 0.0.0.0 "
         f"--port 8000"
         " --mem-fraction-static 0.85",
-        EXPERTS,
+        NO_KEY,
     ),
     "vLLM Ascend's guide, A3": (
         f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 4 "
         f"--data-parallel-size 4 --max-num-seqs 48"
         """ --max-model-len 40690 --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'"""
         f" --max-num-batched-tokens 16384 --gpu-memory-utilization 0.85 {EAGLE}",
-        ("serve a checkpoint in FP8 blocks or bf16", "use --tensor-parallel-size 4"),
+        (FORMAT, "use --tensor-parallel-size 4, and start one server per group of GPUs"),
     ),
     "vLLM Ascend's guide, A3, long contexts": (
         f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 8 "
@@ -201,7 +213,7 @@ REFUSED = {
         " --decode-context-parallel-size 1 --prefill-context-parallel-size 2 "
         "--cp-kv-cache-interleave-size 128"
         f" --max-num-seqs 16 --max-model-len 138000 {EAGLE}",
-        ("--prefill-context-parallel-size is '2'", *EXPERTS),
+        (FORMAT, "--prefill-context-parallel-size is '2'", "--tensor-parallel-size 8 without it"),
     ),
     "vLLM Ascend's guide, A2": (
         f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 8 --max-num-seqs 32 "
@@ -210,7 +222,7 @@ REFUSED = {
         " --enable-force-include-usage --model-loader-extra-config "
         '\'{"enable_multithread_load":true,"num_threads":16}\''
         f" {EAGLE}",
-        EXPERTS,
+        (FORMAT,),
     ),
 }
 

@@ -41,6 +41,7 @@ def test_no_flags_are_the_defaults() -> None:
     ("flags", "field", "value"),
     [
         (("--tensor-parallel-size", "-tp", "--tp-size", "--tp"), "tensor_parallel_size", 2),
+        (("--expert-parallel-size", "--ep-size", "--ep"), "expert_parallel_size", 1),
         (("--max-model-len", "--context-length"), "max_model_len", 512),
         (("--max-num-seqs", "--max-running-requests"), "max_num_seqs", 7),
         (("--max-num-batched-tokens", "--chunked-prefill-size"), "max_num_batched_tokens", 128),

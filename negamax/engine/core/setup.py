@@ -57,7 +57,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     for note in spec.notes:
         logger.info("%s", note)
     max_model_len = _window(options, spec)
-    layout = ParallelLayout(tp=options.tensor_parallel_size)
+    layout = ParallelLayout.of(options.parallel)
     check_split(layout, spec)
     device = _settled_device(options, layout)
     if device == "cuda" and options.dtype != "float32":

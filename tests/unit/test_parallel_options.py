@@ -1,0 +1,69 @@
+"""Numbers of ranks: what they come to, and refusals with a setting that works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from negamax.base.errors import ConfigError
+from negamax.config.options import EngineOptions
+from negamax.config.parallel import ParallelOptions
+from negamax.parallel.layout import ParallelLayout
+
+
+@pytest.mark.parametrize(
+    ("given", "layout"),
+    [
+        ({}, (1, 1)),
+        ({"tensor_parallel_size": 4}, (4, 1)),
+        ({"tensor_parallel_size": 4, "enable_expert_parallel": True}, (4, 4)),
+        ({"tensor_parallel_size": 4, "expert_parallel_size": 2}, (4, 2)),
+        (
+            {
+                "tensor_parallel_size": 4,
+                "enable_expert_parallel": True,
+                "expert_parallel_size": 2,
+            },
+            (4, 2),
+        ),
+        ({"enable_expert_parallel": True}, (1, 1)),
+    ],
+)
+def test_experts_are_split_over_the_ranks_that_are_asked_for(
+    given: dict[str, Any], layout: tuple[int, int]
+) -> None:
+    found = ParallelLayout.of(EngineOptions(model="nano", **given).parallel)
+    assert (found.tp, found.ep) == layout
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size is 0; allowed: 1 or more"),
+        ({"expert_parallel_size": -1}, "--expert-parallel-size is -1; allowed: 1 or more"),
+        ({"tensor_parallel_size": 4, "expert_parallel_size": 3}, r"is 4 \(use one of 1, 2, 4\)"),
+        ({"expert_parallel_size": 2}, r"which is 1 \(use one of 1\)"),
+        (
+            {
+                "tensor_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "expert_parallel_size": 1,
+            },
+            "give one of them",
+        ),
+        ({"data_parallel_size": 2}, r"is 2: there is no data parallelism \(.* 4, and start one"),
+        (
+            {"data_parallel_size": 4, "tensor_parallel_size": 2, "enable_expert_parallel": True},
+            r"\(use --tensor-parallel-size 8 --enable-expert-parallel\)",
+        ),
+        ({"pipeline_parallel_size": 2}, r"into stages \(use --tensor-parallel-size 2\)"),
+        (
+            {"prefill_context_parallel_size": 2, "tensor_parallel_size": 4},
+            r"not split over GPUs \(use --tensor-parallel-size 4 without it\)",
+        ),
+    ],
+)
+def test_sizes_that_nothing_runs_with_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ParallelOptions(**given)
