@@ -316,10 +316,10 @@ def _raise_file_limit() -> int:
     many that are.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    limit = hard if hard != resource.RLIM_INFINITY else 1 << 20
     with contextlib.suppress(ValueError, OSError):  # macOS refuses large numbers
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
     return soft
 
 

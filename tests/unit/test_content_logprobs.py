@@ -12,7 +12,7 @@ import pytest
 
 from negamax.api.common.blocks import BlockGrew, BlockKind, BlockWriter
 from negamax.api.common.content_logprobs import ContentLogprobs
-from negamax.api.common.conversation import BegunCall
+from negamax.api.common.conversation import StartedCall
 from negamax.api.schemas.answers import ChatLogprob
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.chat_format import ChatFormat
@@ -89,7 +89,7 @@ def read(
     same.
     """
     told, whole = ContentLogprobs(TOKENIZER, chat_format), ContentLogprobs(TOKENIZER, chat_format)
-    packets, calls = Packets(min_chars=1, max_chars=fragments), list[BegunCall]()
+    packets, calls = Packets(min_chars=1, max_chars=fragments), list[StartedCall]()
     writer = BlockWriter(calls)
     in_deltas: dict[int, list[ChatLogprob]] = {}
     waiting = iter(entries(token_ids))
@@ -98,7 +98,9 @@ def read(
         told.add(arrived)
         whole.add(arrived)
         sized = packets.push(events) + ([] if num_tokens else packets.flush())
-        calls += [BegunCall("c", event.name) for event in sized if isinstance(event, ToolCallStart)]
+        calls += [
+            StartedCall("c", event.name) for event in sized if isinstance(event, ToolCallStart)
+        ]
         for event in writer.push(sized):
             if isinstance(event, BlockGrew):
                 in_deltas.setdefault(event.block.index, []).extend(

@@ -51,10 +51,10 @@ from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import off_loop
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.common.turns import (
-    BegunTurn,
     BlockAnswerWriter,
+    StartedTurn,
     Turn,
-    begin_turn,
+    start_turn,
     turn_conversation,
     turn_prompt,
 )
@@ -90,7 +90,7 @@ def messages_router(context: ApiContext) -> APIRouter:
             ),
             num_bytes=num_bytes,
         )
-        begun = await begin_turn(
+        started = await start_turn(
             context,
             request,
             turn,
@@ -101,7 +101,7 @@ def messages_router(context: ApiContext) -> APIRouter:
             arrival=arrival,
         )
         writer = _MessageWriter(
-            begun,
+            started,
             params,
             signer,
             message_id=message_id,
@@ -161,7 +161,7 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
 
     def __init__(
         self,
-        begun: BegunTurn,
+        started: StartedTurn,
         params: MessagesRequest,
         signer: ThoughtSigner,
         *,
@@ -169,7 +169,7 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
         model: str,
         request_id: str,
     ) -> None:
-        super().__init__(message_id, begun)
+        super().__init__(message_id, started)
         self._params = params
         self._signer = signer
         self._model = model

@@ -120,17 +120,18 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         write(end)
 
     async def _run(self, send: Send[ChoiceT], *, is_paced: bool) -> None:
+        of_prompt, meter = self._of_prompt, self._meter
+
         def take(prompt: int, output: RequestOutput) -> None:
-            choice = self._of_prompt[prompt][output.index]
-            check_failed(output)
+            choice = of_prompt[prompt][output.index]
+            reader = choice.reader
             if choice.is_prompt_only:
+                check_failed(output)
                 output = without_tokens(output)
-            events = choice.reader.push(output)
-            self._meter.update(
-                output,
-                prompt=prompt,
-                choice=choice.index,
-                reasoning_tokens=choice.reader.num_reasoning_tokens,
+            events = reader.push(output)
+            reasoning_tokens = reader.num_reasoning_tokens
+            meter.update(
+                output, prompt=prompt, choice=choice.index, reasoning_tokens=reasoning_tokens
             )
             if is_paced:
                 is_last = output.finish_reason is not None
@@ -140,7 +141,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         await self.source.run(take)
 
 
-async def begin(
+async def start_source(
     request: Request, params: RequestParams, source: Generations, *, has_grammar: bool
 ) -> None:
     """Begin what a stream is to send: what fails before the first output can still be told by a

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from negamax.api.common.conversation import BegunCall
+from negamax.api.common.conversation import StartedCall
 from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,
@@ -34,7 +34,7 @@ class Block:
 
     kind: BlockKind
     index: int  # among the blocks of the answer
-    call: BegunCall | None = None
+    call: StartedCall | None = None
     parts: list[str] = field(default_factory=list)
     is_whole: bool = False  # False in the end: it was cut
 
@@ -74,7 +74,7 @@ class BlockWriter:
 
     __slots__ = ("_calls", "_open", "blocks")
 
-    def __init__(self, calls: list[BegunCall]) -> None:
+    def __init__(self, calls: list[StartedCall]) -> None:
         """`calls` are those of the answer's reader, which grow while it reads."""
         self.blocks: list[Block] = []
         self._calls = calls
@@ -111,7 +111,7 @@ class BlockWriter:
         self._open.parts.append(text)
         yield BlockGrew(self._open, text)
 
-    def _begin(self, kind: BlockKind, call: BegunCall | None = None) -> BlockOpened:
+    def _begin(self, kind: BlockKind, call: StartedCall | None = None) -> BlockOpened:
         self._open = Block(kind, len(self.blocks), call)
         self.blocks.append(self._open)
         return BlockOpened(self._open)

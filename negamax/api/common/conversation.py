@@ -326,7 +326,7 @@ class ReadingRules:
 
 
 @dataclass(frozen=True, slots=True)
-class BegunCall:
+class StartedCall:
     """A tool call whose name is known."""
 
     id: str
@@ -373,7 +373,7 @@ class ChoiceReader:
         )
         self._counter = ReasoningCounter(chat_format, in_reasoning=in_reasoning)
         self._held_reasoning: list[str] = []  # that waits for its end
-        self.calls: list[BegunCall] = []
+        self.calls: list[StartedCall] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
@@ -398,7 +398,7 @@ class ChoiceReader:
             events = list(self._chosen(events, is_end=is_end))
         for event in events:
             if isinstance(event, ToolCallStart):
-                self.calls.append(BegunCall(new_call_id(), event.name))
+                self.calls.append(StartedCall(new_call_id(), event.name))
         if output.finish_reason is not None:
             self.finish_reason, self.stop_reason = (
                 self._finish_reason(output.finish_reason),
@@ -476,7 +476,8 @@ class PlainReader:
         return self._counter.count
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """Take the counts of `output`; its text is not parsed."""
+        """Take the counts of `output`; its text is not parsed. Errors: as of `ChoiceReader`."""
+        check_failed(output)
         self._counter.push(output.token_ids)
         if self._counter.is_undecided:  # nobody reads the text: a call opener is taken for one
             self._counter.call_began()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from negamax.api.access import salt_of
-from negamax.api.common.answering import begin
+from negamax.api.common.answering import start_source
 from negamax.api.common.constraints import constrained
 from negamax.api.common.context import ApiContext, RequestParams
 from negamax.api.common.conversation import off_loop
@@ -30,7 +30,7 @@ class PlainPrompt:
     stream_interval: int | None
 
 
-async def begin_prompts(
+async def start_prompts(
     context: ApiContext,
     request: Request,
     prompts: Sequence[PlainPrompt],
@@ -73,5 +73,7 @@ async def begin_prompts(
             )
         )
     source = Generations(parts)
-    await begin(request, params, source, has_grammar=any(one is not None for one in grammars))
+    await start_source(
+        request, params, source, has_grammar=any(one is not None for one in grammars)
+    )
     return token_ids, source

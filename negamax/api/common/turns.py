@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 
 from negamax.api.access import salt_of
-from negamax.api.common.answering import AnswerWriter, Choice, ResponseT, begin
+from negamax.api.common.answering import AnswerWriter, Choice, ResponseT, start_source
 from negamax.api.common.blocks import Block, BlockEvent, BlockWriter
 from negamax.api.common.constraints import answer_grammar, constrained
 from negamax.api.common.context import ApiContext
@@ -58,7 +58,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class BegunTurn:
+class StartedTurn:
     """A turn that the engine answers."""
 
     prompt: ChatPrompt
@@ -113,7 +113,7 @@ def _placed(error: InvalidRequestError, places: Sequence[str]) -> InvalidRequest
     return error
 
 
-async def begin_turn(
+async def start_turn(
     context: ApiContext,
     request: Request,
     turn: Turn,
@@ -123,7 +123,7 @@ async def begin_turn(
     names: Sequence[str],
     num_bytes: int,
     arrival: float,
-) -> BegunTurn:
+) -> StartedTurn:
     """Check, render and start `turn`. Errors: everything that can be refused, also what only the
     engine knows.
     """
@@ -165,12 +165,12 @@ async def begin_turn(
         readers=None if turn.is_prompt_only else readers,
     )
     source = Generations([generation])
-    await begin(request, params, source, has_grammar=grammar is not None)
+    await start_source(request, params, source, has_grammar=grammar is not None)
     choices = [
         ParsedChoice(index, reader, is_prompt_only=turn.is_prompt_only)
         for index, reader in enumerate(readers)
     ]
-    return BegunTurn(prompt, choices, source)
+    return StartedTurn(prompt, choices, source)
 
 
 class BlockAnswerWriter(AnswerWriter[ParsedChoice, ResponseT]):
@@ -178,7 +178,7 @@ class BlockAnswerWriter(AnswerWriter[ParsedChoice, ResponseT]):
 
     is_paced = True
 
-    def __init__(self, request_id: str, turn: BegunTurn) -> None:
+    def __init__(self, request_id: str, turn: StartedTurn) -> None:
         super().__init__(request_id, turn.source, turn.choices)
         self._reader = turn.choices[0].reader
         self._writer = BlockWriter(self._reader.calls)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,7 +14,7 @@ from negamax.api.common.answering import AnswerWriter, respond
 from negamax.api.common.context import FINGERPRINT, ApiContext
 from negamax.api.common.conversation import Conversation, off_loop
 from negamax.api.common.logprobs import chat_logprobs, prompt_logprobs
-from negamax.api.common.turns import BegunTurn, ParsedChoice, Turn, begin_turn
+from negamax.api.common.turns import ParsedChoice, StartedTurn, Turn, start_turn
 from negamax.api.errors import json_response
 from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import DONE, event
@@ -62,7 +61,7 @@ def chat_router(context: ApiContext) -> APIRouter:
         model = context.model_name(chat.model)
         turn = await off_loop(lambda: _turn(context, chat), num_bytes=num_bytes)
         answer_id = chat.answer_id("chatcmpl")
-        begun = await begin_turn(
+        started = await start_turn(
             context,
             request,
             turn,
@@ -72,7 +71,7 @@ def chat_router(context: ApiContext) -> APIRouter:
             num_bytes=num_bytes,
             arrival=arrival,
         )
-        writer = _ChatWriter(context, chat, begun, answer_id=answer_id, model=model)
+        writer = _ChatWriter(context, chat, started, answer_id=answer_id, model=model)
         return await respond(context, request, chat, writer)
 
     @router.post("/v1/chat/completions/render", openapi_extra=body_schema)
@@ -159,20 +158,20 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
         self,
         context: ApiContext,
         chat: ChatRequest,
-        begun: BegunTurn,
+        started: StartedTurn,
         *,
         answer_id: str,
         model: str,
     ) -> None:
-        super().__init__(answer_id, begun.source, [_Choice(choice) for choice in begun.choices])
+        super().__init__(answer_id, started.source, [_Choice(choice) for choice in started.choices])
         self._created = int(time.time())
         self._tokenizer = context.engine.tokenizer
         self._metrics = context.metrics
         self._chat = chat
         self._reports_tokens = chat.return_token_ids or chat.stream_options.continuous_usage_stats
         self._model = model
-        self._prompt = begun.prompt
-        self._echo = begun.prompt.continued if chat.echo else ""
+        self._prompt = started.prompt
+        self._echo = started.prompt.continued if chat.echo else ""
         self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
     def take(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
@@ -193,7 +192,7 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
 
     def chunk(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
         self._take_tokens(choice, output)
-        deltas = list(self._deltas(choice, events))
+        deltas = self._deltas(choice, events)
         is_last = output.finish_reason is not None
         if not (deltas or is_last) and self._reports_tokens and output.token_ids:
             deltas = [Delta()]  # the tokens have no text of their own yet
@@ -207,19 +206,22 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
             return DONE
         return event(self._envelope([], usage=self.usage)) + DONE
 
-    def _deltas(self, choice: _Choice, events: list[ParserEvent]) -> Iterator[Delta]:
+    def _deltas(self, choice: _Choice, events: list[ParserEvent]) -> list[Delta]:
+        deltas: list[Delta] = []
         if not choice.role_sent:
             choice.role_sent = True
-            yield Delta(role="assistant", content="")
+            deltas.append(Delta(role="assistant", content=""))
             if self._echo:
-                yield Delta(content=self._echo)
+                deltas.append(Delta(content=self._echo))
         for parsed in events:
             match parsed:
                 case ReasoningDelta(text):
                     details = self._details(text)
-                    yield Delta(reasoning_content=text, reasoning=text, reasoning_details=details)
+                    deltas.append(
+                        Delta(reasoning_content=text, reasoning=text, reasoning_details=details)
+                    )
                 case ContentDelta(text):
-                    yield Delta(content=text)
+                    deltas.append(Delta(content=text))
                 case ToolCallStart(index, name):
                     call = ToolCall(
                         index=index,
@@ -227,12 +229,13 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
                         type="function",
                         function=FunctionCall(name=name, arguments=""),
                     )
-                    yield Delta(tool_calls=[call])
+                    deltas.append(Delta(tool_calls=[call]))
                 case ToolArgumentsDelta(index, text):
                     part = ToolCall(index=index, function=FunctionCall(arguments=text))
-                    yield Delta(tool_calls=[part])
+                    deltas.append(Delta(tool_calls=[part]))
                 case ToolCallEnd():
                     pass
+        return deltas
 
     def _take_tokens(self, choice: _Choice, output: RequestOutput) -> None:
         if output.prompt_logprobs is not None and self._chat.prompt_logprobs is not None:

@@ -14,7 +14,7 @@ from negamax.api.common.answering import AnswerWriter, Choice, respond
 from negamax.api.common.context import FINGERPRINT, ApiContext
 from negamax.api.common.conversation import PlainReader
 from negamax.api.common.logprobs import TextLogprobWriter, prompt_logprobs
-from negamax.api.common.plain_prompts import PlainPrompt, begin_prompts
+from negamax.api.common.plain_prompts import PlainPrompt, start_prompts
 from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import DONE, event
 from negamax.api.openai.completions_schema import CompletionRequest, TextAnswer, TextChoice
@@ -52,7 +52,7 @@ def completions_router(context: ApiContext) -> APIRouter:
             )
             for number, prompt in enumerate(params.prompt)
         ]
-        token_ids, source = await begin_prompts(
+        token_ids, source = await start_prompts(
             context, request, prompts, params, num_bytes=num_bytes, arrival=arrival
         )
         choices = [

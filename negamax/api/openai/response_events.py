@@ -20,7 +20,7 @@ from negamax.api.common.blocks import (
 )
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.thought_signature import ThoughtSigner
-from negamax.api.common.turns import BegunTurn, BlockAnswerWriter
+from negamax.api.common.turns import BlockAnswerWriter, StartedTurn
 from negamax.api.errors import logged_failure
 from negamax.api.http.sse import named_event
 from negamax.api.openai.response_items_schema import (
@@ -55,7 +55,7 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
 
     def __init__(
         self,
-        begun: BegunTurn,
+        started: StartedTurn,
         params: ResponsesRequest,
         blank: ResponseAnswer,
         *,
@@ -68,7 +68,7 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
         """`blank` is the response before anything is answered; `new_id` makes the id of an item,
         from its prefix; `logprobs` finds those that were asked for; `keep` takes the last state of
         a streamed response before it is sent, so that it can be gone on from at once."""
-        super().__init__(blank.id, begun)
+        super().__init__(blank.id, started)
         self._blank = blank
         self._new_id = new_id
         self._signer = signer

@@ -18,7 +18,7 @@ from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import off_loop
 from negamax.api.common.thought_signature import ThoughtSigner
-from negamax.api.common.turns import Turn, begin_turn, turn_conversation, turn_prompt
+from negamax.api.common.turns import Turn, start_turn, turn_conversation, turn_prompt
 from negamax.api.errors import error_of, json_response
 from negamax.api.http.request_body import receive, understand
 from negamax.api.http.sse import while_connected
@@ -167,7 +167,7 @@ class _Responses:
         keep = partial(
             self._keep, tenant=tenant, parent=parent, input_items=msgspec.json.encode(given)
         )
-        begun = await begin_turn(
+        started = await start_turn(
             context,
             request,
             turn,
@@ -183,7 +183,7 @@ class _Responses:
             else ContentLogprobs(context.engine.tokenizer, context.chat_format)
         )
         writer = ResponseEventWriter(
-            begun,
+            started,
             params,
             blank,
             new_id=partial(context.server_rank.new_id, num_bytes=16),

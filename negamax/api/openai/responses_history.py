@@ -55,7 +55,7 @@ def history_of(
         if is_assistants:
             if said is None:
                 said, said_place = AssistantParts(), place
-            _say(said, item, place)
+            _add_part(said, item, place)
         elif kind not in _PASSED_OVER:
             if said is not None:
                 history.add_said(said, place=said_place)
@@ -67,7 +67,7 @@ def history_of(
     return history
 
 
-def _say(said: AssistantParts, item: Mapping[str, Any], place: str) -> None:
+def _add_part(said: AssistantParts, item: Mapping[str, Any], place: str) -> None:
     """Add an item of the assistant."""
     match item.get("type", "message"):
         case "reasoning":

@@ -65,9 +65,9 @@ class StructuredRequest(GenerationRequest):
         """
         found: dict[str, Grammar] = {}
         if self.response_format is not None:
-            wanted = _response_format(self.response_format)
-            if wanted is not None:
-                found["response_format"] = wanted
+            form = _response_format(self.response_format)
+            if form is not None:
+                found["response_format"] = form
         structured = self.structured_outputs or {}
         for name, kind in _STRUCTURED_KINDS.items():
             if structured.get(name) not in (None, False):

@@ -18,7 +18,7 @@ from negamax.api.access import check_admin, is_admin, tenant_of
 from negamax.api.common.answering import AnswerWriter, Choice, respond
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import PlainReader
-from negamax.api.common.plain_prompts import PlainPrompt, begin_prompts
+from negamax.api.common.plain_prompts import PlainPrompt, start_prompts
 from negamax.api.errors import json_response
 from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import event
@@ -74,7 +74,7 @@ def native_router(context: ApiContext) -> APIRouter:
             )
             for prompt, sampling, rid in zip(params.prompts, samplings, ids, strict=True)
         ]
-        token_ids, source = await begin_prompts(
+        token_ids, source = await start_prompts(
             context, request, prompts, params, num_bytes=num_bytes, arrival=arrival
         )
         num_choices = sum(sampling.n for sampling in samplings)

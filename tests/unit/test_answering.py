@@ -1,0 +1,103 @@
+"""What the skeleton of all answers does with the outputs of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from negamax.api.common.answering import AnswerWriter, Choice
+from negamax.api.common.conversation import PlainReader
+from negamax.base.errors import EngineError
+from negamax.engine.client.output import RequestOutput
+from negamax.text.chat_format import ChatFormat
+from negamax.text.parser.events import ParserEvent
+
+FORMAT = ChatFormat.of_model("minimax_m2")
+
+
+class Texts(msgspec.Struct):
+    texts: list[str]
+
+
+class Outputs:
+    """A source that has its outputs already, with the numbers of their prompts."""
+
+    def __init__(self, *outputs: tuple[int, RequestOutput]) -> None:
+        self._outputs = outputs
+
+    async def run(self, take: Callable[[int, RequestOutput], object]) -> None:
+        for number, output in self._outputs:
+            take(number, output)
+
+
+class Writer(AnswerWriter[Choice, Texts]):
+    def __init__(self, *outputs: tuple[int, RequestOutput], choices: list[Choice]) -> None:
+        super().__init__("answer-1", Outputs(*outputs), choices)  # type: ignore[arg-type]
+        self.texts = ["" for _ in choices]
+
+    def take(self, choice: Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
+        self.texts[choice.index] += str(output.num_output_tokens)
+
+    def chunk(self, choice: Choice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
+        self.take(choice, output, events)
+        return b"" if output.finish_reason is None else b"%d;" % choice.index
+
+    def response(self) -> Texts:
+        return Texts(self.texts)
+
+
+def output(index: int = 0, *, finish: str | None = None, error: str | None = None) -> RequestOutput:
+    return RequestOutput(
+        request_id="r",
+        index=index,
+        token_ids=[7],
+        pieces=[],
+        logprobs=None,
+        prompt_logprobs=None,
+        finish_reason=finish,
+        stop_reason=None,
+        num_prompt_tokens=5,
+        num_output_tokens=1,
+        num_cached_tokens=0,
+        error=error,
+    )
+
+
+def choice(index: int, *, prompt: int = 0, is_prompt_only: bool = False) -> Choice:
+    reader = PlainReader(FORMAT, [1])
+    return Choice(index, reader, prompt_index=prompt, is_prompt_only=is_prompt_only)
+
+
+@pytest.mark.parametrize("is_prompt_only", [False, True])
+def test_a_failed_request_is_an_error_also_where_only_the_prompt_is_read(
+    is_prompt_only: bool,
+) -> None:
+    failed = output(finish="error", error="no memory")
+    choices = [choice(0, is_prompt_only=is_prompt_only)]
+    with pytest.raises(EngineError, match="no memory"):
+        asyncio.run(Writer((0, failed), choices=choices).whole())
+    written: list[bytes] = []
+    asyncio.run(Writer((0, failed), choices=choices).stream(written.append))
+    assert b'"error"' in written[-1] and written[-1].endswith(b"data: [DONE]\n\n")
+
+
+def test_outputs_find_their_choice_among_those_of_all_prompts() -> None:
+    """Two choices of the first prompt, one of the second, as /generate may have them."""
+    outputs = [(1, output(finish="stop")), (0, output(1, finish="length")), (0, output(0))]
+    choices = [choice(0), choice(1), choice(2, prompt=1)]
+    written: list[bytes] = []
+    writer = Writer(*outputs, choices=choices)
+    asyncio.run(writer.stream(written.append))
+    assert written == [b"2;", b"1;", b"data: [DONE]\n\n"]
+    assert [one.reader.finish_reason for one in choices] == [None, "length", "stop"]
+    assert writer.usage.prompt_tokens == 10 and writer.usage.completion_tokens == 3
+
+
+def test_where_only_the_prompt_is_read_no_token_is_counted() -> None:
+    writer = Writer((0, output(finish="stop")), choices=[choice(0, is_prompt_only=True)])
+    assert asyncio.run(writer.whole()).texts == ["0"]
+    assert writer.usage.completion_tokens == 0
+    assert writer.choices[0].reader.finish_reason == "length"
