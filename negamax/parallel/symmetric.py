@@ -18,6 +18,7 @@ from torch import Tensor
 from negamax.base.log import get_logger
 from negamax.kernels.collectives import tiles
 from negamax.kernels.peers import PeerMemory, PeerRegion, ShardRegion
+from negamax.kernels.platform import Feature, platform_of
 from negamax.kernels.sampling.spec import CANDIDATES
 from negamax.parallel.poll_control import PollControl
 
@@ -160,6 +161,9 @@ def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
     indices = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(indices, own, group=group)
     others = {int(index) for index in indices} - {device.index}
+    here = platform_of(device)
+    if Feature.PEER_MEMORY not in here.features:
+        return f"no kernel writes the memory of other GPUs on {here.label}"
     for other in sorted(others):
         if other < torch.cuda.device_count() and not torch.cuda.can_device_access_peer(
             device.index, other

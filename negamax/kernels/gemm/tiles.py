@@ -170,7 +170,7 @@ def tiles_for(device: torch.device) -> Tiles:
     here = platform.platform_of(device)
     if here.vendor == "cpu":  # the interpreter
         return H200()
-    if here.arch in ("sm_90", "sm_100"):
+    if here.arch in ("sm_90", "sm_100", "sm_103"):  # the last two: not measured
         return H200(here.multiprocessors, "H200" if here.arch == "sm_90" else None)
     return Tiles(here.multiprocessors)
 

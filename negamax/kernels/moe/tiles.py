@@ -148,7 +148,9 @@ class H200(Tiles):
         return Tile(64, 128, 128, 4, 4, 128, 128, 3, 4, down_repeat=8)
 
 
-_BY_ARCH = {"sm_90": H200(), "sm_100": H200(measured_on=None), "cpu": H200()}  # cpu: interpreter
+_LIKE_H200 = H200(measured_on=None)  # as much shared memory, nothing measured
+# cpu: the interpreter
+_BY_ARCH = {"sm_90": H200(), "sm_100": _LIKE_H200, "sm_103": _LIKE_H200, "cpu": H200()}
 
 
 def tiles_for(device: torch.device) -> Tiles:
