@@ -41,6 +41,7 @@ class RmsNorm:
         assert add_rms.prepare is not None and sum_add_rms.prepare is not None
         weight = torch.empty(width, dtype=weights.dtype, device=weights.device)
         self._add_rms, self._sum_add_rms = add_rms.run, sum_add_rms.run
+        self._complete = kernels["collectives.complete_residual"].run
         quantize = activation == E4M3_GROUPS
         self._norm = add_rms.prepare(weight, eps, quantize=quantize)
         self._sum_norm = sum_add_rms.prepare(weight, eps, quantize=quantize)
@@ -56,6 +57,13 @@ class RmsNorm:
         else:
             out = self._sum_add_rms(part.x, residual, self._sum_norm, part.group)
         return out
+
+    def complete(self, residual: Tensor, group: Collective) -> Tensor:
+        """A copy of the residual stream [T, width], all rows on every rank, behind the sum that
+        this norm completed over `group`.
+        """
+        copy: Tensor = self._complete(residual, group)
+        return copy
 
 
 class VocabEmbedding:

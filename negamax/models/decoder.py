@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import AttentionKind, KvCaches, prepare_attention
@@ -30,15 +31,20 @@ class Layer(Protocol):
     """One layer of a decoder."""
 
     slots: list[WeightSlot]
+    input_norm: RmsNorm
 
     def finish_loading(self) -> None:
         """Put the weights into their kernels' layout."""
 
     def __call__(
-        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
+        self,
+        hidden: Tensor | QuantizedActivations,
+        residual: Tensor,
+        metadata: AttentionMetadata,
+        kv: KvCaches,
     ) -> Partial:
-        """x, the layer before's output, is added to `residual` [T, hidden] in place; this layer's
-        last output.
+        """hidden [T, hidden] from `input_norm`. All outputs but the last are added to `residual`
+        [T, hidden] in place; the last one.
         """
 
 
@@ -63,6 +69,7 @@ class Decoder:
     ) -> None:
         """`layers` of this stage; the `kinds` of their attention, each with one of its layers."""
         self.spec, self.layers, self._kinds = spec, layers, kinds
+        self._numbers = context.layout.layers(spec.num_layers)
         self.vocab_range = context.layout.vocab(spec.vocab_size)
         vocab_shape = (spec.vocab_size, spec.hidden_size)
         shared: dict[str, Any] = {"rows": self.vocab_range, "group": context.attention_group}
@@ -90,13 +97,24 @@ class Decoder:
                     self._slots[name] = WeightSlot(name, weight.shape, target=None)
 
     def forward(
-        self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
-    ) -> Tensor:
+        self,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        kv: Sequence[KvCaches],
+        *,
+        capture: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
         """token_ids [T] int64, the caches of each layer (of fewer, the first layers alone run) ->
-        final hidden states [T, hidden].
+        final hidden states [T, hidden], and for each layer of `capture` the residual stream
+        [T, hidden] that enters it, summed over the ranks; the number of layers names the stream
+        that leaves the last one.
         """
-        x, residual = self.stage(*self.embed(token_ids), metadata, kv)
-        return self.last_norm(x, residual)
+        streams: dict[int, Tensor | None] = dict.fromkeys(capture)
+        x, residual = self.stage(*self.embed(token_ids), metadata, kv, streams=streams)
+        hidden = self.last_norm(x, residual)
+        if self.spec.num_layers in streams:
+            streams[self.spec.num_layers] = self._norm.complete(residual, x.group)
+        return hidden, [stream for stream in streams.values() if stream is not None]
 
     def embed(self, token_ids: Tensor) -> tuple[Partial, Tensor]:
         """token_ids [T] int64 -> what enters the first layer, and a residual [T, hidden] of
@@ -106,16 +124,26 @@ class Decoder:
         return x, torch.zeros_like(x.x)
 
     def stage(
-        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
+        self,
+        x: Partial,
+        residual: Tensor,
+        metadata: AttentionMetadata,
+        kv: Sequence[KvCaches],
+        *,
+        streams: dict[int, Tensor | None] | None = None,
     ) -> tuple[Partial, Tensor]:
         """This rank's layers, as many as `kv` has caches of: from what enters the first of them
-        and the residual [T, hidden] to what leaves the last and the residual there.
+        and the residual [T, hidden] to what leaves the last and the residual there. What enters
+        layers that are keys of `streams` is kept there.
         """
         metadata = prepare_attention(
             metadata, [(kind, kv[at]) for kind, at in self._kinds if at < len(kv)]
         )
-        for layer, caches in zip(self.layers, kv, strict=False):
-            x = layer(x, residual, metadata, caches)
+        for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):
+            hidden = layer.input_norm(x, residual)
+            if streams and number in streams:
+                streams[number] = layer.input_norm.complete(residual, x.group)
+            x = layer(hidden, residual, metadata, caches)
         return x, residual
 
     def last_norm(self, x: Partial, residual: Tensor) -> Tensor:

@@ -29,10 +29,17 @@ class CausalModel(Protocol):
     vocab_range: range  # token ids whose logits this rank computes
 
     def forward(
-        self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
-    ) -> Tensor:
+        self,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        kv: Sequence[KvCaches],
+        *,
+        capture: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
         """token_ids [T] int64, the caches of each layer (of fewer, the first layers alone run) ->
-        final hidden states [T, hidden].
+        final hidden states [T, hidden], and for each layer of `capture` the residual stream
+        [T, hidden] that enters it, summed over the ranks; the number of layers names the stream
+        that leaves the last one.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -206,7 +206,7 @@ class DecodeGraphs:
             host_query_lens=(),
             num_actual_tokens=active.int(),
         )
-        hidden = self._model.forward(rows.tokens[slots, positions].long(), metadata, kv)
+        hidden, _ = self._model.forward(rows.tokens[slots, positions].long(), metadata, kv)
         logits = self._model.local_logits(hidden, out=self._outputs.logits[:size])
         token_ids = self._pick(
             logits,

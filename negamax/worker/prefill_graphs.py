@@ -152,7 +152,7 @@ class PrefillGraphs:
             host_query_lens=(),
             num_actual_tokens=active.int(),
         )
-        hidden = self._model.forward(rows.tokens[token_slots, positions].long(), metadata, kv)
+        hidden, _ = self._model.forward(rows.tokens[token_slots, positions].long(), metadata, kv)
         if len(self._hidden) < size:
             self._hidden = torch.empty_like(hidden)
         self._hidden[:size].copy_(hidden)

@@ -54,8 +54,9 @@ def peak_bytes(
     token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)
     with warming_up(context):
         first = kv[: warmup_layers(model.layers, config.kv_caches)]
-        model.local_logits(model.forward(token_ids, metadata, first)[: config.max_num_seqs])
-    hidden = model.forward(token_ids, metadata, kv)
+        hidden, _ = model.forward(token_ids, metadata, first)
+        model.local_logits(hidden[: config.max_num_seqs])
+    hidden, _ = model.forward(token_ids, metadata, kv)
     model.local_logits(hidden[: config.max_num_seqs])
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before

@@ -29,7 +29,8 @@ class Runner:
 
     def hidden(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, hidden] of the batch; keys and values land in the cache."""
-        return self._model.forward(batch.token_ids, batch.attention, self._kv)
+        hidden, _ = self._model.forward(batch.token_ids, batch.attention, self._kv)
+        return hidden
 
     def prompt_logprobs(
         self, plan: StepPlan, hidden: Tensor, *, layout: BatchLayout, rows: RequestState

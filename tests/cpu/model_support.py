@@ -134,6 +134,8 @@ class PagedRun:
         ).tolist()
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
+        self.capture: tuple[int, ...] = ()  # layers whose residual streams `captured` has
+        self.captured: list[Tensor] = []
 
     def step(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
         """Run `chunks` (sequence, its next tokens; sequences with one token first) in one forward;
@@ -158,9 +160,13 @@ class PagedRun:
             num_decodes=num_decodes,
         )
         with torch.inference_mode():
-            logits = self.model.logits(
-                self.model.forward(torch.tensor(token_ids, dtype=torch.int64), metadata, self.kv)
+            hidden, self.captured = self.model.forward(
+                torch.tensor(token_ids, dtype=torch.int64),
+                metadata,
+                self.kv,
+                capture=self.capture,
             )
+            logits = self.model.logits(hidden)
         return {
             name: logits[first:last]
             for name, first, last in zip(names, starts, starts[1:], strict=False)

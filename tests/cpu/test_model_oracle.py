@@ -48,6 +48,32 @@ def oracle(config: dict[str, object], seed: int, *, router_bias: float) -> MiniM
     return model
 
 
+def test_captured_streams_are_the_hidden_states_of_transformers(tmp_path: Path) -> None:
+    config = tiny_config(1)
+    expected_model = oracle(config, 1, router_bias=5.0)
+    expected_model.save_pretrained(tmp_path)
+    spec = read_spec(config)
+    tokens = [token % spec.vocab_size for token in range(40, 70)]
+    with torch.no_grad():
+        expected = expected_model.model(
+            torch.tensor([tokens]), output_hidden_states=True
+        ).hidden_states
+    run = PagedRun(
+        build(spec, load_file(tmp_path / "model.safetensors")), num_blocks=32, block_size=16
+    )
+    run.capture = (spec.num_layers, *range(spec.num_layers))
+    got = []
+    for chunk in (tokens[:20], tokens[20:29], tokens[29:]):
+        run.step([("a", chunk)])
+        got.append(run.captured)
+    last, *entering = (torch.cat(parts) for parts in zip(*got, strict=True))
+    for stream, wanted in zip(entering, expected, strict=False):
+        torch.testing.assert_close(stream, wanted[0], atol=1e-4, rtol=0)
+    # transformers' last one is behind the final norm
+    normed = expected_model.model.norm(last)
+    torch.testing.assert_close(normed, expected[-1][0], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("seed", range(NUM_CONFIGS))
 def test_logits_equal_transformers_through_chunked_prefill_and_decode(
     seed: int, tmp_path: Path

@@ -32,8 +32,13 @@ class Pipeline(Decoder):
             self.stages.append(stage)
 
     def forward(
-        self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
-    ) -> Tensor:
+        self,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        kv: Sequence[KvCaches],
+        *,
+        capture: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
         x, residual = self.stages[0].embed(token_ids)
         first = 0
         for stage in self.stages:
@@ -41,7 +46,8 @@ class Pipeline(Decoder):
             x, residual = stage.stage(x, residual, metadata, own)
             first += len(own)
         assert first == len(kv)
-        return self.stages[-1].last_norm(x, residual)
+        assert not capture
+        return self.stages[-1].last_norm(x, residual), []
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.stages[-1].logits(hidden)

@@ -139,7 +139,7 @@ def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
     for moe, ids in zip(mixtures(run.model.layers), chosen, strict=True):
         moe.observe(ids)
     with torch.inference_mode():
-        hidden = run.model.forward(torch.cat((torch.tensor([token]), filled)), metadata, run.kv)
+        hidden, _ = run.model.forward(torch.cat((torch.tensor([token]), filled)), metadata, run.kv)
         logits = run.model.logits(hidden)
     assert (chosen[:, 0] >= 0).all() and (chosen[:, 1:] == -1).all(), (
         "padding rows must reach no expert"

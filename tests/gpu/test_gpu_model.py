@@ -123,7 +123,7 @@ class Paged:
             self.tables, lengths, counts, num_decodes=len(counts) if max(counts) == 1 else 0
         )
         ids = torch.tensor([token for part in tokens for token in part], device=device)
-        return self.model.logits(self.model.forward(ids, metadata, self.kv))
+        return self.model.logits(self.model.forward(ids, metadata, self.kv)[0])
 
 
 def typical_error(

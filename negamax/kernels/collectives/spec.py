@@ -30,6 +30,17 @@ def all_reduce_add_rms(
     return norm_spec.add_rms(total, residual, norm)
 
 
+def complete_residual(residual: Tensor, group: Collective | None) -> Tensor:
+    """A copy of the residual [T, width] that `all_reduce_add_rms` has left, with all rows on every
+    rank.
+    """
+    return residual.clone()
+
+
+def _apply_complete(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+    return (kernel.run(case.tensors["residual"], case.numbers["group"]),)
+
+
 def _apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     residual = case.tensors["residual"].clone()
     out = kernel.run(
@@ -75,5 +86,14 @@ OPS = (
         cost=norm_spec.cost_add,
         wide=_wide,
         wide_error=norm_spec.WIDE_ERROR,
+    ),
+    Op(
+        name="collectives.complete_residual",
+        summary="all rows of a residual that ranks may share out",
+        reference=Kernel("collectives.complete_residual", "reference", complete_residual),
+        cases=_cases,
+        apply=_apply_complete,
+        tolerance=rounding_tolerance(scale=0.0, reason="a copy"),
+        cost=norm_spec.cost_add,
     ),
 )

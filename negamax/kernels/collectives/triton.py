@@ -370,13 +370,46 @@ def all_reduce_add_rms(
         and width // 2 <= peers.reduce.words
     ):
         return _through_peers(x, residual, norm, peers)
-    if tiles.shards(num_tokens):
-        region = None if peers is None else peers.shards
-        if region is not None and num_tokens <= region.rows and width == 2 * region.words:
-            return _through_shards(x, residual, norm, group, region)
-        if num_tokens % group.size == 0:
-            return _through_group(x, residual, norm, group)
+    region = _shard_region(residual, group)
+    if region is not None:
+        return _through_shards(x, residual, norm, group, region)
+    if _are_shared_out(residual, group):
+        return _through_group(x, residual, norm, group)
     return norm_kernels.add_rms(group.all_reduce(_summed(x)), residual, norm)
+
+
+def complete_residual(residual: Tensor, group: Collective | None) -> Tensor:
+    """A copy of the residual [T, width] with all rows on every rank."""
+    if group is None or group.size == 1 or not _are_shared_out(residual, group):
+        return residual.clone()
+    num_tokens, width = residual.shape
+    shard = triton.cdiv(num_tokens, group.size)
+    own = residual.new_zeros(shard, width)
+    rows = residual[group.rank * shard : (group.rank + 1) * shard]
+    own[: len(rows)] = rows
+    return group.all_gather(own, dim=0)[:num_tokens].clone()
+
+
+def _are_shared_out(residual: Tensor, group: Collective) -> bool:
+    """Whether a rank's residual holds only its own rows."""
+    num_tokens, width = residual.shape
+    peers = group.peers
+    if width % 2 or not tiles.shards(num_tokens):
+        return False
+    if peers is not None and num_tokens <= peers.reduce.rows and width // 2 <= peers.reduce.words:
+        return False
+    return _shard_region(residual, group) is not None or num_tokens % group.size == 0
+
+
+def _shard_region(residual: Tensor, group: Collective) -> ShardRegion | None:
+    """The memory through which the ranks share out the residual's rows; None: they do not, or
+    through the group.
+    """
+    num_tokens, width = residual.shape
+    region = None if group.peers is None else group.peers.shards
+    if region is None or not tiles.shards(num_tokens):
+        return None
+    return region if num_tokens <= region.rows and width == 2 * region.words else None
 
 
 def _through_peers(
@@ -529,6 +562,13 @@ KERNELS = (
         "triton",
         all_reduce_add_rms,
         norm_kernels.prepare,
+        requires=frozenset({Feature.TRITON}),
+        dtypes=(torch.bfloat16, torch.float16),
+    ),
+    Kernel(
+        "collectives.complete_residual",
+        "triton",
+        complete_residual,
         requires=frozenset({Feature.TRITON}),
         dtypes=(torch.bfloat16, torch.float16),
     ),

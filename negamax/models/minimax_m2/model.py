@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from negamax.config.minimax_m2 import MiniMaxM2Spec
+from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.formats import ActivationFormat
 from negamax.kernels.registry import KernelTable
@@ -66,10 +67,10 @@ class DecoderLayer:
             )
 
         input_norm, post_norm = names.norms(layer)
-        self._input_norm = norm(input_norm, activation=self.attention.activation)
+        self.input_norm = norm(input_norm, activation=self.attention.activation)
         self._post_norm = norm(post_norm, activation=self.moe.activation)
         self.slots = [
-            *self._input_norm.slots,
+            *self.input_norm.slots,
             *self.attention.slots,
             *self._post_norm.slots,
             *self.moe.slots,
@@ -81,12 +82,16 @@ class DecoderLayer:
         self.moe.finish_loading()
 
     def __call__(
-        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
+        self,
+        hidden: Tensor | QuantizedActivations,
+        residual: Tensor,
+        metadata: AttentionMetadata,
+        kv: KvCaches,
     ) -> Partial:
-        """x, the block before's output, is added to `residual` [T, hidden] in place; the experts'
-        output.
+        """hidden [T, hidden] from `input_norm`. The attention's output is added to `residual`
+        [T, hidden] in place; the experts' output.
         """
-        x = self.attention(self._input_norm(x, residual), metadata, kv)
+        x = self.attention(hidden, metadata, kv)
         return self.moe(self._post_norm(x, residual), active=metadata.num_actual_tokens)
 
 

@@ -76,8 +76,8 @@ class DenseLayer:
         self._down = RowParallel(
             down, (spec.hidden_size, width), columns=mine, group=context.attention_group, **shared
         )
-        self._norms = [norm(name, spec, **shared) for name in names.norms(0)]
-        parts = (self.attention, self._gate_up, self._down, *self._norms)
+        self.input_norm, self._post_norm = (norm(name, spec, **shared) for name in names.norms(0))
+        parts = (self.attention, self._gate_up, self._down, self.input_norm, self._post_norm)
         self.slots = [slot for part in parts for slot in part.slots]
 
     def finish_loading(self) -> None:
@@ -85,10 +85,10 @@ class DenseLayer:
             part.finish_loading()
 
     def __call__(
-        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
+        self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        x = self.attention(self._norms[0](x, residual), metadata, kv)
-        gate, up = self._gate_up(self._norms[1](x, residual)).chunk(2, dim=-1)
+        x = self.attention(hidden, metadata, kv)
+        gate, up = self._gate_up(self._post_norm(x, residual)).chunk(2, dim=-1)
         return self._down(F.silu(gate) * up)
 
 
@@ -114,19 +114,19 @@ class SparseLayer:
             context=context,
             **shared,
         )
-        self._norms = [norm(name, spec, **shared) for name in names.norms(1)]
+        self.input_norm, self._post_norm = (norm(name, spec, **shared) for name in names.norms(1))
         self.slots = [*self.attention.slots, *self.moe.slots]
-        self.slots += [slot for part in self._norms for slot in part.slots]
+        self.slots += [slot for part in (self.input_norm, self._post_norm) for slot in part.slots]
 
     def finish_loading(self) -> None:
         self.attention.finish_loading()
         self.moe.finish_loading()
 
     def __call__(
-        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
+        self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        x = self.attention(self._norms[0](x, residual), metadata, kv)
-        return self.moe(self._norms[1](x, residual), active=metadata.num_actual_tokens)
+        x = self.attention(hidden, metadata, kv)
+        return self.moe(self._post_norm(x, residual), active=metadata.num_actual_tokens)
 
 
 class SelectedAttention:
