@@ -4,9 +4,7 @@ registry, and served by the engine as any other: equal to its plain PyTorch.
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +13,8 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
+from foreign_family.checkpoint import CONFIG, random_tensors, save
 from foreign_family.config import FAMILY, ForeignSpec
-from safetensors.torch import save_file
 from torch import Tensor
 
 from negamax import LLM, SamplingParams
@@ -32,31 +30,6 @@ from negamax.models.registry import CausalModel, build_model
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.warmup import warmup_layers
-from tests.tiny import NANO, TOKENIZER_FILES
-
-CONFIG = {
-    "architectures": ["ForeignForCausalLM"],
-    "model_type": "foreign",
-    "vocab_size": 98,
-    "hidden_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "rotary_dim": 8,
-    "rope_theta": 1e4,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 256,
-    "mlp_width": 56,
-    "expert_width": 24,
-    "num_experts": 8,
-    "experts_per_token": 2,
-    "index_width": 5,
-    "index_top_k": 9,
-    "dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,28 +48,12 @@ def spec(registered: None) -> ForeignSpec:
 
 @pytest.fixture(scope="module")
 def tensors(spec: ForeignSpec) -> dict[str, Tensor]:
-    """A checkpoint with random values."""
-    generator = torch.Generator().manual_seed(3)
-    found = {}
-    for weight in names_of(spec).weights(spec):
-        for number in range(weight.count):
-            values = torch.randn(weight.shape, generator=generator)
-            if len(weight.shape) == 1:
-                values = 1 + 0.2 * values
-            elif not weight.is_table:
-                values *= weight.shape[-1] ** -0.5
-            found[weight.name.replace("*", str(number))] = values
-    return found
+    return random_tensors(spec)
 
 
 @pytest.fixture(scope="module")
 def folder(tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("foreign")
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    for name in TOKENIZER_FILES:
-        shutil.copy(NANO / name, folder / name)
-    return folder
+    return save(tensors, tmp_path_factory.mktemp("foreign"))
 
 
 def new_model(spec: ForeignSpec, *, ranks: int = 1) -> CausalModel:

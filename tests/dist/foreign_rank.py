@@ -1,0 +1,19 @@
+"""A rank process that knows the family of `tests/cpu/foreign_family`: `python -m
+tests.dist.foreign_rank FOLDER RANK`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+
+from foreign_family.config import FAMILY
+
+from negamax.config.families import FAMILIES
+from negamax.worker import rank_process
+
+if __name__ == "__main__":
+    FAMILIES[FAMILY.architecture] = FAMILY
+    sys.exit(rank_process.main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,45 @@
+"""A family of its own folder runs on two ranks: its heads and MLPs are split, the cache of its
+index is whole on both.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+
+from foreign_family.checkpoint import CONFIG, random_tensors, save
+from foreign_family.config import FAMILY, read_spec
+
+from negamax import LLM, SamplingParams
+from negamax.config import families
+from negamax.engine.core import executor
+
+
+def test_two_ranks_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(families.FAMILIES, FAMILY.architecture, FAMILY)
+    spawn = executor.process.spawn
+
+    def spawn_knowing(_module: str, *args: str) -> subprocess.Popen[bytes]:
+        return spawn("tests.dist.foreign_rank", *args)
+
+    monkeypatch.setattr(executor.process, "spawn", spawn_knowing)
+    folder = str(save(random_tensors(read_spec(CONFIG)), tmp_path))
+    prompts = [list(range(3, 3 + length)) for length in (5, 40)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+
+    def outputs(ranks: int) -> list[tuple[list[int], list[float]]]:
+        with LLM(
+            folder, device="cpu", tensor_parallel_size=ranks, num_threads=1,
+            max_num_batched_tokens=16,
+        ) as llm:  # fmt: skip
+            found = [one.outputs[0] for one in llm.generate(prompts, params)]
+        return [(list(o.token_ids), [entry.logprob for entry in o.logprobs]) for o in found]
+
+    for (tokens, logprobs), (want, expected) in zip(outputs(2), outputs(1), strict=True):
+        assert tokens == want
+        assert logprobs == pytest.approx(expected, abs=1e-4)
