@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from negamax.api.anthropic.messages_history import History, history_of
+from negamax.api.anthropic.messages_history import history_of
+from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.schemas.answers import error_answer, message_error
 from negamax.base.errors import ContextLengthError, InvalidRequestError

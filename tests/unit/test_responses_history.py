@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from negamax.api.anthropic.messages_history import History
+from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.openai.responses_history import history_of
 from negamax.base.errors import InvalidRequestError

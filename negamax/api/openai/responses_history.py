@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from negamax.api.anthropic.messages_history import AssistantParts, HiddenThought, History
+from negamax.api.common.history import AssistantParts, HiddenThought, History
 from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.openai.responses_schema import CUSTOM_INPUT, shown_name
 from negamax.api.schemas.request_model import refuse, shown

@@ -1,0 +1,97 @@
+"""A conversation while it is put together from what a client sends: messages, and where each stands
+in the request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from negamax.api.common.thought_signature import HiddenThoughts
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenThought:
+    """A thought within its signature, and what stands for it where that has none."""
+
+    signature: str
+    otherwise: str = ""
+
+
+@dataclass(slots=True)
+class History:
+    """Messages in the shape of chat completions, and where in the request each comes from. Single
+    writer: its maker.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    # by index of the message
+    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)
+
+    def add(self, message: dict[str, Any], *, place: str) -> None:
+        """Append a message."""
+        self.messages.append(message)
+        self.places.append(place)
+
+    def add_said(self, said: AssistantParts, *, place: str) -> None:
+        """Append a message of the assistant; its hidden thoughts are left out for now."""
+        if any(isinstance(thought, HiddenThought) for thought in said.reasoning):
+            self._hidden.append((len(self.messages), said))
+        self.add(said.message(), place=place)
+
+    def reveal(self, thoughts: HiddenThoughts) -> None:
+        """Take the hidden thoughts that the prompt will show out of their signatures, once all
+        messages are there. Errors: those of `HiddenThoughts.unpack`."""
+        users = (index for index, message in enumerate(self.messages) if message["role"] == "user")
+        last_user = max(users, default=-1)
+        for index, said in self._hidden:
+            if index > last_user or thoughts.shows_earlier:
+                self.messages[index] = said.message(thoughts, place=self.places[index])
+
+
+@dataclass(slots=True)
+class AssistantParts:
+    """What one assistant message says, part by part. Single writer: its history."""
+
+    reasoning: list[str | HiddenThought] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # of the content
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    _is_text_last: bool = False
+
+    def add_reasoning(self, thought: str | HiddenThought) -> None:
+        """Add a thought."""
+        self._is_text_last = False
+        if thought:
+            self.reasoning.append(thought)
+
+    def add_text(self, text: str, *, is_apart: bool = False) -> None:
+        """Add text; with other parts between, or with `is_apart`, it is a paragraph of its own."""
+        joins = self._is_text_last and not is_apart
+        if text:
+            self.texts.append(text if joins or not self.texts else f"\n\n{text}")
+        self._is_text_last = True
+
+    def add_call(self, call_id: Any, name: Any, arguments: Any) -> None:
+        """Add a call; it is checked with the other messages."""
+        self._is_text_last = False
+        self.calls.append(
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        )
+
+    def message(self, thoughts: HiddenThoughts | None = None, *, place: str = "") -> dict[str, Any]:
+        """As a message of chat completions, with its hidden thoughts where `thoughts` can read
+        them; `place` is where in the request it comes from."""
+        texts: list[str] = []
+        for thought in self.reasoning:
+            if not isinstance(thought, HiddenThought):
+                texts.append(thought)
+                continue
+            hidden = None if thoughts is None else thoughts.unpack(thought.signature, param=place)
+            texts.append(hidden or thought.otherwise)
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
+        # Also "": then none is looked for in the content.
+        message["reasoning_content"] = "\n\n".join(text for text in texts if text)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
