@@ -1,4 +1,4 @@
-"""Mixture of experts: every rank routes every token and runs its share of the experts."""
+"""Mixture of experts: every rank routes its tokens and runs its share of the experts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.registry import KernelTable
+from negamax.layers.expert_dispatch import ExpertDispatch, ExpertTable, ReplicatedTokens
 from negamax.layers.names import MoeNames
 from negamax.layers.partial import Partial
 from negamax.layers.weights import MatrixWeight, WeightSlot, choose_kernel
@@ -33,11 +34,14 @@ class SparseMoe:
         context: ParallelContext,
         kernels: KernelTable,
         weights: WeightFormat,
+        table: ExpertTable | None = None,
     ) -> None:
-        view, self._group = context.layout.experts, context.expert_group
-        self._experts = view.experts(num_experts)
+        """`table`: where experts lie; None: each in the place of its own number."""
+        self._dispatch: ExpertDispatch = ReplicatedTokens(
+            table or ExpertTable.identity(num_experts), context=context, device=weights.device
+        )
         self.num_experts, self.top_k = num_experts, top_k
-        rows, everything = view.width(width), range(hidden_size)
+        rows, everything = context.layout.experts.width(width), range(hidden_size)
         self._route_kernel = kernels["moe.route"]
         self._gate = torch.empty(
             num_experts, hidden_size, dtype=torch.float32, device=weights.device
@@ -49,17 +53,20 @@ class SparseMoe:
         ]
         # gate rows, then up rows
         parts = (names.gate, names.up, names.down)
-        local = [name.replace("*", str(expert)) for expert in self._experts for name in parts]
+        local = [
+            name.replace("*", str(expert)) for expert in self._dispatch.experts for name in parts
+        ]
         self._experts_kernel, held = choose_kernel(
             "moe.experts", local, kernels=kernels, weights=weights
         )
         self.activation = self._experts_kernel.activation
-        count = len(self._experts)
+        count = len(self._dispatch.experts)
         self._gate_up = MatrixWeight((count, 2 * len(rows), hidden_size), held, weights=weights)
         self._down = MatrixWeight((count, hidden_size, len(rows)), held, weights=weights)
         wide, tall = (width, hidden_size), (hidden_size, width)
         for expert in range(num_experts):
-            mine, index = expert in self._experts, expert - self._experts.start
+            mine = expert in self._dispatch.experts
+            index = self._dispatch.experts.index(expert) if mine else 0
             across, along = ((rows, everything), (everything, rows)) if mine else (None, None)
             for name, matrix, shape, region, first in (
                 (names.gate, self._gate_up, wide, across, 0),
@@ -100,11 +107,16 @@ class SparseMoe:
         if self._observed is not None:
             count = min(len(ids), len(self._observed))
             self._observed[:count].copy_(ids[:count])
-        first, count = self._experts.start, len(self._experts)
+        given = self._dispatch.dispatch(x, ids, weights)
         out: Tensor = self._experts_kernel.run(
-            x, ids, weights, self._prepared, first=first, count=count
+            given.x,
+            given.ids,
+            given.weights,
+            self._prepared,
+            first=self._dispatch.first,
+            count=len(self._dispatch.experts),
         )
-        return Partial(out, self._group)
+        return self._dispatch.combine(out)
 
 
 def mixtures(layers: Iterable[object]) -> list[SparseMoe]:

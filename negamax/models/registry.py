@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from negamax.base.errors import ConfigError
 from negamax.config.families import family_of
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.metadata import AttentionMetadata
@@ -72,13 +71,7 @@ def build_model(
     all are dequantised at load. Errors: `ConfigError` for an unknown architecture, or sizes that
     cannot be split as `context.layout` says.
     """
-    family, layout = family_of(spec.architecture), context.layout
-    for name, size in (("data", layout.dp), ("context", layout.cp)):
-        if size > 1:
-            raise ConfigError(
-                f"{name}-parallel size is {size}; {spec.architecture} runs with 1",
-                hint="use tensor or expert parallelism",
-            )
+    family = family_of(spec.architecture)
     weights = WeightFormat(dtype, device, detect(spec.quantization), keep_quantized)
     code = import_module(f"{family.package}.model")
     model: CausalModel = code.build(spec, context=context, weights=weights, kernels=kernels)

@@ -188,7 +188,7 @@ def test_sizes_that_do_not_split_are_refused_by_name() -> None:
     single = ParallelContext.single()
 
     def refused(layout: ParallelLayout, **sizes: int) -> str:
-        spec = read_spec(tiny_config(0, num_key_value_heads=2, **SIZES | sizes))
+        spec = read_spec(tiny_config(0, **SIZES | {"num_key_value_heads": 2} | sizes))
         context = ParallelContext(layout, single.attention_group, single.expert_group, single.world)
         with pytest.raises(ConfigError) as caught:
             build_model(
@@ -201,12 +201,10 @@ def test_sizes_that_do_not_split_are_refused_by_name() -> None:
         return str(caught.value)
 
     three = ParallelLayout(tp=3)
-    assert "vocabulary size 64 cannot be split over 3 ranks" in refused(three)
-    assert "8 attention heads cannot be split over 3 ranks" in refused(three, vocab_size=66)
-    assert "2 KV heads cannot be split or replicated over 3 ranks" in refused(
-        three, vocab_size=66, num_attention_heads=12
-    )
-    assert "context-parallel size is 2" in refused(ParallelLayout(cp=2))
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
+    assert "2 KV heads cannot be split or replicated over 3 ranks" in refused(three)
+    assert "8 attention heads cannot be split over 6 ranks" in refused(ParallelLayout(tp=6))
+    assert "vocabulary size 64 cannot be split over 3 ranks" in refused(three, **heads)
 
 
 def test_slots_of_other_ranks_experts_are_not_needed() -> None:

@@ -1,0 +1,73 @@
+"""Where experts lie changes nothing about what a mixture of experts gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from negamax.kernels.platform import CPU
+from negamax.kernels.registry import resolve
+from negamax.layers.expert_dispatch import ExpertTable
+from negamax.layers.moe import SparseMoe
+from negamax.models.minimax_m2 import names
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+from negamax.quantization.scheme import WeightFormat
+
+EXPERTS, HIDDEN, WIDTH, TOP_K = 8, 24, 16, 3
+PERMUTED = ExpertTable((5, 0, 3, 7, 1, 6, 2, 4))
+SOME_TWICE = ExpertTable((0, 1, 2, 3, 4, 5, 6, 7, 4, 3, 2, 1))
+
+
+def mixture(layout: ParallelLayout, table: ExpertTable | None) -> SparseMoe:
+    """One rank's part of the same model each time."""
+    moe = SparseMoe(
+        names.moe(0),
+        hidden_size=HIDDEN,
+        width=WIDTH,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        context=replace(ParallelContext.single(), layout=layout),
+        kernels=resolve(platform=CPU, dtype=torch.float32),
+        weights=WeightFormat(torch.float32, torch.device("cpu"), None),
+        table=table,
+    )
+    for number, slot in enumerate(sorted(moe.slots, key=lambda slot: slot.name)):
+        values = torch.randn(slot.shape, generator=torch.Generator().manual_seed(number))
+        slot.write(values * slot.shape[-1] ** -0.5)
+    moe.finish_loading()
+    return moe
+
+
+def summed(grid: list[ParallelLayout], table: ExpertTable | None, x: Tensor) -> Tensor:
+    parts = [mixture(layout, table)(x, active=torch.tensor([5], dtype=torch.int32)).x
+             for layout in grid]  # fmt: skip
+    return torch.stack([part if part.dim() == 2 else part.sum(1) for part in parts]).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("table", "tp", "ep"),
+    [
+        *((None, tp, ep) for tp, ep in ((1, 1), (2, 2), (4, 2), (4, 4))),
+        *((PERMUTED, tp, ep) for tp, ep in ((1, 1), (2, 2), (4, 2), (4, 4))),
+        *((SOME_TWICE, tp, ep) for tp, ep in ((2, 2), (4, 2), (4, 4))),
+    ],
+)
+def test_every_placement_gives_the_sum_of_one_rank(
+    table: ExpertTable | None, tp: int, ep: int
+) -> None:
+    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1))
+    expected = summed([ParallelLayout()], None, x)
+    grid = [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]
+    got = summed(grid, table, x)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert got[:5].abs().sum(1).min() > 0 and not got[5:].any()  # padding reaches no expert
+
+
+def test_the_identity_hands_the_routers_ids_on() -> None:
+    moe = mixture(ParallelLayout(), None)
+    ids = torch.zeros(3, TOP_K, dtype=torch.int32)
+    assert moe._dispatch.dispatch(torch.zeros(3, HIDDEN), ids, torch.zeros(3, TOP_K)).ids is ids
