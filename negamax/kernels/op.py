@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from negamax.kernels.formats import PLAIN, ActivationFormat, TensorFormat, is_plain
 from negamax.kernels.platform import Feature
+
+P = TypeVar("P")
+R = TypeVar("R")
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,8 +58,14 @@ class Case:
         )
 
 
+class OpName(str, Generic[P, R]):
+    """The name of an op and, for the type checker, the signatures of its `prepare` (None: there is
+    no such step) and `run`.
+    """
+
+
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(Generic[P, R]):
     """One implementation of an op.
 
     `run` is called in the forward pass. `prepare` turns what changes rarely into the form `run`
@@ -66,10 +75,10 @@ class Kernel:
     its input beside the plain values.
     """
 
-    op: str
+    op: OpName[P, R]
     provider: str
-    run: Callable[..., Any]
-    prepare: Callable[..., Any] | None = None
+    run: R
+    prepare: P = None  # type: ignore[assignment]  # of the ops whose `P` is None
     requires: frozenset[Feature] = frozenset({Feature.CPU})
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     reads: Callable[[TensorFormat], bool] = is_plain
@@ -77,8 +86,11 @@ class Kernel:
     available: Callable[[], bool] = lambda: True  # asked once, when the table is resolved
 
 
+AnyKernel = Kernel[Any, Any]
+
+
 @dataclass(frozen=True)
-class Op:
+class Op(Generic[P, R]):
     """The contract of an operation.
 
     `apply` calls any kernel of this op on a case and returns all its outputs, the tensors it wrote
@@ -86,11 +98,11 @@ class Op:
     device; on those, ||out - reference|| / ||reference|| may be `wide_error` at most.
     """
 
-    name: str
+    name: OpName[P, R]
     summary: str
-    reference: Kernel
+    reference: Kernel[P, R]
     cases: Callable[[torch.dtype, torch.Generator], list[Case]]
-    apply: Callable[[Kernel, Case], tuple[Tensor, ...]]
+    apply: Callable[[Kernel[P, R], Case], tuple[Tensor, ...]]
     tolerance: dict[torch.dtype, Tolerance]
     cost: Callable[[Case], Cost]
     # of ops that this one does in one: a layer that runs them asks for it by them

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,17 +24,18 @@ from negamax.kernels.moe import sorted as moe_sorted
 from negamax.kernels.moe import spec as moe
 from negamax.kernels.native import rows as native_rows
 from negamax.kernels.norm import spec as norm
-from negamax.kernels.op import Kernel, Op
+from negamax.kernels.op import AnyKernel, Kernel, Op, OpName, P, R
 from negamax.kernels.platform import Feature, Platform
 from negamax.kernels.quantize import spec as quantize
-from negamax.kernels.rope import spec as rope
 from negamax.kernels.sampling import spec as sampling
+from negamax.kernels.signatures import EXPERTS, LINEAR, Linear, PrepareLinear
 
-OPS: dict[str, Op] = {
+LinearKernel = Kernel[PrepareLinear, Linear]
+
+OPS: dict[OpName[Any, Any], Op[Any, Any]] = {
     op.name: op
     for op in (
         *norm.OPS,
-        *rope.OPS,
         *kvcache.OPS,
         *attention.OPS,
         *gemm.OPS,
@@ -45,12 +47,12 @@ OPS: dict[str, Op] = {
 }
 
 # For the CPU, preferred first; the reference of every op is the last resort.
-_LINEARS: tuple[Kernel, ...] = (
+_LINEARS: tuple[LinearKernel, ...] = (
     *gemm_vendor.KERNELS,
     *gemm_padded.KERNELS,
-    OPS["gemm.linear"].reference,
+    OPS[LINEAR].reference,
 )
-KERNELS: tuple[Kernel, ...] = (
+KERNELS: tuple[AnyKernel, ...] = (
     *_LINEARS[:-1],
     *(kernel for linear in gemm_vendor.KERNELS for kernel in native_rows.kernels(linear)),
     *bucketed.KERNELS,
@@ -59,7 +61,7 @@ KERNELS: tuple[Kernel, ...] = (
 )
 
 
-def gpu_kernels() -> tuple[Kernel, ...]:
+def gpu_kernels() -> tuple[AnyKernel, ...]:
     """The kernels for GPUs, preferred first. Imports Triton, which a CPU does without."""
     from negamax.kernels.attention import triton as attention_triton
     from negamax.kernels.collectives import triton as collectives_triton
@@ -87,26 +89,26 @@ class KernelTable:
 
     platform: Platform
     dtype: torch.dtype
-    candidates: Mapping[str, tuple[Kernel, ...]] = field(repr=False)
+    candidates: Mapping[OpName[Any, Any], tuple[AnyKernel, ...]] = field(repr=False)
 
     @classmethod
     def of(
-        cls, kernels: Iterable[Kernel], *, platform: Platform, dtype: torch.dtype
+        cls, kernels: Iterable[AnyKernel], *, platform: Platform, dtype: torch.dtype
     ) -> KernelTable:
         """Those of `kernels` that compute in `dtype`."""
-        found: dict[str, tuple[Kernel, ...]] = {}
+        found: dict[OpName[Any, Any], tuple[AnyKernel, ...]] = {}
         for kernel in kernels:
             if dtype in kernel.dtypes:
                 found[kernel.op] = (*found.get(kernel.op, ()), kernel)
         return cls(platform, dtype, found)
 
-    def __getitem__(self, op: str) -> Kernel:
+    def __getitem__(self, op: OpName[P, R]) -> Kernel[P, R]:
         """The kernel of `op` for plain weights, or for an op without any."""
         kernel = self.choose(op, PLAIN)
         assert kernel is not None, f"no kernel of {op}"
         return kernel
 
-    def choose(self, op: str, stored: TensorFormat) -> Kernel | None:
+    def choose(self, op: OpName[P, R], stored: TensorFormat) -> Kernel[P, R] | None:
         """The kernel of `op` for weights in the format `stored`. None: they are dequantised at
         load, which is the last provider of every format.
         """
@@ -114,9 +116,9 @@ class KernelTable:
 
     def reads_stored(self, stored: TensorFormat) -> bool:
         """Whether linear layers and experts take weights in the format `stored`."""
-        return all(self.choose(op, stored) is not None for op in ("gemm.linear", "moe.experts"))
+        return None not in (self.choose(LINEAR, stored), self.choose(EXPERTS, stored))
 
-    def fusion(self, *sequence: str) -> Kernel | None:
+    def fusion(self, *sequence: str) -> AnyKernel | None:
         """The kernel that runs the ops of `sequence` in one; None where there is only their
         definition, which is them one by one.
         """
@@ -139,7 +141,7 @@ class KernelTable:
         return "\n".join(lines)
 
 
-def providers(op: str, *, platform: Platform, dtype: torch.dtype) -> list[Kernel]:
+def providers(op: OpName[Any, Any], *, platform: Platform, dtype: torch.dtype) -> list[AnyKernel]:
     """Every kernel of `op` that runs here, preferred first. The reference runs everywhere."""
     return [
         kernel
@@ -151,7 +153,7 @@ def providers(op: str, *, platform: Platform, dtype: torch.dtype) -> list[Kernel
     ]
 
 
-def _kernels(platform: Platform) -> tuple[Kernel, ...]:
+def _kernels(platform: Platform) -> tuple[AnyKernel, ...]:
     return gpu_kernels() if Feature.TRITON in platform.features else KERNELS
 
 

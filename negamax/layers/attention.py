@@ -18,6 +18,7 @@ from negamax.kernels.attention.spec import PagedShape, split_heads
 from negamax.kernels.kvcache.spec import FP8, write
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import half_split_
+from negamax.kernels.signatures import DECODE, LOCATE, PREFILL
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.names import AttentionNames
 from negamax.layers.partial import Partial
@@ -78,14 +79,13 @@ class GroupedQueryKind:
         `quantize`: the output projections are FP8.
         """
         self._kv_heads, self._group, self._frequencies = kv_heads, group, frequencies
-        self._options = {"dtype": kernels.dtype, "quantize": quantize}
-        self._locate = kernels["kvcache.locate"].run
-        self._plan_decode = kernels["attention.decode"].prepare
-        self._plan_prefill = kernels["attention.prefill"].prepare
+        self._dtype, self._quantize = kernels.dtype, quantize
+        self._locate = kernels[LOCATE].run
+        self._plan_decode = kernels[DECODE].prepare
+        self._plan_prefill = kernels[PREFILL].prepare
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> GroupedQueryStep:
         """Angles and cache rows of all tokens, and what the two kernels prepare."""
-        assert self._plan_decode is not None and self._plan_prefill is not None
         shape = PagedShape(self._kv_heads, self._group, block_size=kv["k"].shape[2])
         cos, sin, slot_mapping = self._locate(
             metadata.positions,
@@ -95,14 +95,14 @@ class GroupedQueryKind:
             kv_heads=shape.kv_heads,
             block_size=shape.block_size,
         )
-        decodes, prefills, options = metadata.decodes, metadata.prefills, self._options
-        return GroupedQueryStep(
-            cos,
-            sin,
-            slot_mapping,
-            decode=self._plan_decode(decodes, shape, **options) if decodes else None,
-            prefill=self._plan_prefill(prefills, shape, **options) if prefills else None,
-        )
+        decodes, prefills = metadata.decodes, metadata.prefills
+        dtype, quantize = self._dtype, self._quantize
+        decode, prefill = None, None
+        if decodes:
+            decode = self._plan_decode(decodes, shape, dtype=dtype, quantize=quantize)
+        if prefills:
+            prefill = self._plan_prefill(prefills, shape, dtype=dtype, quantize=quantize)
+        return GroupedQueryStep(cos, sin, slot_mapping, decode=decode, prefill=prefill)
 
 
 class Attention:
@@ -134,8 +134,8 @@ class Attention:
         group = context.attention_group
         self._group = group if group.size > 1 else None
         self._decode, self._prefill = (
-            kernels["attention.decode"].run,
-            kernels["attention.prefill"].run,
+            kernels[DECODE].run,
+            kernels[PREFILL].run,
         )
         qkv = (
             Part(names.q, q_total, q_rows),

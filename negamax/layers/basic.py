@@ -11,6 +11,7 @@ from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.formats import E4M3_GROUPS, ActivationFormat
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
+from negamax.kernels.signatures import ADD_RMS, ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 from negamax.layers.linear import ColumnParallel, Part
 from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
@@ -37,11 +38,10 @@ class RmsNorm:
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
-        add_rms, sum_add_rms = kernels["norm.add_rms"], kernels["collectives.all_reduce_add_rms"]
-        assert add_rms.prepare is not None and sum_add_rms.prepare is not None
+        add_rms, sum_add_rms = kernels[ADD_RMS], kernels[ALL_REDUCE_ADD_RMS]
         weight = torch.empty(width, dtype=weights.dtype, device=weights.device)
         self._add_rms, self._sum_add_rms = add_rms.run, sum_add_rms.run
-        self._complete = kernels["collectives.complete_residual"].run
+        self._complete = kernels[COMPLETE_RESIDUAL].run
         quantize = activation == E4M3_GROUPS
         self._norm = add_rms.prepare(weight, eps, quantize=quantize)
         self._sum_norm = sum_add_rms.prepare(weight, eps, quantize=quantize)
@@ -51,12 +51,9 @@ class RmsNorm:
         """residual [T, width] += the sum that `part` belongs to, in place; the norm of the
         residual.
         """
-        out: Tensor | QuantizedActivations
         if part.group.size == 1:
-            out = self._add_rms(part.x, residual, self._norm)
-        else:
-            out = self._sum_add_rms(part.x, residual, self._sum_norm, part.group)
-        return out
+            return self._add_rms(part.x, residual, self._norm)
+        return self._sum_add_rms(part.x, residual, self._sum_norm, part.group)
 
     def complete(self, residual: Tensor, group: Collective) -> Tensor:
         """A copy of the residual stream [T, width], all rows on every rank, behind the sum that

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
+from negamax.kernels.signatures import LINEAR, Prepared
 from negamax.layers.partial import Partial
 from negamax.layers.weights import MatrixWeight, choose_kernel
 from negamax.quantization.scheme import WeightFormat
@@ -107,12 +107,11 @@ class _Linear:
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
-        kernel, held = choose_kernel("gemm.linear", names, kernels=kernels, weights=weights)
-        assert kernel.prepare is not None
+        kernel, held = choose_kernel(LINEAR, names, kernels=kernels, weights=weights)
         self._run, self._prepare = kernel.run, kernel.prepare
         self.activation = kernel.activation  # what it wants of its input beside the plain values
         self.matrix = MatrixWeight(shape, held, weights=weights)
-        self._weight: Any = None
+        self._weight: Prepared = None
 
     def finish_loading(self) -> None:
         self._weight = self._prepare(self.matrix.take())
@@ -124,9 +123,4 @@ class _Linear:
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        product: Tensor
-        if out is None:
-            product = self._run(x, self._weight, out_dtype=out_dtype)
-        else:
-            product = self._run(x, self._weight, out_dtype=out_dtype, out=out)
-        return product
+        return self._run(x, self._weight, out_dtype=out_dtype, out=out)

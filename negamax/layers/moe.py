@@ -10,6 +10,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.registry import KernelTable
+from negamax.kernels.signatures import EXPERTS, ROUTE
 from negamax.layers.expert_dispatch import ExpertDispatch, ExpertTable, ReplicatedTokens
 from negamax.layers.names import MoeNames
 from negamax.layers.partial import Partial
@@ -42,7 +43,7 @@ class SparseMoe:
         )
         self.num_experts, self.top_k = num_experts, top_k
         rows, everything = context.layout.experts.width(width), range(hidden_size)
-        self._route_kernel = kernels["moe.route"]
+        self._route_kernel = kernels[ROUTE]
         self._gate = torch.empty(
             num_experts, hidden_size, dtype=torch.float32, device=weights.device
         )
@@ -56,9 +57,7 @@ class SparseMoe:
         local = [
             name.replace("*", str(expert)) for expert in self._dispatch.experts for name in parts
         ]
-        self._experts_kernel, held = choose_kernel(
-            "moe.experts", local, kernels=kernels, weights=weights
-        )
+        self._experts_kernel, held = choose_kernel(EXPERTS, local, kernels=kernels, weights=weights)
         self.activation = self._experts_kernel.activation
         count = len(self._dispatch.experts)
         self._gate_up = MatrixWeight((count, 2 * len(rows), hidden_size), held, weights=weights)
@@ -85,7 +84,6 @@ class SparseMoe:
         freed.
         """
         route, experts = self._route_kernel.prepare, self._experts_kernel.prepare
-        assert route is not None and experts is not None
         self._router = route(self._gate, self._bias)
         self._prepared = experts(self._gate_up.take(), self._down.take())
         del self._gate, self._bias, self._gate_up, self._down

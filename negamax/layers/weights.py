@@ -18,7 +18,7 @@ from negamax.kernels.formats import (
     StoredWeight,
     TensorFormat,
 )
-from negamax.kernels.op import Kernel
+from negamax.kernels.op import Kernel, OpName, P, R
 from negamax.kernels.registry import KernelTable
 from negamax.quantization.scheme import WeightFormat
 
@@ -202,8 +202,8 @@ def _window(tensor: Tensor, axis: int, at: tuple[int, ...], rows: range) -> Tens
 
 
 def choose_kernel(
-    op: str, names: Iterable[str], *, kernels: KernelTable, weights: WeightFormat
-) -> tuple[Kernel, TensorFormat]:
+    op: OpName[P, R], names: Iterable[str], *, kernels: KernelTable, weights: WeightFormat
+) -> tuple[Kernel[P, R], TensorFormat]:
     """The kernel for the matrices `names`, which share parameters, and the format in which it is
     given them.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
+from negamax.kernels.signatures import DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
 from negamax.models.registry import CausalModel
 from negamax.scheduler.step import StepPlan
@@ -95,8 +96,8 @@ class DecodeGraphs:
         device = rows.tokens.device
         self._model, self._kv, self._rows, self._group = model, kv, rows, group
         self._pick, self._draw_leading = (
-            kernels["sampling.pick"].run,
-            kernels["sampling.draw_leading"].run,
+            kernels[PICK].run,
+            kernels[DRAW_LEADING].run,
         )
         self._sizes = capture_sizes(largest)
         # For a step of n rows: n slots, n positions, n lengths (the positions of the new tokens; 0

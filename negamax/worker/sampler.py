@@ -15,6 +15,7 @@ from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling import noise
 from negamax.kernels.sampling import spec as ops
+from negamax.kernels.signatures import DRAW, DRAW_LEADING, GREEDY, PICK
 from negamax.scheduler.step import TokenLogprobs
 from negamax.worker.batch import SampleInputs
 from negamax.worker.device import HostTensor, indices
@@ -108,7 +109,7 @@ def sample_sharded(
     )
     if early is not None:
         early.apply(logits, first_id=first_id)
-    pick = kernels["sampling.pick"].run
+    pick = kernels[PICK].run
     if picked is None:
         picked = pick(
             logits,
@@ -120,7 +121,7 @@ def sample_sharded(
         )
     gathered = [i for i, slot in enumerate(inputs.slots) if rows.needs_all_logits(slot)]
     if not rows.filtered_slots.isdisjoint(inputs.slots):
-        picked = kernels["sampling.draw_leading"].run(
+        picked = kernels[DRAW_LEADING].run(
             logits,
             first_id=first_id,
             filters=rows.sampling[inputs.slots_device],
@@ -170,7 +171,7 @@ def _sample_gathered(
     _edit_rows(
         full, part, rows=rows, masks=None if masks is None else masks.of(members, renumber=True)
     )
-    token_ids = kernels["sampling.pick"].run(
+    token_ids = kernels[PICK].run(
         full,
         first_id=0,
         temperature=rows.sampling[part.slots_device, 0],
@@ -209,7 +210,7 @@ def _draw(
     Each group's arithmetic has a shape that does not depend on the rows of the other groups, so
     that the same seed gives the same token in any company.
     """
-    take_best = kernels["sampling.greedy"].run
+    take_best = kernels[GREEDY].run
     sampling = [rows.state(slot).sampling for slot in inputs.slots]
     greedy = [i for i, params in enumerate(sampling) if params.temperature == 0.0]
     if len(greedy) == len(sampling):
@@ -269,7 +270,7 @@ def _draw_from(
 ) -> Tensor:
     """Draw for `members` of the rows; logits [len(members), V]."""
     filters = _filters(inputs, members, rows=rows)
-    drawn: Tensor = kernels["sampling.draw"].run(logits, candidates=candidates, **filters)
+    drawn: Tensor = kernels[DRAW].run(logits, candidates=candidates, **filters)
     return drawn
 
 

@@ -74,7 +74,7 @@ def test_empty_cases_and_other_degrees_are_left_out() -> None:
         Case("tp=2", {"x": torch.ones(1)}),
         Case("any", {"x": torch.ones(1)}),
     ]
-    op = replace(OPS["norm.rms"], cases=lambda dtype, generator: list(made))
+    op = replace(OPS["norm.add_rms"], cases=lambda dtype, generator: list(made))
     labels = [case.label for case in cases(op, platform="cpu", dtype=torch.float32, ranks=(4,))]
     assert labels == ["T=1 TP4 qkv", "any"]
 
@@ -108,7 +108,7 @@ def test_command_prints_a_line_per_kernel_and_case_and_writes_json(
                 "bench",
                 "kernels",
                 "--op",
-                "norm.rms",
+                "norm.add_rms",
                 "--device",
                 "cpu",
                 "--dtype",
@@ -122,7 +122,7 @@ def test_command_prints_a_line_per_kernel_and_case_and_writes_json(
     lines = capsys.readouterr().out.splitlines()
     document = json.loads(file.read_text())
     assert len(document["timings"]) == len(lines) - 1 >= 3
-    assert {timing["op"] for timing in document["timings"]} == {"norm.rms"}
+    assert {timing["op"] for timing in document["timings"]} == {"norm.add_rms"}
     assert document["ceilings"]["bytes_per_second"] > 0
     assert not document["failures"]
 
@@ -132,7 +132,7 @@ def test_unknown_names_are_refused_with_the_known_ones(capsys: pytest.CaptureFix
         (("--op", "norm.cube"), "known: attention.decode"),
         (("--dtype", "int4"), "allowed: float32"),
         (("--device", "abacus"), "allowed: auto, cpu, cuda"),
-        (("--op", "norm.rms", "--provider", "nobody"), "no kernel to time"),
+        (("--op", "norm.add_rms", "--provider", "nobody"), "no kernel to time"),
         (("--tp", "0"), "--tp is '0'"),
     ):
         assert main(["bench", "kernels", *flags]) == 2

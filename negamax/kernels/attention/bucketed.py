@@ -26,6 +26,7 @@ from torch import Tensor
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.spec import PagedShape
 from negamax.kernels.op import Kernel
+from negamax.kernels.signatures import DECODE, PREFILL
 
 QUERY_TILE = 64  # positions per prefill tile; padded lengths are multiples of it
 _ROW_MULTIPLE = 4  # query rows per product
@@ -257,6 +258,6 @@ def _prefill_run(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: PrefillRun, o
 
 
 KERNELS = (
-    Kernel("attention.decode", "bucketed", decode, plan_decode),
-    Kernel("attention.prefill", "bucketed", prefill, plan_prefill),
+    Kernel(DECODE, "bucketed", decode, plan_decode),
+    Kernel(PREFILL, "bucketed", prefill, plan_prefill),
 )

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
 from negamax.kernels.kvcache.spec import FP8, cache_rows, write
-from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, rounding_tolerance
+from negamax.kernels.op import AnyKernel, Case, Cost, Kernel, Op, num_bytes, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.rope.spec import cos_sin, half_split_, signed_frequencies
+from negamax.kernels.signatures import DECODE, PREFILL, QK_NORM_ROPE_WRITE
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _qknr_case(
         f"T={num_tokens} heads={heads} kv_heads={kv_heads} head_dim={head_dim} "
         f"rotary_dim={rotary_dim}"
     )
-    numbers = {"heads": heads, "rotary_dim": rotary_dim}
+    numbers: dict[str, Any] = {"heads": heads, "rotary_dim": rotary_dim}
     if cache_dtype is not None:
         numbers |= {"cache_dtype": cache_dtype, "kv_scales": (0.5, 2.0)}
         label = f"{label} {cache_dtype}"
@@ -202,7 +204,7 @@ def _qknr_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     ]
 
 
-def _qknr_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _qknr_apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """Caches of the dtype that the case names, else of the case's own: what is stored is rounded in
     the definition too.
     """
@@ -215,7 +217,6 @@ def _qknr_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
         t["positions"], signed_frequencies(n["rotary_dim"], 5e6).to(t["positions"].device)
     )
     rows = cache_rows(t["slots"], kv_heads=k_cache.shape[1], block_size=k_cache.shape[2])
-    assert kernel.prepare is not None
     norm = kernel.prepare(
         t["norm_weight"], heads=n["heads"], kv_heads=k_cache.shape[1], eps=1e-6, ranks=1
     )
@@ -468,9 +469,8 @@ def _prefill_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     ]
 
 
-def _attention_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _attention_apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     t, n = case.tensors, case.numbers
-    assert kernel.prepare is not None
     queries = attention_metadata(t["block_tables"], n["lengths"], n["counts"])
     plan = kernel.prepare(queries, n["shape"], dtype=t["q"].dtype)
     return (
@@ -502,12 +502,10 @@ _ATTENTION_TOLERANCE = rounding_tolerance(
 
 OPS = (
     Op(
-        name="attention.qk_norm_rope_write",
+        name=QK_NORM_ROPE_WRITE,
         sequence=("attention.qk_norm", "rope.half_split", "kvcache.write"),
         summary="full-width RMS norm of q and k, rope, keys and values into the paged cache",
-        reference=Kernel(
-            "attention.qk_norm_rope_write", "reference", qk_norm_rope_write, prepare_qk_norm
-        ),
+        reference=Kernel(QK_NORM_ROPE_WRITE, "reference", qk_norm_rope_write, prepare_qk_norm),
         cases=_qknr_cases,
         wide=_qknr_wide,
         wide_error=5e-3,
@@ -516,9 +514,9 @@ OPS = (
         cost=_qknr_cost,
     ),
     Op(
-        name="attention.decode",
+        name=DECODE,
         summary="one query per sequence against its paged keys and values",
-        reference=Kernel("attention.decode", "reference", attend, plan),
+        reference=Kernel(DECODE, "reference", attend, plan),
         cases=_decode_cases,
         wide=_decode_wide,
         wide_error=5e-3,
@@ -527,9 +525,9 @@ OPS = (
         cost=_attention_cost,
     ),
     Op(
-        name="attention.prefill",
+        name=PREFILL,
         summary="runs of queries, one per sequence, causal, each on top of its cached prefix",
-        reference=Kernel("attention.prefill", "reference", attend, plan),
+        reference=Kernel(PREFILL, "reference", attend, plan),
         cases=_prefill_cases,
         wide=_prefill_wide,
         wide_error=5e-3,

@@ -17,13 +17,14 @@ from negamax.kernels.attention.triton_prefill import plan_prefill, prefill
 from negamax.kernels.attention.triton_qk_norm import qk_norm_rope_write
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
+from negamax.kernels.signatures import DECODE, PREFILL, QK_NORM_ROPE_WRITE
 
 _GPU = frozenset({Feature.TRITON})
 _DTYPES = (torch.bfloat16, torch.float16)
 
 KERNELS = (
     Kernel(
-        "attention.qk_norm_rope_write",
+        QK_NORM_ROPE_WRITE,
         "triton",
         qk_norm_rope_write,
         prepare_qk_norm,
@@ -31,7 +32,7 @@ KERNELS = (
         dtypes=_DTYPES,
     ),
     Kernel(
-        "attention.decode",
+        DECODE,
         "triton",
         decode,
         plan_decode,
@@ -39,12 +40,12 @@ KERNELS = (
         dtypes=_DTYPES,
     ),
     Kernel(
-        "attention.decode",
+        DECODE,
         "triton_two_launches",
         decode,
         partial(plan_decode, reduce_later=True),
         requires=_GPU,
         dtypes=_DTYPES,
     ),
-    Kernel("attention.prefill", "triton", prefill, plan_prefill, requires=_GPU, dtypes=_DTYPES),
+    Kernel(PREFILL, "triton", prefill, plan_prefill, requires=_GPU, dtypes=_DTYPES),
 )

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from negamax.kernels.norm import spec as norm_spec
 from negamax.kernels.norm.spec import NormWeight
-from negamax.kernels.op import Case, Kernel, Op, rounding_tolerance
+from negamax.kernels.op import AnyKernel, Case, Kernel, Op, rounding_tolerance
 from negamax.kernels.peers import Collective
+from negamax.kernels.signatures import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 
 
 def all_reduce_add_rms(
@@ -37,11 +38,11 @@ def complete_residual(residual: Tensor, group: Collective | None) -> Tensor:
     return residual.clone()
 
 
-def _apply_complete(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _apply_complete(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     return (kernel.run(case.tensors["residual"], case.numbers["group"]),)
 
 
-def _apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     residual = case.tensors["residual"].clone()
     out = kernel.run(
         case.tensors["x"].clone(),
@@ -75,11 +76,9 @@ def _alone(case: Case) -> Case:
 
 OPS = (
     Op(
-        name="collectives.all_reduce_add_rms",
+        name=ALL_REDUCE_ADD_RMS,
         summary="sum over ranks, residual += it, then RMS norm of the residual",
-        reference=Kernel(
-            "collectives.all_reduce_add_rms", "reference", all_reduce_add_rms, norm_spec.prepare
-        ),
+        reference=Kernel(ALL_REDUCE_ADD_RMS, "reference", all_reduce_add_rms, norm_spec.prepare),
         cases=_cases,
         apply=_apply,
         tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
@@ -88,9 +87,9 @@ OPS = (
         wide_error=norm_spec.WIDE_ERROR,
     ),
     Op(
-        name="collectives.complete_residual",
+        name=COMPLETE_RESIDUAL,
         summary="all rows of a residual that ranks may share out",
-        reference=Kernel("collectives.complete_residual", "reference", complete_residual),
+        reference=Kernel(COMPLETE_RESIDUAL, "reference", complete_residual),
         cases=_cases,
         apply=_apply_complete,
         tolerance=rounding_tolerance(scale=0.0, reason="a copy"),

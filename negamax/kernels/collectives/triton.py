@@ -40,6 +40,7 @@ from negamax.kernels.norm.triton import (
 from negamax.kernels.op import Kernel
 from negamax.kernels.peers import Collective, PeerMemory, ShardRegion
 from negamax.kernels.platform import Feature
+from negamax.kernels.signatures import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 
 # between two looks at the abort flag, which is host memory: about a millisecond
 _SPINS = tl.constexpr(1024)
@@ -558,7 +559,7 @@ def _summed(x: Tensor) -> Tensor:
 
 KERNELS = (
     Kernel(
-        "collectives.all_reduce_add_rms",
+        ALL_REDUCE_ADD_RMS,
         "triton",
         all_reduce_add_rms,
         norm_kernels.prepare,
@@ -566,7 +567,7 @@ KERNELS = (
         dtypes=(torch.bfloat16, torch.float16),
     ),
     Kernel(
-        "collectives.complete_residual",
+        COMPLETE_RESIDUAL,
         "triton",
         complete_residual,
         requires=frozenset({Feature.TRITON}),

@@ -14,22 +14,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, unquantized
-from negamax.kernels.gemm.spec import keep
+from negamax.kernels.gemm.spec import into, keep
 from negamax.kernels.op import Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
+from negamax.kernels.signatures import LINEAR
 
 _SAFE_ROWS = 12  # from here on every count was alike
 
 
 def linear(
-    x: Tensor | QuantizedActivations, weight: Tensor, *, out_dtype: torch.dtype | None = None
+    x: Tensor | QuantizedActivations,
+    weight: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [T, in] fp32, weight [out, in] fp32 -> [T, out] in `out_dtype` (None: fp32)."""
     x = unquantized(x)
     num_rows = x.shape[0]
     if num_rows < _SAFE_ROWS and num_rows % SAFE_ROWS_MULTIPLE != 0:
         x = F.pad(x, (0, 0, 0, -num_rows % SAFE_ROWS_MULTIPLE))
-    return F.linear(x, weight)[:num_rows].to(out_dtype or x.dtype)
+    return into(out, F.linear(x, weight)[:num_rows].to(out_dtype or x.dtype))
 
 
-KERNELS = (Kernel("gemm.linear", "padded", linear, keep, dtypes=(torch.float32,)),)
+KERNELS = (Kernel(LINEAR, "padded", linear, keep, dtypes=(torch.float32,)),)

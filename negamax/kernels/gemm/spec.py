@@ -18,21 +18,40 @@ from negamax.kernels.formats import (
     e4m3_blocks,
     plain,
 )
-from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
+from negamax.kernels.op import (
+    AnyKernel,
+    Case,
+    Cost,
+    Kernel,
+    Op,
+    num_bytes,
+    randn,
+    rounding_tolerance,
+)
 from negamax.kernels.quantize.spec import dequantize_block, quantize_activations, scale_shape
+from negamax.kernels.signatures import LINEAR
 
 
 def linear(
-    x: Tensor | QuantizedActivations, weight: Tensor, *, out_dtype: torch.dtype | None = None
+    x: Tensor | QuantizedActivations,
+    weight: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out] in `out_dtype` (None: that of x). Of FP8 activations
-    the plain form counts.
+    """x [T, in], weight [out, in] -> [T, out] in `out_dtype` (None: that of x), in `out` where
+    given. Of FP8 activations the plain form counts.
     """
     values = unquantized(x)
     dtype = out_dtype or values.dtype
     if weight.dtype != values.dtype:
-        return F.linear(values.float(), weight.float()).to(dtype)
-    return F.linear(values, weight).to(dtype)
+        values, weight = values.float(), weight.float()
+    return into(out, F.linear(values, weight).to(dtype))
+
+
+def into(out: Tensor | None, result: Tensor) -> Tensor:
+    """`result`, in `out` where given."""
+    return result if out is None else out.copy_(result)
 
 
 def keep(weight: StoredWeight) -> Tensor:
@@ -132,8 +151,7 @@ def _wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     return cases
 
 
-def _apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
-    assert kernel.prepare is not None
+def _apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     x, scale = case.tensors["x"], case.tensors.get("scale")
     weight = plain(case.tensors["weight"])
     if case.stored is not PLAIN:
@@ -155,9 +173,9 @@ def _cost(case: Case) -> Cost:
 
 OPS = (
     Op(
-        name="gemm.linear",
+        name=LINEAR,
         summary="x W^T with the weight prepared at load",
-        reference=Kernel("gemm.linear", "reference", linear, keep),
+        reference=Kernel(LINEAR, "reference", linear, keep),
         cases=_cases,
         apply=_apply,
         tolerance=rounding_tolerance(

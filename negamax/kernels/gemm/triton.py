@@ -43,10 +43,11 @@ from negamax.kernels.formats import (
 from negamax.kernels.gemm import cublas, tiles
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
 from negamax.kernels.launch.triton import launch_options, wait_for_inputs, wait_then_start_next
-from negamax.kernels.op import Kernel
+from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize import triton as quantize
 from negamax.kernels.quantize.native import to_native
+from negamax.kernels.signatures import LINEAR
 
 _BLOCK: tl.constexpr = tl.constexpr(GROUP)  # columns that share a scale
 _VECTOR: tl.constexpr = tl.constexpr(16)  # FP8 weights of one load of a thread
@@ -466,10 +467,10 @@ def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
 
 _GPU = frozenset({Feature.TRITON})
 _DTYPES = (torch.bfloat16, torch.float16)
-KERNELS: tuple[Kernel, ...] = (
-    Kernel("gemm.linear", "triton", linear, prepare, requires=_GPU, dtypes=_DTYPES),
+KERNELS: tuple[AnyKernel, ...] = (
+    Kernel(LINEAR, "triton", linear, prepare, requires=_GPU, dtypes=_DTYPES),
     Kernel(
-        "gemm.linear", "triton", linear, prepare, requires=KEPT_FORMATS[E4M3_BLOCKS],
+        LINEAR, "triton", linear, prepare, requires=KEPT_FORMATS[E4M3_BLOCKS],
         dtypes=_DTYPES, reads=reads_e4m3_blocks, activation=E4M3_GROUPS,
     ),
 )  # fmt: skip

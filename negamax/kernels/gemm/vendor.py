@@ -22,8 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negamax.kernels.activations import QuantizedActivations, unquantized
 from negamax.kernels.formats import StoredWeight, plain
+from negamax.kernels.gemm.spec import into
 from negamax.kernels.op import Kernel
+from negamax.kernels.signatures import LINEAR, Linear, PrepareLinear
 
 _ROWS_HINT = 4  # the layout is chosen for so many rows; any number of rows can read it
 _NO_SCALARS: list[float] = []
@@ -39,14 +42,23 @@ def pack(weight: StoredWeight) -> Tensor:
     return packed
 
 
-def linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, in], weight from `pack` -> [T, out] in `out_dtype` (None: that of x)."""
+def linear(
+    x: Tensor | QuantizedActivations,
+    weight: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [T, in], weight from `pack` -> [T, out] in `out_dtype` (None: that of x), in `out` where
+    given.
+    """
+    x = unquantized(x)
     if x.shape[0] <= _UNPADDED_ROWS:
-        out: Tensor = _linear_pointwise(x, weight, None, "none", _NO_SCALARS, "")
+        product: Tensor = _linear_pointwise(x, weight, None, "none", _NO_SCALARS, "")
     else:
         tiles = [_padded_product(tile, weight) for tile in x.split(TILE_ROWS)]
-        out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-    return out if out_dtype is None else out.to(out_dtype)
+        product = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+    return into(out, product if out_dtype is None else product.to(out_dtype))
 
 
 def padded_rows(num_rows: int) -> int:
@@ -70,7 +82,7 @@ def _runs(dtype: torch.dtype) -> bool:
     """Whether this build and this machine run both ops in `dtype`, found out by running them
     once.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return False
     try:
         if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -81,9 +93,9 @@ def _runs(dtype: torch.dtype) -> bool:
     return bool((y == 16).all())
 
 
-def _kernel(dtype: torch.dtype) -> Kernel:
+def _kernel(dtype: torch.dtype) -> Kernel[PrepareLinear, Linear]:
     return Kernel(
-        "gemm.linear",
+        LINEAR,
         "onednn",
         linear,
         pack,

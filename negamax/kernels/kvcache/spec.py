@@ -16,16 +16,16 @@ from torch import Tensor
 from negamax.kernels.formats import E4M3_MAX
 from negamax.kernels.op import (
     FLOAT_DTYPES,
+    AnyKernel,
     Case,
     Cost,
     Kernel,
     Op,
     Tolerance,
     num_bytes,
-    randn,
-    rounding_tolerance,
 )
 from negamax.kernels.rope.spec import cos_sin, signed_frequencies
+from negamax.kernels.signatures import LOCATE
 
 FP8 = torch.float8_e4m3fn
 
@@ -41,8 +41,8 @@ def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
         heads = torch.arange(0, kv_heads * block_size, block_size, device=slots.device)
         return ((slots - offsets) * kv_heads + offsets).unsqueeze(1).add(heads).view(-1)
     numbers = slots.numpy(force=True)
-    offsets = numbers % block_size
-    first_head = (numbers - offsets) * kv_heads + offsets  # [T]
+    within = numbers % block_size
+    first_head = (numbers - within) * kv_heads + within  # [T]
     rows = first_head[:, None] + np.arange(0, kv_heads * block_size, block_size)
     return torch.from_numpy(rows.ravel()).to(slots.device)
 
@@ -102,49 +102,6 @@ def store(x: Tensor, cache: Tensor, rows: Tensor, *, scale: float = 1.0) -> None
     cache.view(-1, width).index_copy_(0, rows, x.reshape(-1, width).to(cache.dtype))
 
 
-def _cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    cases = []
-    for num_tokens, kv_heads, block_size, head_dim in (
-        (0, 1, 16, 8),
-        (1, 2, 16, 128),
-        (21, 3, 5, 12),
-    ):
-        num_blocks = 8
-        cache = (num_blocks, kv_heads, block_size, head_dim)
-        tensors = {
-            "k": randn(num_tokens, kv_heads, head_dim, dtype=dtype, generator=generator),
-            "v": randn(num_tokens, kv_heads, head_dim, dtype=dtype, generator=generator),
-            "k_cache": randn(*cache, dtype=dtype, generator=generator),
-            "v_cache": randn(*cache, dtype=dtype, generator=generator),
-            "slots": torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens],
-        }
-        cases.append(
-            Case(
-                f"T={num_tokens} kv_heads={kv_heads} block_size={block_size} head_dim={head_dim}",
-                tensors,
-            )
-        )
-    return cases
-
-
-def _apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
-    t = case.tensors
-    k_cache, v_cache = t["k_cache"].clone(), t["v_cache"].clone()
-    _, kv_heads, block_size, _ = k_cache.shape
-    kernel.run(
-        t["k"],
-        t["v"],
-        k_cache,
-        v_cache,
-        cache_rows(t["slots"], kv_heads=kv_heads, block_size=block_size),
-    )
-    return k_cache, v_cache
-
-
-def _cost(case: Case) -> Cost:
-    return Cost(num_bytes=2 * num_bytes(case.tensors["k"], case.tensors["v"]), flops=0)
-
-
 def _locate_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     cases = []
     for num_tokens, rows, kv_heads, block_size, rotary_dim in (
@@ -167,7 +124,7 @@ def _locate_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     return cases
 
 
-def _locate_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _locate_apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     outputs: tuple[Tensor, ...] = kernel.run(**case.tensors, **case.numbers)
     return outputs
 
@@ -181,9 +138,9 @@ def _locate_cost(case: Case) -> Cost:
 
 OPS = (
     Op(
-        name="kvcache.locate",
+        name=LOCATE,
         summary="rope angles and cache rows of a step's tokens",
-        reference=Kernel("kvcache.locate", "reference", locate),
+        reference=Kernel(LOCATE, "reference", locate),
         cases=_locate_cases,
         apply=_locate_apply,
         tolerance={
@@ -191,14 +148,5 @@ OPS = (
             for dtype in FLOAT_DTYPES
         },
         cost=_locate_cost,
-    ),
-    Op(
-        name="kvcache.write",
-        summary="store the keys and values of new tokens in the paged cache",
-        reference=Kernel("kvcache.write", "reference", write),
-        cases=_cases,
-        apply=_apply,
-        tolerance=rounding_tolerance(scale=0.0, reason="a copy"),
-        cost=_cost,
     ),
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
+from negamax.kernels.signatures import LOCATE
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def locate(
 
 KERNELS = (
     Kernel(
-        "kvcache.locate",
+        LOCATE,
         "triton",
         locate,
         requires=frozenset({Feature.TRITON}),

@@ -6,7 +6,6 @@ products are the table's own `gemm.linear`, one prepared weight per expert and p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negamax.kernels.activations import unquantized
 from negamax.kernels.formats import StoredWeight, plain
+from negamax.kernels.moe.spec import Activated
 from negamax.kernels.op import Kernel
+from negamax.kernels.signatures import EXPERTS, Experts, Linear, PrepareExperts, PrepareLinear
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,9 @@ class PreparedExperts:
     down: tuple[Tensor, ...]  # of [hidden, width]
 
 
-def kernel(linear: Kernel) -> Kernel:
+def kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExperts, Experts]:
     """The `moe.experts` kernel built on `linear`, a `gemm.linear` kernel."""
     prepare_weight, product = linear.prepare, linear.run
-    assert prepare_weight is not None
 
     def prepare(gate_up: StoredWeight, down: StoredWeight) -> PreparedExperts:
         return PreparedExperts(
@@ -38,7 +39,7 @@ def kernel(linear: Kernel) -> Kernel:
         )
 
     def run(
-        x: Tensor,
+        x: Activated,
         ids: Tensor,
         weights: Tensor,
         prepared: PreparedExperts,
@@ -46,12 +47,13 @@ def kernel(linear: Kernel) -> Kernel:
         first: int,
         count: int,
     ) -> Tensor:
+        x = unquantized(x)
         if x.shape[0] == 1:
             return _one_token(x, ids, weights, prepared, first=first, count=count, product=product)
         return _many_tokens(x, ids, weights, prepared, first=first, count=count, product=product)
 
     return Kernel(
-        "moe.experts",
+        EXPERTS,
         f"sorted+{linear.provider}",
         run,
         prepare,
@@ -69,7 +71,7 @@ def _one_token(
     *,
     first: int,
     count: int,
-    product: Callable[..., Tensor],
+    product: Linear,
 ) -> Tensor:
     """The chosen experts one after another; nothing to sort or gather."""
     chosen = ids[0].tolist()  # host-sync: which experts to run
@@ -91,7 +93,7 @@ def _many_tokens(
     *,
     first: int,
     count: int,
-    product: Callable[..., Tensor],
+    product: Linear,
 ) -> Tensor:
     """Gather all (token, choice) pairs of the local experts in expert order, run each expert on its
     slice, put back.
@@ -138,6 +140,8 @@ def _combine(outputs: Tensor, weights: Tensor) -> Tensor:
     return weighted.sum(1).to(outputs.dtype)
 
 
-def kernels(linears: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+def kernels(
+    linears: tuple[Kernel[PrepareLinear, Linear], ...],
+) -> tuple[Kernel[PrepareExperts, Experts], ...]:
     """One `moe.experts` kernel per `gemm.linear` kernel."""
     return tuple(kernel(linear) for linear in linears)

@@ -15,8 +15,18 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
 from negamax.kernels.formats import E4M3_BLOCKS, E4M3_MAX, PLAIN, StoredWeight, e4m3_blocks, plain
-from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
+from negamax.kernels.op import (
+    AnyKernel,
+    Case,
+    Cost,
+    Kernel,
+    Op,
+    num_bytes,
+    randn,
+    rounding_tolerance,
+)
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
+from negamax.kernels.signatures import EXPERTS, ROUTE
 
 Activated = Tensor | QuantizedActivations
 
@@ -226,9 +236,8 @@ def quantize_rows(x: Tensor) -> QuantizedActivations:
     )
 
 
-def _route_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _route_apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     t = case.tensors
-    assert kernel.prepare is not None
     ids, weights = kernel.run(
         t["x"], kernel.prepare(t["gate"], t["bias"]), active=t.get("active"), **case.numbers
     )
@@ -236,12 +245,11 @@ def _route_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
     return ids.gather(1, order), weights.gather(1, order)
 
 
-def _experts_apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _experts_apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """FP8 weights go with FP8 activations; once upcast (see `Case.upcast`), they are multiplied by
     their scales.
     """
     t = case.tensors
-    assert kernel.prepare is not None
     x: Activated = t["x"]
     weights = [plain(t["gate_up"]), plain(t["down"])]
     if case.stored is not PLAIN:
@@ -281,9 +289,9 @@ def _experts_cost(case: Case) -> Cost:
 
 OPS = (
     Op(
-        name="moe.route",
+        name=ROUTE,
         summary="sigmoid scores, biased top-k, renormalised weights",
-        reference=Kernel("moe.route", "reference", route, pair),
+        reference=Kernel(ROUTE, "reference", route, pair),
         cases=_route_cases,
         apply=_route_apply,
         tolerance=rounding_tolerance(reason="fp32 throughout, in every dtype"),
@@ -292,9 +300,9 @@ OPS = (
         wide_error=1e-5,
     ),
     Op(
-        name="moe.experts",
+        name=EXPERTS,
         summary="SwiGLU networks of the chosen experts, weighted sum in fp32",
-        reference=Kernel("moe.experts", "reference", experts, stack),
+        reference=Kernel(EXPERTS, "reference", experts, stack),
         cases=_experts_cases,
         apply=_experts_apply,
         tolerance=rounding_tolerance(

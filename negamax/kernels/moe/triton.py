@@ -39,6 +39,7 @@ from negamax.kernels.moe.triton_shared import PreparedExperts
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import to_native
+from negamax.kernels.signatures import EXPERTS, ROUTE
 
 
 def prepare_experts(gate_up: StoredWeight, down: StoredWeight) -> PreparedExperts:
@@ -83,7 +84,7 @@ _GPU = frozenset({Feature.TRITON})
 _DTYPES = (torch.bfloat16, torch.float16)
 KERNELS = (
     Kernel(
-        "moe.route",
+        ROUTE,
         "triton",
         route,
         prepare_gate,
@@ -91,16 +92,16 @@ KERNELS = (
         dtypes=_DTYPES,
     ),
     Kernel(
-        "moe.route",
+        ROUTE,
         "triton_last_arrival",
         route,
         partial(prepare_gate, waits=False),
         requires=_GPU,
         dtypes=_DTYPES,
     ),
-    Kernel("moe.experts", "triton", experts, prepare_experts, requires=_GPU, dtypes=_DTYPES),
+    Kernel(EXPERTS, "triton", experts, prepare_experts, requires=_GPU, dtypes=_DTYPES),
     Kernel(
-        "moe.experts",
+        EXPERTS,
         "triton",
         experts,
         prepare_experts,

@@ -23,8 +23,19 @@ from negamax.kernels.moe.sorted import PreparedExperts
 from negamax.kernels.moe.spec import Activated, Gate, mask_padding, pair
 from negamax.kernels.native import library
 from negamax.kernels.norm.spec import sum_parts
-from negamax.kernels.op import Kernel
+from negamax.kernels.op import Kernel, OpName, P, R
 from negamax.kernels.peers import Collective
+from negamax.kernels.signatures import (
+    ADD_RMS,
+    DECODE,
+    EXPERTS,
+    QK_NORM_ROPE_WRITE,
+    ROUTE,
+    Experts,
+    Linear,
+    PrepareExperts,
+    PrepareLinear,
+)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -64,27 +75,18 @@ def prepare_norm(weight: Tensor, eps: float, *, quantize: bool = False) -> NormW
     return NormWeight(weight, eps)
 
 
-def rms(x: Tensor, norm: NormWeight) -> Tensor:
-    """x [T, width] -> [T, width]."""
-    return _add_rms(None, x, norm)
-
-
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
     """residual += x, in place; returns the norm of the residual. x [T, width] or its parts [T, P,
     width].
     """
     x = sum_parts(x)
-    assert x.is_contiguous()
-    return _add_rms(x.data_ptr(), residual, norm)
-
-
-def _add_rms(x: int | None, residual: Tensor, norm: NormWeight) -> Tensor:
-    assert residual.is_contiguous()
+    assert x.is_contiguous() and residual.is_contiguous()
     out = torch.empty_like(residual)
     rows, width = residual.shape
     _function("add_rms", residual.dtype)(
-        x, residual.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width, norm.eps
-    )
+        x.data_ptr(), residual.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width,
+        norm.eps,
+    )  # fmt: skip
     return out
 
 
@@ -232,14 +234,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def experts_kernel(linear: Kernel) -> Kernel:
+def experts_kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExperts, Experts]:
     """`moe.experts` over the products of `linear`, a `gemm.linear` kernel; everything between them
     in C.
     """
     product = linear.run
 
     def run(
-        x: Tensor,
+        x: Activated,
         ids: Tensor,
         weights: Tensor,
         prepared: PreparedExperts,
@@ -247,6 +249,7 @@ def experts_kernel(linear: Kernel) -> Kernel:
         first: int,
         count: int,
     ) -> Tensor:
+        x = unquantized(x)
         num_tokens, top_k = ids.shape
         pairs = num_tokens * top_k
         plan = torch.empty(2 * pairs + count + 1, dtype=torch.int64)  # source, place, bounds
@@ -276,7 +279,7 @@ def experts_kernel(linear: Kernel) -> Kernel:
         return out
 
     return Kernel(
-        "moe.experts",
+        EXPERTS,
         f"native+{linear.provider}",
         run,
         moe_sorted.kernel(linear).prepare,
@@ -285,25 +288,22 @@ def experts_kernel(linear: Kernel) -> Kernel:
     )
 
 
-def kernels(linear: Kernel) -> tuple[Kernel, ...]:
+def kernels(linear: Kernel[PrepareLinear, Linear]) -> tuple[Kernel[Any, Any], ...]:
     """All kernels of this file for the one dtype of `linear`, the `gemm.linear` that the experts
     use.
     """
     (dtype,) = linear.dtypes
 
-    def kernel(
-        op: str, run: Callable[..., Any], prepare: Callable[..., Any] | None = None
-    ) -> Kernel:
+    def kernel(op: OpName[P, R], run: R, prepare: P) -> Kernel[P, R]:
         return Kernel(
             op, "native", run, prepare, dtypes=(dtype,), available=lambda: _available(dtype)
         )
 
     return (
-        kernel("norm.rms", rms, prepare_norm),
-        kernel("norm.add_rms", add_rms, prepare_norm),
-        kernel("attention.qk_norm_rope_write", qk_norm_rope_write, attention.prepare_qk_norm),
-        kernel("attention.decode", decode, plan_decode),
-        kernel("moe.route", route, pair),
+        kernel(ADD_RMS, add_rms, prepare_norm),
+        kernel(QK_NORM_ROPE_WRITE, qk_norm_rope_write, attention.prepare_qk_norm),
+        kernel(DECODE, decode, plan_decode),
+        kernel(ROUTE, route, pair),
         experts_kernel(linear),
     )
 

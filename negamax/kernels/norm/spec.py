@@ -14,7 +14,8 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
 from negamax.kernels.formats import E4M3_MAX
-from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, rounding_tolerance
+from negamax.kernels.op import AnyKernel, Case, Cost, Kernel, Op, num_bytes, rounding_tolerance
+from negamax.kernels.signatures import ADD_RMS
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,8 @@ def _case(
     return Case(label, tensors, {"eps": 1e-6, "quantize": quantize})
 
 
-def prepare_case(kernel: Kernel, case: Case) -> Any:
+def prepare_case(kernel: AnyKernel, case: Case) -> Any:
     """The norm of a case; with FP8 where the case asks for it, but for the reference."""
-    assert kernel.prepare is not None
     option = (
         {"quantize": True} if case.numbers["quantize"] and kernel.provider != "reference" else {}
     )
@@ -151,19 +151,10 @@ def case_outputs(out: Tensor | QuantizedActivations, case: Case) -> tuple[Tensor
     return values, values.where(fits, torch.nan)
 
 
-def _apply_rms(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
-    return (kernel.run(case.tensors["x"], prepare_case(kernel, case)),)
-
-
-def _apply_add_rms(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _apply_add_rms(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     residual = case.tensors["residual"].clone()
     out = kernel.run(case.tensors["x"], residual, prepare_case(kernel, case))
     return (*case_outputs(out, case), residual)
-
-
-def _cost(case: Case) -> Cost:
-    x = case.tensors["x"]
-    return Cost(num_bytes=2 * num_bytes(x) + num_bytes(case.tensors["weight"]), flops=4 * x.numel())
 
 
 def cost_add(case: Case) -> Cost:
@@ -181,18 +172,9 @@ WIDE_ERROR = 5e-3  # bf16 keeps 8 bits, and three roundings add up
 
 OPS = (
     Op(
-        name="norm.rms",
-        summary="RMS norm over the last dimension",
-        reference=Kernel("norm.rms", "reference", rms, prepare),
-        cases=add_cases,
-        apply=_apply_rms,
-        tolerance=_TOLERANCE,
-        cost=_cost,
-    ),
-    Op(
-        name="norm.add_rms",
+        name=ADD_RMS,
         summary="residual += x, then RMS norm of the residual",
-        reference=Kernel("norm.add_rms", "reference", add_rms, prepare),
+        reference=Kernel(ADD_RMS, "reference", add_rms, prepare),
         cases=add_cases,
         apply=_apply_add_rms,
         tolerance=_TOLERANCE,

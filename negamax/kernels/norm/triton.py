@@ -25,6 +25,7 @@ from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import native_e4m3
 from negamax.kernels.quantize.triton import e4m3_max
+from negamax.kernels.signatures import ADD_RMS
 
 _GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
 # a scale's lower bound, far above what fp32 cannot invert
@@ -270,7 +271,7 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Quantized
 
 KERNELS = (
     Kernel(
-        "norm.add_rms",
+        ADD_RMS,
         "triton",
         add_rms,
         prepare,

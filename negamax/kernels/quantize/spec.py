@@ -14,6 +14,7 @@ from torch import Tensor
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.formats import E4M3_GROUP, E4M3_MAX
 from negamax.kernels.op import (
+    AnyKernel,
     Case,
     Cost,
     Kernel,
@@ -21,8 +22,8 @@ from negamax.kernels.op import (
     Tolerance,
     num_bytes,
     randn,
-    rounding_tolerance,
 )
+from negamax.kernels.signatures import QUANTIZE
 
 BLOCK = (E4M3_GROUP, E4M3_GROUP)  # rows, columns
 
@@ -106,37 +107,6 @@ def _spread(scale: Tensor, rows: int, columns: int, *, block: tuple[int, int]) -
     ]
 
 
-# multiples of a block and ragged edges
-_SHAPES = ((1, 1), (128, 128), (192, 320), (5, 300), (384, 256))
-
-
-def _plain_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        Case(
-            f"N={rows} K={columns}",
-            {"weight": randn(rows, columns, dtype=dtype, generator=generator, scale=columns**-0.5)},
-        )
-        for rows, columns in _SHAPES
-    ]
-
-
-def _stored_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    cases = []
-    for case in _plain_cases(torch.float32, generator):
-        weight, scale = quantize_block(case.tensors["weight"])
-        cases.append(Case(case.label, {"weight": weight, "scale": scale}, {"dtype": dtype}))
-    return cases
-
-
-def _apply_dequantize(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
-    return (kernel.run(case.tensors["weight"], case.tensors["scale"], dtype=case.numbers["dtype"]),)
-
-
-def _apply_quantize(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
-    values, scale = kernel.run(case.tensors["weight"])
-    return dequantize_block(values, scale), scale
-
-
 def _activation_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     cases = []
     for num_tokens, width in ((0, 128), (1, 128), (3, 384), (17, 256)):
@@ -154,7 +124,7 @@ def _wide_activations(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
     return cases
 
 
-def _apply_activations(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _apply_activations(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     out = kernel.run(case.tensors["x"])
     return out.hidden, dequantize_activations(out), out.scale
 
@@ -164,52 +134,15 @@ def _cost_activations(case: Case) -> Cost:
     return Cost(num_bytes=num_bytes(x) + x.numel() + 4 * x.numel() // GROUP, flops=2 * x.numel())
 
 
-def _cost_dequantize(case: Case) -> Cost:
-    weight = case.tensors["weight"]
-    out_bytes = weight.numel() * case.numbers["dtype"].itemsize
-    return Cost(
-        num_bytes=weight.numel() + num_bytes(case.tensors["scale"]) + out_bytes,
-        flops=weight.numel(),
-    )
-
-
-def _cost_quantize(case: Case) -> Cost:
-    weight = case.tensors["weight"]
-    rows, columns = scale_shape(*weight.shape)
-    return Cost(
-        num_bytes=num_bytes(weight) + weight.numel() + 4 * rows * columns, flops=2 * weight.numel()
-    )
-
-
 _ONE_STEP = Tolerance(
     1e-6, 0.13, "a quotient half-way between two e4m3 values may round to either; a step is 1/8"
 )
 
 OPS = (
     Op(
-        name="quantize.dequantize_block",
-        summary="e4m3 values times their block's fp32 scale, to a plain dtype",
-        reference=Kernel("quantize.dequantize_block", "reference", dequantize_block),
-        cases=_stored_cases,
-        apply=_apply_dequantize,
-        tolerance=rounding_tolerance(
-            reason="one product in fp32, one rounding to the dtype; |w| below 1"
-        ),
-        cost=_cost_dequantize,
-    ),
-    Op(
-        name="quantize.quantize_block",
-        summary="a plain weight to e4m3 values and one fp32 scale per block",
-        reference=Kernel("quantize.quantize_block", "reference", quantize_block),
-        cases=_plain_cases,
-        apply=_apply_quantize,
-        tolerance=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), _ONE_STEP),
-        cost=_cost_quantize,
-    ),
-    Op(
-        name="quantize.activations",
+        name=QUANTIZE,
         summary="activations to e4m3 values and one fp32 scale per token and 128 columns",
-        reference=Kernel("quantize.activations", "reference", quantize_activations),
+        reference=Kernel(QUANTIZE, "reference", quantize_activations),
         cases=_activation_cases,
         apply=_apply_activations,
         tolerance=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), _ONE_STEP),

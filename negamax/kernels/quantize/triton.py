@@ -10,10 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
-from negamax.kernels.op import Kernel
+from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import native_e4m3
 from negamax.kernels.quantize.spec import E4M3_MAX
+from negamax.kernels.signatures import QUANTIZE
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
 _E4M3_MAX: tl.constexpr = tl.constexpr(E4M3_MAX)
@@ -58,9 +59,9 @@ def rows(x: Tensor) -> QuantizedActivations:
     return QuantizedActivations(x, values, scales)
 
 
-KERNELS: tuple[Kernel, ...] = (
+KERNELS: tuple[AnyKernel, ...] = (
     Kernel(
-        "quantize.activations",
+        QUANTIZE,
         "triton",
         rows,
         requires=frozenset({Feature.TRITON, Feature.FP8}),

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
 from negamax.kernels.rowwise import apply, padded_rows
 
 
@@ -50,47 +49,3 @@ def half_split_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     swapped = rotated.roll(rotary_dim // 2, -1)
     torch.addcmul(rotated * cos, swapped, sin, out=rotated)
     return x
-
-
-def _cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    cases = []
-    for num_tokens, heads, head_dim, rotary_dim in (
-        (0, 2, 16, 8),
-        (1, 10, 128, 64),
-        (9, 3, 20, 20),
-        (5, 4, 12, 2),
-    ):
-        positions = torch.randint(0, 200_000, (num_tokens,), generator=generator)
-        x = randn(num_tokens, heads, head_dim, dtype=dtype, generator=generator)
-        label = f"T={num_tokens} heads={heads} head_dim={head_dim} rotary_dim={rotary_dim}"
-        cases.append(
-            Case(label, {"x": x, "positions": positions}, {"rotary_dim": rotary_dim, "theta": 5e6})
-        )
-    return cases
-
-
-def _apply(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
-    frequencies = signed_frequencies(case.numbers["rotary_dim"], case.numbers["theta"])
-    cos, sin = cos_sin(case.tensors["positions"], frequencies)
-    return (kernel.run(case.tensors["x"].clone(), cos, sin),)
-
-
-def _cost(case: Case) -> Cost:
-    x = case.tensors["x"]
-    rotated = x.numel() // x.shape[-1] * case.numbers["rotary_dim"]
-    return Cost(
-        num_bytes=2 * num_bytes(x) * case.numbers["rotary_dim"] // x.shape[-1], flops=3 * rotated
-    )
-
-
-OPS = (
-    Op(
-        name="rope.half_split",
-        summary="rotate the first rotary_dim dimensions of every head, in place",
-        reference=Kernel("rope.half_split", "reference", half_split_),
-        cases=_cases,
-        apply=_apply,
-        tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |x| up to 4"),
-        cost=_cost,
-    ),
-)

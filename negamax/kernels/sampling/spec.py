@@ -14,9 +14,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negamax.kernels.op import Case, Cost, Kernel, Op, num_bytes, randn, rounding_tolerance
+from negamax.kernels.op import (
+    AnyKernel,
+    Case,
+    Cost,
+    Kernel,
+    Op,
+    num_bytes,
+    randn,
+    rounding_tolerance,
+)
 from negamax.kernels.peers import Collective
 from negamax.kernels.sampling import noise
+from negamax.kernels.signatures import DRAW, DRAW_LEADING, GREEDY, PICK
 
 # Rows with 1 <= top_k <= CANDIDATES are drawn from this many leading tokens; all others from the
 # sorted vocabulary.
@@ -321,15 +331,15 @@ def _leading_case(rows: int, vocab: int, *, generator: torch.Generator) -> Case:
     return Case(f"R={rows} V={vocab}", tensors, {"first_id": 500, "group": None})
 
 
-def _apply_pick(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _apply_pick(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     return (kernel.run(**case.tensors, **case.numbers),)
 
 
-def _apply_greedy(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _apply_greedy(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     return (kernel.run(case.tensors["logits"]),)
 
 
-def _apply_draw(kernel: Kernel, case: Case) -> tuple[Tensor, ...]:
+def _apply_draw(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     filters = {name: tensor for name, tensor in case.tensors.items() if name != "logits"}
     return (kernel.run(case.tensors["logits"], **filters, **case.numbers),)
 
@@ -344,27 +354,27 @@ _EXACT = rounding_tolerance(scale=0.0, reason="a token is right or wrong")
 
 OPS = (
     Op(
-        name="sampling.greedy",
+        name=GREEDY,
         summary="the most likely token of each row",
-        reference=Kernel("sampling.greedy", "reference", greedy),
+        reference=Kernel(GREEDY, "reference", greedy),
         cases=_greedy_cases,
         apply=_apply_greedy,
         tolerance=_EXACT,
         cost=_cost,
     ),
     Op(
-        name="sampling.draw",
+        name=DRAW,
         summary="one token per row from what temperature, min-p, top-k and top-p leave",
-        reference=Kernel("sampling.draw", "reference", sample),
+        reference=Kernel(DRAW, "reference", sample),
         cases=_draw_cases,
         apply=_apply_draw,
         tolerance=_EXACT,
         cost=_cost,
     ),
     Op(
-        name="sampling.pick",
+        name=PICK,
         summary="one token per row by logit / T + Gumbel noise, over all ranks",
-        reference=Kernel("sampling.pick", "reference", pick),
+        reference=Kernel(PICK, "reference", pick),
         cases=_pick_cases,
         apply=_apply_pick,
         tolerance=_EXACT,
@@ -373,9 +383,9 @@ OPS = (
         wide_error=_NEAR_TIES,
     ),
     Op(
-        name="sampling.draw_leading",
+        name=DRAW_LEADING,
         summary="sampling.draw from logits split over ranks, for rows with a small top_k",
-        reference=Kernel("sampling.draw_leading", "reference", draw_leading),
+        reference=Kernel(DRAW_LEADING, "reference", draw_leading),
         cases=_leading_cases,
         apply=_apply_pick,
         tolerance=_EXACT,

@@ -22,6 +22,7 @@ from negamax.kernels.op import Kernel
 from negamax.kernels.peers import Collective
 from negamax.kernels.platform import Feature
 from negamax.kernels.sampling import noise, spec, tiles
+from negamax.kernels.signatures import DRAW_LEADING, PICK
 
 _INFINITY = tl.constexpr(float("inf"))
 _NO_ID = tl.constexpr(2**31 - 1)
@@ -455,5 +456,5 @@ KERNELS = tuple(
         requires=frozenset({Feature.TRITON}),
         dtypes=(torch.bfloat16, torch.float16),
     )
-    for op, run in (("sampling.pick", pick), ("sampling.draw_leading", draw_leading))
+    for op, run in ((PICK, pick), (DRAW_LEADING, draw_leading))
 )

@@ -1,0 +1,216 @@
+"""The signature of each op that the kernel table offers: what a layer may call, and what every
+provider of the op is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from negamax.kernels.op import OpName
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from negamax.kernels.activations import QuantizedActivations
+    from negamax.kernels.attention.metadata import AttentionMetadata
+    from negamax.kernels.attention.spec import PagedShape
+    from negamax.kernels.formats import StoredWeight
+    from negamax.kernels.peers import Collective
+
+    Hidden = Tensor | QuantizedActivations
+
+Prepared = Any  # what a provider's `prepare` made: for its own `run` alone
+
+
+class PrepareLinear(Protocol):
+    def __call__(self, weight: StoredWeight, /) -> Prepared: ...
+
+
+class Linear(Protocol):
+    def __call__(
+        self,
+        x: Hidden,
+        weight: Prepared,
+        /,
+        *,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class PrepareExperts(Protocol):
+    def __call__(self, gate_up: StoredWeight, down: StoredWeight, /) -> Prepared: ...
+
+
+class Experts(Protocol):
+    def __call__(
+        self,
+        x: Hidden,
+        ids: Tensor,
+        weights: Tensor,
+        experts: Prepared,
+        /,
+        *,
+        first: int,
+        count: int,
+    ) -> Tensor: ...
+
+
+class PrepareRouter(Protocol):
+    def __call__(self, gate: Tensor, bias: Tensor, /) -> Prepared: ...
+
+
+class Route(Protocol):
+    def __call__(
+        self, x: Hidden, router: Prepared, /, *, top_k: int, active: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class PrepareNorm(Protocol):
+    def __call__(self, weight: Tensor, eps: float, /, *, quantize: bool = False) -> Prepared: ...
+
+
+class AddRms(Protocol):
+    def __call__(self, x: Tensor, residual: Tensor, norm: Prepared, /) -> Hidden: ...
+
+
+class AllReduceAddRms(Protocol):
+    def __call__(
+        self, x: Tensor, residual: Tensor, norm: Prepared, group: Collective | None, /
+    ) -> Hidden: ...
+
+
+class CompleteResidual(Protocol):
+    def __call__(self, residual: Tensor, group: Collective | None, /) -> Tensor: ...
+
+
+class PrepareAttention(Protocol):
+    def __call__(
+        self,
+        queries: AttentionMetadata,
+        shape: PagedShape,
+        /,
+        *,
+        dtype: torch.dtype,
+        quantize: bool = False,
+    ) -> Prepared: ...
+
+
+class Attend(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Prepared,
+        /,
+        *,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Hidden: ...
+
+
+class PrepareQkNorm(Protocol):
+    def __call__(
+        self, weight: Tensor, /, *, heads: int, kv_heads: int, eps: float, ranks: int
+    ) -> Prepared: ...
+
+
+class QkNormRopeWrite(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        norm: Prepared,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        /,
+        *,
+        group: Collective | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor: ...
+
+
+class Locate(Protocol):
+    def __call__(
+        self,
+        positions: Tensor,
+        token_slots: Tensor,
+        block_tables: Tensor,
+        frequencies: Tensor,
+        /,
+        *,
+        kv_heads: int,
+        block_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Greedy(Protocol):
+    def __call__(self, logits: Tensor, /) -> Tensor: ...
+
+
+class Draw(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        /,
+        *,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        uniforms: Tensor,
+        candidates: int,
+    ) -> Tensor: ...
+
+
+class Pick(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        /,
+        *,
+        first_id: int,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        group: Collective | None = None,
+    ) -> Tensor: ...
+
+
+class DrawLeading(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        /,
+        *,
+        first_id: int,
+        filters: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        otherwise: Tensor,
+        group: Collective | None = None,
+    ) -> Tensor: ...
+
+
+class Quantize(Protocol):
+    def __call__(self, x: Tensor, /) -> QuantizedActivations: ...
+
+
+LINEAR: OpName[PrepareLinear, Linear] = OpName("gemm.linear")
+EXPERTS: OpName[PrepareExperts, Experts] = OpName("moe.experts")
+ROUTE: OpName[PrepareRouter, Route] = OpName("moe.route")
+ADD_RMS: OpName[PrepareNorm, AddRms] = OpName("norm.add_rms")
+ALL_REDUCE_ADD_RMS: OpName[PrepareNorm, AllReduceAddRms] = OpName("collectives.all_reduce_add_rms")
+COMPLETE_RESIDUAL: OpName[None, CompleteResidual] = OpName("collectives.complete_residual")
+DECODE: OpName[PrepareAttention, Attend] = OpName("attention.decode")
+PREFILL: OpName[PrepareAttention, Attend] = OpName("attention.prefill")
+QK_NORM_ROPE_WRITE: OpName[PrepareQkNorm, QkNormRopeWrite] = OpName("attention.qk_norm_rope_write")
+LOCATE: OpName[None, Locate] = OpName("kvcache.locate")
+QUANTIZE: OpName[None, Quantize] = OpName("quantize.activations")
+GREEDY: OpName[None, Greedy] = OpName("sampling.greedy")
+DRAW: OpName[None, Draw] = OpName("sampling.draw")
+PICK: OpName[None, Pick] = OpName("sampling.pick")
+DRAW_LEADING: OpName[None, DrawLeading] = OpName("sampling.draw_leading")
