@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from tests.e2e.scripted_server import NAME, Script, scripted
 MODEL = "nano"
 STUB = "tests.e2e.stub_serve"  # as program: no model behind the server
 START_SECONDS = 60.0
+# No client here meets a certificate of the world's authorities, which take 20 ms to read each time.
+os.environ.setdefault("SSL_CERT_DIR", tempfile.mkdtemp(prefix="no-authorities-"))
 _READY = re.compile(r"ready: (https?://\S+)/v1")
 
 
