@@ -23,7 +23,6 @@ from negamax.base.errors import ConfigError
 from negamax.config.grammar import Marker, Reasoning
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.formats.family import ChatFamily
-from negamax.text.formats.minimax_m2 import MINIMAX_M2_FAMILY
 from negamax.text.formats.registry import FAMILIES, family_of
 from negamax.text.grammar.tool_calls import CallStyle
 from negamax.text.parser.output_format import OutputFormat
@@ -32,6 +31,7 @@ from negamax.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 
+_ANY = next(iter(FAMILIES.values()))  # where nothing is read by it
 _TOOL_CALL_FAMILIES = {name: family for family in FAMILIES.values() for name in family.parser_names}
 _REASONING_FAMILIES = {
     **{name: (family, Thinking.SPLIT) for name, family in _TOOL_CALL_FAMILIES.items()},
@@ -173,7 +173,7 @@ def may_call(tools: Sequence[Mapping[str, Any]] | None, messages: Sequence[Any])
 
 def check_parsers(*, tool_call_parser: str | None, reasoning_parser: str | None) -> None:
     """Refuse names that fit no model, before one is loaded. Errors: `ConfigError`."""
-    _chosen(MINIMAX_M2_FAMILY.output.name, tool_call_parser or NONE, reasoning_parser or NONE)
+    _chosen(_ANY.output.name, tool_call_parser or NONE, reasoning_parser or NONE)
 
 
 def _chosen(
@@ -194,7 +194,7 @@ def _chosen(
         thinking = Thinking.SPLIT
     named = of_calls or of_reasoning
     if named is None and AUTO not in (tool_call_parser, reasoning_parser):
-        named = MINIMAX_M2_FAMILY  # nothing is read
+        named = _ANY
     return named or family_of(model), thinking
 
 
