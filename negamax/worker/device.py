@@ -7,7 +7,9 @@ only `HostTensor.read` waits for what it reads.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -116,6 +118,49 @@ def upload_floats(values: Sequence[float], device: torch.device) -> Tensor:
 def indices(members: Sequence[int], device: torch.device) -> Tensor:
     """`members` as an int64 index on `device`."""
     return upload((np.array(members, dtype=np.int64),), device)[0]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How steps run on a kind of device."""
+
+    # A launch returns before its step has run: a step that fails is lost as a whole, and steps are
+    # timed by events. Else one that fails is repeated row by row.
+    is_asynchronous: bool
+    has_graphs: bool  # steps of common sizes are captured
+    # The bits of a token do not depend on the step it runs in: generated tokens run as decodes,
+    # whatever the scheduler makes of them.
+    is_batch_invariant: bool
+    samples_on_shards: bool  # rows are chosen where their logits lie, if they can be
+
+    def record_event(self) -> torch.cuda.Event | None:
+        """The present moment on the device's own time line; None: it has none."""
+        if not self.is_asynchronous:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def release_memory(self) -> None:
+        """Give back what tensors that are gone have held."""
+        if self.is_asynchronous:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+_RUNTIMES = {
+    "cpu": Runtime(
+        is_asynchronous=False, has_graphs=False, is_batch_invariant=True, samples_on_shards=False
+    ),
+    "cuda": Runtime(
+        is_asynchronous=True, has_graphs=True, is_batch_invariant=False, samples_on_shards=True
+    ),
+}
+
+
+def runtime_of(device: torch.device) -> Runtime:
+    """How steps run on `device`."""
+    return _RUNTIMES[device.type]
 
 
 class HostTensor:

@@ -58,147 +58,150 @@ class Sampled:
     logprobs: LogprobEntries | None  # of those rows
 
 
-def sample(
-    logits: Tensor,
-    inputs: SampleInputs,
-    *,
-    rows: RequestState,
-    kernels: KernelTable,
-    masks: RowBitmasks | None = None,
-) -> Sampled:
-    """Choose a token for every sampled row from all its logits. `logits` [R, V] fp32 may be changed
-    in place.
+class Sampler:
+    """The stages from logits to tokens, for logits split over the ranks of `group`.
+
+    1. Masks, of rows that report no log-probabilities.
+    2. `on_shards`: rows are chosen where their logits lie. Rows without filters, edits and
+       log-probabilities exchange a value and an index per rank, rows with a small top_k their
+       leading tokens.
+    3. The other rows, and without `on_shards` all, are gathered: their whole logits are on every
+       rank. Log-probabilities are taken, then the logits are edited and masked.
+    4. Every rank chooses the same token from them.
     """
-    wants_logprobs = [i for i, slot in enumerate(inputs.slots) if slot in rows.logprob_slots]
-    raw = torch.log_softmax(logits[wants_logprobs], dim=-1) if wants_logprobs else None
-    _edit_rows(logits, inputs, rows=rows, masks=masks)
-    token_ids = _draw(logits, inputs, rows=rows, kernels=kernels)
-    best = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)  # argmax and topk both put NaN first
-    token_ids = token_ids.where(best.isfinite(), BROKEN)
-    entries = (
-        None
-        if raw is None
-        else _entries(raw, token_ids[wants_logprobs], inputs, wants_logprobs, rows=rows)
-    )
-    return Sampled(token_ids, wants_logprobs, entries)
 
+    def __init__(
+        self,
+        requests: RequestState,
+        *,
+        kernels: KernelTable,
+        group: Collective,
+        on_shards: bool,
+        first_id: int = 0,
+    ) -> None:
+        """This rank's logits begin at token `first_id`."""
+        self._requests, self._kernels = requests, kernels
+        self._group, self._first_id, self._on_shards = group, first_id, on_shards
+        self._choose = self._by_noise if on_shards else self._by_order
 
-def sample_sharded(
-    logits: Tensor,  # [R, V of this rank] fp32
-    inputs: SampleInputs,
-    *,
-    rows: RequestState,
-    kernels: KernelTable,
-    first_id: int,
-    group: Collective,
-    picked: Tensor | None = None,
-    masks: RowBitmasks | None = None,
-) -> Sampled:
-    """The same for logits split over the ranks of `group`; this rank's begin at token `first_id`.
+    def __call__(
+        self,
+        logits: Tensor,
+        inputs: SampleInputs,
+        *,
+        picked: Tensor | None = None,
+        masks: RowBitmasks | None = None,
+    ) -> Sampled:
+        """Choose a token for every sampled row. `logits` [R, V of this rank] fp32 may be changed in
+        place; `picked` [R], where a captured step has chosen on the shards already.
+        """
+        members = list(range(len(inputs.slots)))
+        if self._on_shards:
+            picked = self._choose_on_shards(logits, inputs, picked=picked, masks=masks)
+            needs_all = self._requests.needs_all_logits
+            members = [i for i, slot in enumerate(inputs.slots) if needs_all(slot)]
+            if not members:
+                return Sampled(picked, [], None)
+        return self._choose_gathered(logits, inputs, members, picked=picked, masks=masks)
 
-    Rows without filters, edits and log-probabilities exchange a value and an index per rank
-    (`picked`, where a captured step has done that already); rows with a small top_k their leading
-    tokens. The others are gathered: their whole logits are on every rank, and every rank draws the
-    same token. Masks are applied by each rank to its share, except where the row's
-    log-probabilities are asked for: those are of the logits before.
-    """
-    early = (
-        None
-        if masks is None
-        else masks.of([i for i, slot in enumerate(inputs.slots) if slot not in rows.logprob_slots])
-    )
-    if early is not None:
-        early.apply(logits, first_id=first_id)
-    pick = kernels[PICK].run
-    if picked is None:
-        picked = pick(
+    def _choose_on_shards(
+        self,
+        logits: Tensor,
+        inputs: SampleInputs,
+        *,
+        picked: Tensor | None,
+        masks: RowBitmasks | None,
+    ) -> Tensor:
+        requests, slots = self._requests, inputs.slots_device
+        early = None
+        if masks is not None:
+            reporting = requests.logprob_slots
+            early = masks.of([i for i, slot in enumerate(inputs.slots) if slot not in reporting])
+        if early is not None:
+            early.apply(logits, first_id=self._first_id)
+        options = {"first_id": self._first_id, "group": self._group}
+        if picked is None:
+            picked = self._kernels[PICK].run(
+                logits,
+                temperature=requests.sampling[slots, 0],
+                seeds=requests.seeds[slots],
+                positions=inputs.positions_device,
+                **options,
+            )
+        if not requests.filtered_slots.isdisjoint(inputs.slots):
+            picked = self._kernels[DRAW_LEADING].run(
+                logits,
+                filters=requests.sampling[slots],
+                seeds=requests.seeds[slots],
+                positions=inputs.positions_device,
+                otherwise=picked,
+                **options,
+            )
+        return picked
+
+    def _choose_gathered(
+        self,
+        logits: Tensor,
+        inputs: SampleInputs,
+        members: list[int],
+        *,
+        picked: Tensor | None,
+        masks: RowBitmasks | None,
+    ) -> Sampled:
+        """The rows `members` from their whole logits, the others as `picked`."""
+        device, requests, part, index = logits.device, self._requests, inputs, None
+        if len(members) < len(inputs.slots):
+            index = indices(members, device)
+            part = SampleInputs(
+                [inputs.slots[i] for i in members],
+                [inputs.positions[i] for i in members],
+                inputs.slots_device[index],
+                inputs.positions_device[index],
+            )
+            masks = None if masks is None else masks.of(members, renumber=True)
+        full = self._group.all_gather(logits if index is None else logits[index], dim=-1)
+        wanted = [i for i, slot in enumerate(part.slots) if slot in requests.logprob_slots]
+        raw = torch.log_softmax(full[indices(wanted, device)], dim=-1) if wanted else None
+        _edit_rows(full, part, rows=requests, masks=masks)
+        token_ids = self._choose(full, part)
+        if index is not None:
+            assert picked is not None
+            token_ids = picked.index_copy(0, index, token_ids)
+        asked, entries = [members[i] for i in wanted], None
+        if raw is not None:
+            num_top = [requests.state(inputs.slots[i]).sampling.logprobs or 0 for i in asked]
+            entries = LogprobEntries(raw, token_ids[indices(asked, device)], num_top=num_top)
+        return Sampled(token_ids, asked, entries)
+
+    def _by_order(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
+        """The CPU's choice."""
+        token_ids = _draw(logits, inputs, rows=self._requests, kernels=self._kernels)
+        # argmax and topk both put NaN first
+        best = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        return token_ids.where(best.isfinite(), BROKEN)
+
+    def _by_noise(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
+        """The GPU's choice, the same as on shards."""
+        requests, slots = self._requests, inputs.slots_device
+        token_ids: Tensor = self._kernels[PICK].run(
             logits,
-            first_id=first_id,
-            temperature=rows.sampling[inputs.slots_device, 0],
-            seeds=rows.seeds[inputs.slots_device],
+            first_id=0,
+            temperature=requests.sampling[slots, 0],
+            seeds=requests.seeds[slots],
             positions=inputs.positions_device,
-            group=group,
         )
-    gathered = [i for i, slot in enumerate(inputs.slots) if rows.needs_all_logits(slot)]
-    if not rows.filtered_slots.isdisjoint(inputs.slots):
-        picked = kernels[DRAW_LEADING].run(
-            logits,
-            first_id=first_id,
-            filters=rows.sampling[inputs.slots_device],
-            seeds=rows.seeds[inputs.slots_device],
-            positions=inputs.positions_device,
-            otherwise=picked,
-            group=group,
-        )
-    if not gathered:
-        return Sampled(picked, [], None)
-    return _sample_gathered(
-        logits,
-        inputs,
-        gathered,
-        picked=picked,
-        rows=rows,
-        kernels=kernels,
-        group=group,
-        masks=masks,
-    )
-
-
-def _sample_gathered(
-    logits: Tensor,
-    inputs: SampleInputs,
-    members: list[int],
-    *,
-    picked: Tensor,
-    rows: RequestState,
-    kernels: KernelTable,
-    group: Collective,
-    masks: RowBitmasks | None,
-) -> Sampled:
-    """`sample_sharded` for the rows `members`, whose logits are gathered."""
-    device = logits.device
-    whole = len(members) == len(inputs.slots)
-    index = indices(members, device)
-    full = group.all_gather(logits if whole else logits[index], dim=-1)
-    slots, positions = [inputs.slots[i] for i in members], [inputs.positions[i] for i in members]
-    part = SampleInputs(
-        slots, positions, inputs.slots_device[index], inputs.positions_device[index]
-    )
-    wants_logprobs = [i for i, slot in enumerate(slots) if slot in rows.logprob_slots]
-    raw = (
-        torch.log_softmax(full[indices(wants_logprobs, device)], dim=-1) if wants_logprobs else None
-    )
-    _edit_rows(
-        full, part, rows=rows, masks=None if masks is None else masks.of(members, renumber=True)
-    )
-    token_ids = kernels[PICK].run(
-        full,
-        first_id=0,
-        temperature=rows.sampling[part.slots_device, 0],
-        seeds=rows.seeds[part.slots_device],
-        positions=part.positions_device,
-    )
-    for chosen, candidates in _filtered(part, rows, vocab_size=full.shape[1]):
-        where = indices(chosen, device)
-        drawn = _draw_from(
-            full[where], part, chosen, candidates=candidates, rows=rows, kernels=kernels
-        )
-        token_ids[where] = drawn.where(token_ids[where] != BROKEN, BROKEN)
-    token_ids = token_ids if whole else picked.index_copy(0, index, token_ids)
-    asked = [members[i] for i in wants_logprobs]
-    entries = (
-        None
-        if raw is None
-        else _entries(raw, token_ids[indices(asked, device)], inputs, asked, rows=rows)
-    )
-    return Sampled(token_ids, asked, entries)
-
-
-def _entries(
-    raw: Tensor, token_ids: Tensor, inputs: SampleInputs, members: list[int], *, rows: RequestState
-) -> LogprobEntries:
-    num_top = [rows.state(inputs.slots[i]).sampling.logprobs or 0 for i in members]
-    return LogprobEntries(raw, token_ids, num_top=num_top)
+        for chosen, candidates in _filtered(inputs, requests, vocab_size=logits.shape[1]):
+            where = indices(chosen, logits.device)
+            drawn = _draw_from(
+                logits[where],
+                inputs,
+                chosen,
+                candidates=candidates,
+                rows=requests,
+                kernels=self._kernels,
+            )
+            token_ids[where] = drawn.where(token_ids[where] != BROKEN, BROKEN)
+        return token_ids
 
 
 def _draw(

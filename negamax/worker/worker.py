@@ -4,7 +4,6 @@ order.
 
 from __future__ import annotations
 
-import gc
 from itertools import accumulate
 from pathlib import Path
 
@@ -24,7 +23,14 @@ from negamax.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from negamax.worker import batch as batches
 from negamax.worker import kv_cache
 from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
-from negamax.worker.device import HostTensor, check_platform, choose_dtype, indices, kv_dtype
+from negamax.worker.device import (
+    HostTensor,
+    check_platform,
+    choose_dtype,
+    indices,
+    kv_dtype,
+    runtime_of,
+)
 from negamax.worker.grammar_bitmask import PendingBitmask, RowBitmasks, WaitForBitmask
 from negamax.worker.graphs import DecodeGraphs, DecodeOutputs
 from negamax.worker.prefill_graphs import PrefillGraphs
@@ -32,7 +38,7 @@ from negamax.worker.probes import Probes
 from negamax.worker.profile import peak_bytes
 from negamax.worker.request_state import RequestState
 from negamax.worker.runner import Runner
-from negamax.worker.sampler import Sampled, sample, sample_sharded
+from negamax.worker.sampler import Sampled, Sampler
 from negamax.worker.speculation import Verification, count_accepted, load_proposer
 from negamax.worker.step_output import StepOutput, StepTimes
 from negamax.worker.warmup import warming_up, warmup_layers
@@ -49,7 +55,7 @@ class Worker:
         torch.set_num_threads(config.num_threads)
         self._config = config
         self._device = device = _take_device(config)
-        self._on_gpu = device.type == "cuda"
+        self._runtime = runtime = runtime_of(device)
         dtype = choose_dtype(config.dtype, spec=config.spec, device=config.device)
         cache_dtype = kv_dtype(config.kv_cache_dtype, dtype=dtype, device=config.device)
         platform = platform_of(device)
@@ -71,8 +77,7 @@ class Worker:
         )
         with torch.inference_mode():
             load_summary = _load(model, config, device=device)
-            if self._on_gpu:
-                torch.cuda.empty_cache()  # of what only loading needed
+            runtime.release_memory()  # of what only loading needed
             self._rows = RequestState(
                 config.max_num_seqs,
                 config.max_model_len,
@@ -81,11 +86,18 @@ class Worker:
                 device=device,
                 num_draft_tokens=num_draft_tokens,
             )
+            self._sampler = Sampler(
+                self._rows,
+                kernels=kernels,
+                group=self._group,
+                first_id=model.vocab_range.start,
+                on_shards=runtime.samples_on_shards,
+            )
             self._probes = Probes(model, config, device=device)
             # On a GPU a full prefill step runs first: what it needs beside the cache is measured,
             # and its kernels are compiled.
             workspace = 0
-            if self._on_gpu:
+            if runtime.has_graphs:
                 workspace = peak_bytes(
                     model, config, dtype=cache_dtype, context=context, device=device
                 )
@@ -148,7 +160,7 @@ class Worker:
         self, plan: StepPlan, bitmask: PendingBitmask
     ) -> StepOutput | StepResult:
         """The step as one batch; on the CPU, where that fails, row by row."""
-        if self._on_gpu:
+        if self._runtime.is_asynchronous:
             return self._run(plan, bitmask)
         try:
             return self._run(plan, bitmask).result()
@@ -176,15 +188,13 @@ class Worker:
         afterwards.
         """
         del self._graphs, self._prefill_graphs, self._runner, self._model, self._probes, self._rows
-        if self._on_gpu:
-            gc.collect()
-            torch.cuda.empty_cache()
+        self._runtime.release_memory()
         self._context.close()
 
     def _capture(self, kv: list[KvCaches], num_blocks: int) -> str:
         """Record the CUDA graphs; what they took, for people."""
         config = self._config
-        if not self._on_gpu or not config.cudagraph_size:
+        if not self._runtime.has_graphs or not config.cudagraph_size:
             return ""
         self._graphs = DecodeGraphs(
             self._model,
@@ -226,7 +236,7 @@ class Worker:
             and batches.is_decode(plan, self._rows)
         ):
             graph = graphs.prepare(plan)
-            began = self._record_event()
+            began = self._runtime.record_event()
             outputs = graphs.replay(graph)
             masks = bitmask.of(range(len(plan.slots)), device=self._device)
             if masks is None and not self._rows.filtered_slots.isdisjoint(plan.slots):
@@ -235,7 +245,7 @@ class Worker:
         else:
             began, outcome = self._forward(plan, bitmask, use_graphs=use_graphs)
         outcome = outcome.failing(self._rows.failures_of(plan.slots))
-        ended, previous = self._record_event(), self._ended
+        ended, previous = self._runtime.record_event(), self._ended
         if began is None or ended is None:
             return outcome
         self._ended = ended
@@ -249,15 +259,17 @@ class Worker:
             self._rows.place_drafts(plan)
         # Which kernel computes a token must not depend on the step it runs in, where that decides
         # about bits.
-        layout = batches.build_batch_layout(plan, self._rows, generated_apart=not self._on_gpu)
+        layout = batches.build_batch_layout(
+            plan, self._rows, generated_apart=self._runtime.is_batch_invariant
+        )
         graphs = self._prefill_graphs
         if use_graphs and graphs is not None and graphs.fits(layout):
             size = graphs.prepare(layout)
-            began = self._record_event()
+            began = self._runtime.record_event()
             hidden = graphs.replay(size)
         else:
             batch = batches.build(layout, self._rows)
-            began = self._record_event()
+            began = self._runtime.record_event()
             hidden = self._runner.hidden(batch)
         prompt_logprobs = self._runner.prompt_logprobs(plan, hidden, layout=layout, rows=self._rows)
         rows = layout.sample_rows
@@ -270,12 +282,8 @@ class Worker:
         failed = list(self._rows.failures_of(layout.sample_slots))
         if failed:  # on this rank, perhaps alone: no rank may find a token for these rows
             hidden[indices(failed, self._device)] = torch.nan
-        if self._on_gpu:
-            logits = self._model.local_logits(hidden)
-            sampled = self._sample(logits, inputs, masks=bitmask.of(rows, device=self._device))
-        else:
-            logits, masks = self._model.logits(hidden), bitmask.of(rows, device=self._device)
-            sampled = sample(logits, inputs, rows=self._rows, kernels=self._kernels, masks=masks)
+        logits = self._model.local_logits(hidden)
+        sampled = self._sampler(logits, inputs, masks=bitmask.of(rows, device=self._device))
         self._store_sampled(sampled, inputs)
         return began, StepOutput(
             plan.step_id,
@@ -326,7 +334,7 @@ class Worker:
         if masks is not None or any(self._rows.needs_all_logits(slot) for slot in plan.slots):
             inputs = batches.sample_inputs(plan.slots, positions, device=self._device)
             picked = token_ids if masks is None else None
-            sampled = self._sample(outputs.logits[:num_rows], inputs, picked=picked, masks=masks)
+            sampled = self._sampler(outputs.logits[:num_rows], inputs, picked=picked, masks=masks)
             self._store_sampled(sampled, inputs)
             token_ids = sampled.token_ids
         return StepOutput(
@@ -335,25 +343,6 @@ class Worker:
             HostTensor(token_ids),
             sampled,
             verification=self._verify(plan, positions, token_ids),
-        )
-
-    def _sample(
-        self,
-        logits: torch.Tensor,
-        inputs: batches.SampleInputs,
-        *,
-        picked: torch.Tensor | None = None,
-        masks: RowBitmasks | None = None,
-    ) -> Sampled:
-        return sample_sharded(
-            logits,
-            inputs,
-            rows=self._rows,
-            kernels=self._kernels,
-            first_id=self._model.vocab_range.start,
-            group=self._group,
-            picked=picked,
-            masks=masks,
         )
 
     def _store_sampled(self, sampled: Sampled, inputs: batches.SampleInputs) -> None:
@@ -390,14 +379,6 @@ class Worker:
                 errors[row] = result.errors[0]
             token_ids += result.token_ids
         return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors, num_accepted)
-
-    def _record_event(self) -> torch.cuda.Event | None:
-        """The present moment on the device's own time line."""
-        if not self._on_gpu:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def _take_device(config: WorkerConfig) -> torch.device:

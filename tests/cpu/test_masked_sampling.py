@@ -5,6 +5,7 @@ what they would alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan
 from negamax.worker.batch import sample_inputs
 from negamax.worker.grammar_bitmask import PendingBitmask, RowBitmasks
 from negamax.worker.request_state import RequestState
-from negamax.worker.sampler import BROKEN, Sampled, sample, sample_sharded
+from negamax.worker.sampler import BROKEN, Sampled, Sampler
 
 VOCAB = 500
 CPU = torch.device("cpu")
@@ -73,22 +74,15 @@ def masks_for(members: list[int], *token_ids: int) -> RowBitmasks:
     return RowBitmasks(members, one.repeat(len(members), 1))
 
 
-def sampled_whole(logits: torch.Tensor, rows: RequestState, masks: RowBitmasks | None) -> Sampled:
+def sampled(
+    logits: torch.Tensor, rows: RequestState, masks: RowBitmasks | None, *, on_shards: bool
+) -> Sampled:
     inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), device=CPU)
-    return sample(logits.clone(), inputs, rows=rows, kernels=REFERENCES, masks=masks)
+    sampler = Sampler(rows, kernels=REFERENCES, group=Alone(), on_shards=on_shards)
+    return sampler(logits.clone(), inputs, masks=masks)
 
 
-def sampled_sharded(logits: torch.Tensor, rows: RequestState, masks: RowBitmasks | None) -> Sampled:
-    inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), device=CPU)
-    return sample_sharded(
-        logits.clone(),
-        inputs,
-        rows=rows,
-        kernels=REFERENCES,
-        first_id=0,
-        group=Alone(),
-        masks=masks,
-    )
+sampled_whole, sampled_sharded = (partial(sampled, on_shards=way) for way in (False, True))
 
 
 @pytest.mark.parametrize("draw", [sampled_whole, sampled_sharded])

@@ -4,8 +4,6 @@ every kind of row.
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow
 from negamax.worker.batch import sample_inputs
 from negamax.worker.request_state import RequestState
-from negamax.worker.sampler import BROKEN, sample, sample_sharded
+from negamax.worker.sampler import BROKEN, Sampler
 
 VOCAB = 500
 CPU = torch.device("cpu")
@@ -56,6 +54,10 @@ def rows_of(kinds: tuple[dict[str, object], ...]) -> RequestState:
     return rows
 
 
+def sampler(rows: RequestState, *, on_shards: bool) -> Sampler:
+    return Sampler(rows, kernels=REFERENCES, group=Alone(), on_shards=on_shards)
+
+
 @pytest.mark.parametrize(
     "company", [KINDS, *((kind,) for kind in KINDS)], ids=["all", *map(str, range(len(KINDS)))]
 )
@@ -65,10 +67,8 @@ def test_rows_with_parameters_get_the_token_of_the_whole_logits(
     rows = rows_of(company)
     logits = 3 * torch.randn(len(company), VOCAB, generator=torch.Generator().manual_seed(1))
     inputs = sample_inputs(list(range(len(company))), [4] * len(company), device=CPU)
-    whole = sample(logits.clone(), inputs, rows=rows, kernels=REFERENCES)
-    sharded = sample_sharded(
-        logits.clone(), inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone()
-    )
+    whole = sampler(rows, on_shards=False)(logits.clone(), inputs)
+    sharded = sampler(rows, on_shards=True)(logits.clone(), inputs)
     assert sharded.token_ids.tolist() == whole.token_ids.tolist()
     assert sharded.logprob_rows == whole.logprob_rows
     if whole.logprobs is not None and sharded.logprobs is not None:
@@ -86,11 +86,7 @@ def test_plain_rows_are_drawn_the_same_beside_any_others() -> None:
     ):
         inputs = sample_inputs([0, 1], [4, 4], device=CPU)
         rows = rows_of(company)
-        drawn.append(
-            sample_sharded(
-                logits.clone(), inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone()
-            )
-        )
+        drawn.append(sampler(rows, on_shards=True)(logits.clone(), inputs))
     assert len({sampled.token_ids[0].item() for sampled in drawn}) == 1
 
 
@@ -99,9 +95,7 @@ def test_a_row_without_finite_logits_is_reported_and_the_others_are_not() -> Non
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3))
     logits[:3, 5] = float("nan")
     inputs = sample_inputs([0, 1, 2, 3], [4] * 4, device=CPU)
-    sampled = sample_sharded(
-        logits, inputs, rows=rows, kernels=REFERENCES, first_id=0, group=Alone()
-    )
+    sampled = sampler(rows, on_shards=True)(logits, inputs)
     assert sampled.token_ids[:3].tolist() == [BROKEN] * 3
     assert sampled.token_ids[3] != BROKEN
 
@@ -109,12 +103,12 @@ def test_a_row_without_finite_logits_is_reported_and_the_others_are_not() -> Non
 def test_a_row_that_cannot_be_edited_fails_alone() -> None:
     """Whatever samples: whole logits, or logits that are split over ranks."""
     expected = rows_of(({}, {}, {"logprobs": 1}))
-    for run in (sample, partial(sample_sharded, first_id=0, group=Alone())):
+    for on_shards in (False, True):
         rows = rows_of(({}, {"logit_bias": {VOCAB: 1.0}}, {"logprobs": 1}))
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
         inputs = sample_inputs([0, 1, 2], [4] * 3, device=CPU)
-        sampled = run(logits.clone(), inputs, rows=rows, kernels=REFERENCES)
-        wanted = run(logits.clone(), inputs, rows=expected, kernels=REFERENCES)
+        sampled = sampler(rows, on_shards=on_shards)(logits.clone(), inputs)
+        wanted = sampler(expected, on_shards=on_shards)(logits.clone(), inputs)
         assert rows.failures_of([0, 1, 2]) == {1: "IndexError while this request was computed"}
         assert sampled.token_ids[[0, 2]].tolist() == wanted.token_ids[[0, 2]].tolist()
 
