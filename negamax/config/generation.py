@@ -5,17 +5,16 @@ generation_config.json.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from negamax.base.errors import ConfigError
 from negamax.config.fields import token_ids
 from negamax.config.json_file import read_json_object
-
-if TYPE_CHECKING:
-    from negamax.config.model_spec import ModelSpec
+from negamax.config.model_spec import ModelSpec
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +37,10 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_generation_defaults(
-    folder: Path, spec: ModelSpec, *, absent: SamplingDefaults
+    folder: Path, spec: ModelSpec, *, absent: Mapping[str, Any]
 ) -> GenerationDefaults:
-    """The defaults in `folder`/generation_config.json; `absent` where there is no such file.
+    """The defaults in `folder`/generation_config.json; of sampling, the fields `absent` where there
+    is no such file.
 
     A sampling field that the file leaves out is off; `do_sample: false` is greedy. End-of-sequence
     ids come from the file, or from config.json where the file names none. Errors: `ConfigError`
@@ -49,7 +49,9 @@ def read_generation_defaults(
     """
     path = folder / "generation_config.json"
     if not path.exists():
-        return GenerationDefaults(sampling=absent, eos_token_ids=spec.eos_token_ids)
+        return GenerationDefaults(
+            sampling=SamplingDefaults(**absent), eos_token_ids=spec.eos_token_ids
+        )
     config = read_json_object(path)
     do_sample = config.get("do_sample")
     if do_sample not in (None, True, False):

@@ -13,7 +13,6 @@ from typing import Any
 
 from negamax.config import fields
 from negamax.config.fields import refuse
-from negamax.config.generation import SamplingDefaults
 from negamax.config.model_spec import ModelFamily, ModelSpec
 from negamax.config.quantization import QuantizationSpec
 
@@ -187,6 +186,6 @@ FAMILY = ModelFamily(
     package="negamax.models.minimax_m2",
     spec=MiniMaxM2Spec,
     read_spec=read_spec,
-    sampling=SamplingDefaults(temperature=1.0, top_p=0.95, top_k=40),
+    sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 40},
     bundled=_BUNDLED,
 )

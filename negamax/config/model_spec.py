@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from negamax.config.fields import MAX_SIZE, refuse
-from negamax.config.generation import SamplingDefaults
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
 from negamax.config.quantization import QuantizationSpec
 
@@ -91,7 +90,7 @@ class ModelFamily:
     package: str
     spec: type[ModelSpec]
     read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # of a parsed config.json
-    # what is recommended where a checkpoint has no generation_config.json
-    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    # fields of `SamplingDefaults`, for checkpoints without a generation_config.json
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     # specs of published models by short names, to build them without a checkpoint
     bundled: Mapping[str, ModelSpec] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from pathlib import Path
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import resolve_model
 from negamax.config.families import bundled_names, bundled_spec, family_of, read_spec
-from negamax.config.generation import GenerationDefaults, read_generation_defaults
+from negamax.config.generation import GenerationDefaults, SamplingDefaults, read_generation_defaults
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
@@ -42,7 +42,7 @@ def locate(options: EngineOptions) -> ModelSource:
             )
         tokenizer_folder = resolve_model(NANO)
         spec = _shortened(bundled_spec(options.model), options.num_hidden_layers)
-        sampling = family_of(spec.architecture).sampling
+        sampling = SamplingDefaults(**family_of(spec.architecture).sampling)
         generation = GenerationDefaults(sampling=sampling, eos_token_ids=spec.eos_token_ids)
         return ModelSource(spec, generation, None, tokenizer_folder, options.model)
     folder = resolve_model(options.model, options.revision, options.download_dir)
