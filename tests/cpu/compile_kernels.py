@@ -84,6 +84,8 @@ def reason_against(platform: platforms.Platform, case: Case) -> str | None:
         platform.check_arithmetic(fp8_cache=FP8 in (getattr(cache[0], "dtype", None), cache[1]))
     except ConfigError as error:
         return str(error)
+    if case.numbers.get("quantize") and platforms.Feature.FP8 not in platform.features:
+        return "weights are dequantised here, so no product asks for FP8 activations"
     return None
 
 

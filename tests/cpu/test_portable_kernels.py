@@ -13,6 +13,7 @@ import triton_support  # noqa: F401  before the kernels
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import spec as attention
+from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.formats import E4M3_BLOCKS, e4m3_blocks
 from negamax.kernels.gemm.spec import fp8_case
 from negamax.kernels.launch.triton import launch_options
@@ -128,7 +129,7 @@ def test_norms_and_attention_give_fnuz_values_that_their_scales_fit() -> None:
     prepared = norm.prepare(torch.ones(256, dtype=BF16), 1e-6, quantize=True)
     found = [norm.run(x, residual, prepared)]
     shape = attention.PagedShape(kv_heads=1, group=2, block_size=16)
-    queries = attention.paged_queries(torch.tensor([[1, 2], [0, 3]]), [20, 7], [1, 1])
+    queries = attention_metadata(torch.tensor([[1, 2], [0, 3]]), [20, 7], [1, 1])
     decode = TABLE["attention.decode"]
     assert decode.prepare is not None
     plan = decode.prepare(queries, shape, dtype=BF16, quantize=True)

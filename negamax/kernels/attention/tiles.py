@@ -10,7 +10,7 @@ from negamax.kernels import platform
 
 
 @dataclass(frozen=True)
-class DecodeCut:
+class DecodeSplit:
     """How the keys of a decode step are cut up, before the dtype of the cache is known."""
 
     keys: int  # per tile
@@ -34,7 +34,7 @@ class PrefillLaunch:
     stages: int
 
 
-DECODE = DecodeCut(keys=64, min_tiles=1, programs=3, few=1.5)
+DECODE = DecodeSplit(keys=64, min_tiles=1, programs=3, few=1.5)
 _SHORT = 4096  # tokens; beyond it large tiles read keys less often
 
 
@@ -44,7 +44,7 @@ class Tiles:
 
     measured_on: str | None = None
 
-    def decode_launch(self, cache_bytes: int, *, cut: bool) -> DecodeLaunch:
+    def decode_launch(self, cache_bytes: int, *, split_kv: bool) -> DecodeLaunch:
         """For a cache of `cache_bytes` per element."""
         return DecodeLaunch(warps=4, stages=2, registers=None)
 
@@ -65,8 +65,8 @@ class H200(Tiles):
 
     measured_on: str | None = "H200"
 
-    def decode_launch(self, cache_bytes: int, *, cut: bool) -> DecodeLaunch:
-        if cut:
+    def decode_launch(self, cache_bytes: int, *, split_kv: bool) -> DecodeLaunch:
+        if split_kv:
             return DecodeLaunch(warps=4, stages=3, registers=255)
         return DecodeLaunch(warps=4, stages=2 if cache_bytes > 1 else 3, registers=168)
 

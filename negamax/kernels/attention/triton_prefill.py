@@ -114,9 +114,9 @@ def _prefill_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     QUANTIZE: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -133,31 +133,31 @@ def _prefill_kernel(
         tl.load(record + 3),
     )
     table = tables + tl.load(block_table_indices + seq).to(tl.int64) * table_stride
-    row, column = tl.arange(0, QUERIES), tl.arange(0, COLUMNS)
+    row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     out_row = (first + row) * (KV_HEADS * GROUP) + query_head
     mask = (row < count)[:, None] & (column < DIM)[None, :]
     queries = tl.load(
         q + out_row.to(tl.int64)[:, None] * DIM + column[None, :], mask=mask, other=0.0
     ).to(DOT)
-    peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    mass = tl.zeros([QUERIES], tl.float32)
-    acc = tl.zeros([QUERIES, COLUMNS], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     position, end = start + row, start + count
-    lane = tl.arange(0, KEYS)[:, None]
-    key_start = tile_start(table, 0, lane, end, head, KV_HEADS, DIM, BLOCK_SIZE, KEYS)
-    for t in range(0, tl.cdiv(end, KEYS)):
-        k = load_tile(k_cache, key_start, lane, column[None, :], DIM, BLOCK_SIZE, KEYS).to(DOT)
-        v = load_tile(v_cache, key_start, lane, column[None, :], DIM, BLOCK_SIZE, KEYS).to(DOT)
-        key_start = tile_start(table, t + 1, lane, end, head, KV_HEADS, DIM, BLOCK_SIZE, KEYS)
+    lane = tl.arange(0, BLOCK_N)[:, None]
+    key_start = tile_start(table, 0, lane, end, head, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N)
+    for t in range(0, tl.cdiv(end, BLOCK_N)):
+        k = load_tile(k_cache, key_start, lane, column[None, :], DIM, BLOCK_SIZE, BLOCK_N).to(DOT)
+        v = load_tile(v_cache, key_start, lane, column[None, :], DIM, BLOCK_SIZE, BLOCK_N).to(DOT)
+        key_start = tile_start(table, t + 1, lane, end, head, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N)
         scores = tl.dot(queries, tl.trans(k))
-        if (t + 1) * KEYS > start:
-            visible = position - t * KEYS
+        if (t + 1) * BLOCK_N > start:
+            visible = position - t * BLOCK_N
             scores = tl.where(
-                tl.arange(0, KEYS)[None, :] <= visible[:, None], scores, float("-inf")
+                tl.arange(0, BLOCK_N)[None, :] <= visible[:, None], scores, float("-inf")
             )
-        p, fade, peak, mass = softmax_step(scores, qk_scale, peak, mass)
-        acc = tl.dot(p.to(DOT), v, acc * fade[:, None])
-    result = acc * (v_scale / mass)[:, None]
+        p, alpha, m_i, l_i = softmax_step(scores, qk_scale, m_i, l_i)
+        acc = tl.dot(p.to(DOT), v, acc * alpha[:, None])
+    result = acc * (v_scale / l_i)[:, None]
     write_heads(
         result, out_row.to(tl.int64), column, row < count, out, values, scales, DIM, QUANTIZE
     )
@@ -198,9 +198,9 @@ def prefill(
         GROUP=shape.group,
         DIM=head_dim,
         BLOCK_SIZE=shape.block_size,
-        QUERIES=plan.tile_queries,
-        KEYS=launch.keys,
-        COLUMNS=triton.next_power_of_2(max(16, head_dim)),
+        BLOCK_M=plan.tile_queries,
+        BLOCK_N=launch.keys,
+        BLOCK_D=triton.next_power_of_2(max(16, head_dim)),
         QUANTIZE=plan.quantize,
         DOT=dot_dtype(q.dtype, k_cache.dtype),
         num_warps=launch.warps,

@@ -82,39 +82,39 @@ def tile_start(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Where a tile of KEYS keys begins in a cache, of which `table` lists the sequence's blocks:
+    """Where a tile of BLOCK_N keys begins in a cache, of which `table` lists the sequence's blocks:
     one offset where a block holds the whole tile, else one for each key of `lane`. Keys that the
     sequence does not have are read from block 0.
     """
-    key = tile * KEYS if BLOCK_SIZE % KEYS == 0 else tile * KEYS + lane
+    key = tile * BLOCK_N if BLOCK_SIZE % BLOCK_N == 0 else tile * BLOCK_N + lane
     block = tl.load(table + key // BLOCK_SIZE, mask=key < length, other=0).to(tl.int64)
     return (block * KV_HEADS + head) * (BLOCK_SIZE * DIM) + (key % BLOCK_SIZE) * DIM
 
 
 @triton.jit
 def load_tile(
-    cache, start, lane, column, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr
+    cache, start, lane, column, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The tile that begins at `start`: rows `lane`, which are 0 to KEYS - 1 in any shape, of
+    """The tile that begins at `start`: rows `lane`, which are 0 to BLOCK_N - 1 in any shape, of
     columns `column`.
 
     No key is masked: a cache holds finite values everywhere, and who reads it masks the scores.
     """
-    at = cache + start + (lane * DIM + column if BLOCK_SIZE % KEYS == 0 else column)
+    at = cache + start + (lane * DIM + column if BLOCK_SIZE % BLOCK_N == 0 else column)
     if column.shape[len(column.shape) - 1] == DIM:
         return tl.load(at)
     return tl.load(at, mask=(column < DIM) & (lane >= 0), other=0.0)
 
 
 @triton.jit
-def softmax_step(scores, scale, peak, mass):
+def softmax_step(scores, scale, m_i, l_i):
     """A tile of scores into the running maximum (times `scale`) and sum; returns what exp2 makes of
     it, and of the old ones.
     """
-    new = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+    new = tl.maximum(m_i, tl.max(scores, axis=1) * scale)
     safe = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
     p = tl.exp2(scores * scale - safe[:, None])
-    fade = tl.exp2(peak - safe)
-    return p, fade, new, mass * fade + tl.sum(p, axis=1)
+    alpha = tl.exp2(m_i - safe)
+    return p, alpha, new, l_i * alpha + tl.sum(p, axis=1)
