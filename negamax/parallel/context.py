@@ -142,8 +142,10 @@ def _new_groups(
     layout: ParallelLayout, *, backend: str
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """The groups this rank is in, by their ranks."""
-    attention_rank_sets = {_at(layout, rank).attention.ranks for rank in range(layout.world_size)}
-    expert_rank_sets = {_at(layout, rank).experts.ranks for rank in range(layout.world_size)}
+    attention_rank_sets = {
+        layout.of_rank(rank).attention.ranks for rank in range(layout.world_size)
+    }
+    expert_rank_sets = {layout.of_rank(rank).experts.ranks for rank in range(layout.world_size)}
     everyone = tuple(range(layout.world_size))
     groups = {}
     # every rank creates every group, in order
@@ -154,10 +156,3 @@ def _new_groups(
         if layout.rank in ranks:
             groups[ranks] = group
     return groups
-
-
-def _at(layout: ParallelLayout, rank: int) -> ParallelLayout:
-    """The layout of another rank of the same world."""
-    return ParallelLayout(
-        rank=rank, tp=layout.tp, ep=layout.ep, dp=layout.dp, pp=layout.pp, cp=layout.cp
-    )

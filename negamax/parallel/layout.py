@@ -9,7 +9,7 @@ rest (`expert_tp`) split each expert's width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
 from negamax.config.parallel import ParallelOptions
@@ -136,6 +136,10 @@ class ParallelLayout:
             cp=options.prefill_context_parallel_size,
         )
 
+    def of_rank(self, rank: int) -> ParallelLayout:
+        """The layout of another rank of the same world."""
+        return replace(self, rank=rank)
+
     @property
     def world_size(self) -> int:
         return self.pp * self.stage_size
@@ -173,6 +177,11 @@ class ParallelLayout:
         first = self.pp_rank * self.stage_size
         ranks = tuple(range(first, first + self.stage_size))
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
+
+    @property
+    def reports_results(self) -> bool:
+        """Whether this rank speaks for those that run the same plans."""
+        return self.is_last_stage and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
     def is_first_stage(self) -> bool:

@@ -15,6 +15,30 @@ from negamax.parallel.layout import ParallelLayout
 
 
 @dataclass(frozen=True)
+class RankAddresses:
+    """Where rank processes meet the executor, which may be on another machine, and each other.
+    Sockets are named by ZeroMQ endpoints.
+    """
+
+    plans: tuple[str, ...]  # of each rank, for all that it is told
+    results: tuple[str, ...]  # of each data-parallel rank, for what becomes of its plans
+    rendezvous: str  # a file that all ranks can reach
+    beats: str  # a file on the machine of the ranks, in which they show that they live
+
+    @staticmethod
+    def local(folder: str, layout: ParallelLayout) -> RankAddresses:
+        """Unix sockets and files in a private folder. (torch's TCP store would listen on all
+        interfaces, without a key.)
+        """
+        return RankAddresses(
+            plans=tuple(f"ipc://{folder}/rank{rank}" for rank in range(layout.world_size)),
+            results=tuple(f"ipc://{folder}/results{rank}" for rank in range(layout.dp)),
+            rendezvous=f"{folder}/rendezvous",
+            beats=f"{folder}/beats",
+        )
+
+
+@dataclass(frozen=True)
 class WorkerConfig:
     """One rank's share of the engine's configuration. `folder` None means synthetic weights."""
 
@@ -36,7 +60,7 @@ class WorkerConfig:
     num_threads: int
     seed: int
     show_progress: bool
-    rendezvous: str | None  # path of the file in which the ranks meet; None: there is one rank
+    addresses: RankAddresses | None  # None: there is one rank, and no process for it
     crash_dump_dir: str | None = None
 
     @property

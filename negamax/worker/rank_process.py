@@ -1,10 +1,11 @@
-"""One tensor-parallel rank as a process: `python -m negamax.worker.rank_process FOLDER RANK`.
+"""One rank as a process: `python -m negamax.worker.rank_process ENDPOINT RANK`.
 
-Frames on the rank's socket in the executor's folder: a WorkerConfig, then StepPlans (each with its
-GrammarBitmask behind it, where it has grammar rows) and Probes, all behind one byte that tells
-which, and an empty frame to stop; back come a WorkerReady or a RankFailed, then one answer per
-probe. The socket of the results carries one StepResult per plan, from rank 0 only: a thread of its
-own waits for the device, so that the next plan is launched meanwhile. Another thread writes the
+Frames from the executor's socket at ENDPOINT: a WorkerConfig, which names all other addresses, then
+StepPlans (each with its GrammarBitmask behind it, where it has grammar rows) and Probes, all behind
+one byte that tells which, and an empty frame to stop; back come a WorkerReady or a RankFailed, then
+one answer per probe. The socket of the results carries one StepResult per plan, from the first of
+the ranks that run it: a thread of its own waits for the device, so that the next plan is launched
+meanwhile. Another thread writes the
 time into the rank's row of the file of beats (`worker.heartbeat`).
 """
 
@@ -70,8 +71,8 @@ class _Stopped(BaseException):
     """Told to stop in the middle of a step."""
 
 
-def main(folder: str, rank: int) -> int:
-    """Serve one executor until it says stop; the exit code of the process."""
+def main(endpoint: str, rank: int) -> int:
+    """Serve the executor at `endpoint` until it says stop; the exit code of the process."""
     exit_with_parent()
     log.setup_as_parent()
     with (
@@ -80,10 +81,13 @@ def main(folder: str, rank: int) -> int:
         context.socket(zmq.PUSH) as reports,  # of ranks that send no results
     ):
         socket.linger = reports.linger = 1000
-        reports.connect(f"ipc://{folder}/results")
-        socket.connect(f"ipc://{folder}/rank{rank}")
+        socket.connect(endpoint)
         config = decode_config(socket.recv())
-        beats = SharedNumbers(1, num_rows=config.layout.world_size + 1, path=Path(folder, "beats"))
+        addresses, layout = config.addresses, config.layout
+        assert addresses is not None
+        results, reports_results = addresses.results[layout.dp_rank], layout.reports_results
+        reports.connect(results)
+        beats = SharedNumbers(1, num_rows=layout.world_size + 1, path=Path(addresses.beats))
         heartbeat = Heartbeat(beats, rank)
         for name, value in ENVIRONMENT:
             env.set_default(name, value)
@@ -105,9 +109,9 @@ def main(folder: str, rank: int) -> int:
         gc.freeze()
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
         outcomes: SimpleQueue[StepOutput | StepResult | None] = SimpleQueue()
-        sending = (outcomes, context, f"ipc://{folder}/results", dumps, heartbeat)
+        sending = (outcomes, context, results, dumps, heartbeat)
         sender = threading.Thread(target=_send_results, args=sending, name="results")
-        if rank == 0:
+        if reports_results:
             sender.start()
         plans, probes = msgspec.msgpack.Decoder(StepPlan), msgspec.msgpack.Decoder(Probe)
         bitmasks = msgspec.msgpack.Decoder(GrammarBitmask)
@@ -125,7 +129,7 @@ def main(folder: str, rank: int) -> int:
                     plan = plans.decode(frame[1:])
                     outcome = worker.launch(plan, next_bitmask)
                     failures = worker.take_row_failures()
-                    if rank == 0:
+                    if reports_results:
                         outcomes.put(outcome)
                     elif failures:
                         reports.send(
@@ -146,7 +150,7 @@ def main(folder: str, rank: int) -> int:
             raise
         finally:  # a rank that fails must end, and not wait for its own thread
             outcomes.put(None)
-            if rank == 0:
+            if reports_results:
                 sender.join()
         if heartbeat.is_aborted:
             exit_now(1)  # the groups are not left in order: a rank is missing

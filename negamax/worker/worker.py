@@ -398,12 +398,13 @@ def _parallel_context(
 ) -> ParallelContext:
     if config.layout.world_size == 1:
         return ParallelContext.single()
-    assert config.rendezvous is not None, "several ranks need a rendezvous"
+    assert config.addresses is not None, "several ranks need a rendezvous"
+    rendezvous = config.addresses.rendezvous
     if device.type == "cpu":
-        return ParallelContext.gloo(config.layout, config.rendezvous)
+        return ParallelContext.gloo(config.layout, rendezvous)
     return ParallelContext.nccl(
         config.layout,
-        config.rendezvous,
+        rendezvous,
         device=device,
         hidden_size=config.spec.hidden_size,
         max_tokens=config.max_num_batched_tokens,

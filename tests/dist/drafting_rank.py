@@ -1,5 +1,5 @@
-"""A rank process with a proposer of `tests.drafts`: `python -m tests.dist.drafting_rank FOLDER RANK
-FILE`, the file with what it knows.
+"""A rank process with a proposer of `tests.drafts`: `python -m tests.dist.drafting_rank ENDPOINT
+RANK FILE`, the file with what it knows.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from negamax.worker import rank_process
 from tests import drafts
 
 if __name__ == "__main__":
-    folder, rank, file = sys.argv[1:]
+    endpoint, rank, file = sys.argv[1:]
     known = json.loads(Path(file).read_text())
     outputs = {(seed, tuple(prompt)): tokens for seed, prompt, tokens in known}
     drafts.install(setattr, drafts.KnowingProposer(drafts.RANDOM, outputs))
-    sys.exit(rank_process.main(folder, int(rank)))
+    sys.exit(rank_process.main(endpoint, int(rank)))

@@ -1,5 +1,5 @@
 """A rank process that runs into the faults of `tests.row_faults`: `python -m tests.dist.faulty_rank
-FOLDER RANK`.
+ENDPOINT RANK`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,6 @@ from negamax.worker import rank_process
 from tests import row_faults
 
 if __name__ == "__main__":
-    folder, rank = sys.argv[1], int(sys.argv[2])
+    endpoint, rank = sys.argv[1], int(sys.argv[2])
     row_faults.install(rank, setattr)
-    sys.exit(rank_process.main(folder, rank))
+    sys.exit(rank_process.main(endpoint, rank))

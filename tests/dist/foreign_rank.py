@@ -1,5 +1,5 @@
 """A rank process that knows the family of `tests/cpu/foreign_family`: `python -m
-tests.dist.foreign_rank FOLDER RANK`.
+tests.dist.foreign_rank ENDPOINT RANK`.
 """
 
 from __future__ import annotations

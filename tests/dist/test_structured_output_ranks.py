@@ -78,7 +78,7 @@ def test_ranks_that_wait_for_masks_can_be_stopped(two_ranks: LLM) -> None:
     plan = llm._loop._scheduler.plan()
     assert plan is not None and plan.grammar_rows == [0]
     executor = llm._loop._executor
-    executor.launch(plan)  # and never any masks
+    executor.launch([plan])  # and never any masks
     time.sleep(1.0)
     llm.shutdown()
     assert all(child.poll() in (0, 1) for child in executor._processes)  # type: ignore[attr-defined]  # nobody was killed

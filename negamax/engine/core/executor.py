@@ -1,5 +1,5 @@
-"""Where plans run: in this process on a thread of their own, or on several rank processes that all
-receive every plan.
+"""Where plans run: in this process on a thread of their own, or on several rank processes, which
+all receive the plan of their data-parallel rank.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -21,7 +22,13 @@ from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.core.rank_watch import RankWatch
 from negamax.engine.core.row_failures import RowFailureLog
 from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
-from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
+from negamax.worker.config import (
+    Probe,
+    ProbeAnswer,
+    RankAddresses,
+    WorkerConfig,
+    WorkerReady,
+)
 from negamax.worker.rank_process import BITMASK, PLAN, PROBE, RESULT, RankFailed, RankReport
 
 if TYPE_CHECKING:
@@ -33,8 +40,10 @@ SHUTDOWN_SECONDS = 5.0  # in which ranks that are told to end do so
 class StepHandle(Protocol):
     """A plan on its way."""
 
-    def result(self) -> StepResult:
-        """Wait for the step's outcome. Errors: whatever stopped the step as a whole."""
+    def results(self) -> list[StepResult]:
+        """Wait for the step's outcome, one for each plan. Errors: whatever stopped the step as a
+        whole.
+        """
         ...
 
 
@@ -43,9 +52,11 @@ class Executor(Protocol):
 
     ready: WorkerReady
 
-    def launch(self, plan: StepPlan) -> StepHandle: ...
+    def launch(self, plans: Sequence[StepPlan]) -> StepHandle:
+        """Run a plan for each data-parallel rank, of which there is one today."""
+        ...
 
-    def send_bitmask(self, bitmask: GrammarBitmask) -> None:
+    def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
         """What the grammar rows of the plan launched last may sample: owed for every plan that has
         any, before the next plan.
         """
@@ -74,11 +85,12 @@ class InProcessExecutor:
         self._worker = self._thread.submit(Worker, config).result()
         self.ready = self._worker.ready
 
-    def launch(self, plan: StepPlan) -> StepHandle:
+    def launch(self, plans: Sequence[StepPlan]) -> StepHandle:
+        (plan,) = plans
         self._bitmask = Future()
         return _LocalStep(self._thread.submit(self._worker.launch, plan, self._bitmask.result))
 
-    def send_bitmask(self, bitmask: GrammarBitmask) -> None:
+    def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
         self._bitmask.set_result(bitmask)
 
     def probe(self, probe: Probe) -> ProbeAnswer:
@@ -101,48 +113,50 @@ class _LocalStep:
     def __init__(self, launched: Future[StepOutput | StepResult]) -> None:
         self._launched = launched
 
-    def result(self) -> StepResult:
+    def results(self) -> list[StepResult]:
         outcome = self._launched.result()
-        return outcome if isinstance(outcome, StepResult) else outcome.result()
+        return [outcome if isinstance(outcome, StepResult) else outcome.result()]
 
 
 class MultiProcessExecutor:
-    """`layout.world_size` rank processes on this machine, joined by gloo or NCCL; rank 0 reports
-    the results.
+    """`layout.world_size` rank processes, started here and joined by gloo or NCCL; the first rank
+    of those that run the same plans reports the results.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
-        world_size = config.layout.world_size
+    def __init__(self, config: WorkerConfig, addresses: RankAddresses | None = None) -> None:
+        """`addresses` of the ranks; None: sockets in a folder of its own."""
+        layout, world_size = config.layout, config.layout.world_size
         self._folder = PrivateFolder()
+        addresses = addresses or RankAddresses.local(self._folder.path, layout)
+        self._dp_ranks = [layout.of_rank(rank).dp_rank for rank in range(world_size)]
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
-        self._row_failures = RowFailureLog()
-        self._result_socket = self._context.socket(zmq.PULL)
-        self._result_socket.bind(f"ipc://{self._folder.path}/results")
-        self._beats = SharedNumbers(
-            1, num_rows=world_size + 1, path=Path(self._folder.path, "beats")
-        )
+        self._row_failures = [RowFailureLog() for _ in addresses.results]  # by data-parallel rank
+        self._result_sockets: list[zmq.Socket[bytes]] = []  # likewise
+        self._beats = SharedNumbers(1, num_rows=world_size + 1, path=Path(addresses.beats))
         try:
-            for rank in range(world_size):
+            for endpoint in addresses.results:
+                self._result_sockets.append(self._context.socket(zmq.PULL))
+                self._result_sockets[-1].bind(endpoint)
+            for rank, endpoint in enumerate(addresses.plans):
                 socket = self._context.socket(zmq.PAIR)
                 socket.linger = 0
                 # never full: a send fails where the rank is gone, and else returns at once
                 socket.sndhwm = 0
-                socket.bind(f"ipc://{self._folder.path}/rank{rank}")
+                socket.bind(endpoint)
                 self._sockets.append(socket)
                 self._processes.append(
-                    process.spawn("negamax.worker.rank_process", self._folder.path, str(rank))
+                    process.spawn("negamax.worker.rank_process", endpoint, str(rank))
                 )
-            # torch's TCP store would listen on all interfaces, without a key
-            config = dataclasses.replace(config, rendezvous=f"{self._folder.path}/rendezvous")
-            self._results_poller = self._poller([self._result_socket], zmq.POLLIN)
+            config = dataclasses.replace(config, addresses=addresses)
+            self._result_pollers = [
+                self._poller([socket], zmq.POLLIN) for socket in self._result_sockets
+            ]
             for rank, socket in enumerate(self._sockets):
                 self._wait_for_any([socket], self._poller([socket], zmq.POLLOUT))
-                rank_config = dataclasses.replace(
-                    config, layout=dataclasses.replace(config.layout, rank=rank)
-                )
+                rank_config = dataclasses.replace(config, layout=layout.of_rank(rank))
                 socket.send(msgspec.msgpack.encode(rank_config), zmq.NOBLOCK)
             readies = self._wait_ready()
         except BaseException:
@@ -152,16 +166,18 @@ class MultiProcessExecutor:
         assert len(blocks) == 1 or config.num_kv_blocks is None
         self.ready = dataclasses.replace(readies[0], num_kv_blocks=min(blocks))
 
-    def launch(self, plan: StepPlan) -> StepHandle:
-        self._send_all(PLAN + msgspec.msgpack.encode(plan))
-        self._row_failures.launched(plan)
-        return _RemoteStep(self)
+    def launch(self, plans: Sequence[StepPlan]) -> StepHandle:
+        for dp_rank, (plan, failures) in enumerate(zip(plans, self._row_failures, strict=True)):
+            self._send(PLAN + msgspec.msgpack.encode(plan), dp_rank)
+            failures.launched(plan)
+        return _RemoteStep(self, len(plans))
 
-    def send_bitmask(self, bitmask: GrammarBitmask) -> None:
-        self._send_all(BITMASK + msgspec.msgpack.encode(bitmask))
+    def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
+        self._send(BITMASK + msgspec.msgpack.encode(bitmask), dp_rank)
 
     def probe(self, probe: Probe) -> ProbeAnswer:
-        self._send_all(PROBE + msgspec.msgpack.encode(probe))
+        for dp_rank in range(len(self._row_failures)):
+            self._send(PROBE + msgspec.msgpack.encode(probe), dp_rank)
         answers = [
             msgspec.msgpack.decode(
                 self._receive(socket, self._poller([socket], zmq.POLLIN)), type=ProbeAnswer
@@ -170,15 +186,16 @@ class MultiProcessExecutor:
         ]
         return answers[0]
 
-    def receive(self) -> StepResult:
-        """The next result of rank 0, with the errors of rows that failed on other ranks. Errors:
-        `EngineDeadError` where a rank process is gone.
+    def receive(self, dp_rank: int = 0) -> StepResult:
+        """The next result of a data-parallel rank, with the errors of rows that failed on other
+        ranks of it. Errors: `EngineDeadError` where a rank process is gone.
         """
+        failures = self._row_failures[dp_rank]
         while True:
-            frame = self._receive(self._result_socket, self._results_poller)
+            frame = self._receive(self._result_sockets[dp_rank], self._result_pollers[dp_rank])
             if frame[:1] == RESULT:
-                return self._row_failures.complete(self._results.decode(frame[1:]))
-            self._row_failures.add(msgspec.msgpack.decode(frame[1:], type=RowFailures))
+                return failures.complete(self._results.decode(frame[1:]))
+            failures.add(msgspec.msgpack.decode(frame[1:], type=RowFailures))
 
     def watch_ranks(self) -> RankWatch:
         return RankWatch(self._processes, self._beats)
@@ -194,7 +211,7 @@ class MultiProcessExecutor:
     def _close(self, *, timeout: float) -> None:
         """End the ranks, those that still run after `timeout` seconds by force."""
         process.stop(*self._processes, timeout=timeout)
-        for socket in (*self._sockets, self._result_socket):
+        for socket in (*self._sockets, *self._result_sockets):
             socket.close(0)
         self._context.term()
         self._folder.remove()
@@ -208,9 +225,11 @@ class MultiProcessExecutor:
             readies[self._sockets.index(socket)] = _started(socket.recv())
         return [readies[rank] for rank in range(len(self._sockets))]
 
-    def _send_all(self, frame: bytes) -> None:
-        """To every rank, without waiting. Errors: `EngineDeadError`."""
+    def _send(self, frame: bytes, dp_rank: int) -> None:
+        """To every rank of a data-parallel one, without waiting. Errors: `EngineDeadError`."""
         for rank, socket in enumerate(self._sockets):
+            if self._dp_ranks[rank] != dp_rank:
+                continue
             try:
                 socket.send(frame, zmq.NOBLOCK)
             except zmq.Again:
@@ -262,11 +281,11 @@ def _started(frame: bytes) -> WorkerReady:
 
 
 class _RemoteStep:
-    def __init__(self, executor: MultiProcessExecutor) -> None:
-        self._executor = executor
+    def __init__(self, executor: MultiProcessExecutor, num_plans: int) -> None:
+        self._executor, self._num_plans = executor, num_plans
 
-    def result(self) -> StepResult:
-        return self._executor.receive()
+    def results(self) -> list[StepResult]:
+        return [self._executor.receive(dp_rank) for dp_rank in range(self._num_plans)]
 
 
 def start_executor(config: WorkerConfig) -> Executor:

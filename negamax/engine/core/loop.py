@@ -120,7 +120,7 @@ class EngineLoop:
         launched = None
         if plan is not None:
             self._last_plans.append(plan)
-            launched = _InFlight(plan, self._executor.launch(plan), time.monotonic())
+            launched = _InFlight(plan, self._executor.launch([plan]), time.monotonic())
             self._admitted.extend(
                 (request_id, launched.started) for request_id in self._scheduler.take_admitted()
             )
@@ -294,7 +294,7 @@ class EngineLoop:
 
     def _commit(self, step: _InFlight) -> list[SequenceUpdate]:
         try:
-            result = step.handle.result()
+            (result,) = step.handle.results()
         except EngineDeadError:
             raise
         except Exception as error:

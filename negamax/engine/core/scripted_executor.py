@@ -7,6 +7,7 @@ it are the real ones.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from negamax.config.options import EngineOptions
@@ -62,11 +63,12 @@ class ScriptedExecutor:
             load_summary=f"{len(script.rules)} rules of the script {options.script} answer",
         )
 
-    def launch(self, plan: StepPlan) -> _ScriptedStep:
+    def launch(self, plans: Sequence[StepPlan]) -> _ScriptedStep:
+        (plan,) = plans
         self._latest = _ScriptedStep(self, plan)
         return self._latest
 
-    def send_bitmask(self, bitmask: GrammarBitmask) -> None:
+    def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
         assert self._latest is not None
         for row, place in zip(bitmask.rows, bitmask.places, strict=True):
             self._latest.masks[row] = bitmask.masks[place]
@@ -134,5 +136,5 @@ class _ScriptedStep:
     masks: dict[int, bytes] = field(default_factory=dict)
     postponed: list[int] = field(default_factory=list)
 
-    def result(self) -> StepResult:
-        return self.executor.run(self.plan, self.masks, self.postponed)
+    def results(self) -> list[StepResult]:
+        return [self.executor.run(self.plan, self.masks, self.postponed)]

@@ -90,7 +90,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         seed=options.seed,
         show_progress=options.show_progress,
         crash_dump_dir=options.crash_dump_dir,
-        rendezvous=None,
+        addresses=None,
     )
     grammars = GrammarManager(
         source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids

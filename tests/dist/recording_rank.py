@@ -1,0 +1,37 @@
+"""A rank process without a model: it answers every plan with its own ranks and the plan's number.
+`python -m tests.dist.recording_rank ENDPOINT RANK`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from negamax.scheduler.step import StepPlan, StepResult
+from negamax.worker import rank_process, worker
+from negamax.worker.config import WorkerConfig, WorkerReady
+
+
+class RecordingWorker:
+    """The part of a worker that a rank process uses."""
+
+    poll_control = None
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._layout = config.layout
+        self.ready = WorkerReady(7, "float32", "cpu", "", "")
+
+    def launch(self, plan: StepPlan, wait_for_bitmask: Any) -> StepResult:
+        ranks = [self._layout.dp_rank, self._layout.tp_rank]
+        return StepResult(plan.step_id, [*ranks, *plan.slots], {}, {}, {})
+
+    def take_row_failures(self) -> dict[int, str]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    worker.Worker = RecordingWorker  # type: ignore[misc, assignment]
+    sys.exit(rank_process.main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,73 @@
+"""Every data-parallel rank gets its own plan, at whatever addresses the ranks are."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from negamax.config.families import bundled_spec
+from negamax.engine.core import executor
+from negamax.engine.core.executor import MultiProcessExecutor
+from negamax.parallel.layout import ParallelLayout
+from negamax.scheduler.step import StepPlan
+from negamax.worker.config import RankAddresses, WorkerConfig
+
+SIZES: dict[str, Any] = {
+    "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 16,
+    "num_kv_blocks": 7, "kv_cache_memory": None, "gpu_memory_utilization": 0.9,
+    "cudagraph_size": 0, "num_threads": 1, "seed": 0,
+}  # fmt: skip
+
+
+def tcp(count: int) -> tuple[str, ...]:
+    """Endpoints at free ports."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return tuple(f"tcp://127.0.0.1:{port}" for port in ports)
+
+
+def plan(step_id: int, slot: int) -> StepPlan:
+    return StepPlan(step_id, [], [], [], [slot], [1], [0], [True])
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_plans_reach_the_ranks_of_their_replica(
+    local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = ParallelLayout(tp=2, dp=2)
+    spawn = executor.process.spawn
+
+    def recording(_module: str, *args: str) -> subprocess.Popen[bytes]:
+        return spawn("tests.dist.recording_rank", *args)
+
+    monkeypatch.setattr(executor.process, "spawn", recording)
+    config = WorkerConfig(
+        bundled_spec("minimax-m2"), (1,), None, layout, "cpu", "float32", "auto", **SIZES,
+        show_progress=False, addresses=None,
+    )  # fmt: skip
+    addresses = None
+    if not local:
+        addresses = RankAddresses(tcp(4), tcp(2), str(tmp_path / "meet"), str(tmp_path / "beats"))
+    ranks = MultiProcessExecutor(config, addresses)
+    try:
+        first = ranks.launch([plan(1, 10), plan(1, 11)])
+        second = ranks.launch([plan(2, 20), plan(2, 21)])
+        for step, handle in ((1, first), (2, second)):
+            results = handle.results()
+            assert [result.step_id for result in results] == [step, step]
+            # the first rank of each replica answers, with what it was told
+            assert [result.token_ids for result in results] == [
+                [0, 0, 10 * step],
+                [1, 0, 10 * step + 1],
+            ]
+    finally:
+        ranks.shutdown()
+    assert [child.poll() for child in ranks._processes] == [0] * 4
