@@ -63,7 +63,7 @@ def test_all_processes_log_at_the_level_and_in_the_format_of_the_first(
     talkative: tuple[Server, str],
 ) -> None:
     server, _ = talkative
-    (table,) = logged(server, "engine.setup", level="debug")
+    (table,) = logged(server, "engine.core.setup", level="debug")
     assert table["message"].startswith("kernels:")
     assert table["pid"] == server.engine_pid()
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]{12}[+-]\d\d:\d\d", table["time"])
