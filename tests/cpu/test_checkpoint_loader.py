@@ -59,10 +59,10 @@ def save_transformers_model(folder: Path, *, shard_size: str) -> dict[str, Tenso
     """A random model saved by transformers; its tensors under their checkpoint names, read off its
     modules.
     """
-    from transformers import DecoderConfig, DecoderForCausalLM
+    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
     torch.manual_seed(0)
-    model = DecoderForCausalLM(DecoderConfig(**TINY)).eval()
+    model = MiniMaxM2ForCausalLM(MiniMaxM2Config(**TINY)).eval()
     expected: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
