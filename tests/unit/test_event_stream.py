@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from negamax.api.http.protocol import BODY_CHANNEL
-from negamax.api.http.sse import EventStream, Say
+from negamax.api.http.sse import EventStream, Write
 
 PING = b"event: ping\n\n"
 
@@ -59,14 +59,14 @@ class Source:
 
 
 def sent_by(
-    tell: Callable[[Say], Awaitable[None]], *, seconds: float, full: bool = False
+    produce: Callable[[Write], Awaitable[None]], *, seconds: float, full: bool = False
 ) -> list[Any]:
-    """What goes to a client of the stream that `tell` speaks into."""
+    """What goes to a client of the stream that `produce` speaks into."""
 
     async def run() -> list[Any]:
         client, source = Client(), Source()
         client.is_full = full
-        stream = EventStream(tell, source=source, ping=PING, ping_seconds=seconds)
+        stream = EventStream(produce, source=source, ping=PING, ping_seconds=seconds)
         await stream(
             {"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send
         )
@@ -78,14 +78,14 @@ def sent_by(
 
 
 def test_pauses_are_filled_and_nothing_else() -> None:
-    async def tell(say: Say) -> None:
+    async def produce(write: Write) -> None:
         await asyncio.sleep(0.35)  # before the first event
         for number in range(3):
-            say(b"%d" % number)
+            write(b"%d" % number)
         await asyncio.sleep(0.25)
-        say(b"end")
+        write(b"end")
 
-    sent = sent_by(tell, seconds=0.1)
+    sent = sent_by(produce, seconds=0.1)
     first, last = sent.index(b"0"), sent.index(b"end")
     assert sent[0] == 200 and sent[-1] is None
     assert set(sent[1:first]) == {PING} and 2 <= first - 1 <= 4
@@ -94,33 +94,33 @@ def test_pauses_are_filled_and_nothing_else() -> None:
 
 
 def test_busy_stream_has_no_pings() -> None:
-    async def tell(say: Say) -> None:
+    async def produce(write: Write) -> None:
         for _ in range(20):
             await asyncio.sleep(0.01)
-            say(b"x")
+            write(b"x")
 
-    assert PING not in sent_by(tell, seconds=0.3)
+    assert PING not in sent_by(produce, seconds=0.3)
 
 
 def test_client_that_is_behind_gets_no_pings_on_top() -> None:
-    async def tell(say: Say) -> None:
+    async def produce(write: Write) -> None:
         await asyncio.sleep(0.2)
 
-    assert sent_by(tell, seconds=0.05, full=True) == [200, None]
+    assert sent_by(produce, seconds=0.05, full=True) == [200, None]
 
 
 def test_hang_up_ends_the_stream_and_what_it_comes_from() -> None:
     async def run() -> None:
         client, source, ended = Client(), Source(), asyncio.Event()
 
-        async def tell(say: Say) -> None:
-            say(b"x")
+        async def produce(write: Write) -> None:
+            write(b"x")
             try:
                 await asyncio.sleep(60)
             finally:
                 ended.set()
 
-        stream = EventStream(tell, source=source)
+        stream = EventStream(produce, source=source)
         sending = asyncio.create_task(
             stream(
                 {"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send
@@ -139,10 +139,10 @@ def test_failure_while_speaking_closes_the_source() -> None:
     async def run() -> None:
         client, source = Client(), Source()
 
-        async def tell(say: Say) -> None:
+        async def produce(write: Write) -> None:
             raise RuntimeError("a bug")
 
-        stream = EventStream(tell, source=source)
+        stream = EventStream(produce, source=source)
         with pytest.raises(RuntimeError, match="a bug"):
             await stream(
                 {"type": "http", "extensions": {BODY_CHANNEL: client}}, client.receive, client.send
