@@ -13,6 +13,7 @@ UNSUPPORTED = {
     "prefill_context_parallel_size": "prompts are not split over GPUs",
 }
 MOST_RANKS = 8  # of one machine
+MOST_LISTED = 64  # the largest size that a refusal offers
 
 
 def instead_of(name: str, size: int, *, ranks: int, splits_experts: bool) -> str:
@@ -53,7 +54,8 @@ class ParallelOptions:
             if size < 1:
                 raise ConfigError(f"{name} is {size}; allowed: 1 or more")
         if experts is not None and ranks % experts:
-            fitting = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+            most = min(ranks, MOST_LISTED)
+            fitting = ", ".join(str(size) for size in range(1, most + 1) if ranks % size == 0)
             raise ConfigError(
                 f"--expert-parallel-size is {experts}; experts are split over ranks of "
                 f"--tensor-parallel-size, which is {ranks}",
