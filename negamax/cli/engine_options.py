@@ -148,8 +148,7 @@ _TABLE = (
         "expert_parallel_size",
         PARALLEL,
         "Ranks that experts are split over; default: 1, or all with --enable-expert-parallel.",
-        flags=("--expert-parallel-size", "--ep-size"),
-        also=("--ep",),
+        also=("--ep-size", "--ep"),
         is_count=True,
     ),
     Flag(
