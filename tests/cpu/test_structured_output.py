@@ -4,6 +4,7 @@ notice."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
@@ -533,6 +534,28 @@ def test_a_grammar_process_that_dies_takes_only_its_own_requests_along(llm: LLM)
         ].text
         == "no"
     )
+    run_out(llm)
+
+
+def test_a_request_whose_grammar_process_dies_ends_before_its_prompt_is_read(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = llm._loop._scheduler
+    few = dataclasses.replace(scheduler.limits, max_num_batched_tokens=16)
+    monkeypatch.setattr(scheduler, "limits", few)
+    outputs(llm, ["Yes or no?"], [seeded(1, grammar=Grammar(kind="choice", text='["no"]'))])
+    (request,) = admitted(
+        llm, ["word " * 300], [seeded(1, grammar=Grammar(kind="regex", text="[a-z]{300}"))]
+    )
+    llm._loop.add(request)
+    while not llm._loop.stats().num_running:
+        llm._loop.step()
+    client = llm._loop._grammars._client
+    assert client is not None
+    client._process.kill()
+    client._process.wait()
+    updates = [update for _ in range(2) for update in llm._loop.step()]
+    assert [(update.finish_reason, update.is_lost) for update in updates] == [("error", True)]
     run_out(llm)
 
 

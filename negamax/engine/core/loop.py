@@ -242,8 +242,8 @@ class EngineLoop:
         self._pending_updates.append(ended_update(request.request_id, "error", error=message))
 
     def _add_opened(self) -> None:
-        """Queue the requests whose constraints are ready now, and let those go on that a step went
-        without.
+        """Queue the requests whose constraints are ready now, end those whose grammar process is
+        gone, and let those go on that a step went without.
         """
         for opened in self._grammars.opened():
             if opened.problem is None:
@@ -258,6 +258,11 @@ class EngineLoop:
                 self._pending_updates.append(
                     msgspec.structs.replace(update, is_lost=opened.is_lost)
                 )
+        for request_id, error in self._grammars.take_lost():
+            end = self._scheduler.end(request_id, "error", error=error)
+            if end is not None:
+                self._pending_updates.append(msgspec.structs.replace(end, is_lost=True))
+                self._grammars.advance([end])
         for request_id in self._grammars.arrived():
             self._scheduler.unblock(request_id)
 

@@ -131,6 +131,7 @@ class GrammarManager:
         self._rules: dict[str, _Rule] = {}  # by request id
         self._by_key: dict[int, _Rule] = {}
         self._opening: list[_Rule] = []
+        self._lost: list[_Rule] = []
         self._keys = count()
         self._client: GrammarClient | None = None
         self._retired: list[GrammarClient] = []
@@ -233,6 +234,17 @@ class GrammarManager:
         for client, items in advances.items():
             client.send(wire.AdvanceGrammars(items))
         return released
+
+    def take_lost(self) -> list[tuple[str, str]]:
+        """Requests that follow a grammar process which is gone since the last call, and why."""
+        if self._rules:
+            self._receive()
+        lost, self._lost = self._lost, []
+        return [
+            (rule.request.request_id, rule.error or "")
+            for rule in lost
+            if rule.request.request_id in self._rules
+        ]
 
     def arrived(self) -> list[str]:
         """Requests that a step went without and whose mask is here now."""
@@ -434,6 +446,7 @@ class GrammarManager:
         for rule in self._followed_by(client):
             if rule.is_open:
                 rule.error, rule.is_lost = message, True
+                self._lost.append(rule)
             elif rule.problem is None:
                 self._send_open(rule)
 
