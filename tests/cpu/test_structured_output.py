@@ -430,7 +430,7 @@ def test_a_lost_step_leaves_no_rules_behind(llm: LLM, monkeypatch: pytest.Monkey
         monkeypatch.undo()
         raise RuntimeError("lost")
 
-    monkeypatch.setattr(lost, "result", raising)
+    monkeypatch.setattr(lost, "results", raising)
     ended = [update for _ in range(2) for update in llm._loop.step() if update.finish_reason]
     assert [update.finish_reason for update in ended] == ["error", "error"]
     run_out(llm)

@@ -63,7 +63,7 @@ def test_stream_repeats_what_was_said_and_ends_in_the_whole_answer(http: httpx.C
     assert reasons[-1] == whole["meta_info"]["finish_reason"] and not any(reasons[:-1])
     assert "index" not in events[0]
     seldom = events_of(http, sampling_params={**GREEDY, "stream_interval": 100})
-    assert seldom[-1]["text"] == whole["text"] and len(seldom) == 2
+    assert seldom[-1]["text"] == whole["text"] and len(seldom) <= 2
 
 
 def test_batch_and_choices_give_lists(http: httpx.Client) -> None:

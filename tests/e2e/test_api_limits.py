@@ -382,5 +382,5 @@ def test_flood_of_refused_requests_leaves_running_ones_alone(small: Server) -> N
             stop.set()
             for thread in threads:
                 thread.join()
-        assert statuses == {200, 429}
+        assert 429 in statuses and statuses <= {200, 429}
         assert [answer == alone for answer in answers] == [True, True]
