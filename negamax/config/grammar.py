@@ -27,9 +27,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
     json_object: nothing; json_schema: the schema as JSON; regex: the expression, for the whole
     content; choice: a JSON array of strings; ebnf: GBNF rules, with `root`; structural_tag:
-    xgrammar's description as JSON; tool_calls: the JSON of `text.tool_grammar.CallRules`. `strict`
-    (json_schema): refuse a schema with a keyword that cannot be enforced, instead of enforcing the
-    others only.
+    xgrammar's description as JSON; tool_calls: the JSON of `text.grammar.tool_calls.CallRules`.
+    `strict` (json_schema): refuse a schema with a keyword that cannot be enforced, instead of
+    enforcing the others only.
     """
 
     kind: GrammarKind

@@ -368,8 +368,9 @@ _SCHEMAS = {
         output_mode={"type": "string", "enum": list(_MODES)},
         **{"-i": _SWITCH, "-C": _WHOLE},
     )),
-    "TodoWrite": ("Keeps the list of tasks.", _object(("todos",), todos={"type": "array",
-        "items": _TODO})),
+    "TodoWrite": ("Keeps the list of tasks.", _object(
+        ("todos",), todos={"type": "array", "items": _TODO}
+    )),
     "Task": ("Starts another agent.", _object(
         ("description", "prompt"), description=_TEXT, prompt=_TEXT, options=_OPTIONS
     )),

@@ -245,6 +245,11 @@ class EngineLoop:
         """Queue the requests whose constraints are ready now, end those whose grammar process is
         gone, and let those go on that a step went without.
         """
+        for request_id, error in self._grammars.take_lost():
+            end = self._scheduler.end(request_id, "error", error=error)
+            if end is not None:
+                self._pending_updates.append(msgspec.structs.replace(end, is_lost=True))
+                self._grammars.advance([end])
         for opened in self._grammars.opened():
             if opened.problem is None:
                 self._add(opened.request)
@@ -258,11 +263,6 @@ class EngineLoop:
                 self._pending_updates.append(
                     msgspec.structs.replace(update, is_lost=opened.is_lost)
                 )
-        for request_id, error in self._grammars.take_lost():
-            end = self._scheduler.end(request_id, "error", error=error)
-            if end is not None:
-                self._pending_updates.append(msgspec.structs.replace(end, is_lost=True))
-                self._grammars.advance([end])
         for request_id in self._grammars.arrived():
             self._scheduler.unblock(request_id)
 

@@ -179,10 +179,11 @@ class GrammarManager:
             self._send_open(rule)
 
     def opened(self) -> list[Opened]:
-        """The requests that can be scheduled now, and those that cannot be served."""
+        """The requests that can be scheduled now, and those that cannot be served, by what
+        `take_lost` has received.
+        """
         if not self._opening:
             return []
-        self._receive()
         done: list[_Rule] = []
         waiting: list[_Rule] = []
         for rule in self._opening:
@@ -236,7 +237,9 @@ class GrammarManager:
         return released
 
     def take_lost(self) -> list[tuple[str, str]]:
-        """Requests that follow a grammar process which is gone since the last call, and why."""
+        """Receive what the grammar processes have said. Requests whose process is gone since the
+        last call, and why.
+        """
         if self._rules:
             self._receive()
         lost, self._lost = self._lost, []
@@ -247,11 +250,10 @@ class GrammarManager:
         ]
 
     def arrived(self) -> list[str]:
-        """Requests that a step went without and whose mask is here now."""
-        late = [rule for rule in self._rules.values() if rule.is_late]
-        if late:
-            self._receive()
-        found = [rule for rule in late if not rule.is_awaited]
+        """Requests that a step went without and whose mask is here now, by what `take_lost` has
+        received.
+        """
+        found = [rule for rule in self._rules.values() if rule.is_late and not rule.is_awaited]
         for rule in found:
             rule.is_late = False
         return [rule.request.request_id for rule in found]
