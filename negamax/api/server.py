@@ -370,7 +370,7 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or ():
             self._listen(listener)
         context, servers = self._context, self._servers
-        self._pulse = asyncio.create_task(context.lifecycle.pulse())  # as long as the event loop
+        self._pulse = context.lifecycle.start_pulse()  # as long as the event loop
         watches = [self._watch(context.engine.failed)]
         if servers is not None:  # the first process, which also tells the metrics
             watches += [context.metrics.watch(), self._watch(servers.failed)]

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from negamax.api.http.lifecycle import Lifecycle
+from negamax.base.shared_numbers import SharedNumbers
 
 
 def drained_while(
@@ -92,3 +93,14 @@ def test_a_hangup_reloads_and_ends_only_when_the_terminal_is_gone(is_in_terminal
             time.sleep(0.2)
             assert process.poll() is None
             process.kill()
+
+
+def test_loop_that_stands_still_at_once_has_shown_a_pulse() -> None:
+    async def stand_still() -> float:
+        pulses = SharedNumbers(1)
+        pulse = Lifecycle(drain_timeout=1, pulses=pulses).start_pulse()
+        shown = pulses.row(0)[0]  # no round of the loop until here
+        pulse.cancel()
+        return shown
+
+    assert asyncio.run(stand_still()) > 0

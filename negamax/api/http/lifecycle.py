@@ -110,15 +110,21 @@ class Lifecycle:
             await asyncio.sleep(_POLL_SECONDS)
         return True
 
-    async def pulse(self) -> None:
-        """Show that the event loop goes round, and how late it is, four times a second, until
-        cancelled.
+    def start_pulse(self) -> asyncio.Task[None]:
+        """Show from now on that the event loop goes round, and how late it is, four times a
+        second, until the task is cancelled. The first time is now: a loop that stands still at
+        once is noticed, too.
         """
         pulse = self._pulses.row(self._index)
-        while True:
-            pulse[0] = now = time.monotonic()
-            await asyncio.sleep(_PULSE_SECONDS)
-            self._row[self._LAG] = max(0.0, time.monotonic() - now - _PULSE_SECONDS)
+        pulse[0] = time.monotonic()
+
+        async def show() -> None:
+            while True:
+                pulse[0] = now = time.monotonic()
+                await asyncio.sleep(_PULSE_SECONDS)
+                self._row[self._LAG] = max(0.0, time.monotonic() - now - _PULSE_SECONDS)
+
+        return asyncio.create_task(show())
 
 
 class Signals:
