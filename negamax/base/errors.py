@@ -50,7 +50,7 @@ class InvalidRequestError(NegamaxError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt, or prompt plus requested output, is longer than the window (400)."""
+    """Prompt, or prompt plus requested output, is longer than the context length (400)."""
 
     @classmethod
     def of_prompt(

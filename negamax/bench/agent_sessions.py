@@ -93,10 +93,12 @@ class _Step:
 class AgentSessions:
     """Generates sessions. Lengths in tokens become characters by `scale`."""
 
-    def __init__(self, options: BenchOptions, *, scale: TextScale, window: int | None) -> None:
+    def __init__(
+        self, options: BenchOptions, *, scale: TextScale, context_length: int | None
+    ) -> None:
         self._options = options
         self._scale = scale
-        self._window = window
+        self._context_length = context_length
         self._rng = random.Random(options.seed)
         self.tools = [_tool(number) for number in range(options.agent_tools)]
         self.system = _system_prompt(self._rng, scale.chars(options.agent_system_len))
@@ -106,7 +108,7 @@ class AgentSessions:
             yield self.session()
 
     def session(self) -> Session:
-        """The next session: `agent_turns` long, or as long as the window allows."""
+        """The next session: `agent_turns` long, or as long as the context length allows."""
         rng = random.Random(self._rng.getrandbits(64))
         opening = _task(rng)
         steps: list[_Step] = []
@@ -117,8 +119,8 @@ class AgentSessions:
             left = rng.randint(*STEPS_PER_TASK) if left == 0 else left - 1
             size += self._tokens([json.dumps(step.message), *step.results, step.question])
             if (
-                self._window is not None
-                and 1.1 * size + self._options.agent_output_len > self._window
+                self._context_length is not None
+                and 1.1 * size + self._options.agent_output_len > self._context_length
             ):
                 break
             steps.append(step)

@@ -129,7 +129,12 @@ def run(
         runs = []
         for batch in batches:
             entries, wall = _profile(
-                loop, prompts, batch=batch, context=context, steps=steps, window=info.max_model_len
+                loop,
+                prompts,
+                batch=batch,
+                context=context,
+                steps=steps,
+                max_model_len=info.max_model_len,
             )
             runs.append(
                 {
@@ -160,15 +165,15 @@ def run(
 
 
 def _profile(
-    loop: EngineLoop, prompts: Prompts, *, batch: int, context: int, steps: int, window: int
+    loop: EngineLoop, prompts: Prompts, *, batch: int, context: int, steps: int, max_model_len: int
 ) -> tuple[list[OperationTime], float]:
     """Kernel times by operation, and the microseconds of a step by the wall clock while they were
     recorded.
     """
     input_len = max(1, context - WARM_UP_STEPS)
-    # As long as the window allows: none may end before the last one has begun and the recording is
+    # As long as the model allows: none may end before the last one has begun and the recording is
     # over.
-    output_len = max(WARM_UP_STEPS + steps, window - input_len)
+    output_len = max(WARM_UP_STEPS + steps, max_model_len - input_len)
     requests = prompts.batch(batch, input_len=input_len, output_len=output_len)
     stepper = decode_batch(loop, requests)
     try:

@@ -72,7 +72,7 @@ class _Server:
 
     client: ServingClient
     model: str
-    window: int | None  # tokens; None: not told
+    context_length: int | None  # tokens; None: not told
     running_usage: bool  # every chunk can report the tokens up to it
 
 
@@ -131,11 +131,11 @@ async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
             raise ConfigError(f"{options.url}/v1/models names no model", hint="add --model NAME")
         model = options.model or str(names[0])
         card = cards[names.index(model)] if model in names else {}
-        window = card.get("max_model_len")
+        context_length = card.get("max_model_len")
         yield _Server(
             client,
             model,
-            window if isinstance(window, int) else None,
+            context_length if isinstance(context_length, int) else None,
             running_usage=options.itl_rule == "token" or card.get("owned_by") in COUNTING_SERVERS,
         )
     finally:
@@ -189,10 +189,10 @@ async def _prepare(options: BenchOptions, server: _Server) -> tuple[BenchOptions
     if options.dataset_name == "sharegpt":
         return options, await _sharegpt_workload(options, server)
     longest = workloads.longest_prompt(options)
-    if server.window is not None and longest > server.window:
+    if server.context_length is not None and longest > server.context_length:
         raise ConfigError(
             f"prompt and output of up to {longest} tokens exceed the model's window of "
-            f"{server.window} tokens",
+            f"{server.context_length} tokens",
             hint="lower --random-input-len or --random-output-len (or the --prefix-repetition "
             "lengths)",
         )
@@ -216,7 +216,7 @@ async def _prepare(options: BenchOptions, server: _Server) -> tuple[BenchOptions
 async def _agent_workload(options: BenchOptions, server: _Server) -> Workload:
     sample = source_code(random.Random(options.seed), PROBE_CHARS[1])
     scale, notes = await measure_scale(options, server, sample=sample)
-    sessions = AgentSessions(options, scale=scale, window=server.window)
+    sessions = AgentSessions(options, scale=scale, context_length=server.context_length)
     chosen = workloads.take_turns(iter(sessions), options.num_prompts)
     warmups = tuple(workloads.first_turn(sessions.session()) for _ in range(options.num_warmups))
     turns = f"{len(chosen)} sessions of up to {max(session.num_turns for session in chosen)} turns"
@@ -228,12 +228,18 @@ async def _sharegpt_workload(options: BenchOptions, server: _Server) -> Workload
     if options.tokenizer is not None:
         encode = _tokenizer(options.tokenizer).encode
         return workloads.sharegpt_workload(
-            pairs, options, count=lambda text: len(encode(text)), window=server.window
+            pairs,
+            options,
+            count=lambda text: len(encode(text)),
+            context_length=server.context_length,
         )
     text = "\n".join(chain.from_iterable(pairs[:200]))[: PROBE_CHARS[1]]
     scale, notes = await measure_scale(options, server, sample=text)
     workload = workloads.sharegpt_workload(
-        pairs, options, count=lambda text: scale.tokens(len(text)), window=server.window
+        pairs,
+        options,
+        count=lambda text: scale.tokens(len(text)),
+        context_length=server.context_length,
     )
     return replace(workload, notes=(*workload.notes, *notes))
 
@@ -349,7 +355,7 @@ class _Load:
                 self._count(record)
         return Answer(record, reader.message)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin again with no record."""
         self.records.clear()
         self._progress.done = self._progress.failed = self._progress.output_tokens = 0
@@ -362,8 +368,8 @@ class _Load:
 
 
 async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
-    """Send `sessions` one after the other and forget them. Errors: `NegamaxError` where the server
-    refuses all of them.
+    """Send `sessions` one after the other and drop their records. Errors: `NegamaxError` where the
+    server refuses all of them.
     """
     for number, session in enumerate(sessions):
         await load.session(session, number)
@@ -379,7 +385,7 @@ async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
     ]
     if sessions and len(refused) == len(load.records):
         raise NegamaxError(f"the server refuses the warm-up: {errors[0]}")
-    load.forget()
+    load.reset()
 
 
 def request_fields(options: BenchOptions, model: str, *, running_usage: bool) -> dict[str, Any]:

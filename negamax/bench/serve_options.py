@@ -92,7 +92,7 @@ class BenchOptions:
     prefix_repetition_num_prefixes: int = 10
     prefix_repetition_output_len: int = 128
     sharegpt_output_len: int | None = None  # default: of the recorded answer
-    # default: the model's window, where the server tells it
+    # default: the model's context length, where the server tells it
     sharegpt_context_len: int | None = None
     custom_output_len: int = 256
     agent_turns: int = 24

@@ -252,12 +252,12 @@ def sharegpt_workload(
     options: BenchOptions,
     *,
     count: Callable[[str], int],
-    window: int | None,
+    context_length: int | None,
 ) -> Workload:
     """Questions in random order, each with an output as long as the recorded answer. `count` gives
     the tokens of a text.
     """
-    limit = min(options.sharegpt_context_len or window or 2**62, window or 2**62)
+    limit = min(options.sharegpt_context_len or context_length or 2**62, context_length or 2**62)
     turns = []
     for question, answer in pairs:
         prompt = count(question)

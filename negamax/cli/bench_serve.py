@@ -122,10 +122,12 @@ _TABLE = (
     Flag(
         "sharegpt_context_len",
         WORKLOAD,
-        "Leave longer conversations out; default: the model's window.",
+        "Leave longer conversations out; default: the model's context length.",
     ),
     Flag("custom_output_len", WORKLOAD, "Output tokens of recorded requests that name none."),
-    Flag("agent_turns", WORKLOAD, "Requests per session, unless the window ends it earlier."),
+    Flag(
+        "agent_turns", WORKLOAD, "Requests per session, unless the context length ends it earlier."
+    ),
     Flag("agent_system_len", WORKLOAD, "Tokens of the system prompt, without the tools."),
     Flag("agent_tools", WORKLOAD, "Tools declared."),
     Flag("agent_result_len", WORKLOAD, "Tokens of a step's tool results, on average."),

@@ -36,7 +36,7 @@ _TABLE = (
     Flag(
         "max_model_len",
         MODEL,
-        "Tokens of prompt and output; default: the model's window.",
+        "Tokens of prompt and output; default: the model's context length.",
         also=("--context-length",),
         is_count=True,
     ),

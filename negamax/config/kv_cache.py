@@ -2,7 +2,7 @@
 their bytes.
 
 A block is `block_size` tokens of every cache of every layer. It has one number in all of them, and
-one name, the digest of its tokens (`scheduler/prefix_cache.py`).
+one name, the hash of its tokens (`scheduler/prefix_cache.py`).
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ class EngineOptions:
     device: str = "auto"  # "auto": cuda where there is a GPU
     # fewer layers than the spec has; with synthetic weights only
     num_hidden_layers: int | None = None
-    max_model_len: int | None = None  # tokens, prompt and output; default: the model's window
+    max_model_len: int | None = (
+        None  # tokens, prompt and output; default: what the model is made for
+    )
     block_size: int | None = None  # tokens per KV block; default: 64 on a GPU, 16 on the CPU
     max_num_seqs: int | None = None  # sequences in one step; default: 256 on a GPU, 64 on the CPU
     # tokens in one step; default: 8192 on a GPU, 2048 on the CPU

@@ -87,7 +87,7 @@ class AbortServer(msgspec.Struct, frozen=True, tag="abort-server"):
     server: int
 
 
-class ForgetPrefixes(msgspec.Struct, frozen=True, tag="forget"):
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """Empty the prefix cache."""
 
 
@@ -129,7 +129,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     exit_code: int
 
 
-ToEngine = AddRequest | AbortRequests | AbortServer | ForgetPrefixes | Shutdown
+ToEngine = AddRequest | AbortRequests | AbortServer | ResetPrefixCache | Shutdown
 FromEngine = EngineReady | StepOutputs | Heartbeat | EngineFailed
 
 encoder = msgspec.msgpack.Encoder()

@@ -163,7 +163,7 @@ class MatrixWeight:
         source = self._weights.stored(name)
         if self.format is PLAIN:
             (values,) = self._tensors.values()
-            target = None if region is None else _window(values, 0, at, region[0])
+            target = None if region is None else _narrowed(values, 0, at, region[0])
             return [WeightSlot(name, shape, target=target, region=region or (), source=source)]
         assert source == self.format, f"{name}: {source.name} <- {self.format.name}"
         module = name.removesuffix(PLAIN.values.name)
@@ -179,7 +179,7 @@ class MatrixWeight:
                 unit = tensor.dims[axis].unit
                 assert at[-1] % unit == 0, f"{name} at row {at[-1]}"
                 where = (*at[:-1], at[-1] // unit)
-                held = _window(self._tensors[tensor.name], axis, where, part[axis])
+                held = _narrowed(self._tensors[tensor.name], axis, where, part[axis])
             slots.append(
                 WeightSlot(
                     module + tensor.name, tensor.shape(shape), target=held, region=part,
@@ -195,7 +195,7 @@ class MatrixWeight:
         return StoredWeight(self.format, tensors)
 
 
-def _window(tensor: Tensor, axis: int, at: tuple[int, ...], rows: range) -> Tensor:
+def _narrowed(tensor: Tensor, axis: int, at: tuple[int, ...], rows: range) -> Tensor:
     """The rows of `tensor` from at[-1] on along dimension `axis`, of the matrix at[:-1]."""
     matrix = tensor[at[:-1]] if len(at) > 1 else tensor
     return matrix.narrow(axis, at[-1], len(rows))

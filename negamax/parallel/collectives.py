@@ -16,10 +16,10 @@ from negamax.kernels.peers import Collective, PeerMemory
 if TYPE_CHECKING:
     from negamax.parallel.symmetric import SharedBuffer
 
-__all__ = ["Alone", "Collective", "ProcessGroup"]
+__all__ = ["Collective", "ProcessGroup", "SingleRank"]
 
 
-class Alone:
+class SingleRank:
     """The group of one rank: nothing to say, and no torch.distributed."""
 
     size = 1

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from negamax.base.errors import EngineError
-from negamax.parallel.collectives import Alone, Collective, ProcessGroup
+from negamax.parallel.collectives import Collective, ProcessGroup, SingleRank
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.poll_control import PollControl
 
@@ -32,7 +32,10 @@ class ParallelContext:
     def single() -> ParallelContext:
         """One rank, no communication."""
         return ParallelContext(
-            ParallelLayout(), attention_group=Alone(), expert_group=Alone(), world=Alone()
+            ParallelLayout(),
+            attention_group=SingleRank(),
+            expert_group=SingleRank(),
+            world=SingleRank(),
         )
 
     @staticmethod
@@ -47,7 +50,7 @@ class ParallelContext:
         _meet(layout, rendezvous, backend="gloo")
         groups: dict[tuple[int, ...], Collective] = {}
         for ranks, group in _new_groups(layout, backend="gloo").items():
-            groups[ranks] = Alone() if len(ranks) == 1 else ProcessGroup(group)
+            groups[ranks] = SingleRank() if len(ranks) == 1 else ProcessGroup(group)
         return ParallelContext._of(layout, groups)
 
     @staticmethod
@@ -79,7 +82,7 @@ class ParallelContext:
         kernel_groups = {layout.attention.ranks, layout.experts.ranks}
         for ranks, group in _new_groups(layout, backend=backend).items():
             if len(ranks) == 1:
-                groups[ranks] = Alone()
+                groups[ranks] = SingleRank()
                 continue
             peers = shared = None
             if ranks in kernel_groups:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Reference counts over `num_blocks` KV blocks, plus an index from content digest to the block
-    that holds it.
+    """Reference counts over `num_blocks` KV blocks, plus an index from the hash of a content to
+    the block that holds it.
 
     A block is *held* (count above 0) or free. A free block is *blank*, or still *cached*: its
     content is indexed and can be taken up again by `share`. Blank blocks are given out first, then
@@ -19,9 +19,9 @@ class BlockPool:
 
     __slots__ = (
         "_blank",
+        "_block_hashes",
         "_block_of",
         "_cached",
-        "_digests",
         "_ref_counts",
         "gain_count",
         "num_blocks",
@@ -32,7 +32,7 @@ class BlockPool:
         # rises when a block becomes free or gets into the index: an admission may now succeed
         self.gain_count = 0
         self._ref_counts = [0] * num_blocks
-        self._digests: list[bytes | None] = [None] * num_blocks
+        self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes out first
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -48,11 +48,11 @@ class BlockPool:
 
     def is_indexed(self, block_id: int) -> bool:
         """Whether the block's content can be found; such a block must not be written."""
-        return self._digests[block_id] is not None
+        return self._block_hashes[block_id] is not None
 
-    def find(self, digest: bytes) -> int | None:
+    def find(self, block_hash: bytes) -> int | None:
         """The block with this content, held or free; None when there is none."""
-        return self._block_of.get(digest)
+        return self._block_of.get(block_hash)
 
     def allocate(self) -> int:
         """A free block, held once, its old content forgotten. The caller has seen `num_free` above
@@ -62,10 +62,10 @@ class BlockPool:
             block_id = self._blank.pop()
         else:
             block_id, _ = self._cached.popitem(last=False)
-            digest = self._digests[block_id]
-            assert digest is not None
-            del self._block_of[digest]
-            self._digests[block_id] = None
+            block_hash = self._block_hashes[block_id]
+            assert block_hash is not None
+            del self._block_of[block_hash]
+            self._block_hashes[block_id] = None
         self._ref_counts[block_id] = 1
         return block_id
 
@@ -84,27 +84,27 @@ class BlockPool:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self.gain_count += 1
-                if self._digests[block_id] is None:
+                if self._block_hashes[block_id] is None:
                     self._blank.append(block_id)
                 else:
                     self._cached[block_id] = None
 
-    def forget(self) -> None:
+    def evict(self) -> None:
         """Make every cached block blank: what nobody holds is not found again."""
         for block_id in self._cached:
-            digest = self._digests[block_id]
-            assert digest is not None
-            del self._block_of[digest]
-            self._digests[block_id] = None
+            block_hash = self._block_hashes[block_id]
+            assert block_hash is not None
+            del self._block_of[block_hash]
+            self._block_hashes[block_id] = None
         self._blank += reversed(self._cached)
         self._cached.clear()
 
-    def index(self, block_id: int, digest: bytes) -> None:
+    def index(self, block_id: int, block_hash: bytes) -> None:
         """Make a held, completely computed block findable. A second block with the same content
         stays unindexed.
         """
-        assert self._ref_counts[block_id] > 0 and self._digests[block_id] is None
-        if digest not in self._block_of:
-            self._block_of[digest] = block_id
-            self._digests[block_id] = digest
+        assert self._ref_counts[block_id] > 0 and self._block_hashes[block_id] is None
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block_id
+            self._block_hashes[block_id] = block_hash
             self.gain_count += 1

@@ -1,4 +1,4 @@
-"""Which blocks two sequences can share: full blocks named by a digest that covers everything up to
+"""Which blocks two sequences can share: full blocks named by a hash that covers everything up to
 their end.
 
 KV of a position depends on all tokens before it, so a block's name is the hash of the previous
@@ -13,49 +13,49 @@ from hashlib import blake2b
 
 from negamax.scheduler.blocks import BlockPool
 
-DIGEST_BYTES = 32  # 128 bits against a collision somebody searches for
+HASH_BYTES = 32  # 128 bits against a collision somebody searches for
 
 
-class DigestChain:
-    """Digests of one sequence's full blocks, computed when first asked for and kept. Single writer:
+class BlockHashes:
+    """Hashes of one sequence's full blocks, computed when first asked for and kept. Single writer:
     its sequence.
 
     `tokens` is the sequence's own list, which only grows.
     """
 
-    __slots__ = ("_block_size", "_digests", "_root", "_tokens")
+    __slots__ = ("_block_size", "_hashes", "_root", "_tokens")
 
     def __init__(self, tokens: list[int], *, block_size: int, salt: str) -> None:
         self._tokens = tokens
         self._block_size = block_size
         self._root = blake2b(
-            salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"prefix salt"
+            salt.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES, person=b"prefix salt"
         ).digest()
-        self._digests: list[bytes] = []
+        self._hashes: list[bytes] = []
 
-    def digest(self, index: int) -> bytes:
+    def __getitem__(self, index: int) -> bytes:
         """The name of block `index`; all its tokens must be known."""
-        digests = self._digests
-        while len(digests) <= index:
-            start = len(digests) * self._block_size
+        hashes = self._hashes
+        while len(hashes) <= index:
+            start = len(hashes) * self._block_size
             block_tokens = self._tokens[start : start + self._block_size]
             assert len(block_tokens) == self._block_size
-            parent = digests[-1] if digests else self._root
-            digests.append(
+            parent = hashes[-1] if hashes else self._root
+            hashes.append(
                 blake2b(
-                    parent + array("q", block_tokens).tobytes(), digest_size=DIGEST_BYTES
+                    parent + array("q", block_tokens).tobytes(), digest_size=HASH_BYTES
                 ).digest()
             )
-        return digests[index]
+        return hashes[index]
 
 
-def match_prefix(pool: BlockPool, chain: DigestChain, *, max_blocks: int) -> list[int]:
-    """The longest run of indexed blocks from the start of the chain, `max_blocks` at most. Holds
+def match_prefix(pool: BlockPool, block_hashes: BlockHashes, *, max_blocks: int) -> list[int]:
+    """The longest run of indexed blocks from the start, `max_blocks` at most. Holds
     nothing yet.
     """
     block_ids: list[int] = []
     for index in range(max_blocks):
-        block_id = pool.find(chain.digest(index))
+        block_id = pool.find(block_hashes[index])
         if block_id is None:
             break
         block_ids.append(block_id)

@@ -39,7 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # no other token is sampled; not together with a constraint
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
-    max_tokens: int | None = None  # None: up to the end of the window
+    max_tokens: int | None = None  # None: up to the context length
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -131,7 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def resolved(self, defaults: SamplingDefaults, *, room: int) -> SamplingParams:
         """A copy with every None replaced: model defaults, and `max_tokens` = `room` (tokens left
-        in the window).
+        in the context).
         """
         top_k = defaults.top_k if self.top_k is None else self.top_k
         return msgspec.structs.replace(

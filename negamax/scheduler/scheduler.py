@@ -185,9 +185,9 @@ class Scheduler:
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._end(sequence, finish_reason, error=error)
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, but for what running requests hold."""
-        self._pool.forget()
+        self._pool.evict()
 
     def grammar_rows(self, plan: StepPlan) -> list[GrammarRow]:
         """The grammar rows of the latest plan whose sequences have not ended since."""
@@ -472,7 +472,7 @@ class Scheduler:
         if sequence.request.sampling.prompt_logprobs is None:
             # at least one token must run, to be sampled from
             max_blocks = (num_tokens - 1) // block_size
-            shared = match_prefix(pool, sequence.chain, max_blocks=max_blocks)
+            shared = match_prefix(pool, sequence.block_hashes, max_blocks=max_blocks)
         num_new = -(-num_tokens // block_size) - len(shared)
         num_taken = num_new + sum(pool.ref_count(block_id) == 0 for block_id in shared)
         shortage = num_taken + (1 if self._running else 0) - pool.num_free
@@ -513,7 +513,7 @@ class Scheduler:
         block_size = self.limits.block_size
         num_full = sequence.num_committed // block_size
         for index in range(sequence.num_indexed, num_full):
-            self._pool.index(sequence.block_ids[index], sequence.chain.digest(index))
+            self._pool.index(sequence.block_ids[index], sequence.block_hashes[index])
         sequence.num_indexed = num_full
         sequence.index_at = (num_full + 1) * block_size
 
@@ -546,7 +546,7 @@ class Scheduler:
         )
 
     def _free(self, sequence: Sequence) -> None:
-        """Forget a sequence; rows of it still in flight are dropped when they come back."""
+        """Drop a sequence; rows of it still in flight are dropped when they come back."""
         sequence.finished = True
         self._num_constrained -= sequence.is_constrained
         del self._sequences[sequence.request_id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from negamax.scheduler.prefix_cache import DigestChain
+from negamax.scheduler.prefix_cache import BlockHashes
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import TokenLogprobs
 
@@ -22,9 +22,9 @@ class Sequence:
     """
 
     __slots__ = (
+        "block_hashes",
         "block_ids",
         "capacity",
-        "chain",
         "finished",
         "index_at",
         "is_constrained",
@@ -76,7 +76,7 @@ class Sequence:
         self.stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
             self.stop_ids |= frozenset(sampling.stop_token_ids)
-        self.chain = DigestChain(self.tokens, block_size=block_size, salt=request.cache_salt)
+        self.block_hashes = BlockHashes(self.tokens, block_size=block_size, salt=request.cache_salt)
 
         self.slot = NO_SLOT
         self.block_ids: list[int] = []
@@ -84,7 +84,7 @@ class Sequence:
         self.num_computed = 0
         self.num_committed = 0  # of these, run by committed steps
         self.num_total = self.prompt_len
-        self.num_indexed = 0  # leading blocks whose digest has been offered to the pool's index
+        self.num_indexed = 0  # leading blocks whose hash has been offered to the pool's index
         self.index_at = NEVER  # computed tokens at which the next block is full
 
         self.was_admitted = False

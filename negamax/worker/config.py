@@ -94,15 +94,15 @@ class WorkerReady:
 
 # argument: 1 or 0; while on, steps run without graphs and keep their expert ids
 OBSERVE_ROUTING = "observe_routing"
-# argument: rows of the last step; answer: mean over the layers
+# argument: rows of the last step; result: mean over the layers
 DISTINCT_EXPERTS = "distinct_experts"
-# argument: rows; answer: device time of one captured step, launched back to back
+# argument: rows; result: device time of one captured step, launched back to back
 DECODE_SECONDS = "decode_seconds"
-# answer of the second: the kernels in between
+# result of the second: the kernels in between
 START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
 
 
-class Probe(msgspec.Struct, frozen=True):
+class DebugCommand(msgspec.Struct, frozen=True):
     """A benchmark's question to the worker between steps; `name` is one of those above."""
 
     name: str
@@ -117,7 +117,7 @@ class KernelTime(msgspec.Struct, frozen=True):
     microseconds: float  # of all calls together
 
 
-class ProbeAnswer(msgspec.Struct, frozen=True):
+class DebugResult(msgspec.Struct, frozen=True):
     """`number` or `kernels`, as the question asks; both None where this worker cannot tell."""
 
     number: float | None = None

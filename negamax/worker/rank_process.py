@@ -1,12 +1,12 @@
 """One rank as a process: `python -m negamax.worker.rank_process ENDPOINT RANK`.
 
 Frames from the executor's socket at ENDPOINT: a WorkerConfig, which names all other addresses, then
-StepPlans (each with its GrammarBitmask behind it, where it has grammar rows) and Probes, all behind
-one byte that tells which, and an empty frame to stop; back come a WorkerReady or a RankFailed, then
-one answer per probe. The socket of the results carries one StepResult per plan, from the first of
-the ranks that run it: a thread of its own waits for the device, so that the next plan is launched
-meanwhile. Another thread writes the
-time into the rank's row of the file of beats (`worker.heartbeat`).
+StepPlans (each with its GrammarBitmask behind it, where it has grammar rows) and DebugCommands, all
+behind one byte that tells which, and an empty frame to stop; back come a WorkerReady or a
+RankFailed, then one DebugResult per command. The socket of the results carries one StepResult per
+plan, from the first of the ranks that run it: a thread of its own waits for the device, so that the
+next plan is launched meanwhile. Another thread writes the time into the rank's row of the file of
+beats (`worker.heartbeat`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from negamax.base.process import exit_now, exit_with_parent
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.scheduler import crash_details
 from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
-from negamax.worker.config import Probe, WorkerReady, decode_config
+from negamax.worker.config import DebugCommand, WorkerReady, decode_config
 from negamax.worker.heartbeat import LOST_SECONDS, Heartbeat
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 RESULT, ROW_FAILURES = b"r", b"f"  # first byte of a frame of the results
-PLAN, BITMASK, PROBE = b"s", b"m", b"p"  # first byte of a frame
+PLAN, BITMASK, DEBUG_COMMAND = b"s", b"m", b"p"  # first byte of a frame
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by
 # themselves, is not used. The executor watches the ranks, so PyTorch's own watch of them, which
@@ -113,7 +113,7 @@ def main(endpoint: str, rank: int) -> int:
         sender = threading.Thread(target=_send_results, args=sending, name="results")
         if reports_results:
             sender.start()
-        plans, probes = msgspec.msgpack.Decoder(StepPlan), msgspec.msgpack.Decoder(Probe)
+        plans, commands = msgspec.msgpack.Decoder(StepPlan), msgspec.msgpack.Decoder(DebugCommand)
         bitmasks = msgspec.msgpack.Decoder(GrammarBitmask)
 
         def next_bitmask() -> GrammarBitmask:
@@ -137,7 +137,9 @@ def main(endpoint: str, rank: int) -> int:
                             + msgspec.msgpack.encode(RowFailures(plan.step_id, failures))
                         )
                 else:
-                    socket.send(msgspec.msgpack.encode(worker.probe(probes.decode(frame[1:]))))
+                    socket.send(
+                        msgspec.msgpack.encode(worker.run_debug_command(commands.decode(frame[1:])))
+                    )
         except _Stopped:
             pass
         except EngineDeadError as error:

@@ -22,7 +22,8 @@ from negamax.parallel.context import ParallelContext
 from negamax.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from negamax.worker import batch as batches
 from negamax.worker import kv_cache
-from negamax.worker.config import Probe, ProbeAnswer, WorkerConfig, WorkerReady
+from negamax.worker.config import DebugCommand, DebugResult, WorkerConfig, WorkerReady
+from negamax.worker.debug_commands import DebugCommands
 from negamax.worker.device import (
     HostTensor,
     check_platform,
@@ -34,7 +35,6 @@ from negamax.worker.device import (
 from negamax.worker.grammar_bitmask import PendingBitmask, RowBitmasks, WaitForBitmask
 from negamax.worker.graphs import DecodeGraphs, DecodeOutputs
 from negamax.worker.prefill_graphs import PrefillGraphs
-from negamax.worker.probes import Probes
 from negamax.worker.profile import peak_bytes
 from negamax.worker.request_state import RequestState
 from negamax.worker.runner import Runner
@@ -93,7 +93,7 @@ class Worker:
                 first_id=model.vocab_range.start,
                 on_shards=runtime.samples_on_shards,
             )
-            self._probes = Probes(model, config, device=device)
+            self._debug_commands = DebugCommands(model, config, device=device)
             # On a GPU a full prefill step runs first: what it needs beside the cache is measured,
             # and its kernels are compiled.
             workspace = 0
@@ -175,9 +175,9 @@ class Worker:
             return self._run_rows_separately(plan, bitmask)
 
     @torch.inference_mode()
-    def probe(self, probe: Probe) -> ProbeAnswer:
+    def run_debug_command(self, command: DebugCommand) -> DebugResult:
         """Answer a benchmark's question. Every rank must be asked the same, between steps."""
-        return self._probes.answer(probe, self._graphs)
+        return self._debug_commands.run(command, self._graphs)
 
     def take_row_failures(self) -> dict[int, str]:
         """Rows that failed since the last call: why, by slot."""
@@ -187,7 +187,14 @@ class Worker:
         """Give the memory back and leave the other ranks in order. Nothing else may be called
         afterwards.
         """
-        del self._graphs, self._prefill_graphs, self._runner, self._model, self._probes, self._rows
+        del (
+            self._graphs,
+            self._prefill_graphs,
+            self._runner,
+            self._model,
+            self._debug_commands,
+            self._rows,
+        )
         self._runtime.release_memory()
         self._context.close()
 
@@ -227,7 +234,7 @@ class Worker:
         """The step itself: gather, forward, sample, store. Writes are idempotent, so it may be
         repeated.
         """
-        use_graphs = not self._probes.need_eager
+        use_graphs = not self._debug_commands.need_eager
         graphs = self._graphs
         if (
             use_graphs

@@ -34,7 +34,7 @@ from negamax.layers.attention import Attention
 from negamax.layers.moe import SparseMoe
 from negamax.layers.weights import MatrixWeight, WeightSlot, slots_by_name
 from negamax.models.minimax_m2 import names
-from negamax.parallel.collectives import Alone
+from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
@@ -93,7 +93,7 @@ class OneLayer:
         scheme = detect(spec.quantization)
         weights = WeightFormat(torch.float32, self.device, scheme, self.keep_quantized)
         context = ParallelContext(
-            self.layout, attention_group=Alone(), expert_group=Alone(), world=Alone()
+            self.layout, attention_group=SingleRank(), expert_group=SingleRank(), world=SingleRank()
         )
         shared: dict[str, Any] = {
             "context": context,

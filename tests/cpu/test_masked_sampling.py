@@ -13,7 +13,7 @@ import torch
 
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import OPS, KernelTable
-from negamax.parallel.collectives import Alone
+from negamax.parallel.collectives import SingleRank
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan
 from negamax.worker.batch import sample_inputs
@@ -78,7 +78,7 @@ def sampled(
     logits: torch.Tensor, rows: RequestState, masks: RowBitmasks | None, *, on_shards: bool
 ) -> Sampled:
     inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), device=CPU)
-    sampler = Sampler(rows, kernels=REFERENCES, group=Alone(), on_shards=on_shards)
+    sampler = Sampler(rows, kernels=REFERENCES, group=SingleRank(), on_shards=on_shards)
     return sampler(logits.clone(), inputs, masks=masks)
 
 

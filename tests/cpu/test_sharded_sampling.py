@@ -9,7 +9,7 @@ import torch
 
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import OPS, KernelTable
-from negamax.parallel.collectives import Alone
+from negamax.parallel.collectives import SingleRank
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow
 from negamax.worker.batch import sample_inputs
@@ -55,7 +55,7 @@ def rows_of(kinds: tuple[dict[str, object], ...]) -> RequestState:
 
 
 def sampler(rows: RequestState, *, on_shards: bool) -> Sampler:
-    return Sampler(rows, kernels=REFERENCES, group=Alone(), on_shards=on_shards)
+    return Sampler(rows, kernels=REFERENCES, group=SingleRank(), on_shards=on_shards)
 
 
 @pytest.mark.parametrize(

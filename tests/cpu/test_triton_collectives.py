@@ -15,7 +15,7 @@ from negamax.kernels.collectives import spec, tiles
 from negamax.kernels.collectives import triton as kernels
 from negamax.kernels.norm import spec as norm_spec
 from negamax.kernels.norm import triton as norm_kernels
-from negamax.parallel.collectives import Alone
+from negamax.parallel.collectives import SingleRank
 
 WIDTH = 1024
 WORDS = WIDTH // 2
@@ -99,7 +99,7 @@ def test_what_a_rank_pushes_arrives_tagged_at_every_peer() -> None:
 
 
 def test_more_rows_than_the_region_holds_go_through_the_group() -> None:
-    class Doubling(Alone):
+    class Doubling(SingleRank):
         """Two ranks with the same numbers."""
 
         size = 2

@@ -8,7 +8,7 @@ import torch
 from rank_processes import run_ranks
 from torch import Tensor
 
-from negamax.parallel.collectives import Alone, Collective
+from negamax.parallel.collectives import Collective, SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
@@ -54,5 +54,5 @@ def test_sums_shards_and_concatenations(tmp_path: Path) -> None:
 
 
 def test_one_rank_keeps_what_it_has() -> None:
-    for name, got in said(Alone()).items():
+    for name, got in said(SingleRank()).items():
         assert torch.equal(got.view(torch.uint8), rows_of(0).view(torch.uint8)), name

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from negamax.scheduler.blocks import BlockPool
-from negamax.scheduler.prefix_cache import DigestChain, match_prefix
+from negamax.scheduler.prefix_cache import BlockHashes, match_prefix
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.scheduler.step import NewRow, StepPlan, StepResult
@@ -16,16 +16,16 @@ from tests.unit.plan_support import WatchedScheduler
 EOS = 0
 
 
-def chain(tokens: list[int], *, block_size: int = 2, salt: str = "") -> DigestChain:
-    return DigestChain(tokens, block_size=block_size, salt=salt)
+def chain(tokens: list[int], *, block_size: int = 2, salt: str = "") -> BlockHashes:
+    return BlockHashes(tokens, block_size=block_size, salt=salt)
 
 
-def filled_pool(num_blocks: int, digests: list[bytes]) -> tuple[BlockPool, list[int]]:
-    """A pool with one held, indexed block per digest."""
+def filled_pool(num_blocks: int, hashes: list[bytes]) -> tuple[BlockPool, list[int]]:
+    """A pool with one held, indexed block per block_hash."""
     pool = BlockPool(num_blocks)
-    block_ids = [pool.allocate() for _ in digests]
-    for block_id, digest in zip(block_ids, digests, strict=True):
-        pool.index(block_id, digest)
+    block_ids = [pool.allocate() for _ in hashes]
+    for block_id, block_hash in zip(block_ids, hashes, strict=True):
+        pool.index(block_id, block_hash)
     return pool, block_ids
 
 
@@ -41,13 +41,13 @@ def test_blank_blocks_are_given_out_before_cached_ones() -> None:
 def test_forgotten_blocks_are_blank_and_held_ones_stay_known() -> None:
     pool, (held, free) = filled_pool(3, [b"held", b"free"])
     pool.release([free])
-    pool.forget()
+    pool.evict()
     assert pool.find(b"free") is None and not pool.is_indexed(free)
     assert pool.find(b"held") == held
     assert pool.num_free == 2
     again = [pool.allocate(), pool.allocate()]
     assert sorted(again) == sorted({0, 1, 2} - {held})
-    pool.index(again[0], b"free")  # the digest may be used again
+    pool.index(again[0], b"free")  # the block_hash may be used again
     pool.release(again)
     assert pool.find(b"free") == again[0] and pool.num_free == 2
 
@@ -84,29 +84,29 @@ def test_second_block_with_the_same_content_stays_out_of_the_index() -> None:
     assert [pool.allocate(), pool.allocate()] == [second, first]  # the useless copy goes first
 
 
-def test_digest_covers_everything_before_the_block() -> None:
-    assert chain([1, 2, 3, 4]).digest(1) == chain([1, 2, 3, 4, 5, 6]).digest(1)
-    assert chain([1, 2, 3, 4]).digest(1) != chain([9, 2, 3, 4]).digest(1)
-    assert chain([1, 2, 1, 2]).digest(1) != chain([1, 2]).digest(0)
-    assert chain([1, 2]).digest(0) != chain([2, 1]).digest(0)
+def test_hash_covers_everything_before_the_block() -> None:
+    assert chain([1, 2, 3, 4])[1] == chain([1, 2, 3, 4, 5, 6])[1]
+    assert chain([1, 2, 3, 4])[1] != chain([9, 2, 3, 4])[1]
+    assert chain([1, 2, 1, 2])[1] != chain([1, 2])[0]
+    assert chain([1, 2])[0] != chain([2, 1])[0]
 
 
 def test_salt_separates_equal_prompts() -> None:
-    assert chain([1, 2], salt="a").digest(0) == chain([1, 2], salt="a").digest(0)
-    assert len({chain([1, 2], salt=salt).digest(0) for salt in ("", "a", "b", "\ud800")}) == 4
+    assert chain([1, 2], salt="a")[0] == chain([1, 2], salt="a")[0]
+    assert len({chain([1, 2], salt=salt)[0] for salt in ("", "a", "b", "\ud800")}) == 4
 
 
 def test_chain_follows_its_growing_token_list() -> None:
     tokens = [1, 2]
     grown = chain(tokens)
-    grown.digest(0)
+    grown[0]
     tokens += [3, 4]
-    assert grown.digest(1) == chain([1, 2, 3, 4]).digest(1)
+    assert grown[1] == chain([1, 2, 3, 4])[1]
 
 
 def test_match_stops_at_the_first_gap() -> None:
     names = chain([1, 2, 3, 4, 5, 6])
-    pool, block_ids = filled_pool(3, [names.digest(0), names.digest(2)])
+    pool, block_ids = filled_pool(3, [names[0], names[2]])
     assert match_prefix(pool, names, max_blocks=3) == block_ids[:1]
     assert match_prefix(pool, names, max_blocks=0) == []
 

@@ -9,7 +9,7 @@ import pytest
 
 from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from negamax.scheduler.blocks import BlockPool
-from negamax.scheduler.prefix_cache import DigestChain, match_prefix
+from negamax.scheduler.prefix_cache import BlockHashes, match_prefix
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, TokenLogprobs
@@ -282,9 +282,9 @@ def test_blocked_request_is_not_looked_up_again_while_nothing_changed(
 ) -> None:
     lookups: list[int] = []
 
-    def counted(pool: BlockPool, chain: DigestChain, *, max_blocks: int) -> list[int]:
+    def counted(pool: BlockPool, block_hashes: BlockHashes, *, max_blocks: int) -> list[int]:
         lookups.append(max_blocks)
-        return match_prefix(pool, chain, max_blocks=max_blocks)
+        return match_prefix(pool, block_hashes, max_blocks=max_blocks)
 
     monkeypatch.setattr("negamax.scheduler.scheduler.match_prefix", counted)
     scheduler = make_scheduler(blocks=6, prefix_cache=True)

@@ -262,7 +262,7 @@ def paste(rng: random.Random, lines: int) -> str:
 
 
 def agent_system(rng: random.Random) -> str:
-    """A system prompt of the length and kind that coding agents send, as far as the window
+    """A system prompt of the length and kind that coding agents send, as far as the context length
     allows.
     """
     lines = [

@@ -52,7 +52,7 @@ class LiveSize:
 
     sessions: int
     turns: int
-    window: int
+    context_length: int
     system_len: int
     result_len: int
     output_len: int
@@ -60,12 +60,19 @@ class LiveSize:
     @classmethod
     def full(cls, sessions: int) -> LiveSize:
         return cls(
-            sessions, turns=20, window=16_384, system_len=1500, result_len=200, output_len=256
+            sessions,
+            turns=20,
+            context_length=16_384,
+            system_len=1500,
+            result_len=200,
+            output_len=256,
         )
 
     @classmethod
     def small(cls, sessions: int) -> LiveSize:
-        return cls(sessions, turns=3, window=8_192, system_len=100, result_len=60, output_len=160)
+        return cls(
+            sessions, turns=3, context_length=8_192, system_len=100, result_len=60, output_len=160
+        )
 
 
 @dataclass
@@ -275,16 +282,16 @@ def violations(value: Any, schema: dict[str, Any], *, place: str = "arguments") 
     return found
 
 
-def _widened(folder: Path, *, window: int) -> Path:
-    """The embedded model with a longer window than it was trained for: what it says does not matter
-    here.
+def _widened(folder: Path, *, context_length: int) -> Path:
+    """The embedded model with a longer context than it was trained for: what it says does not
+    matter here.
     """
     nano = resolve_model("nano")
     for file in nano.iterdir():
         if file.name != "config.json":
             (folder / file.name).symlink_to(file)
     config = json.loads((nano / "config.json").read_text(encoding="utf-8")) | {
-        "max_position_embeddings": window
+        "max_position_embeddings": context_length
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
@@ -304,7 +311,9 @@ async def _play_day(
         agent_output_len=size.output_len,
     )
     sessions = AgentSessions(
-        options, scale=TextScale(tokens_per_char=0.45, overhead=200), window=size.window
+        options,
+        scale=TextScale(tokens_per_char=0.45, overhead=200),
+        context_length=size.context_length,
     )
     client = ServingClient(f"http://{server.host}:{server.port}", headers={}, timeout=300.0)
     tally = _Tally()
@@ -327,7 +336,7 @@ def live_day(*, size: LiveSize, seed: int) -> dict[str, Any]:
     """The report; `problems` in it is empty where nothing broke."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="replay-") as name:
-        model = _widened(Path(name), window=size.window)
+        model = _widened(Path(name), context_length=size.context_length)
         with serving("--served-model-name", "nano", model=str(model)) as server:
             tally, held = asyncio.run(_play_day(server, size, seed=seed))
             problems = tally.problems[:MAX_PROBLEMS] + server.log_problems()[:MAX_PROBLEMS]

@@ -189,7 +189,7 @@ class _Responses:
             new_id=partial(context.server_rank.new_id, num_bytes=16),
             signer=self._signer,
             logprobs=logprobs,
-            keep=keep if params.store else _forget,
+            keep=keep if params.store else _drop,
             request_id=request.state.request_id,
         )
         if params.background:
@@ -387,7 +387,7 @@ class _Responses:
         )
 
 
-def _forget(response: ResponseAnswer) -> None:
+def _drop(response: ResponseAnswer) -> None:
     """The client asked for it not to be kept."""
 
 

@@ -115,7 +115,7 @@ def native_router(context: ApiContext) -> APIRouter:
                 hint="try again when they are done, or abort them",
                 code="busy",
             )
-        context.engine.forget_prefixes()
+        context.engine.reset_prefix_cache()
         return Response("Cache flushed.\n", media_type="text/plain")
 
     async def model_info() -> Response:

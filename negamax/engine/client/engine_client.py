@@ -273,13 +273,13 @@ class AsyncEngine:
             self._channel.send(wire.AbortRequests(meant))
         return len(meant)
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, but for what running requests hold. Errors: those of
         `check_alive`.
         """
         self.check_alive()
         assert self._channel is not None
-        self._channel.send(wire.ForgetPrefixes())
+        self._channel.send(wire.ResetPrefixCache())
 
     def on_engine_ready(self, channel: EngineChannel, info: wire.ModelInfo) -> None:
         """An engine is there."""

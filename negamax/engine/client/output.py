@@ -211,7 +211,7 @@ def admit(
     """Check a prompt and its parameters against the model and fill in the model's defaults.
 
     Errors: `InvalidRequestError` for an empty prompt, ids outside the vocabulary or parameters out
-    of range; `ContextLengthError` where prompt and requested output exceed the window.
+    of range; `ContextLengthError` where prompt and requested output exceed the context length.
     """
     num_prompt_tokens = len(prompt_token_ids)
     if num_prompt_tokens == 0:

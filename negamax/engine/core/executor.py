@@ -23,13 +23,13 @@ from negamax.engine.core.rank_watch import RankWatch
 from negamax.engine.core.row_failures import RowFailureLog
 from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
 from negamax.worker.config import (
-    Probe,
-    ProbeAnswer,
+    DebugCommand,
+    DebugResult,
     RankAddresses,
     WorkerConfig,
     WorkerReady,
 )
-from negamax.worker.rank_process import BITMASK, PLAN, PROBE, RESULT, RankFailed, RankReport
+from negamax.worker.rank_process import BITMASK, DEBUG_COMMAND, PLAN, RESULT, RankFailed, RankReport
 
 if TYPE_CHECKING:
     from negamax.worker.step_output import StepOutput
@@ -62,7 +62,7 @@ class Executor(Protocol):
         """
         ...
 
-    def probe(self, probe: Probe) -> ProbeAnswer:
+    def run_debug_command(self, command: DebugCommand) -> DebugResult:
         """Ask every rank between steps; the answer of rank 0."""
         ...
 
@@ -93,8 +93,8 @@ class InProcessExecutor:
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
         self._bitmask.set_result(bitmask)
 
-    def probe(self, probe: Probe) -> ProbeAnswer:
-        return self._thread.submit(self._worker.probe, probe).result()
+    def run_debug_command(self, command: DebugCommand) -> DebugResult:
+        return self._thread.submit(self._worker.run_debug_command, command).result()
 
     def watch_ranks(self) -> None:
         return None
@@ -175,12 +175,12 @@ class MultiProcessExecutor:
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
         self._send(BITMASK + msgspec.msgpack.encode(bitmask), dp_rank)
 
-    def probe(self, probe: Probe) -> ProbeAnswer:
+    def run_debug_command(self, command: DebugCommand) -> DebugResult:
         for dp_rank in range(len(self._row_failures)):
-            self._send(PROBE + msgspec.msgpack.encode(probe), dp_rank)
+            self._send(DEBUG_COMMAND + msgspec.msgpack.encode(command), dp_rank)
         answers = [
             msgspec.msgpack.decode(
-                self._receive(socket, self._poller([socket], zmq.POLLIN)), type=ProbeAnswer
+                self._receive(socket, self._poller([socket], zmq.POLLIN)), type=DebugResult
             )
             for socket in self._sockets
         ]

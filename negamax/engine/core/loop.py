@@ -27,8 +27,8 @@ from negamax.worker.config import (
     OBSERVE_ROUTING,
     START_PROFILE,
     STOP_PROFILE,
+    DebugCommand,
     KernelTime,
-    Probe,
 )
 
 logger = get_logger(__name__)
@@ -109,9 +109,9 @@ class EngineLoop:
         """The requests that run or wait."""
         return [*self._grammars.opening_ids(), *self._scheduler.request_ids()]
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, but for what running requests hold."""
-        self._scheduler.forget_prefixes()
+        self._scheduler.reset_prefix_cache()
 
     def step(self) -> list[SequenceUpdate]:
         """Launch the next step, commit the one before it, and return what the requests gained."""
@@ -176,27 +176,27 @@ class EngineLoop:
         """From now on (or no more) run without CUDA graphs and keep which experts each step
         chose.
         """
-        self._executor.probe(Probe(OBSERVE_ROUTING, int(on)))
+        self._executor.run_debug_command(DebugCommand(OBSERVE_ROUTING, int(on)))
 
     def distinct_experts(self, num_rows: int) -> float | None:
         """Experts that the first `num_rows` rows of the last step chose, mean over the layers; None
         unless observed.
         """
-        return self._executor.probe(Probe(DISTINCT_EXPERTS, num_rows)).number
+        return self._executor.run_debug_command(DebugCommand(DISTINCT_EXPERTS, num_rows)).number
 
     def decode_seconds(self, num_rows: int) -> float | None:
         """Device time of one captured decode step, launched back to back; None without graphs.
         Nothing else may be running.
         """
-        return self._executor.probe(Probe(DECODE_SECONDS, num_rows)).number
+        return self._executor.run_debug_command(DebugCommand(DECODE_SECONDS, num_rows)).number
 
     def start_profile(self) -> None:
         """Record every kernel of rank 0 from now on."""
-        self._executor.probe(Probe(START_PROFILE))
+        self._executor.run_debug_command(DebugCommand(START_PROFILE))
 
     def stop_profile(self) -> list[KernelTime]:
         """The kernels since `start_profile`."""
-        return self._executor.probe(Probe(STOP_PROFILE)).kernels or []
+        return self._executor.run_debug_command(DebugCommand(STOP_PROFILE)).kernels or []
 
     def dump_crash(self, reason: str, error: BaseException) -> None:
         """Write down what ran when `error` was raised."""

@@ -197,8 +197,8 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
                 loop.abort(
                     [name for name in loop.request_ids() if wire.server_of(name) == message.server]
                 )
-            elif isinstance(message, wire.ForgetPrefixes):
-                loop.forget_prefixes()
+            elif isinstance(message, wire.ResetPrefixCache):
+                loop.reset_prefix_cache()
             else:
                 return
         updates = loop.step()

@@ -18,7 +18,7 @@ from negamax.text.chat_template import ChatTemplate
 from negamax.text.formats.registry import family_of
 from negamax.text.script import Script, ScriptedAnswers
 from negamax.text.tokenizer import Tokenizer
-from negamax.worker.config import Probe, ProbeAnswer, WorkerReady
+from negamax.worker.config import DebugCommand, DebugResult, WorkerReady
 
 NUM_WINDOWS = 8  # KV cache, in sequences of the whole context length
 
@@ -74,8 +74,8 @@ class ScriptedExecutor:
             self._latest.masks[row] = bitmask.masks[place]
         self._latest.postponed.extend(bitmask.postponed)
 
-    def probe(self, probe: Probe) -> ProbeAnswer:
-        return ProbeAnswer()
+    def run_debug_command(self, command: DebugCommand) -> DebugResult:
+        return DebugResult()
 
     def watch_ranks(self) -> None:
         return None

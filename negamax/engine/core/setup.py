@@ -1,5 +1,5 @@
-"""From options to a running engine: the window, the worker's share of the configuration, the
-scheduler's limits.
+"""From options to a running engine: the context length, the worker's share of the configuration,
+the scheduler's limits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         spec = replace(spec, max_position_embeddings=script.context_length)
     for note in spec.notes:
         logger.info("%s", note)
-    max_model_len = _window(options, spec)
+    max_model_len = _context_length(options, spec)
     layout = ParallelLayout.of(options.parallel)
     check_split(layout, spec)
     device = _settled_device(options, layout)
@@ -114,7 +114,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     if ready.memory_summary:
         logger.info("%s", ready.memory_summary)
     logger.debug("kernels:\n%s", ready.kernels)
-    max_model_len = _window_of_pool(max_model_len, ready.num_kv_blocks * block_size)
+    max_model_len = _cached_context_length(max_model_len, ready.num_kv_blocks * block_size)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=max_num_seqs,
@@ -188,9 +188,9 @@ def _settled_device(options: EngineOptions, layout: ParallelLayout) -> str:
     return device
 
 
-def _window_of_pool(max_model_len: int, pool_tokens: int) -> int:
-    """The window that the cache can hold: its tokens, and a last one that is sampled but never
-    run.
+def _cached_context_length(max_model_len: int, pool_tokens: int) -> int:
+    """The context length that the cache can hold: its tokens, and a last one that is sampled but
+    never run.
     """
     if max_model_len > pool_tokens + 1:
         logger.warning(
@@ -202,7 +202,7 @@ def _window_of_pool(max_model_len: int, pool_tokens: int) -> int:
     return min(max_model_len, pool_tokens + 1)
 
 
-def _window(options: EngineOptions, spec: ModelSpec) -> int:
+def _context_length(options: EngineOptions, spec: ModelSpec) -> int:
     if options.max_model_len is None:
         return spec.max_position_embeddings
     if options.max_model_len > spec.max_position_embeddings:

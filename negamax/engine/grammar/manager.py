@@ -192,21 +192,21 @@ class GrammarManager:
         self._opening = waiting
         for rule in done:
             if rule.problem is not None:
-                self._forget(rule)
+                self._discard(rule)
         return [
             Opened(rule.request, rule.problem, rule.refusal is not None, rule.is_lost)
             for rule in done
         ]
 
     def close(self, request_id: str) -> bool:
-        """Forget the rules of a request; whether it was still being opened."""
+        """Drop the rules of a request; whether it was still being opened."""
         rule = self._rules.get(request_id)
         if rule is None:
             return False
         was_opening = rule in self._opening
         if was_opening:
             self._opening.remove(rule)
-        self._forget(rule)
+        self._discard(rule)
         return was_opening
 
     def advance(self, updates: Sequence[SequenceUpdate]) -> list[str]:
@@ -220,7 +220,7 @@ class GrammarManager:
             if rule is None:
                 continue
             if update.finish_reason is not None:
-                self._forget(rule)
+                self._discard(rule)
                 continue
             parts = [
                 part for token_id in update.token_ids if (part := rule.push(token_id)) is not None
@@ -231,7 +231,7 @@ class GrammarManager:
                 rule.asked = time.monotonic()
             elif rule.client is None and rule.gate is not None and rule.gate.is_over:
                 released.append(update.request_id)
-                self._forget(rule)
+                self._discard(rule)
         for client, items in advances.items():
             client.send(wire.AdvanceGrammars(items))
         return released
@@ -472,7 +472,7 @@ class GrammarManager:
     def _clients(self) -> list[GrammarClient]:
         return [*([self._client] if self._client is not None else []), *self._retired]
 
-    def _forget(self, rule: _Rule) -> None:
+    def _discard(self, rule: _Rule) -> None:
         del self._rules[rule.request.request_id], self._by_key[rule.key]
         client = rule.client
         if client is not None and client in self._clients():

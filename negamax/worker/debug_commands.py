@@ -15,9 +15,9 @@ from negamax.worker.config import (
     OBSERVE_ROUTING,
     START_PROFILE,
     STOP_PROFILE,
+    DebugCommand,
+    DebugResult,
     KernelTime,
-    Probe,
-    ProbeAnswer,
     WorkerConfig,
 )
 from negamax.worker.graphs import DecodeGraphs
@@ -25,8 +25,8 @@ from negamax.worker.graphs import DecodeGraphs
 REPLAYS = 20
 
 
-class Probes:
-    """Answers for one worker."""
+class DebugCommands:
+    """What one worker does for them."""
 
     def __init__(self, model: CausalModel, config: WorkerConfig, *, device: torch.device) -> None:
         self._mixtures = mixtures(model.layers)
@@ -42,10 +42,10 @@ class Probes:
         """
         return self._routing is not None
 
-    def answer(self, probe: Probe, graphs: DecodeGraphs | None) -> ProbeAnswer:
-        """The answer to `probe`; an empty one where this worker cannot tell."""
-        if probe.name == OBSERVE_ROUTING:
-            on = probe.argument == 1
+    def run(self, command: DebugCommand, graphs: DecodeGraphs | None) -> DebugResult:
+        """The result of `command`; an empty one where this worker cannot tell."""
+        if command.name == OBSERVE_ROUTING:
+            on = command.argument == 1
             self._routing = None
             if on:
                 self._routing = [
@@ -54,19 +54,19 @@ class Probes:
                 ]
             for moe, ids in zip(self._mixtures, self._routing or repeat(None), strict=False):
                 moe.observe(ids)
-        if probe.name == DISTINCT_EXPERTS and self._routing:
-            hits = [len(ids[: probe.argument].clamp_min(0).unique()) for ids in self._routing]
-            return ProbeAnswer(number=sum(hits) / len(hits))
-        if probe.name == DECODE_SECONDS and graphs is not None:
-            return ProbeAnswer(number=graphs.replay_seconds(probe.argument, repeats=REPLAYS))
-        if probe.name == START_PROFILE:
+        if command.name == DISTINCT_EXPERTS and self._routing:
+            hits = [len(ids[: command.argument].clamp_min(0).unique()) for ids in self._routing]
+            return DebugResult(number=sum(hits) / len(hits))
+        if command.name == DECODE_SECONDS and graphs is not None:
+            return DebugResult(number=graphs.replay_seconds(command.argument, repeats=REPLAYS))
+        if command.name == START_PROFILE:
             _synchronize()
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities = [torch.profiler.ProfilerActivity.CUDA]
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()
-        if probe.name == STOP_PROFILE and self._profiler is not None:
+        if command.name == STOP_PROFILE and self._profiler is not None:
             _synchronize()
             self._profiler.stop()
             on_gpu = torch.cuda.is_available()
@@ -79,8 +79,8 @@ class Probes:
                 for entry in self._profiler.key_averages()
             ]
             self._profiler = None
-            return ProbeAnswer(kernels=[kernel for kernel in kernels if kernel.microseconds > 0])
-        return ProbeAnswer()
+            return DebugResult(kernels=[kernel for kernel in kernels if kernel.microseconds > 0])
+        return DebugResult()
 
 
 def _synchronize() -> None:
