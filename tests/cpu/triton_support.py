@@ -6,6 +6,7 @@ skips the test module.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -39,6 +40,11 @@ def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
 
 
 interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+# The interpreter works out whether integers overflow (40 % of its time), but says so under `debug`
+# alone.
+_builder = interpreter.interpreter_builder
+_builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)
 
 _patch_language = interpreter._patch_lang
 _patched: set[Any] = set()  # modules of Triton's language, while a kernel runs
