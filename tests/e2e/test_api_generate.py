@@ -7,12 +7,13 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import MODEL, Server, eventually
+from tests.e2e.conftest import MODEL, STUB, Server, eventually, serving
 from tests.e2e.test_api_errors import error_of
 
 PROMPT = "Tom has 47 apples and buys 38 more. How many apples"
@@ -200,6 +201,16 @@ def test_model_and_server_describe_themselves(http: httpx.Client) -> None:
         info = http.get(f"/{prefix}server_info").json()
         assert info["context_length"] == 4096 and info["max_total_num_tokens"] > 0
         assert not any("key" in name for name in info)
+
+
+def test_server_info_says_how_the_model_is_split(tmp_path: Path) -> None:
+    options = ("--tensor-parallel-size", "4", "--expert-parallel-size", "2")
+    with (
+        serving(*options, program=STUB, log_file=tmp_path / "log") as server,
+        server.http() as http,
+    ):
+        info = http.get("/server_info").json()
+    assert (info["tp_size"], info["ep_size"]) == (4, 2)
 
 
 @pytest.mark.parametrize(

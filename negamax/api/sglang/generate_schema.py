@@ -249,6 +249,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     device: str  # where the model runs
     dtype: str  # of activations
     tp_size: int  # ranks that share the model
+    ep_size: int  # ranks that experts are split over
     page_size: int  # tokens of a block of the KV cache
     max_running_requests: int  # sequences in one step at most
     max_total_num_tokens: int  # that the KV cache holds

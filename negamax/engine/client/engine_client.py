@@ -13,6 +13,7 @@ from pathlib import Path
 from negamax.base.errors import EngineDeadError, UnavailableError
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.config.options import EngineOptions
+from negamax.config.parallel import ParallelOptions
 from negamax.engine import wire
 from negamax.engine.client.admission import Admission, prefill_tokens
 from negamax.engine.client.connection import EngineChannel
@@ -121,9 +122,9 @@ class AsyncEngine:
         ) or _NO_STATS
 
     @property
-    def tensor_parallel_size(self) -> int:
-        """Ranks of the engine."""
-        return self._options.tensor_parallel_size
+    def parallel(self) -> ParallelOptions:
+        """How the model is split over the engine's ranks."""
+        return self._options.parallel
 
     @property
     def num_open(self) -> int:
