@@ -130,10 +130,10 @@ def num_bytes(*tensors: Tensor) -> int:
 def randn(
     *shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0
 ) -> Tensor:
-    """Normal random values of standard deviation `scale`, drawn in float32 so that every dtype sees
-    the same ones.
+    """Normal random values of standard deviation `scale`, on the generator's device; drawn in
+    float32, so that every dtype sees the same ones.
     """
-    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+    return (torch.randn(*shape, generator=generator, device=generator.device) * scale).to(dtype)
 
 
 def _upcast(value: Any) -> Any:

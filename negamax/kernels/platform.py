@@ -9,7 +9,7 @@ import platform
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from negamax.base.errors import ConfigError
 
@@ -144,7 +144,7 @@ def platform_of(device: torch.device) -> Platform:
     if device.type != "cuda":
         return CPU
     found = torch.cuda.get_device_properties(device)
-    sizes = {
+    sizes: dict[str, Any] = {
         "name": found.name,
         "multiprocessors": found.multi_processor_count,
         "shared_memory": found.shared_memory_per_multiprocessor,

@@ -23,6 +23,7 @@ from negamax.kernels.kvcache import spec as kvcache
 from negamax.kernels.moe import sorted as moe_sorted
 from negamax.kernels.moe import spec as moe
 from negamax.kernels.native import rows as native_rows
+from negamax.kernels.norm import cpu as norm_cpu
 from negamax.kernels.norm import spec as norm
 from negamax.kernels.op import AnyKernel, Kernel, Op, OpName, P, R
 from negamax.kernels.platform import Feature, Platform
@@ -55,6 +56,7 @@ _LINEARS: tuple[LinearKernel, ...] = (
 KERNELS: tuple[AnyKernel, ...] = (
     *_LINEARS[:-1],
     *(kernel for linear in gemm_vendor.KERNELS for kernel in native_rows.kernels(linear)),
+    *norm_cpu.KERNELS,
     *bucketed.KERNELS,
     *moe_sorted.kernels(_LINEARS),
     *(op.reference for op in OPS.values()),

@@ -421,7 +421,7 @@ def _through_peers(
     region = peers.reduce
     out, values, scales = norm_kernels.outputs(residual, norm)
     _all_reduce_add_rms[(num_tokens,)](
-        x, residual, norm.weight, out, values, scales, norm.eps_value, region.addresses,
+        x, residual, norm.weight, out, values, scales, norm.eps, region.addresses,
         region.epochs, peers.rank,
         WORLD=peers.world,
         ROWS=region.rows,
@@ -461,7 +461,7 @@ def _through_shards(
     out = torch.empty_like(rows) if norm.quantize else rows
     if len(rows):
         _complete_rows[(len(rows),)](
-            region.parts, region.gathered, rows, norm.weight, out, norm.eps_value, num_tokens,
+            region.parts, region.gathered, rows, norm.weight, out, norm.eps, num_tokens,
             shard, group.rank,
             QUANTIZE=norm.quantize, num_warps=tiles.SHARD_WARPS, **shared,
         )  # fmt: skip

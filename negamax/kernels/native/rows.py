@@ -22,7 +22,8 @@ from negamax.kernels.moe import sorted as moe_sorted
 from negamax.kernels.moe.sorted import PreparedExperts
 from negamax.kernels.moe.spec import Activated, Gate, mask_padding, pair
 from negamax.kernels.native import library
-from negamax.kernels.norm.spec import sum_parts
+from negamax.kernels.norm import spec as norm_spec
+from negamax.kernels.norm.spec import NormWeight, sum_parts
 from negamax.kernels.op import Kernel, OpName, P, R
 from negamax.kernels.peers import Collective
 from negamax.kernels.signatures import (
@@ -59,20 +60,6 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
 
 
 # --- norms ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NormWeight:
-    """A norm's weight [width], in the dtype of its rows, and the eps under its root."""
-
-    weight: Tensor
-    eps: float
-
-
-def prepare_norm(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight:
-    """weight [width], eps under the root."""
-    assert not quantize, "the CPU computes in the model's dtype only"
-    return NormWeight(weight, eps)
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
@@ -300,7 +287,7 @@ def kernels(linear: Kernel[PrepareLinear, Linear]) -> tuple[Kernel[Any, Any], ..
         )
 
     return (
-        kernel(ADD_RMS, add_rms, prepare_norm),
+        kernel(ADD_RMS, add_rms, norm_spec.prepare),
         kernel(QK_NORM_ROPE_WRITE, qk_norm_rope_write, attention.prepare_qk_norm),
         kernel(DECODE, decode, plan_decode),
         kernel(ROUTE, route, pair),

@@ -243,7 +243,7 @@ def prepare(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight
     assert not quantize or weight.shape[0] % GROUP == 0, (
         f"a norm {weight.shape[0]} wide has no whole FP8 groups of {GROUP}"
     )
-    return spec.norm_weight(weight, eps, quantize=quantize)
+    return NormWeight(weight, eps, quantize)
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | QuantizedActivations:
@@ -258,7 +258,7 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Quantized
         return result(out, values, scales, norm)
     assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
     _add_rms[(num_tokens,)](
-        x, residual, norm.weight, out, values, scales, norm.eps_value,
+        x, residual, norm.weight, out, values, scales, norm.eps,
         PARTS=x.shape[1] if x.dim() == 3 else 1,
         WORDS=width // 2,
         BLOCK=max(triton.next_power_of_2(width // 2), GROUP // 2),

@@ -1,0 +1,96 @@
+"""Inputs of norms, how kernels are called with them, and what they cost."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
+from negamax.kernels.formats import E4M3_MAX
+from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
+
+
+def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """x [T, width], then x [T, P, width]: no tokens, one, odd counts and widths."""
+    shapes: tuple[tuple[int, ...], ...] = (
+        (0, 64), (1, 256), (7, 37), (33, 3072), (0, 8, 64), (1, 8, 256), (5, 3, 136), (3, 1, 200),
+    )  # fmt: skip
+    return [_case(shape, dtype, generator) for shape in shapes]
+
+
+def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's hidden states: one token to a prompt's chunk, as one part or one per chosen
+    expert, plain and FP8.
+    """
+    shapes: tuple[tuple[int, ...], ...] = (
+        (1, 3072), (1, 8, 3072), (16, 8, 3072), (100, 3072), (8192, 3072),
+    )  # fmt: skip
+    return [
+        _case(shape, dtype, generator, quantize=quantize)
+        for shape in shapes
+        for quantize in (False, True)
+    ]
+
+
+def _case(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    quantize: bool = False,
+) -> Case:
+    num_tokens, width = shape[0], shape[-1]
+    normal = partial(randn, dtype=dtype, generator=generator)
+    tensors = {
+        "x": normal(*shape, scale=1.0 if len(shape) == 2 else shape[1] ** -0.5),
+        "residual": normal(num_tokens, width, scale=4.0),
+        "weight": 1 + normal(width, scale=0.2),
+    }
+    parts = f" P={shape[1]}" if len(shape) == 3 else ""
+    label = f"T={num_tokens} width={width}{parts}{' fp8' * quantize}"
+    return Case(label, tensors, {"eps": 1e-6, "quantize": quantize})
+
+
+def prepare_case(kernel: AnyKernel, case: Case) -> Any:
+    """The norm of a case; with FP8 where the case asks for it, but for the reference."""
+    quantize = case.numbers["quantize"] and kernel.provider != "reference"
+    return kernel.prepare(case.tensors["weight"], case.numbers["eps"], quantize=quantize)
+
+
+def apply_add_rms(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The norm, and the residual."""
+    residual = case.tensors["residual"].clone()
+    out = kernel.run(case.tensors["x"], residual, prepare_case(kernel, case))
+    return (*case_outputs(out, case), residual)
+
+
+def case_outputs(out: Tensor | QuantizedActivations, case: Case) -> tuple[Tensor, ...]:
+    """What a norm returned, as tensors to compare: the plain values and, where the case asks for
+    FP8, the same once more with NaN wherever the FP8 form is further away from them than its
+    rounding explains."""
+    values = unquantized(out)
+    if not case.numbers["quantize"]:
+        return (values,)
+    if not isinstance(out, QuantizedActivations):
+        return values, values
+    wide = values.float()
+    largest = wide.unflatten(-1, (-1, GROUP)).abs().amax(dim=-1)
+    scales_fit = (
+        out.scale - torch.where(largest > 0, largest / E4M3_MAX, 1.0)
+    ).abs() <= 1e-5 * out.scale
+    spread = out.scale.repeat_interleave(GROUP, dim=-1)
+    # half a step
+    values_fit = (out.q.float() * spread - wide).abs() <= wide.abs() / 15.9 + spread / 1023
+    fits = values_fit & scales_fit.repeat_interleave(GROUP, dim=-1)
+    return values, values.where(fits, torch.nan)
+
+
+def cost(case: Case) -> Cost:
+    """x and the residual read, the residual and the norm written, in FP8 too where asked for."""
+    x, residual, weight = case.tensors["x"], case.tensors["residual"], case.tensors["weight"]
+    in_fp8 = residual.numel() + 4 * residual.numel() // GROUP if case.numbers["quantize"] else 0
+    moved = num_bytes(x) + 3 * num_bytes(residual) + num_bytes(weight) + in_fp8
+    return Cost(num_bytes=moved, flops=x.numel() + 5 * residual.numel())
