@@ -134,7 +134,7 @@ def main() -> None:
             random_output_len=given.tokens,
         )
         cpu = time.process_time()
-        measured = serve.run(options, serve.Progress())
+        measured = serve.run(options, serve.RunProgress())
         cpu = time.process_time() - cpu
         server.terminate()
     summary = serve_report.summarize(measured, options)

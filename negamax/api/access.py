@@ -14,7 +14,7 @@ from negamax.api.playground import browser_key
 from negamax.base.errors import AuthenticationError, ConfigError, ForbiddenError
 from negamax.config.key_file import keys_of_file
 from negamax.config.options import ServerOptions
-from negamax.engine.client.generation import Owner
+from negamax.engine.client.open_request import Owner
 
 _ALL = "*"
 _Headers = Sequence[tuple[bytes, bytes]]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from negamax.base.errors import NegamaxError
-from negamax.engine.client.generation import Observer
+from negamax.engine.client.open_request import Observer
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 

@@ -53,7 +53,7 @@ async def _serve() -> None:
     )
     begin = await _next(reader)
     assert isinstance(begin, wire.Begin), begin
-    while not isinstance(message := await _next(reader), wire.EngineReady):
+    while not isinstance(message := await _next(reader), wire.UseEngine):
         if message is None or isinstance(message, wire.Drain | wire.Abort):
             return
     rank = ServerRank.of(begin.index, begin.server.api_server_count, Path(begin.folder))
@@ -114,7 +114,7 @@ class ServerWorker:
 
     async def take(self, message: wire.ServerMessage) -> None:
         """Something became of the engine."""
-        if isinstance(message, wire.EngineReady):
+        if isinstance(message, wire.UseEngine):
             self.close()
             address = EngineAddress(message.folder)
             channel = EngineChannel(
@@ -129,7 +129,7 @@ class ServerWorker:
         elif isinstance(message, wire.EngineLost):
             self._engine.on_engine_lost(message.reason, ready_in=message.ready_in)
             self.close()
-        elif isinstance(message, wire.EngineFailed):
+        elif isinstance(message, wire.EngineDead):
             self._engine.on_engine_failed(message.reason)
 
     async def stop(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from negamax.bench.serve_options import BenchOptions
-from negamax.bench.serve_workloads import Answer, Session, TextScale, Turn, Turns
+from negamax.bench.serve_workloads import Answer, Session, SessionTurn, TextScale, Turns
 
 STEPS_PER_TASK = (3, 9)  # turns until the user speaks again
 RESULT_SPREAD = (0.3, 1.7)  # of a tool result's length
@@ -141,9 +141,9 @@ class AgentSessions:
             history = [*history, *(_live_reply(answer, step) if live else _recorded_reply(step))]
             answer = yield self._turn(history, pause=self._options.agent_pause)
 
-    def _turn(self, history: list[dict[str, Any]], *, pause: float) -> Turn:
+    def _turn(self, history: list[dict[str, Any]], *, pause: float) -> SessionTurn:
         body: dict[str, Any] = {"messages": history, "max_tokens": self._options.agent_output_len}
-        return Turn(body | {"tools": self.tools} if self.tools else body, pause=pause)
+        return SessionTurn(body | {"tools": self.tools} if self.tools else body, pause=pause)
 
     def _step(self, rng: random.Random, *, number: int, ends: bool) -> _Step:
         options, chars = self._options, self._scale.chars

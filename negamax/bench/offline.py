@@ -20,7 +20,7 @@ import msgspec
 
 from negamax.base.errors import ConfigError
 from negamax.bench.report import environment
-from negamax.bench.workload import BatchTimes, Prompts, run_batch
+from negamax.bench.workload import BatchTimes, RandomPrompts, run_batch
 from negamax.config.options import EngineOptions
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
@@ -34,7 +34,7 @@ SCHEMA = "negamax-bench-offline/1"
 
 
 @dataclass(frozen=True)
-class Workload:
+class OfflineWorkload:
     """Batches of `concurrency` requests that are started together. Lengths in tokens."""
 
     input_len: int
@@ -75,7 +75,7 @@ class Repeat:
     preemptions: int
 
 
-def conditions(options: EngineOptions, workload: Workload) -> dict[str, Any]:
+def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, Any]:
     """What two results must have in common to be compared."""
     return {
         "model": options.model,
@@ -87,7 +87,7 @@ def conditions(options: EngineOptions, workload: Workload) -> dict[str, Any]:
 
 
 def run(
-    options: EngineOptions, workload: Workload, *, say: Callable[[str], None]
+    options: EngineOptions, workload: OfflineWorkload, *, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Start an engine, measure every batch size, stop it; the document that `--json` writes. `say`
     gets lines of progress.
@@ -123,14 +123,14 @@ def run(
 
 
 def _measure_all(
-    loop: EngineLoop, info: ModelInfo, workload: Workload, *, say: Callable[[str], None]
+    loop: EngineLoop, info: ModelInfo, workload: OfflineWorkload, *, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     filters = {
         "temperature": workload.temperature,
         "top_k": workload.top_k,
         "top_p": workload.top_p,
     }
-    prompts = Prompts(info, seed=workload.seed, **filters)
+    prompts = RandomPrompts(info, seed=workload.seed, **filters)
     runs = []
     for num_requests in workload.concurrency:
         distinct = _warm_up(loop, prompts, workload, num_requests=num_requests)
@@ -147,7 +147,7 @@ def _measure_all(
 
 
 def _warm_up(
-    loop: EngineLoop, prompts: Prompts, workload: Workload, *, num_requests: int
+    loop: EngineLoop, prompts: RandomPrompts, workload: OfflineWorkload, *, num_requests: int
 ) -> float | None:
     """Run a short batch or two; the distinct experts per layer and step of its decode steps, where
     they are to be counted.
@@ -173,7 +173,7 @@ def _warm_up(
 
 
 def _measure(
-    loop: EngineLoop, prompts: Prompts, workload: Workload, *, num_requests: int
+    loop: EngineLoop, prompts: RandomPrompts, workload: OfflineWorkload, *, num_requests: int
 ) -> Repeat:
     def batch(output_len: int) -> BatchTimes:
         return run_batch(

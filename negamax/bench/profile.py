@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from negamax.bench.report import environment
-from negamax.bench.workload import Prompts, decode_batch
+from negamax.bench.workload import RandomPrompts, decode_batch
 from negamax.config.options import EngineOptions
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
@@ -125,7 +125,7 @@ def run(
     """
     loop, info = start_loop(options)
     try:
-        prompts = Prompts(info, seed=options.seed, temperature=1.0)
+        prompts = RandomPrompts(info, seed=options.seed, temperature=1.0)
         runs = []
         for batch in batches:
             entries, wall = _profile(
@@ -165,7 +165,13 @@ def run(
 
 
 def _profile(
-    loop: EngineLoop, prompts: Prompts, *, batch: int, context: int, steps: int, max_model_len: int
+    loop: EngineLoop,
+    prompts: RandomPrompts,
+    *,
+    batch: int,
+    context: int,
+    steps: int,
+    max_model_len: int,
 ) -> tuple[list[OperationTime], float]:
     """Kernel times by operation, and the microseconds of a step by the wall clock while they were
     recorded.

@@ -54,7 +54,7 @@ class Measurement:
     interrupted: bool = False
 
 
-class Progress:
+class RunProgress:
     """Counts while the run goes on, for a display. Single writer: the run."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class _Server:
 
 def run(
     options: BenchOptions,
-    progress: Progress,
+    progress: RunProgress,
     *,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Measurement:
@@ -90,7 +90,7 @@ def run(
         return runner.run(_run(options, progress))
 
 
-async def _run(options: BenchOptions, progress: Progress) -> Measurement:
+async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
     async with _connected(options) as server:
         progress.stage = "preparing"
         options, workload = await _prepare(options, server)
@@ -294,7 +294,7 @@ async def measure_scale(
 class _Load:
     """Sends sessions and keeps their records. Single writer: the event loop."""
 
-    def __init__(self, options: BenchOptions, server: _Server, progress: Progress) -> None:
+    def __init__(self, options: BenchOptions, server: _Server, progress: RunProgress) -> None:
         self.records: list[Record] = []
         self._options = options
         self._server = server
@@ -342,7 +342,7 @@ class _Load:
         for _ in range(session.num_turns - sent):
             self._count(Record(number, ended=now, error=UNSENT))
 
-    async def _turn(self, turn: workloads.Turn, number: int, *, collect: bool) -> Answer:
+    async def _turn(self, turn: workloads.SessionTurn, number: int, *, collect: bool) -> Answer:
         record = Record(number)
         reader = AnswerReader(record, collect=collect, running_usage=self._server.running_usage)
         async with self._room:

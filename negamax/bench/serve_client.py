@@ -51,7 +51,7 @@ class ExchangeError(Exception):
         self.fresh = fresh
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One HTTP/1.1 connection. Single writer: the event loop."""
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class _Delta(msgspec.Struct, gc=False):
     tool_calls: list[_CallPiece] | None = None
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _EventChoice(msgspec.Struct, gc=False):
     text: str | None = None
     token_ids: list[int] | None = None
     delta: _Delta | None = None
@@ -279,7 +279,7 @@ class _Usage(msgspec.Struct, gc=False):
 
 
 class _Event(msgspec.Struct, gc=False):
-    choices: list[_Choice] = []
+    choices: list[_EventChoice] = []
     usage: _Usage | None = None
     error: Any = None
     object: str | None = None
@@ -382,7 +382,7 @@ class AnswerReader:
                 record.arrivals.append(now)
                 record.running_tokens.append(num_tokens)
 
-    def _take(self, choices: list[_Choice]) -> bool:
+    def _take(self, choices: list[_EventChoice]) -> bool:
         """Whether one of `choices` carries output."""
         found = False
         for choice in choices:
@@ -476,7 +476,7 @@ class ServingClient:
                 "a header has a line break in it", hint="give --header NAME=VALUE on one line"
             )
         self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
 
     def close(self) -> None:
         """Drop all kept connections."""
@@ -544,11 +544,11 @@ class ServingClient:
                 if not error.fresh:
                     raise
         connect = asyncio.get_running_loop().create_connection(
-            Connection, self._host, self._port, ssl=self._tls
+            ClientConnection, self._host, self._port, ssl=self._tls
         )
         await self._on((await connect)[1], request, sink)
 
-    async def _on(self, connection: Connection, request: bytes, sink: Sink) -> None:
+    async def _on(self, connection: ClientConnection, request: bytes, sink: Sink) -> None:
         try:
             await connection.exchange(request, sink)
         except BaseException:

@@ -30,7 +30,7 @@ _SYLLABLES = (
 
 
 @dataclass(frozen=True)
-class Turn:
+class SessionTurn:
     """One request: its body without model and sampling, the prompt's length where it is known, and
     a pause before it.
     """
@@ -48,7 +48,7 @@ class Answer:
     message: dict[str, Any] | None
 
 
-Turns = Generator[Turn, Answer, None]
+Turns = Generator[SessionTurn, Answer, None]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class TextScale:
         return max(1, round(num_chars * self.tokens_per_char))
 
 
-def single(turn: Turn) -> Session:
+def single(turn: SessionTurn) -> Session:
     """A session of one request."""
 
     def start() -> Turns:
@@ -134,12 +134,12 @@ class Prompts:
             else ""
         )
 
-    def turn(self, *parts: Any, output_len: int) -> Turn:
+    def turn(self, *parts: Any, output_len: int) -> SessionTurn:
         """A request whose prompt is `parts` in a row."""
         if self.scale is None:
             ids = [token for part in parts for token in part]
-            return Turn({"prompt": ids, "max_tokens": output_len}, prompt_tokens=len(ids))
-        return Turn(
+            return SessionTurn({"prompt": ids, "max_tokens": output_len}, prompt_tokens=len(ids))
+        return SessionTurn(
             {
                 **as_prompt(" ".join(part for part in parts if part), self.options),
                 "max_tokens": output_len,
@@ -154,7 +154,7 @@ def as_prompt(text: str, options: BenchOptions) -> dict[str, Any]:
     )
 
 
-def random_turns(prompts: Prompts) -> Iterator[Turn]:
+def random_turns(prompts: Prompts) -> Iterator[SessionTurn]:
     """Endless requests of random lengths, each drawn evenly from `options.length_range`."""
     options, rng = prompts.options, random.Random(prompts.options.seed)
     prefix = prompts.part(rng, options.random_prefix_len)
@@ -166,7 +166,7 @@ def random_turns(prompts: Prompts) -> Iterator[Turn]:
         yield prompts.turn(prefix, fresh, output_len=rng.randint(*outputs))
 
 
-def prefix_repetition_turns(prompts: Prompts) -> Iterator[Turn]:
+def prefix_repetition_turns(prompts: Prompts) -> Iterator[SessionTurn]:
     """Endless requests with one of a few prefixes, each as often as the others, and a suffix of
     their own.
     """
@@ -181,7 +181,7 @@ def prefix_repetition_turns(prompts: Prompts) -> Iterator[Turn]:
             yield prompts.turn(prefix, suffix, output_len=options.prefix_repetition_output_len)
 
 
-def endless_workload(turns: Iterator[Turn], options: BenchOptions) -> Workload:
+def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> Workload:
     """`num_prompts` of `turns`; the next ones, which share only prefixes with them, warm the server
     up.
     """
@@ -267,7 +267,7 @@ def sharegpt_workload(
             and output >= min(MIN_TOKENS, options.sharegpt_output_len or MIN_TOKENS)
             and prompt + output <= limit
         ):
-            turns.append(Turn({**as_prompt(question, options), "max_tokens": output}))
+            turns.append(SessionTurn({**as_prompt(question, options), "max_tokens": output}))
     if not turns:
         raise ConfigError(
             f"none of the {len(pairs)} conversations fits {limit} tokens",
@@ -293,7 +293,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
     Lines of one session are sent one after the other, `delay` seconds after the answer before.
     Errors: `ConfigError` naming the line.
     """
-    sessions: dict[str, list[Turn]] = {}
+    sessions: dict[str, list[SessionTurn]] = {}
     for number, line in enumerate(_read(path).splitlines(), start=1):
         if not line.strip():
             continue
@@ -321,13 +321,13 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
             else {"max_tokens": options.custom_output_len}
         )
         key = str(entry["session"]) if "body" in entry and "session" in entry else f" {number}"
-        sessions.setdefault(key, []).append(Turn({**body, **limits}, pause=float(delay)))
+        sessions.setdefault(key, []).append(SessionTurn({**body, **limits}, pause=float(delay)))
     if not sessions:
         raise ConfigError(f"--dataset-path {path!r} has no requests")
     return [_recorded(turns) for turns in sessions.values()]
 
 
-def _recorded(turns: Sequence[Turn]) -> Session:
+def _recorded(turns: Sequence[SessionTurn]) -> Session:
     def start() -> Turns:
         for turn in turns:  # noqa: UP028 (a list takes no answers)
             yield turn

@@ -32,7 +32,7 @@ class BatchTimes:
     preemptions: int
 
 
-class Prompts:
+class RandomPrompts:
     """Requests whose prompts are token ids drawn uniformly from the vocabulary; no two prompts are
     alike.
     """

@@ -35,7 +35,7 @@ from negamax.checkpoint.reader import (
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import PLAIN, Role, StoredTensor
 from negamax.layers.weights import WeightSlot
-from negamax.models.family import Names, names_of
+from negamax.models.family import WeightNames, names_of
 
 logger = get_logger(__name__)
 
@@ -55,7 +55,7 @@ class HasWeightSlots(Protocol):
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class CheckpointReport:
     """What was loaded and what was left out."""
 
     num_tensors: int  # of the checkpoint, scales included, skipped ones not
@@ -121,7 +121,7 @@ class _Move:
 
 def load_weights(
     model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progress: ShowProgress | None = None
-) -> LoadReport:
+) -> CheckpointReport:
     """Fill the slots of `model` from the safetensors files in `folder`. The caller packs the model
     afterwards.
 
@@ -161,7 +161,7 @@ def load_weights(
             if progress:
                 progress(done, total)
         check.finish(reader)
-    return LoadReport(
+    return CheckpointReport(
         num_tensors=sum(len(move.tensors) for move in moves),
         num_bytes=total,
         num_dequantized=len(dequantized),
@@ -175,7 +175,7 @@ def load_weights(
 def _plan(
     entries: Mapping[str, TensorEntry],
     slots: Mapping[str, WeightSlot],
-    names: Names,
+    names: WeightNames,
     *,
     num_layers: int,
 ) -> tuple[list[_Move], dict[str, tuple[str, ...]]]:
@@ -339,7 +339,9 @@ def _refuse_names(what: str, names: list[str], *, hint: str = _OTHER_MODEL) -> N
         raise CheckpointError(f"{verb}: {first_names(names)}", hint=hint)
 
 
-def _refuse_layers(found: Mapping[str, TensorEntry], names: Names, *, num_layers: int) -> None:
+def _refuse_layers(
+    found: Mapping[str, TensorEntry], names: WeightNames, *, num_layers: int
+) -> None:
     """Refuse tensors of layers that config.json does not have: without them the model is another
     one.
     """

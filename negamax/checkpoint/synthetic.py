@@ -22,7 +22,7 @@ from negamax.checkpoint.loader import HasWeightSlots, ShowProgress
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import E4M3, E4M3_MAX, PLAIN, Role, StoredTensor
 from negamax.layers.weights import WeightSlot
-from negamax.models.family import Draw, init_of
+from negamax.models.family import Initializer, init_of
 
 # Of stored E4M3 values, which reach up to 448, and of the scales of their blocks relative to the
 # mean scale.
@@ -88,7 +88,7 @@ def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightS
             yield name, number, members[first : first + size]
 
 
-def _plain(slots: Sequence[WeightSlot], draw: Draw, *, generator: torch.Generator) -> Tensor:
+def _plain(slots: Sequence[WeightSlot], draw: Initializer, *, generator: torch.Generator) -> Tensor:
     noise = _normal(slots, torch.float32, mean=draw.mean, std=draw.std, generator=generator)
     return F.normalize(noise, dim=-1) if draw.unit_rows else noise
 

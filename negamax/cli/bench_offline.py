@@ -97,7 +97,7 @@ def command(
     from negamax.bench import offline, plots, report  # torch
     from negamax.engine.core.source import locate
 
-    workload = offline.Workload(
+    workload = offline.OfflineWorkload(
         input_len=input_len,
         output_len=output_len,
         concurrency=counts,

@@ -35,7 +35,7 @@ from negamax.cli.bench_options import OUTPUT, WORKLOAD, parse_counts, parse_numb
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters
 
 if TYPE_CHECKING:
-    from negamax.bench.serve import Measurement, Progress
+    from negamax.bench.serve import Measurement, RunProgress
 
 HELP = (
     "Load an OpenAI-compatible server, any one, and report time to first token, token rates "
@@ -317,7 +317,7 @@ def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[s
     """One run and its figures, with progress on standard error where `shown`."""
     from negamax.bench import serve, serve_report
 
-    progress = serve.Progress()
+    progress = serve.RunProgress()
     with _display(progress, shown=shown):
         measured = serve.run(options, progress, loop_factory=_loop_factory())
     return measured, serve_report.summarize(measured, options)
@@ -486,7 +486,7 @@ def _loop_factory() -> Any:
 
 
 @contextmanager
-def _display(progress: Progress, *, shown: bool) -> Iterator[None]:
+def _display(progress: RunProgress, *, shown: bool) -> Iterator[None]:
     """Show `progress` on standard error, from a thread of its own, until the block ends."""
     if not shown or not sys.stderr.isatty():
         yield
@@ -534,7 +534,7 @@ def _display(progress: Progress, *, shown: bool) -> Iterator[None]:
             thread.join()
 
 
-def _rates(progress: Progress) -> str:
+def _rates(progress: RunProgress) -> str:
     """'12.3 req/s, 1,234 tok/s, 2 failed'."""
     if progress.started is None:
         return ""

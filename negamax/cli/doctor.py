@@ -13,7 +13,7 @@ import typer
 from negamax.base import env
 from negamax.cli import doctor_checks as checks
 from negamax.cli.doctor_checks import Check
-from negamax.cli.doctor_models import Gpu, Machine, Verdict, verdicts
+from negamax.cli.doctor_models import Gpu, Machine, ModelVerdict, verdicts
 from negamax.config.options import ServerOptions
 
 HELP = "Look at this machine: versions, GPUs, caches, ports, and which models it can serve."
@@ -88,7 +88,7 @@ def _machine(probe: dict[str, Any]) -> Machine:
     )
 
 
-def _print(found: list[Check], models: list[Verdict]) -> None:
+def _print(found: list[Check], models: list[ModelVerdict]) -> None:
     section = ""
     for check in found:
         if check.section != section:

@@ -54,7 +54,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ModelVerdict:
     """Whether a model runs here: the command, or the reason why not."""
 
     model: str
@@ -63,19 +63,19 @@ class Verdict:
     detail: str
 
 
-def verdicts(machine: Machine) -> list[Verdict]:
+def verdicts(machine: Machine) -> list[ModelVerdict]:
     """One for `nano` and one for each published model."""
-    nano = Verdict("nano", True, "negamax serve nano", "the embedded model, on any machine")
+    nano = ModelVerdict("nano", True, "negamax serve nano", "the embedded model, on any machine")
     if machine.memory_bytes < _NANO_BYTES and not machine.gpus:
         missing = f"needs 1 GiB of main memory, {_gib(machine.memory_bytes)} are free"
-        nano = Verdict("nano", False, "", missing)
+        nano = ModelVerdict("nano", False, "", missing)
     elif _refusal(machine.gpus):
         detail = "the embedded model, on the CPU of this machine"
-        nano = Verdict("nano", True, "negamax serve nano --device cpu", detail)
+        nano = ModelVerdict("nano", True, "negamax serve nano --device cpu", detail)
     return [nano, *(_with_disk(_verdict(name, machine), name, machine) for name in bundled_names())]
 
 
-def _with_disk(verdict: Verdict, name: str, machine: Machine) -> Verdict:
+def _with_disk(verdict: ModelVerdict, name: str, machine: Machine) -> ModelVerdict:
     """With a word about the download, where the disk has no room for it."""
     size = weight_bytes(bundled_spec(name), dtype=_DTYPE)
     if not verdict.runs or size < machine.disk_bytes:
@@ -86,7 +86,7 @@ def _with_disk(verdict: Verdict, name: str, machine: Machine) -> Verdict:
     )
 
 
-def _verdict(name: str, machine: Machine) -> Verdict:
+def _verdict(name: str, machine: Machine) -> ModelVerdict:
     model = f"MiniMaxAI/MiniMax-{name.removeprefix('minimax-').upper()}"
     spec = bundled_spec(name)
     if machine.gpus:
@@ -96,14 +96,14 @@ def _verdict(name: str, machine: Machine) -> Verdict:
     form = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
     need = f"{_gib(needed)} of main memory in {form} on the CPU, {_gib(machine.memory_bytes)} free"
     if needed < machine.memory_bytes:
-        return Verdict(model, True, f"negamax serve {model}", f"slow: {need}")
-    return Verdict(model, False, "", f"needs {need}")
+        return ModelVerdict(model, True, f"negamax serve {model}", f"slow: {need}")
+    return ModelVerdict(model, False, "", f"needs {need}")
 
 
-def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
+def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     refusal, kept = _refusal(gpus), _is_kept(spec, gpus)
     if refusal:
-        return Verdict(model, False, "", refusal)
+        return ModelVerdict(model, False, "", refusal)
     tokens, best = 0, ParallelOptions()
     possible = list(_possible_splits(spec, len(gpus), kept=kept))
     for splits in sorted(possible, key=lambda each: each.enable_expert_parallel):
@@ -126,7 +126,7 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
         need = (
             f"needs {_gib(_weights(spec, 1, kept=kept))} for its weights, {free} are free per GPU"
         )
-        return Verdict(model, False, "", f"{need}; it takes {hint}")
+        return ModelVerdict(model, False, "", f"{need}; it takes {hint}")
     command = f"negamax serve {model}" + (f" --tensor-parallel-size {size}" if size > 1 else "")
     command += " --enable-expert-parallel" if best.enable_expert_parallel else ""
     if tokens < spec.max_position_embeddings:
@@ -138,7 +138,7 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> Verdict:
         detail += "; never measured on such a GPU"
     if best.enable_expert_parallel:
         detail += "; never measured with whole experts on each GPU"
-    return Verdict(model, True, command, detail)
+    return ModelVerdict(model, True, command, detail)
 
 
 def _is_kept(spec: ModelSpec, gpus: Sequence[Gpu]) -> bool:

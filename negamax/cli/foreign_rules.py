@@ -36,7 +36,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Translation:
     """What becomes of an option: others in its place (name and value), a note that says why nothing
     does, or a refusal."""
 
@@ -48,10 +48,10 @@ class Verdict:
 
 # From the value (a text, a list of them, what JSON holds, or a boolean) and the options of the
 # line, as texts by parameter.
-Rule = Callable[[Any, Mapping[str, str]], Verdict]
+Rule = Callable[[Any, Mapping[str, str]], Translation]
 
 
-def compilation(value: Any, line: Mapping[str, str]) -> Verdict:
+def compilation(value: Any, line: Mapping[str, str]) -> Translation:
     """What it says of CUDA graphs counts, level 0 is --enforce-eager; there is no compiler."""
     config = value if isinstance(value, dict) else {}
     instead = []
@@ -60,40 +60,42 @@ def compilation(value: Any, line: Mapping[str, str]) -> Verdict:
     sizes = config.get("max_cudagraph_capture_size") or config.get("cudagraph_capture_sizes")
     if sizes:
         instead += capture_sizes(sizes, line).instead
-    return Verdict(tuple(instead), note=None if instead else GRAPHS)
+    return Translation(tuple(instead), note=None if instead else GRAPHS)
 
 
-def capture_sizes(value: Any, line: Mapping[str, str]) -> Verdict:
+def capture_sizes(value: Any, line: Mapping[str, str]) -> Translation:
     """The largest size is --max-cudagraph-capture-size."""
     words = [str(size) for size in (value if isinstance(value, list) else [value])]
     sizes = [int(size) for word in words for size in re.findall(r"\d+", word)]
     if not sizes:
-        return Verdict(note=GRAPHS)
-    return Verdict((("--max-cudagraph-capture-size", str(max(sizes))),))
+        return Translation(note=GRAPHS)
+    return Translation((("--max-cudagraph-capture-size", str(max(sizes))),))
 
 
-def graph_backend(value: Any, line: Mapping[str, str]) -> Verdict:
+def graph_backend(value: Any, line: Mapping[str, str]) -> Translation:
     """`disabled` is --enforce-eager."""
-    return Verdict((("--enforce-eager", ""),)) if value == "disabled" else Verdict(note=GRAPHS)
+    return (
+        Translation((("--enforce-eager", ""),)) if value == "disabled" else Translation(note=GRAPHS)
+    )
 
 
-def no_decode_graphs(value: Any, line: Mapping[str, str]) -> Verdict:
+def no_decode_graphs(value: Any, line: Mapping[str, str]) -> Translation:
     """The same as --enforce-eager."""
-    return Verdict((("--enforce-eager", ""),)) if value else Verdict()
+    return Translation((("--enforce-eager", ""),)) if value else Translation()
 
 
-def expert_parallel(value: Any, line: Mapping[str, str]) -> Verdict:
+def expert_parallel(value: Any, line: Mapping[str, str]) -> Translation:
     """The same as --enable-expert-parallel."""
-    return Verdict((("--enable-expert-parallel", ""),)) if value else Verdict()
+    return Translation((("--enable-expert-parallel", ""),)) if value else Translation()
 
 
 def unsupported_split(field: str) -> Rule:
     """The rule of names for `field` of `ParallelOptions`."""
 
-    def rule(value: Any, line: Mapping[str, str]) -> Verdict:
+    def rule(value: Any, line: Mapping[str, str]) -> Translation:
         """More than 1 is refused, with what to start instead."""
         if value in ("1", "0"):
-            return Verdict()
+            return Translation()
         ranks, size = line.get("tensor_parallel_size", ""), str(value)
         experts = line.get("expert_parallel_size", "1") != "1" or "enable_expert_parallel" in line
         remedy = instead_of(
@@ -102,33 +104,33 @@ def unsupported_split(field: str) -> Rule:
             ranks=int(ranks) if ranks.isdigit() else 1,
             splits_experts=experts,
         )
-        return Verdict(refusal=UNSUPPORTED[field], remedy=remedy)
+        return Translation(refusal=UNSUPPORTED[field], remedy=remedy)
 
     return rule
 
 
-def quantization(value: Any, line: Mapping[str, str]) -> Verdict:
+def quantization(value: Any, line: Mapping[str, str]) -> Translation:
     """fp8 and auto are what the checkpoint stores; others are refused."""
     if value in ("fp8", "auto"):
-        return Verdict(note=STORED)
+        return Translation(note=STORED)
     remedy = "leave it out, and serve a checkpoint in FP8 blocks or bf16"
-    return Verdict(refusal=STORED, remedy=remedy)
+    return Translation(refusal=STORED, remedy=remedy)
 
 
-def kv_transfer(value: Any, line: Mapping[str, str]) -> Verdict:
+def kv_transfer(value: Any, line: Mapping[str, str]) -> Translation:
     """Without effect where kv_role is kv_both, else refused."""
     role = value.get("kv_role", "kv_both") if isinstance(value, dict) else ""
     if role == "kv_both":
-        return Verdict(note=TRANSFER)
+        return Translation(note=TRANSFER)
     refusal = "prefill and decode run in one server"
-    return Verdict(refusal=refusal, remedy="start one server without it")
+    return Translation(refusal=refusal, remedy="start one server without it")
 
 
-def tokenizer(value: Any, line: Mapping[str, str]) -> Verdict:
+def tokenizer(value: Any, line: Mapping[str, str]) -> Translation:
     """Any other than MODEL is refused."""
     if str(value).rstrip("/") == line.get("model", "").rstrip("/"):
-        return Verdict()
-    return Verdict(
+        return Translation()
+    return Translation(
         refusal=TOKENIZER,
         remedy="leave it out, or put the files into a local folder with the checkpoint",
     )

@@ -18,12 +18,12 @@ from negamax.base.errors import ConfigError
 from negamax.cli import config_file
 from negamax.cli.flags import Flag, Kind
 from negamax.cli.foreign_flags import TABLE, Foreign
-from negamax.cli.foreign_rules import VALUES, Verdict
+from negamax.cli.foreign_rules import VALUES, Translation
 from negamax.cli.words import (
     HELP,
     Given,
-    Names,
     Option,
+    OptionNames,
     is_model_option,
     merged,
     nearest,
@@ -47,7 +47,7 @@ _ONLY_FLAGS = frozenset({"help", "explain", "version", "config"})
 
 
 @dataclass(frozen=True)
-class Choice:
+class OptionValue:
     """What was chosen for an option, as words for typer, and where: a flag as it was written, a
     variable, a key of a file."""
 
@@ -60,7 +60,7 @@ class Resolved:
     """A command line after `resolve`, its single writer."""
 
     words: list[str]
-    choices: dict[str, Choice] = field(default_factory=dict)  # by parameter
+    choices: dict[str, OptionValue] = field(default_factory=dict)  # by parameter
     notes: list[str] = field(default_factory=list)  # on what has no effect
 
 
@@ -72,7 +72,7 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
         return Resolved(list(words))
     options = options_of(command)
     takes_foreign = getattr(command.callback, "takes_foreign_flags", False)
-    names = Names([*options, HELP], TABLE if takes_foreign else {})
+    names = OptionNames([*options, HELP], TABLE if takes_foreign else {})
     line = split(rest, names)
     if any(given.name in HELP.names for given in line.given):
         return Resolved([*path, "--help"])
@@ -121,7 +121,7 @@ def options_of(command: TyperCommand) -> list[Option]:
 # Where values come from
 
 
-def _of_file(given: Sequence[Given], names: Names) -> list[Given]:
+def _of_file(given: Sequence[Given], names: OptionNames) -> list[Given]:
     if "--config" not in names.own:
         return []
     named = [item.values[0] for item in given if item.name == "--config"]
@@ -174,7 +174,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
 
 def _translated(
     levels: Sequence[Sequence[Given]],
-    names: Names,
+    names: OptionNames,
     model: str | None,
     notes: list[str],
 ) -> list[list[Given]]:
@@ -189,12 +189,12 @@ def _translated(
     for place, level in enumerate(levels):
         instead = []
         for item in _once_each([item for item in level if item.name not in names.own], names):
-            verdict = _judge(TABLE[item.name], item, line)
-            if verdict.refusal is not None:
-                refusals.append(f"{item.shown}: {verdict.refusal} ({verdict.remedy})")
-            if verdict.note is not None:
-                without_effect.setdefault(verdict.note, []).append(item.source)
-            for name, value in verdict.instead:
+            translation = _judge(TABLE[item.name], item, line)
+            if translation.refusal is not None:
+                refusals.append(f"{item.shown}: {translation.refusal} ({translation.remedy})")
+            if translation.note is not None:
+                without_effect.setdefault(translation.note, []).append(item.source)
+            for name, value in translation.instead:
                 instead.append(Given(name, (value,) if value else (), item.source))
         own[place] = [*instead, *own[place]]
     if refusals:
@@ -205,7 +205,7 @@ def _translated(
     return own
 
 
-def _once_each(items: Sequence[Given], names: Names) -> list[Given]:
+def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
     """One item for each name."""
     found: dict[str, Given] = {}
     for item in items:
@@ -214,26 +214,26 @@ def _once_each(items: Sequence[Given], names: Names) -> list[Given]:
     return list(found.values())
 
 
-def _judge(entry: Foreign, item: Given, line: Mapping[str, str]) -> Verdict:
+def _judge(entry: Foreign, item: Given, line: Mapping[str, str]) -> Translation:
     """What becomes of an option of another server."""
     value: Any = item.parsed(entry.kind)
     if entry.rule is not None:
         return entry.rule(value, line)
     if entry.remedy is None:
-        return Verdict(note=entry.reason)
+        return Translation(note=entry.reason)
     is_off = not item.is_set or value in ({}, [])
     if is_off or (entry.kind is not Kind.SWITCH and str(value).lower() in entry.unless):
-        return Verdict()
-    return Verdict(refusal=entry.reason, remedy=entry.remedy)
+        return Translation()
+    return Translation(refusal=entry.reason, remedy=entry.remedy)
 
 
 # The choice
 
 
-def _choose(levels: Sequence[Sequence[Given]], names: Names) -> dict[str, Choice]:
+def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
     """The words for each option: those of the last level that says something of it, or of all
     where a list adds up."""
-    chosen: dict[str, Choice] = {}
+    chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}
         for item in level:
@@ -242,16 +242,16 @@ def _choose(levels: Sequence[Sequence[Given]], names: Names) -> dict[str, Choice
             found[option.name] = item if before is None else merged(before, item, option.kind)
         for name, item in found.items():
             option = names.own[item.name].option
-            choice = Choice(_words(item, names), item.source)
+            choice = OptionValue(_words(item, names), item.source)
             if option.adds_up and name in chosen:
                 lower = chosen[name]
                 source = f"{lower.source}, {choice.source}"
-                choice = Choice((*lower.words, *choice.words), source)
+                choice = OptionValue((*lower.words, *choice.words), source)
             chosen[name] = choice
     return chosen
 
 
-def _words(item: Given, names: Names) -> tuple[str, ...]:
+def _words(item: Given, names: OptionNames) -> tuple[str, ...]:
     option, is_opposite = names.own[item.name].option, names.own[item.name].is_opposite
     if option.kind is Kind.SWITCH:
         return (option.flag,) if item.is_set != is_opposite else ()

@@ -127,7 +127,7 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
     return f"did you mean {names[matches[0]]}?" if matches else None
 
 
-class Names:
+class OptionNames:
     """All names that a command knows: those of its own options, and of other servers'."""
 
     def __init__(self, options: Sequence[Option], foreign: Mapping[str, Foreign]) -> None:
@@ -172,7 +172,7 @@ def is_model_option(option: Option) -> bool:
     return option.name == "model_option"
 
 
-def split(words: Sequence[str], names: Names) -> Line:
+def split(words: Sequence[str], names: OptionNames) -> Line:
     """Sort the words of a command line. Errors: `ConfigError` for a name that is not known."""
     reader = _Reader(list(words), names)
     while reader.words:
@@ -180,7 +180,7 @@ def split(words: Sequence[str], names: Names) -> Line:
     return Line(tuple(reader.positional), tuple(reader.given), tuple(reader.after_dashes))
 
 
-def with_model(line: Line, names: Names) -> Line:
+def with_model(line: Line, names: OptionNames) -> Line:
     """`line` where MODEL is the last word behind an option that takes many, as no other can be."""
     for place in reversed(range(len(line.given))):
         item = line.given[place]
@@ -195,7 +195,7 @@ def with_model(line: Line, names: Names) -> Line:
 class _Reader:
     """Takes options from the front of `words`. Single writer: `split`."""
 
-    def __init__(self, words: list[str], names: Names) -> None:
+    def __init__(self, words: list[str], names: OptionNames) -> None:
         self.words = words
         self.names = names
         self.positional: list[str] = []

@@ -125,7 +125,7 @@ def _tasks(suite: str, *, count: int, seed: int) -> list[_Task]:
     )
 
 
-def _math_task(problem: nano_math.Problem) -> _Task:
+def _math_task(problem: nano_math.MathProblem) -> _Task:
     return _Task(
         messages=list(problem.messages),
         tools=None,
@@ -136,7 +136,7 @@ def _math_task(problem: nano_math.Problem) -> _Task:
     )
 
 
-def _tool_task(problem: nano_tools.Problem) -> _Task:
+def _tool_task(problem: nano_tools.ToolProblem) -> _Task:
     def solved_by(parsed: ParsedOutput) -> bool:
         calls = [
             (call.name, json.loads(call.arguments)) for call in parsed.tool_calls if call.is_whole

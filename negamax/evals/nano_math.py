@@ -38,7 +38,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Problem:
+class MathProblem:
     """A word problem, its exact answer and the calculation that leads to it."""
 
     messages: tuple[dict[str, Any], ...]  # one user message
@@ -57,14 +57,14 @@ class _Unlucky(Exception):
     """The numbers drawn so far cannot be completed; draw again."""
 
 
-def generate(seed: int) -> Problem:
+def generate(seed: int) -> MathProblem:
     """The problem of this seed; equal seeds give equal problems on every platform."""
     return draw(random.Random(f"nano-math:{seed}"))
 
 
 def draw(
     rng: random.Random, *, templates: Sequence[Template] | None = None, rename: Rename | None = None
-) -> Problem:
+) -> MathProblem:
     """A random problem from `rng`; training data may bring its own templates and replace the words
     of the slots.
     """
@@ -80,14 +80,14 @@ def draw(
             continue
 
 
-def held_out(problem: Problem) -> bool:
+def held_out(problem: MathProblem) -> bool:
     """Whether this problem is reserved for evaluation."""
     return common.is_held_out("nano-math\n" + common.normalise(problem.text))
 
 
-def problems(count: int, seed: int = 0) -> list[Problem]:
+def problems(count: int, seed: int = 0) -> list[MathProblem]:
     """`count` distinct held-out problems."""
-    found: dict[str, Problem] = {}
+    found: dict[str, MathProblem] = {}
     for problem in _stream(seed):
         if len(found) == count:
             break
@@ -96,7 +96,7 @@ def problems(count: int, seed: int = 0) -> list[Problem]:
     return list(found.values())
 
 
-def grade(problem: Problem, content: str) -> bool:
+def grade(problem: MathProblem, content: str) -> bool:
     """Whether the last integer of the final answer text (reasoning excluded) is exactly the
     expected one.
     """
@@ -112,14 +112,14 @@ def extract_answer(content: str) -> int | None:
     return int(digits)
 
 
-def _stream(seed: int) -> Iterator[Problem]:
+def _stream(seed: int) -> Iterator[MathProblem]:
     offset = seed * 10_000_000
     while True:
         yield generate(offset)
         offset += 1
 
 
-def _fill(template: Template, rng: random.Random, rename: Rename | None = None) -> Problem:
+def _fill(template: Template, rng: random.Random, rename: Rename | None = None) -> MathProblem:
     question, plan, answer = template
     names = rng.sample(common.NAMES, 3)
     (one, many), (_, others) = rng.sample(common.OBJECTS, 2)
@@ -143,7 +143,7 @@ def _fill(template: Template, rng: random.Random, rename: Rename | None = None) 
         raise _Unlucky
     sentence = answer.format(**{**slots, "r": result, "W": winner})
     text = question.format(**slots)
-    return Problem(
+    return MathProblem(
         ({"role": "user", "content": text},), (), result, steps, sentence[0].upper() + sentence[1:]
     )
 

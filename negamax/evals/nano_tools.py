@@ -52,7 +52,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ToolProblem:
     """A request, the declared tools and the calls that answer it, in order."""
 
     messages: tuple[dict[str, Any], ...]  # one user message
@@ -89,12 +89,12 @@ class Tool:
     action: str  # for composed tools: what the user asks for, such as "create an invoice"
 
 
-def generate(seed: int) -> Problem:
+def generate(seed: int) -> ToolProblem:
     """The problem of this seed; equal seeds give equal problems on every platform."""
     return draw(random.Random(f"nano-tools:{seed}"))
 
 
-def held_out(problem: Problem) -> bool:
+def held_out(problem: ToolProblem) -> bool:
     """Whether this problem is reserved for evaluation."""
     canonical = (
         json.dumps(problem.tools, sort_keys=True, ensure_ascii=False)
@@ -104,9 +104,9 @@ def held_out(problem: Problem) -> bool:
     return common.is_held_out("nano-tools\n" + canonical)
 
 
-def problems(count: int, seed: int = 0) -> list[Problem]:
+def problems(count: int, seed: int = 0) -> list[ToolProblem]:
     """`count` distinct held-out problems."""
-    found: dict[str, Problem] = {}
+    found: dict[str, ToolProblem] = {}
     offset = seed * 10_000_000
     while len(found) < count:
         problem = generate(offset)
@@ -116,7 +116,7 @@ def problems(count: int, seed: int = 0) -> list[Problem]:
     return list(found.values())
 
 
-def grade(problem: Problem, calls: Sequence[tuple[str, dict[str, Any]]]) -> bool:
+def grade(problem: ToolProblem, calls: Sequence[tuple[str, dict[str, Any]]]) -> bool:
     """Whether the calls made are exactly the expected ones: names, order, argument names, values
     and JSON types.
     """
@@ -130,14 +130,14 @@ def grade(problem: Problem, calls: Sequence[tuple[str, dict[str, Any]]]) -> bool
     return True
 
 
-def draw(rng: random.Random) -> Problem:
+def draw(rng: random.Random) -> ToolProblem:
     """A random problem from `rng`."""
     declared = draw_tools(rng, rng.choices((1, 2, 3, 4), weights=(30, 30, 24, 16))[0])
     tools = tuple(as_json(tool, rng) for tool in declared)
     if rng.random() < 0.04:
-        return Problem(({"role": "user", "content": rng.choice(SMALL_TALK)},), tools, ())
+        return ToolProblem(({"role": "user", "content": rng.choice(SMALL_TALK)},), tools, ())
     text, calls = draw_request(declared, rng)
-    return Problem(({"role": "user", "content": text},), tools, calls)
+    return ToolProblem(({"role": "user", "content": text},), tools, calls)
 
 
 def draw_request(declared: Sequence[Tool], rng: random.Random) -> tuple[str, tuple[Call, ...]]:

@@ -49,7 +49,7 @@ class WeightSpec:
 
 
 @dataclass(frozen=True)
-class Draw:
+class Initializer:
     """How synthetic values of a tensor are drawn: normal, with `unit_rows` rows of length 1."""
 
     std: float
@@ -57,7 +57,7 @@ class Draw:
     unit_rows: bool = False
 
 
-class Names(Protocol):
+class WeightNames(Protocol):
     """The module `names` of a family."""
 
     def place(self, names: Iterable[str], *, num_layers: int) -> Mapping[str, Placement]:
@@ -75,13 +75,13 @@ class Names(Protocol):
 class Init(Protocol):
     """The module `init` of a family."""
 
-    def draw(self, name: str, spec: ModelSpec) -> Draw:
+    def draw(self, name: str, spec: ModelSpec) -> Initializer:
         """How the slot `name` is filled without a checkpoint."""
 
 
-def names_of(spec: ModelSpec) -> Names:
+def names_of(spec: ModelSpec) -> WeightNames:
     """The names of the checkpoints of `spec`'s family."""
-    return cast(Names, import_module(f"{family_of(spec.architecture).package}.names"))
+    return cast(WeightNames, import_module(f"{family_of(spec.architecture).package}.names"))
 
 
 def init_of(spec: ModelSpec) -> Init:

@@ -48,7 +48,7 @@ class SchedulerLimits:
 
 
 @dataclass(frozen=True)
-class _InFlight:
+class _UncommittedPlan:
     """A plan that is not committed."""
 
     step_id: int
@@ -79,7 +79,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # by order
         self._running: list[Sequence] = []  # by order: the last one is the first to be preempted
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_UncommittedPlan] = deque()
         self._num_constrained = 0  # unfinished sequences that are
         self._admitted: list[str] = []  # request ids, until `take_admitted`
         self._arrival_count = 0
@@ -244,7 +244,7 @@ class Scheduler:
         if not builder.sequences and not builder.chunks:
             return None
         plan = builder.finish(self._step_count, has_constrained=self._num_constrained > 0)
-        self._in_flight.append(_InFlight(self._step_count, builder.sequences, set()))
+        self._in_flight.append(_UncommittedPlan(self._step_count, builder.sequences, set()))
         self._step_count += 1
         return plan
 
@@ -564,7 +564,7 @@ class Scheduler:
         sequence.block_ids = []
         sequence.index_at = NEVER  # rows in flight fill blocks that are no longer its own
 
-    def _take_in_flight(self, plan: StepPlan) -> _InFlight:
+    def _take_in_flight(self, plan: StepPlan) -> _UncommittedPlan:
         step = self._in_flight.popleft()
         assert step.step_id == plan.step_id, "plans are committed in the order they were made"
         self._last_committed = step.step_id

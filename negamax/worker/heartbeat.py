@@ -23,7 +23,7 @@ BEAT_SECONDS = 0.1
 LOST_SECONDS = 2.0
 
 
-class Heartbeat:
+class RankHeartbeat:
     """Beats of rank `rank` in `beats`, a table with a row for each rank and one more, which the
     executor sets to let kernels that wait for other ranks give up."""
 

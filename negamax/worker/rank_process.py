@@ -32,7 +32,7 @@ from negamax.base.shared_numbers import SharedNumbers
 from negamax.scheduler import crash_details
 from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
 from negamax.worker.config import DebugCommand, WorkerReady, decode_config
-from negamax.worker.heartbeat import LOST_SECONDS, Heartbeat
+from negamax.worker.heartbeat import LOST_SECONDS, RankHeartbeat
 
 if TYPE_CHECKING:
     from negamax.worker.step_output import StepOutput
@@ -88,7 +88,7 @@ def main(endpoint: str, rank: int) -> int:
         results, reports_results = addresses.results[layout.dp_rank], layout.reports_results
         reports.connect(results)
         beats = SharedNumbers(1, num_rows=layout.world_size + 1, path=Path(addresses.beats))
-        heartbeat = Heartbeat(beats, rank)
+        heartbeat = RankHeartbeat(beats, rank)
         for name, value in ENVIRONMENT:
             env.set_default(name, value)
         part = f"rank-{rank}"
@@ -165,7 +165,7 @@ def _send_results(
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     dumps: CrashDumps,
-    heartbeat: Heartbeat,
+    heartbeat: RankHeartbeat,
 ) -> None:
     """Wait for one outcome after another and send what came of it, until None."""
     encoder = msgspec.msgpack.Encoder()

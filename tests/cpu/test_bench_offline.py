@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.bench.offline import Repeat, Workload, conditions, summarize
+from negamax.bench.offline import OfflineWorkload, Repeat, conditions, summarize
 from negamax.bench.report import add_limits, read_baseline
-from negamax.bench.workload import Prompts, decode_batch, run_batch
+from negamax.bench.workload import RandomPrompts, decode_batch, run_batch
 from negamax.cli.main import main
 from negamax.config.options import EngineOptions
 from negamax.engine.core.loop import EngineLoop
@@ -99,7 +99,7 @@ def test_results_can_be_compared_with_those_of_the_same_conditions_only(
     )
     assert run["times_faster_decode"] == pytest.approx(earlier["tpot_ms"] / run["tpot_ms"])
 
-    workload = Workload(input_len=40, output_len=7, concurrency=(1,))
+    workload = OfflineWorkload(input_len=40, output_len=7, concurrency=(1,))
     with pytest.raises(ConfigError, match="has no result for"):
         read_baseline(file, conditions(OPTIONS, workload))
     file.write_text("{}")
@@ -116,7 +116,7 @@ def test_batches_that_cannot_run_together_are_refused(capsys: pytest.CaptureFixt
 
 def test_prompts_fit_the_engine_and_are_all_different(engine: tuple[EngineLoop, ModelInfo]) -> None:
     _, info = engine
-    prompts = Prompts(info, seed=1, temperature=1.0)
+    prompts = RandomPrompts(info, seed=1, temperature=1.0)
     requests = prompts.batch(3, input_len=20, output_len=2) + prompts.batch(
         3, input_len=20, output_len=2
     )
@@ -125,7 +125,7 @@ def test_prompts_fit_the_engine_and_are_all_different(engine: tuple[EngineLoop, 
     assert all(
         request.sampling.top_k == 0 and request.sampling.top_p == 1.0 for request in requests
     )
-    again = Prompts(info, seed=1, temperature=1.0).batch(3, input_len=20, output_len=2)
+    again = RandomPrompts(info, seed=1, temperature=1.0).batch(3, input_len=20, output_len=2)
     assert [request.prompt_token_ids for request in again] == [
         request.prompt_token_ids for request in requests[:3]
     ]
@@ -139,7 +139,7 @@ def test_a_batch_is_timed_from_its_start_to_its_last_token(
     engine: tuple[EngineLoop, ModelInfo],
 ) -> None:
     loop, info = engine
-    requests = Prompts(info, seed=2, temperature=0.0).batch(2, input_len=30, output_len=5)
+    requests = RandomPrompts(info, seed=2, temperature=0.0).batch(2, input_len=30, output_len=5)
     seen: list[int] = []
     before = loop.stats().generated_tokens
     times = run_batch(loop, requests, on_decode=lambda: seen.append(loop.stats().num_running))
@@ -153,7 +153,7 @@ def test_a_batch_is_timed_from_its_start_to_its_last_token(
 def test_prompts_from_the_prefix_cache_are_noticed(engine: tuple[EngineLoop, ModelInfo]) -> None:
     loop, info = engine
     requests = [
-        Prompts(info, seed=3, temperature=0.0).batch(1, input_len=64, output_len=3)
+        RandomPrompts(info, seed=3, temperature=0.0).batch(1, input_len=64, output_len=3)
         for _ in range(2)
     ]
     assert run_batch(loop, requests[0]).cached_tokens == 0
@@ -165,7 +165,7 @@ def test_decode_steps_go_on_until_the_iterator_is_closed(
 ) -> None:
     loop, info = engine
     stepper = decode_batch(
-        loop, Prompts(info, seed=4, temperature=0.0).batch(2, input_len=10, output_len=50)
+        loop, RandomPrompts(info, seed=4, temperature=0.0).batch(2, input_len=10, output_len=50)
     )
     next(stepper)
     before = loop.stats()

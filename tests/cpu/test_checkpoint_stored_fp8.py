@@ -14,7 +14,7 @@ from m2_checkpoints import FP8_CONFIG, random_tensors, save_single, tiny_spec, t
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError
-from negamax.checkpoint.loader import LoadReport, load_weights
+from negamax.checkpoint.loader import CheckpointReport, load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.families import bundled_spec
 from negamax.config.model_spec import ModelSpec
@@ -150,7 +150,7 @@ def ranks(tp: int, ep: int = 1) -> list[ParallelLayout]:
     return [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]
 
 
-def load(model: OneLayer, stored: dict[str, Tensor], folder: Path) -> LoadReport:
+def load(model: OneLayer, stored: dict[str, Tensor], folder: Path) -> CheckpointReport:
     return load_weights(model, model.spec, save_single(folder, stored))
 
 

@@ -15,7 +15,7 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.bench.serve_client import (
     AnswerReader,
-    Connection,
+    ClientConnection,
     ExchangeError,
     Record,
     ServingClient,
@@ -79,7 +79,9 @@ async def read(pieces: Sequence[bytes], *, closes: bool = False) -> AnswerReader
     """
     mine, other = socket.socketpair()
     with other:
-        _, connection = await asyncio.get_running_loop().create_connection(Connection, sock=mine)
+        _, connection = await asyncio.get_running_loop().create_connection(
+            ClientConnection, sock=mine
+        )
         reader = AnswerReader(Record(0), collect=True)
         exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
         await asyncio.sleep(0)
@@ -138,7 +140,7 @@ def test_transport_need_not_be_of_asyncios_class() -> None:
             return False
 
     async def scene() -> bytes:
-        connection, transport = Connection(), OtherTransport()
+        connection, transport = ClientConnection(), OtherTransport()
         connection.connection_made(transport)  # type: ignore[arg-type]
         reader = AnswerReader(Record(0), collect=True)
         exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
@@ -244,7 +246,7 @@ def test_a_chunk_costs_less_than_50_microseconds() -> None:
         mine, other = socket.socketpair()
         with other:
             _, connection = await asyncio.get_running_loop().create_connection(
-                Connection, sock=mine
+                ClientConnection, sock=mine
             )
             reader = AnswerReader(Record(0))
             exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))

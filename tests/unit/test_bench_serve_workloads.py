@@ -22,8 +22,8 @@ from negamax.bench.serve_workloads import (
     Answer,
     Prompts,
     Session,
+    SessionTurn,
     TextScale,
-    Turn,
     endless_workload,
     first_turn,
     longest_prompt,
@@ -45,7 +45,7 @@ AGENT = BenchOptions(
 
 def turns(
     session: Session, message: dict[str, Any] | None = None, finish_reason: str = "stop"
-) -> list[Turn]:
+) -> list[SessionTurn]:
     """All turns of a session whose answers are all `message`."""
     running = session.start()
     found = [next(running)]
@@ -56,7 +56,7 @@ def turns(
             return found
 
 
-def ids(turn: Turn) -> list[int]:
+def ids(turn: SessionTurn) -> list[int]:
     found: list[int] = turn.body["prompt"]
     return found
 
@@ -149,7 +149,9 @@ def test_sharegpt_file_gives_questions_and_the_lengths_of_recorded_answers(tmp_p
     options = BenchOptions(
         dataset_name="sharegpt", dataset_path=str(file), num_prompts=5, endpoint=CHAT
     )
-    workload = sharegpt_workload(pairs, options, count=lambda text: len(text.split()), window=100)
+    workload = sharegpt_workload(
+        pairs, options, count=lambda text: len(text.split()), context_length=100
+    )
     bodies = [turn.body for session in workload.sessions for turn in turns(session)]
     assert len(bodies) == 5  # two that fit, repeated
     assert {(body["messages"][0]["content"], body["max_tokens"]) for body in bodies} == {
@@ -217,14 +219,14 @@ def test_broken_recordings_are_refused(tmp_path: Path, line: str, message: str) 
 
 
 def test_sessions_are_cut_to_the_number_of_requests() -> None:
-    sessions = take_turns(iter(AgentSessions(AGENT, scale=SCALE, window=None)), 40)
+    sessions = take_turns(iter(AgentSessions(AGENT, scale=SCALE, context_length=None)), 40)
     assert [session.num_turns for session in sessions] == [15, 15, 10]
     assert [len(turns(session)) for session in sessions] == [15, 15, 10]
     assert len(turns(first_turn(sessions[0]))) == 1
 
 
 def test_agent_history_grows_at_its_end_only_and_every_session_begins_alike() -> None:
-    sessions = list(islice(AgentSessions(AGENT, scale=SCALE, window=None), 2))
+    sessions = list(islice(AgentSessions(AGENT, scale=SCALE, context_length=None), 2))
     bodies = [turn.body for turn in turns(sessions[0])]
     for earlier, later in pairwise(bodies):
         assert later["messages"][: len(earlier["messages"])] == earlier["messages"]
@@ -240,7 +242,9 @@ def test_agent_history_grows_at_its_end_only_and_every_session_begins_alike() ->
 
 def test_agent_history_is_one_that_servers_accept() -> None:
     """Every call is answered once; thinking and arguments are as the API wants them."""
-    history = turns(AgentSessions(AGENT, scale=SCALE, window=None).session())[-1].body["messages"]
+    history = turns(AgentSessions(AGENT, scale=SCALE, context_length=None).session())[-1].body[
+        "messages"
+    ]
     assert normalize_messages(history)
     kinds = Counter(message["role"] for message in history)
     assert kinds["tool"] >= kinds["assistant"] - kinds["user"] > 0 and kinds["user"] >= 2
@@ -250,14 +254,16 @@ def test_agent_history_is_one_that_servers_accept() -> None:
 
 
 def test_agent_sessions_end_before_the_window_does() -> None:
-    session = AgentSessions(AGENT, scale=SCALE, window=4000).session()
+    session = AgentSessions(AGENT, scale=SCALE, context_length=4000).session()
     bodies = [turn.body for turn in turns(session)]
     assert 1 < len(bodies) < 15
     assert len(json.dumps(bodies[-1])) * SCALE.tokens_per_char + AGENT.agent_output_len < 4000
 
 
 def test_agent_sizes_are_those_asked_for() -> None:
-    history = turns(AgentSessions(AGENT, scale=SCALE, window=None).session())[-1].body["messages"]
+    history = turns(AgentSessions(AGENT, scale=SCALE, context_length=None).session())[-1].body[
+        "messages"
+    ]
     assert len(history[0]["content"]) == pytest.approx(500 * 4, rel=0.01)
     tool_chars = sum(len(message["content"]) for message in history if message["role"] == "tool")
     steps = sum("tool_calls" in message for message in history)
@@ -266,7 +272,7 @@ def test_agent_sizes_are_those_asked_for() -> None:
 
 def test_live_sessions_send_the_servers_own_answers_back() -> None:
     options = BenchOptions(dataset_name="agent", agent_turns=6, agent_history="live")
-    session = AgentSessions(options, scale=SCALE, window=None).session()
+    session = AgentSessions(options, scale=SCALE, context_length=None).session()
     assert session.wants_answers
     call = {
         "id": "call_x",
@@ -285,7 +291,7 @@ def test_live_sessions_send_the_servers_own_answers_back() -> None:
 
 def test_live_session_ends_with_a_failed_answer() -> None:
     options = BenchOptions(dataset_name="agent", agent_turns=6, agent_history="live")
-    running = AgentSessions(options, scale=SCALE, window=None).session().start()
+    running = AgentSessions(options, scale=SCALE, context_length=None).session().start()
     next(running)
     with pytest.raises(StopIteration):
         running.send(Answer(Record(0, error="HTTP 500"), {"role": "assistant", "content": ""}))

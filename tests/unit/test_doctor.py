@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from negamax.cli.doctor_models import GIB, Gpu, Machine, Verdict, verdicts
+from negamax.cli.doctor_models import GIB, Gpu, Machine, ModelVerdict, verdicts
 from negamax.cli.main import main
 
 M2 = "MiniMaxAI/MiniMax-M2"
@@ -32,7 +32,7 @@ def machine(
     return Machine(gpus=(gpu,) * count, **{**facts, **own})
 
 
-def verdict(here: Machine, model: str = M2) -> Verdict:
+def verdict(here: Machine, model: str = M2) -> ModelVerdict:
     (found,) = [each for each in verdicts(here) if each.model == model]
     return found
 

@@ -173,7 +173,7 @@ def test_string_values_stand_in_the_request() -> None:
 
 
 def test_grading_is_strict_about_names_order_values_and_types() -> None:
-    problem = nano_tools.Problem(
+    problem = nano_tools.ToolProblem(
         (), (), (nano_tools.Call("f", {"n": 1, "ok": True}), nano_tools.Call("g", {}))
     )
     assert nano_tools.grade(problem, [("f", {"ok": True, "n": 1}), ("g", {})])
@@ -197,7 +197,7 @@ def test_training_mixture_never_shows_a_held_out_problem(
     refused = 0
     original = nano_math.held_out
 
-    def watch(problem: nano_math.Problem) -> bool:
+    def watch(problem: nano_math.MathProblem) -> bool:
         nonlocal refused
         refused += original(problem)
         shown.extend([] if original(problem) else [problem.text.lower()])

@@ -577,7 +577,7 @@ def tool_turn(chat: Conversation, rng: random.Random) -> bool:
     if not chat.tools:
         return False
     text, calls = more_tools.draw_request(chat.declared, rng)
-    problem = nano_tools.Problem(({"role": "user", "content": text},), tuple(chat.tools), calls)
+    problem = nano_tools.ToolProblem(({"role": "user", "content": text},), tuple(chat.tools), calls)
     if nano_tools.held_out(problem):
         return False
     if rng.random() < 0.015:

@@ -410,7 +410,7 @@ NATURAL: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
-def draw_problem(rng: random.Random) -> nano_math.Problem:
+def draw_problem(rng: random.Random) -> nano_math.MathProblem:
     """A word problem with unusual people and things, half of the time in one of the additional
     phrasings.
     """
@@ -440,7 +440,7 @@ def draw_problem(rng: random.Random) -> nano_math.Problem:
         text, sentence = phrasings.with_pronouns(text, sentence, name, rng)
     if rng.random() < 0.06:
         text = f"{phrasings.aside(people[0], rng)} {text}"
-    return nano_math.Problem(
+    return nano_math.MathProblem(
         ({"role": "user", "content": text},), (), problem.answer, problem.steps, sentence
     )
 

@@ -17,7 +17,7 @@ from negamax.api.errors import failure_event, json_response
 from negamax.api.http.pacing import PacedPackets
 from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Write, first_output, while_connected
 from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
-from negamax.engine.client.generation import Generations
+from negamax.engine.client.open_request import OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 
@@ -57,7 +57,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     is_paced = False  # whether fragments of a stream are joined to a good size
 
-    def __init__(self, request_id: str, source: Generations, choices: Sequence[ChoiceT]) -> None:
+    def __init__(self, request_id: str, source: OpenRequests, choices: Sequence[ChoiceT]) -> None:
         """`choices` are in the order of their prompts."""
         self.id = request_id
         self.source = source
@@ -97,7 +97,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         return self._meter.usage()
 
     async def whole(self) -> ResponseT:
-        """The response in one piece. Errors: those of `Generation.run`."""
+        """The response in one piece. Errors: those of `OpenRequest.run`."""
         await self._run(self.take, is_paced=False)
         return self.response()
 
@@ -142,7 +142,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
 
 async def start_source(
-    request: Request, params: RequestParams, source: Generations, *, has_grammar: bool
+    request: Request, params: RequestParams, source: OpenRequests, *, has_grammar: bool
 ) -> None:
     """Begin what a stream is to send: what fails before the first output can still be told by a
     status line. A grammar is compiled first, and may be refused, however long that takes.

@@ -29,7 +29,7 @@ from negamax.api.tracing import RequestTracer
 from negamax.base.errors import InvalidRequestError, NotFoundError
 from negamax.config.options import ServerOptions
 from negamax.engine.client.engine_client import AsyncEngine
-from negamax.engine.client.generation import Generation, Observer
+from negamax.engine.client.open_request import Observer, OpenRequest
 from negamax.engine.client.output import TextReader
 from negamax.scheduler.request import SamplingParams
 from negamax.text.chat_format import ChatFormat
@@ -185,7 +185,7 @@ class ApiContext:
         stream_interval: int | None,
         http: Request,
         readers: Sequence[TextReader] | None = None,
-    ) -> Generation:
+    ) -> OpenRequest:
         """A request to the engine, measured. Errors at the call are the engine's; `arrival` is a
         `time.monotonic()`. The server's own limit of time counts beside the request's; its interval
         where the request has none. `http` is where it came from; `names` are what the client may

@@ -13,7 +13,7 @@ from negamax.api.common.constraints import constrained
 from negamax.api.common.context import ApiContext, RequestParams
 from negamax.api.common.conversation import off_loop
 from negamax.config.grammar import Grammar
-from negamax.engine.client.generation import Generations
+from negamax.engine.client.open_request import OpenRequests
 from negamax.scheduler.request import SamplingParams
 
 
@@ -38,7 +38,7 @@ async def start_prompts(
     *,
     num_bytes: int,
     arrival: float,
-) -> tuple[list[list[int]], Generations]:
+) -> tuple[list[list[int]], OpenRequests]:
     """Check, tokenise and start `prompts`; their tokens, and what answers them. Errors: everything
     that can be refused, also what only the engine knows.
     """
@@ -72,7 +72,7 @@ async def start_prompts(
                 http=request,
             )
         )
-    source = Generations(parts)
+    source = OpenRequests(parts)
     await start_source(
         request, params, source, has_grammar=any(one is not None for one in grammars)
     )

@@ -30,7 +30,7 @@ from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice, other_v
 from negamax.api.schemas.tools import CallChoice
 from negamax.base.errors import AbortedError, InvalidRequestError
 from negamax.config.grammar import Grammar
-from negamax.engine.client.generation import Generations
+from negamax.engine.client.open_request import OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
@@ -63,7 +63,7 @@ class StartedTurn:
 
     prompt: ChatPrompt
     choices: list[ParsedChoice]
-    source: Generations
+    source: OpenRequests
 
 
 class ParsedChoice(Choice):
@@ -164,7 +164,7 @@ async def start_turn(
         http=request,
         readers=None if turn.is_prompt_only else readers,
     )
-    source = Generations([generation])
+    source = OpenRequests([generation])
     await start_source(request, params, source, has_grammar=grammar is not None)
     choices = [
         ParsedChoice(index, reader, is_prompt_only=turn.is_prompt_only)

@@ -24,7 +24,7 @@ Write = Callable[[bytes], None]  # queues events for the connection
 
 
 class Source(Protocol):
-    """What a stream has its outputs from, as of `Generation`."""
+    """What a stream has its outputs from, as of `OpenRequest`."""
 
     async def first_output(self) -> None: ...
 

@@ -20,7 +20,7 @@ from negamax.api.http.sse import DONE, event
 from negamax.api.openai.completions_schema import CompletionRequest, TextAnswer, TextChoice
 from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs, Usage
-from negamax.engine.client.generation import Generations
+from negamax.engine.client.open_request import OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParserEvent
@@ -117,7 +117,7 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
         self,
         context: ApiContext,
         params: CompletionRequest,
-        source: Generations,
+        source: OpenRequests,
         choices: list[_Choice],
         *,
         answer_id: str,

@@ -61,7 +61,7 @@ class ServerSupervisor:
         # for the children of this process
         self.pulse = ParentPulse(os.getpid(), str(rank.supervisor_pulse), self._hang_seconds)
         # what a new process must know
-        self._engine_message: wire.EngineReady | wire.EngineLost | None = None
+        self._engine_message: wire.UseEngine | wire.EngineLost | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ending = False
         self._end: asyncio.Task[None] | None = None
@@ -84,7 +84,7 @@ class ServerSupervisor:
 
     def on_engine_ready(self, address: EngineAddress, info: ModelInfo) -> None:
         """As of `EngineListener`."""
-        self._engine_message = wire.EngineReady(address.folder, info)
+        self._engine_message = wire.UseEngine(address.folder, info)
         self._send_all(self._engine_message)
 
     def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
@@ -95,7 +95,7 @@ class ServerSupervisor:
     def on_engine_failed(self, reason: str) -> None:
         """As of `EngineListener`."""
         self._is_ending = True
-        self._send_all(wire.EngineFailed(reason))
+        self._send_all(wire.EngineDead(reason))
 
     def reload(self) -> None:
         """They read the files again that can be replaced."""

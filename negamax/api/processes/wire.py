@@ -22,7 +22,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     server: ServerOptions
 
 
-class EngineReady(msgspec.Struct, frozen=True, tag="engine-ready"):
+class UseEngine(msgspec.Struct, frozen=True, tag="engine-ready"):
     """An engine waits for requests at the sockets in `folder`."""
 
     folder: str
@@ -36,7 +36,7 @@ class EngineLost(msgspec.Struct, frozen=True, tag="engine-lost"):
     ready_in: float
 
 
-class EngineFailed(msgspec.Struct, frozen=True, tag="engine-failed"):
+class EngineDead(msgspec.Struct, frozen=True, tag="engine-failed"):
     """The engine stays dead."""
 
     reason: str
@@ -54,7 +54,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Break off what is open, and end."""
 
 
-ServerMessage = Begin | EngineReady | EngineLost | EngineFailed | Reload | Drain | Abort
+ServerMessage = Begin | UseEngine | EngineLost | EngineDead | Reload | Drain | Abort
 
 encoder = msgspec.json.Encoder()
 decoder: msgspec.json.Decoder[ServerMessage] = msgspec.json.Decoder(ServerMessage)

@@ -38,7 +38,7 @@ from negamax.api.sglang.generate_schema import (
 from negamax.api.sglang.growing_json import GrowingList, RepeatPacing
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.engine_client import AsyncEngine
-from negamax.engine.client.generation import Generations
+from negamax.engine.client.open_request import OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
@@ -217,7 +217,7 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
         self,
         context: ApiContext,
         params: NativeRequest,
-        source: Generations,
+        source: OpenRequests,
         choices: list[_Choice],
         *,
         prompts: list[list[int]],

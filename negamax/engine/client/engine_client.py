@@ -17,7 +17,7 @@ from negamax.config.parallel import ParallelOptions
 from negamax.engine import wire
 from negamax.engine.client.admission import Admission, prefill_tokens
 from negamax.engine.client.connection import EngineChannel
-from negamax.engine.client.generation import NOBODY, Generation, Observer, Owner, joined
+from negamax.engine.client.open_request import NOBODY, Observer, OpenRequest, Owner, joined
 from negamax.engine.client.output import ChoiceStream, TextReader, admit
 from negamax.engine.core.source import locate
 from negamax.scheduler.request import GenerateRequest, SamplingParams
@@ -61,7 +61,7 @@ class AsyncEngine:
         self._index = index
         self._numbers = numbers
         self._channel: EngineChannel | None = None
-        self._open: dict[str, Generation] = {}  # by sequence id
+        self._open: dict[str, OpenRequest] = {}  # by sequence id
         self._seeds = random.Random(options.seed + index)
         self._death = "the engine is not running"
         self._has_come = False
@@ -179,14 +179,14 @@ class AsyncEngine:
         interval: int = 1,
         readers: Sequence[TextReader] | None = None,
         owner: Owner = NOBODY,
-    ) -> Generation:
+    ) -> OpenRequest:
         """Continue a prompt; the outputs of the `n` choices come interleaved as they are generated.
         Run it, or close it.
 
         `deadline` is a `time.monotonic()`, `interval` the tokens that outputs should have,
         `readers` those of the choices that say where stop strings count (left out: everywhere).
         Errors: `InvalidRequestError`, `ContextLengthError`, `OverloadedError`, `UnavailableError`;
-        of what it raises later `Generation` tells.
+        of what it raises later `OpenRequest` tells.
         """
         self.check_alive()
         sampling = admit(prompt_token_ids, sampling, info=self.info)
@@ -218,7 +218,7 @@ class AsyncEngine:
             )
             for index, request in enumerate(requests)
         }
-        return Generation(
+        return OpenRequest(
             self,
             requests,
             streams,
@@ -228,7 +228,7 @@ class AsyncEngine:
             owner=owner,
         )
 
-    def enter(self, generation: Generation, requests: Sequence[GenerateRequest]) -> None:
+    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> None:
         """Take the sequences of a request in, which share a prompt. Errors: `UnavailableError`,
         `OverloadedError`; the engine may have died, and other requests may have come, since
         `generate`."""

@@ -11,18 +11,18 @@ from __future__ import annotations
 import math
 
 from negamax.config.minimax_m2 import MiniMaxM2Spec
-from negamax.models.family import Draw
+from negamax.models.family import Initializer
 
 # MiniMax's own selection biases are 4.7 to 9.5. A spread of 0.02 would already make some experts 40
 # % likelier than others.
-ROUTER_BIAS = Draw(std=0.0005, mean=7.0)
-NORM = Draw(std=0.05, mean=1.0)
+ROUTER_BIAS = Initializer(std=0.0005, mean=7.0)
+NORM = Initializer(std=0.05, mean=1.0)
 # Of the attention output: tokens of one sequence share most of it, and what they share makes them
 # choose the same experts.
 ATTENTION_GAIN = 0.5
 
 
-def draw(name: str, spec: MiniMaxM2Spec) -> Draw:
+def draw(name: str, spec: MiniMaxM2Spec) -> Initializer:
     """1 / sqrt(columns) keeps the magnitude of a matrix's input; matrices that add to the residual
     stream are smaller by sqrt(2 * num_layers), so that it does not grow with depth. Embedding rows
     have unit variance.
@@ -32,10 +32,10 @@ def draw(name: str, spec: MiniMaxM2Spec) -> Draw:
     if name.endswith("e_score_correction_bias"):
         return ROUTER_BIAS
     if name.endswith("embed_tokens.weight"):
-        return Draw(std=1.0)
+        return Initializer(std=1.0)
     depth = math.sqrt(2 * spec.num_layers)
     if name.endswith("o_proj.weight"):
-        return Draw(ATTENTION_GAIN / math.sqrt(spec.num_heads * spec.head_dim) / depth)
+        return Initializer(ATTENTION_GAIN / math.sqrt(spec.num_heads * spec.head_dim) / depth)
     if name.endswith("w2.weight"):
-        return Draw(1 / math.sqrt(spec.intermediate_size) / depth)
-    return Draw(1 / math.sqrt(spec.hidden_size), unit_rows=name.endswith(".gate.weight"))
+        return Initializer(1 / math.sqrt(spec.intermediate_size) / depth)
+    return Initializer(1 / math.sqrt(spec.hidden_size), unit_rows=name.endswith(".gate.weight"))

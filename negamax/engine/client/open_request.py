@@ -56,7 +56,7 @@ class Observer(Protocol):
 class Host(Protocol):
     """The engine, as a generation needs it."""
 
-    def enter(self, generation: Generation, requests: Sequence[GenerateRequest]) -> None:
+    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> None:
         """Take the sequences of a request in. Errors: `OverloadedError`, `UnavailableError`."""
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -66,7 +66,7 @@ class Host(Protocol):
         """Sequences that are over here; `abort`: the engine must be told."""
 
 
-class Generation:
+class OpenRequest:
     """The choices of one request. Single user, in the engine's event loop: `run` to the end, or
     `close`.
 
@@ -306,15 +306,15 @@ class Generation:
             self._ended.set_result(error)
 
 
-class Generations:
-    """Requests that are answered together. Single user, as of `Generation`."""
+class OpenRequests:
+    """Requests that are answered together. Single user, as of `OpenRequest`."""
 
-    def __init__(self, parts: Sequence[Generation]) -> None:
+    def __init__(self, parts: Sequence[OpenRequest]) -> None:
         self._parts = parts
 
     async def first_output(self) -> None:
         """Send all, and wait until something has come back for one of them. Errors: as of
-        `Generation.first_output`.
+        `OpenRequest.first_output`.
         """
         if len(self._parts) == 1:
             await self._parts[0].first_output()
@@ -328,7 +328,7 @@ class Generations:
             await _cancel(waits)
 
     async def run(self, take: Callable[[int, RequestOutput], object]) -> None:
-        """As of `Generation`; `take` gets the index of the part, too. The first error ends all."""
+        """As of `OpenRequest`; `take` gets the index of the part, too. The first error ends all."""
         if len(self._parts) == 1:
             await self._parts[0].run(functools.partial(take, 0))
             return

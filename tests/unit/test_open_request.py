@@ -19,7 +19,7 @@ from negamax.base.errors import (
     OverloadedError,
     RequestTimeoutError,
 )
-from negamax.engine.client.generation import Generation, Generations, joined
+from negamax.engine.client.open_request import OpenRequest, OpenRequests, joined
 from negamax.engine.client.output import ChoiceStream, RequestOutput
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
@@ -51,7 +51,7 @@ class Engine:
         self.aborted: list[str] = []
         self._refuses = refuses
 
-    def enter(self, generation: Generation, requests: Sequence[GenerateRequest]) -> None:
+    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> None:
         if self._refuses is not None:
             raise self._refuses
         self.open |= {request.request_id for request in requests}
@@ -87,7 +87,7 @@ def generation(
     seconds: float | None = None,
     watcher: Watcher | None = None,
     interval: int = 1,
-) -> Generation:
+) -> OpenRequest:
     sampling = SamplingParams(stop=stop)
     requests = [
         GenerateRequest(request_id=f"r/{index}", prompt_token_ids=(1,), sampling=sampling)
@@ -100,12 +100,12 @@ def generation(
         for index, request in enumerate(requests)
     }
     deadline = None if seconds is None else time.monotonic() + seconds
-    return Generation(
+    return OpenRequest(
         engine, requests, streams, deadline=deadline, observer=watcher, interval=interval
     )
 
 
-def give(to: Generation, *updates: SequenceUpdate) -> None:
+def give(to: OpenRequest, *updates: SequenceUpdate) -> None:
     for one in updates:
         to.push(one)
 
@@ -311,7 +311,7 @@ def test_a_user_that_fails_ends_its_own_request_and_hears_why() -> None:
 
 
 def test_refusals_are_raised_where_a_status_line_can_tell_them() -> None:
-    async def begins(engine: Engine, act: Callable[[Generation], None]) -> None:
+    async def begins(engine: Engine, act: Callable[[OpenRequest], None]) -> None:
         request = generation(engine)
         beginning = asyncio.create_task(request.first_output())
         await asyncio.sleep(0)
@@ -349,7 +349,7 @@ def test_requests_answered_together_end_together() -> None:
     async def run() -> None:
         engines, taken = [Engine(), Engine()], list[tuple[int, str]]()
         parts = [generation(engine) for engine in engines]
-        both = Generations(parts)
+        both = OpenRequests(parts)
         running = asyncio.create_task(
             both.run(lambda number, output: taken.append((number, output.text)))
         )
