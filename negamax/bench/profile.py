@@ -40,10 +40,10 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "dense products",
         (
-            "_dot_products",
-            "_few_tokens",
-            "_wide",
-            "_narrow",
+            "_gemv_kernel",
+            "_small_m_kernel",
+            "_split_k_kernel",
+            "_large_m_kernel",
             "nvjet",
             "gemm",
             "gemv",
@@ -52,7 +52,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "splitKreduce",
         ),
     ),
-    ("activation quantisation", ("_rows",)),
+    ("activation quantisation", ("_quantize_kernel",)),
     ("sampling", ("_best_of", "_largest_of", "_draw_of")),
     ("exchange of words between ranks", ("_send_words",)),
     ("NCCL", ("nccl",)),

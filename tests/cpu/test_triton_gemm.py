@@ -87,8 +87,8 @@ def test_fp8_weights_in_every_kernel(num_tokens: int, inputs: int, outputs: int)
 
 def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
     case = fp8_case(20, 384, 128)
-    tile = SIZES.narrow(num_tokens=20, rows=128, columns=384)
-    assert tile.splits > 1
+    tile = SIZES.split_k(M=20, N=128, K=384)
+    assert tile.split_k > 1
     prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["scale"]))
     x = quantize_spec.quantize_activations(case.tensors["x"])
     first = kernels.linear(x, prepared)
@@ -96,28 +96,28 @@ def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
     assert torch.equal(kernels.linear(x, prepared), first)
 
 
-def test_few_tokens_take_the_kernel_whose_programs_all_run_at_once() -> None:
+def test_programs_of_small_m_all_run_at_once() -> None:
     """A multiprocessor has 65,536 registers; without a limit the compiler gives a thread 184 at 16
     tokens.
     """
-    for num_tokens, rows, columns in (
+    for M, N, K in (
         (2, 8192, 3072),
         (8, 3072, 6144),
         (16, 4096, 3072),
         (16, 3072, 3072),
         (9, 3072, 1536),
     ):
-        tile = SIZES.few_tokens(num_tokens=num_tokens, rows=rows, columns=columns)
-        assert tile is not None and tile.tokens >= num_tokens
-        assert -(-columns // (128 * tile.warps)) <= 6
-        per_multiprocessor = 65_536 // (32 * tile.warps * (tile.registers or 184))
-        assert -(-rows // tile.rows) <= SIZES.multiprocessors * per_multiprocessor
-    assert SIZES.few_tokens(num_tokens=16, rows=8192, columns=3072) is None
-    assert SIZES.few_tokens(num_tokens=17, rows=128, columns=128) is None
-    assert SIZES.few_tokens(num_tokens=1, rows=16, columns=16_384) is None
+        tile = SIZES.small_m(M=M, N=N, K=K)
+        assert tile is not None and tile.block_m >= M
+        assert -(-K // tile.block_k) <= 6
+        per_multiprocessor = 65_536 // (32 * tile.num_warps * (tile.maxnreg or 184))
+        assert -(-N // tile.block_n) <= SIZES.multiprocessors * per_multiprocessor
+    assert SIZES.small_m(M=16, N=8192, K=3072) is None
+    assert SIZES.small_m(M=17, N=128, K=128) is None
+    assert SIZES.small_m(M=1, N=16, K=16_384) is None
 
 
-def test_few_and_more_tokens_agree() -> None:
+def test_small_m_and_split_k_agree() -> None:
     """The same rows through the kernels for up to 8, up to 16 and more tokens."""
     case = fp8_case(18, 896, 48)
     prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["scale"]))
@@ -173,7 +173,7 @@ def test_weights_that_no_kernel_reads_are_refused() -> None:
 def test_activations_are_quantised_as_defined(dtype: torch.dtype) -> None:
     for case in QUANTIZE.cases(dtype, torch.Generator().manual_seed(0)):
         x = case.tensors["x"]
-        want, got = quantize_spec.quantize_activations(x), quantize.rows(x)
+        want, got = quantize_spec.quantize_activations(x), quantize.quantize(x)
         assert got.hidden is x
         torch.testing.assert_close(got.scale, want.scale)
         exact = x.float() / want.scale.repeat_interleave(128, dim=1)
@@ -187,6 +187,6 @@ def test_activations_are_quantised_as_defined(dtype: torch.dtype) -> None:
 def test_an_infinite_activation_stays_one_and_keeps_to_its_group() -> None:
     x = torch.ones(2, 256, dtype=torch.bfloat16)
     x[1, 200] = float("inf")
-    plain = quantize_spec.dequantize_activations(quantize.rows(x))
+    plain = quantize_spec.dequantize_activations(quantize.quantize(x))
     assert not torch.isfinite(plain[1, 200])
     assert torch.equal(plain[0], torch.ones(256)) and torch.equal(plain[1, :128], torch.ones(128))

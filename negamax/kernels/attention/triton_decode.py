@@ -638,7 +638,7 @@ def decode(
     )
     parts = plan.workspace(shape.kv_heads * plan.programs * part_rows * (columns + 4), q.device)
     launch = tiles_for(q.device).decode_launch(k_cache.element_size(), split_kv=plan.split_kv)
-    options = launch_options(q.device, registers=launch.registers)
+    options = launch_options(q.device, maxnreg=launch.registers)
     spreads = plan.split_kv and not plan.reduce_later and options["PDL"]
     _decode_kernel[(shape.kv_heads, plan.programs)](
         q,

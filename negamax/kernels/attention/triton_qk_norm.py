@@ -12,7 +12,7 @@ from torch import Tensor
 from negamax.kernels import formats
 from negamax.kernels.attention.spec import QkNorm
 from negamax.kernels.collectives.triton import copy_of, poll, push
-from negamax.kernels.launch.triton import launch_options, wait_for_inputs
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective
 
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
@@ -211,7 +211,7 @@ def _qk_norm_rope_write_kernel(
         rest_mask = valid[:, None] & (j < DIM - 2 * HALF)[None, :]
         rest_at = head[:, None] * DIM + (2 * HALF + j)[None, :]
         rest_weight = tl.load(weight + rest_at, mask=rest_mask, other=0.0)
-    wait_for_inputs(PDL)
+    launch_dependents_then_wait(PDL)
     low = tl.load(qkv + low_at, mask=half_mask, other=0.0)
     high = tl.load(qkv + low_at + HALF, mask=half_mask, other=0.0)
     if REST_COLUMNS > 0:

@@ -24,7 +24,7 @@ from torch import Tensor
 from negamax.kernels.activations import GROUP, QuantizedActivations, ShardedActivations
 from negamax.kernels.collectives import spec, tiles
 from negamax.kernels.launch.ptx import pack_pair
-from negamax.kernels.launch.triton import launch_options, wait_for_inputs
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.spec import NormWeight
 from negamax.kernels.norm.triton import (
@@ -157,7 +157,7 @@ def _all_reduce_add_rms(
     sender = tl.arange(0, WORLD)[:, None]
     weight_words = tl.load(words_of(weight) + index, mask=mask, other=0)
     own = copy_of(addresses, rank)
-    wait_for_inputs(PDL)
+    launch_dependents_then_wait(PDL)
     tag = tl.load(epochs + row) + 1
     offset = ((tag & 1) * ROWS + row) * (WORLD * SLOT)
     if TWO_SHOT:
@@ -229,7 +229,7 @@ def _sum_parts(
     row = tl.program_id(0)
     index = word_indices(BLOCK)
     mask = index < WORDS
-    wait_for_inputs(PDL)
+    launch_dependents_then_wait(PDL)
     words = sum_parts(x, row, index, mask, PARTS, WORDS, out.dtype.element_ty)
     tl.store(words_of(out) + row.to(tl.int64) * WORDS + index, words, mask=mask)
 
@@ -249,7 +249,7 @@ def _scatter_rows(
 ):
     """Send one row, summed over its parts, to the rank that completes it: neighbouring programs to
     different ones, and the ranks too, so that all links are busy at all times."""
-    wait_for_inputs(PDL)
+    launch_dependents_then_wait(PDL)
     owner = (tl.program_id(0) + rank) % WORLD
     place = tl.program_id(0) // WORLD
     row = owner * shard + place
@@ -290,7 +290,7 @@ def _complete_rows(
     weight_words = tl.load(words_of(weight) + index, mask=mask, other=0)
     own = copy_of(parts, rank).to(tl.pointer_type(tl.int32), bitcast=True) + place * WORDS + index
     bases = copies(gathered, WORLD)
-    wait_for_inputs(PDL)
+    launch_dependents_then_wait(PDL)
     residual_words = tl.load(words_of(residual) + place * WORDS + index, mask=mask, other=0)
     even, odd = unpack(tl.load(own, mask=mask, other=0, cache_modifier=".cg"), dtype)
     for sender in tl.static_range(1, WORLD):
@@ -333,7 +333,7 @@ def _send_words(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    launch_dependents_then_wait(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_words
     one = tl.load(first.to(tl.pointer_type(tl.int32), bitcast=True) + index, mask=mask, other=0)

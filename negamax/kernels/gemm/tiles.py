@@ -28,54 +28,23 @@ from dataclasses import dataclass
 import torch
 
 from negamax.kernels import platform
+from negamax.kernels.launch.tile import Tile
 
-DOT_TOKENS = 1  # FP8: up to here products and sums on the plain cores
-NARROW_TOKENS = 64  # FP8: up to here weights are the tall operand
-NARROW_TOKENS_16BIT = 64  # 16-bit weights: from here on cuBLAS
-# FP8: above so many, cuBLAS; its scales need a token count that is a multiple of
+GEMV_MAX_M = 1  # FP8: up to here on the CUDA cores
+SPLIT_K_MAX_M = 64  # up to here the weight is the tall operand; 16-bit weights: above, cuBLAS
+# FP8: above so many multiplications cuBLAS; its scales need an M that is a multiple of
 CUBLAS_PRODUCTS = 1024 * 2048 * 3072
 CUBLAS_MULTIPLE = 4
-# FP8: up to so many, dependent launch gains 0.9 us at 100 tokens; above, it loses 0.5
-DEPENDENT_WIDE_WEIGHTS = 4096 * 3072
+# large_m: up to so many weights dependent launch gains 0.9 us at 100 tokens; above, it loses 0.5
+PDL_MAX_WEIGHTS = 4096 * 3072
+GROUP_M = 8  # large_m: tiles of tokens that go through the weight together
 
 
-@dataclass(frozen=True)
-class DotTile:
-    """`rows` rows of the weight by `warps` warps, which share the columns; every weight is fetched
-    before one is used.
+def gemv(K: int) -> tuple[int, int]:
+    """BLOCK_N and warps for rows of K FP8 weights: of MiniMax-M2's widths a thread has 3 x 16
+    columns per row.
     """
-
-    rows: int
-    warps: int
-
-
-@dataclass(frozen=True)
-class FewTile:
-    """`rows` rows of the weight against up to `tokens` tokens, by `warps` warps, which share the
-    columns. `registers` per thread, so that all programs of the largest weight fit on the GPU
-    together; None: what the compiler takes.
-    """
-
-    rows: int
-    tokens: int
-    warps: int
-    registers: int | None
-
-
-@dataclass(frozen=True)
-class Tile:
-    """`rows` of the weight against `tokens` tokens, `columns` at a time, `stages` of them under
-    way; `splits` programs share the columns."""
-
-    rows: int
-    tokens: int
-    columns: int
-    warps: int
-    stages: int
-    splits: int = 1
-
-
-WIDE_GROUP = 8  # token tiles that go through the weight together, for the L2 cache
+    return 4, 4 if K >= 6144 else 2 if K >= 3072 else 1
 
 
 @dataclass(frozen=True)
@@ -85,43 +54,36 @@ class Tiles:
     multiprocessors: int
     measured_on: str | None = None
 
-    def dot_products(self, columns: int) -> DotTile:
-        """The tile for rows of `columns` FP8 weights: of MiniMax-M2's widths a thread has 3 x 16
-        per row.
-        """
-        return DotTile(rows=4, warps=4 if columns >= 6144 else 2 if columns >= 3072 else 1)
-
-    def few_tokens(self, *, num_tokens: int, rows: int, columns: int) -> FewTile | None:
-        """The tile for FP8 weights of which every program's part fits into registers, all programs
-        running at once; else None.
+    def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
+        """For FP8 weights of which every program's part fits into registers, all programs running
+        at once; else None.
         """
         return None
 
-    def narrow(self, *, num_tokens: int, rows: int, columns: int) -> Tile:
-        """The tile for FP8 weights [rows, columns]. The columns are split while multiprocessors
-        would idle; with many tokens not into less than 12 blocks of 128, since what the programs of
-        a tile exchange grows with the tokens.
-        """
-        tokens = max(16, min(64, _power_of_two(num_tokens)))
-        splits = self._splits(num_tokens, rows, columns, tokens=tokens)
-        return Tile(rows=64, tokens=tokens, columns=128, warps=4, stages=2, splits=splits)
+    def split_k(self, *, M: int, N: int, K: int) -> Tile:
+        """For FP8 weights, at any M that has no other tile."""
+        block_m = max(16, min(64, _power_of_two(M)))
+        return Tile(
+            block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
+        )
 
-    def narrow_16bit(self, num_tokens: int) -> Tile:
-        """The tile for bf16 and fp16 weights."""
-        tokens = max(16, min(64, _power_of_two(num_tokens)))
-        return Tile(rows=64, tokens=tokens, columns=64, warps=4, stages=2)
+    def split_k_16bit(self, M: int) -> Tile:
+        """For bf16 and fp16 weights."""
+        return Tile(max(16, min(64, _power_of_two(M))), 64, 64, num_warps=4, num_stages=2)
 
-    def wide(self, *, num_tokens: int, rows: int) -> Tile | None:
-        """The tile for FP8 weights of `rows` rows and many tokens, of which both come through the
-        tensor memory accelerator; None: any number of tokens runs as few do.
+    def large_m(self, *, M: int, N: int) -> Tile | None:
+        """For FP8 weights, with the tokens as the tall operand and both operands through TMA; None:
+        no TMA.
         """
         return None
 
-    def _splits(self, num_tokens: int, rows: int, columns: int, *, tokens: int) -> int:
-        programs = -(-rows // 64) * -(-num_tokens // tokens)
-        most = 200 * self.multiprocessors // 132 // programs
-        if tokens > 32:
-            most = min(most, columns // 1536)
+    def _splits(self, M: int, N: int, K: int, block_m: int) -> int:
+        """K is split while multiprocessors would idle; with many tokens not into less than 12
+        blocks of 128, since what the programs of a tile exchange grows with the tokens.
+        """
+        most = 200 * self.multiprocessors // 132 // (-(-N // 64) * -(-M // block_m))
+        if block_m > 32:
+            most = min(most, K // 1536)
         return 4 if most >= 4 else 2 if most >= 2 else 1
 
 
@@ -132,37 +94,38 @@ class H200(Tiles):
     multiprocessors: int = 132
     measured_on: str | None = "H200"
 
-    def few_tokens(self, *, num_tokens: int, rows: int, columns: int) -> FewTile | None:
+    def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
         """A warp has up to six blocks of 128 columns: 96 of a thread's registers. With 128 in all,
         25 MB are on their way together.
         """
-        warps = _power_of_two(-(-columns // 768))
+        warps = _power_of_two(-(-K // 768))
         if warps > 16:
             return None
-        if num_tokens <= 8 and rows * columns <= 8192 * 3072:
-            return FewTile(rows=16, tokens=8, warps=warps, registers=128)
-        if num_tokens <= 16 and rows * columns <= 4096 * 3072:
-            return FewTile(rows=16, tokens=16, warps=warps, registers=None)
+        if M <= 8 and N * K <= 8192 * 3072:
+            return Tile(8, 16, 128 * warps, num_warps=warps, maxnreg=128)
+        if M <= 16 and N * K <= 4096 * 3072:
+            return Tile(16, 16, 128 * warps, num_warps=warps)
         return None
 
-    def narrow(self, *, num_tokens: int, rows: int, columns: int) -> Tile:
-        tokens = max(8, min(64, _power_of_two(num_tokens)))
-        splits = self._splits(num_tokens, rows, columns, tokens=tokens)
-        return Tile(rows=64, tokens=tokens, columns=128, warps=4, stages=6, splits=splits)
-
-    def narrow_16bit(self, num_tokens: int) -> Tile:
-        if num_tokens <= 16:
-            return Tile(rows=128, tokens=16, columns=64, warps=8, stages=4)
-        if num_tokens <= 32:
-            return Tile(rows=64, tokens=32, columns=64, warps=4, stages=6)
-        return Tile(rows=128, tokens=64, columns=64, warps=4, stages=5)
-
-    def wide(self, *, num_tokens: int, rows: int) -> Tile:
-        """The small one while two programs per multiprocessor hold it."""
-        small = -(-rows // 64) * -(-num_tokens // 64) <= 2 * self.multiprocessors
+    def split_k(self, *, M: int, N: int, K: int) -> Tile:
+        block_m = max(8, min(64, _power_of_two(M)))
         return Tile(
-            rows=64 if small else 128, tokens=64, columns=128, warps=4, stages=5 if small else 4
+            block_m, 64, 128, num_warps=4, num_stages=6, split_k=self._splits(M, N, K, block_m)
         )
+
+    def split_k_16bit(self, M: int) -> Tile:
+        if M <= 16:
+            return Tile(16, 128, 64, num_warps=8, num_stages=4)
+        if M <= 32:
+            return Tile(32, 64, 64, num_warps=4, num_stages=6)
+        return Tile(64, 128, 64, num_warps=4, num_stages=5)
+
+    def large_m(self, *, M: int, N: int) -> Tile:
+        """The small one while two programs per multiprocessor hold it."""
+        programs = -(-N // 64) * -(-M // 64)
+        if programs <= 2 * self.multiprocessors:
+            return Tile(64, 64, 128, num_warps=4, num_stages=5)
+        return Tile(64, 128, 128, num_warps=4, num_stages=4)
 
 
 def tiles_for(device: torch.device) -> Tiles:
@@ -175,11 +138,11 @@ def tiles_for(device: torch.device) -> Tiles:
     return Tiles(here.multiprocessors)
 
 
-def cublas_is_faster(num_tokens: int, num_weights: int) -> bool:
+def cublas_is_faster(M: int, num_weights: int) -> bool:
     """Whether an FP8 product is for cuBLAS: at [8192, 3072] x [3072, 2048] 89 us against 112, at
     512 tokens 16 against 11.
     """
-    return num_tokens % CUBLAS_MULTIPLE == 0 and num_tokens * num_weights > CUBLAS_PRODUCTS
+    return M % CUBLAS_MULTIPLE == 0 and M * num_weights > CUBLAS_PRODUCTS
 
 
 def _power_of_two(count: int) -> int:

@@ -1,23 +1,23 @@
-"""Products with FP8-block and 16-bit weights on NVIDIA GPUs, in Triton.
+"""Products with FP8-block and 16-bit weights in Triton: out[M, N] = x[M, K] w[N, K]^T.
 
-Few tokens: the time is that of reading the weight once, 1 byte per FP8 weight and 2 per 16-bit one,
-and of starting up. Then
+M is the number of tokens. All matrices are row-major and contiguous. FP8 weights have a scale per
+128 x 128 block, FP8 activations one per token and 128 columns:
 
-- one token: no tensor cores, plain activations. A program owns a few rows of the weight, fetches
-  all their columns before it uses the first, and sums in fp32 registers;
-- few tokens: a program has 16 rows of the weight and each of its warps its share of the blocks of
-  128 columns (a batched product whose batch is the warps), all of it in registers before the kernel
-  before this one has ended. All programs run at once, so a weight of up to 25 MB arrives while the
-  GPU computes a norm or attention;
-- more: tiles of the weight are the tall operand of the tensor cores and the tokens the short one.
-  Where that leaves multiprocessors idle, programs share the columns of a tile and the last to
-  arrive adds up, in a fixed order;
-- many: tokens are the tall operand, and both come through the tensor memory accelerator; from some
-  size on cuBLAS.
+    x [M, K] e4m3    x_scale [M, K / 128] fp32
+    w [N, K] e4m3    w_scale [ceil(N / 128), K / 128] fp32
 
-FP8 weights meet FP8 activations in all but the first: the tensor cores add up 128 columns, then the
-sum takes the scales of the block and of the token's 128 columns and is added in fp32. Measured:
-||error|| / ||y|| 1.7e-3 with bf16 results, which is their rounding, and 2.6e-4 with fp16 ones.
+    kernel   M on an H200     grid                                     one program
+    gemv     1                N / BLOCK_N                              all of K, on the CUDA cores
+    small_m  2 to 8 or 16     N / BLOCK_N                              all of K, held in registers
+    split_k  to 64            N / BLOCK_N, SPLIT_K, M / BLOCK_M        1 / SPLIT_K of K
+    large_m  from 65 on       M / BLOCK_M * N / BLOCK_N                all of K, through TMA
+    cuBLAS   M N K over 1024 * 2048 * 3072
+
+16-bit weights take split_k with SPLIT_K = 1 up to M = 64, then cuBLAS. Tile sizes: `tiles.py`.
+
+FP8 weights meet FP8 activations in all kernels but gemv: the tensor cores add up 128 columns, then
+the sum is multiplied by both scales and added in fp32. Measured: ||error|| / ||y|| 1.7e-3 with bf16
+results, which is their rounding, and 2.6e-4 with fp16 ones.
 """
 
 from __future__ import annotations
@@ -42,11 +42,18 @@ from negamax.kernels.formats import (
 )
 from negamax.kernels.gemm import cublas, tiles
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
-from negamax.kernels.launch.triton import launch_options, wait_for_inputs, wait_then_start_next
+from negamax.kernels.launch.tile import Tile
+from negamax.kernels.launch.triton import (
+    dot,
+    launch_dependents_then_wait,
+    launch_options,
+    sum_over_threads,
+    wait_then_launch_dependents,
+)
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.platform import Feature
-from negamax.kernels.quantize import triton as quantize
 from negamax.kernels.quantize.native import to_native
+from negamax.kernels.quantize.triton import quantize
 from negamax.kernels.signatures import LINEAR
 
 _BLOCK: tl.constexpr = tl.constexpr(GROUP)  # columns that share a scale
@@ -59,289 +66,310 @@ class PreparedLinear:
 
     weight: Tensor  # e4m3, bf16 or fp16
     scale: Tensor | None  # [ceil(N / 128), K / 128] fp32; None: 16-bit weights
-    # [multiprocessors] int32, how many programs of a tile are done; zero between calls
+    # [multiprocessors] int32, finished splits of each tile of split_k; zero between calls
     arrivals: Tensor
 
 
 @triton.jit
-def _dot_products(
-    x,  # [K]
-    weight,  # [N, K] e4m3
-    scale,  # [ceil(N / 128), K / 128] fp32
-    out,  # [N]
+def _gemv_kernel(
+    x_ptr,  # [K]
+    w_ptr,  # [N, K] e4m3
+    w_scale_ptr,  # [ceil(N / 128), K / 128] fp32
+    out_ptr,  # [N]
     N,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
-    LEVELS: tl.constexpr,  # log2 of ROWS
-    THREADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # threads of a program * 16
     PDL: tl.constexpr,
 ):
-    launch_dependents(PDL)  # this early: what the next kernel fetches at its start is a weight, too
-    span: tl.constexpr = THREADS * _VECTOR
-    steps: tl.constexpr = (K + span - 1) // span
-    first = tl.program_id(0) * ROWS
+    """One token, unquantised, in fp32 on the CUDA cores. A program loads BLOCK_N rows of w in full
+    before it uses the first value, and before the kernel that computes x has ended.
+
+                step 0    step 1   ..            x  [K]             read after the wait
+        w   +---------+---------+-----+
+    BLOCK_N | BLOCK_K | BLOCK_K | ..  |          out[BLOCK_N] = sum over K of w * w_scale * x
+            +---------+---------+-----+
+              a thread has 16 neighbouring columns of each step and row
+    """
+    launch_dependents(PDL)  # this early: what the next kernel loads first is a weight, too
+    THREADS: tl.constexpr = BLOCK_K // _VECTOR
+    STEPS: tl.constexpr = triton.cdiv(K, BLOCK_K)
+    first_n = tl.program_id(0) * BLOCK_N
     thread = tl.arange(0, THREADS)
-    columns = thread[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
-    tiles = ()
-    for i in tl.static_range(steps):
-        for row in tl.static_range(ROWS):
-            at = weight + tl.minimum(first + row, N - 1).to(tl.int64) * K + i * span + columns
-            if i * span + span <= K:
-                tiles += (tl.load(at),)
+    offs_k = thread[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
+    w = ()
+    for i in tl.static_range(STEPS):
+        for row in tl.static_range(BLOCK_N):
+            w_ptrs = w_ptr + tl.minimum(first_n + row, N - 1).to(tl.int64) * K + i * BLOCK_K
+            if i * BLOCK_K + BLOCK_K <= K:
+                w += (tl.load(w_ptrs + offs_k),)
             else:
-                tiles += (tl.load(at, mask=columns < K - i * span, other=0.0),)
-    factors = ()
-    for i in tl.static_range(steps):
-        column = i * span + thread * _VECTOR
-        at = scale + (first // _BLOCK) * (K // _BLOCK) + column // _BLOCK
-        factors += (tl.load(at, mask=column < K, other=0.0),)
+                w += (tl.load(w_ptrs + offs_k, mask=offs_k < K - i * BLOCK_K, other=0.0),)
+    w_scale = ()
+    for i in tl.static_range(STEPS):
+        k = i * BLOCK_K + thread * _VECTOR
+        w_scale_ptrs = w_scale_ptr + (first_n // _BLOCK) * (K // _BLOCK) + k // _BLOCK
+        w_scale += (tl.load(w_scale_ptrs, mask=k < K, other=0.0),)
     wait_for_predecessor(PDL)
-    sums = ()
-    for _ in tl.static_range(ROWS):
-        sums += (tl.zeros((THREADS,), tl.float32),)
-    for i in tl.static_range(steps):
-        more = ()
-        values = tl.load(x + i * span + columns, mask=columns < K - i * span, other=0.0).to(
-            tl.float32
-        )
-        for row in tl.static_range(ROWS):
-            more += (
-                sums[row]
-                + tl.sum(tiles[i * ROWS + row].to(tl.float32) * values, axis=1) * factors[i],
-            )
-        sums = more
-    # One reduction over the threads for all rows: [threads, 2, 2, ...]
-    for level in tl.static_range(LEVELS):
-        more = ()
-        for i in tl.static_range(ROWS >> (level + 1)):
-            more += (tl.join(sums[i], sums[i + (ROWS >> (level + 1))]),)
-        sums = more
-    y = tl.reshape(tl.sum(sums[0], axis=0), (ROWS,))
-    row = first + tl.arange(0, ROWS)
-    tl.store(out + row, y.to(out.dtype.element_ty), mask=row < N)
+    acc = ()
+    for _ in tl.static_range(BLOCK_N):
+        acc += (tl.zeros((THREADS,), tl.float32),)
+    for i in tl.static_range(STEPS):
+        added = ()
+        x = tl.load(x_ptr + i * BLOCK_K + offs_k, mask=offs_k < K - i * BLOCK_K, other=0.0)
+        x = x.to(tl.float32)
+        for row in tl.static_range(BLOCK_N):
+            product = tl.sum(w[i * BLOCK_N + row].to(tl.float32) * x, axis=1) * w_scale[i]
+            added += (acc[row] + product,)
+        acc = added
+    out = sum_over_threads(acc, BLOCK_N)
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    tl.store(out_ptr + offs_n, out.to(out_ptr.dtype.element_ty), mask=offs_n < N)
 
 
-# What a step of `_few_tokens` takes from a matrix of FP8 rows, ROWS of them and 128 columns for
-# each warp, is fetched as [8, WARPS, 2, ROWS / 8, 64]: a thread has 16 neighbouring columns, four
-# THREADS 64, and eight times four 8 rows. The tensor cores give a thread the same row but other
-# columns. The order of the columns is no matter as long as weights and activations share it, so
-# they are renumbered: every thread multiplies what it fetched, and nothing passes through shared
-# memory.
+# `_small_m_kernel` loads a fragment, ROWS rows and NUM_WARPS * 128 columns of x or w, as
+# [8, NUM_WARPS, 2, ROWS / 8, 64]: a thread has 16 neighbouring columns, four threads 64, and eight
+# times four threads 8 rows. The tensor cores give a thread the same row but other columns. The
+# order of the columns does not matter as long as x and w share it, so they are renumbered: every
+# thread multiplies what it loaded, and nothing passes through shared memory.
 
 
 @triton.jit
-def _step_rows(ROWS: tl.constexpr):
+def _fragment_rows(ROWS: tl.constexpr):
     """[8, 1, 1, ROWS / 8, 1]"""
     return (tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8)[:, None, None, :, None]
 
 
 @triton.jit
-def _step_columns(WARPS: tl.constexpr):
-    """[1, WARPS, 2, 1, 64]"""
-    halves = tl.arange(0, WARPS)[:, None] * _BLOCK + tl.arange(0, 2)[None, :] * (_BLOCK // 2)
+def _fragment_columns(NUM_WARPS: tl.constexpr):
+    """[1, NUM_WARPS, 2, 1, 64]"""
+    halves = tl.arange(0, NUM_WARPS)[:, None] * _BLOCK + tl.arange(0, 2)[None, :] * (_BLOCK // 2)
     return (halves[:, :, None] + tl.arange(0, _BLOCK // 2)[None, None, :])[None, :, :, None, :]
 
 
 @triton.jit
-def _fetch(at, i: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr):
-    """Step i of the K columns of the rows at `at`; the last one may not have a block for every
-    warp.
-    """
-    if (i + 1) * (WARPS * _BLOCK) <= K:
-        fetched = tl.load(at + i * (WARPS * _BLOCK))
+def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """Step i of the K columns of the rows at `ptrs`; in the last one some warps may have none."""
+    BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
+    if (i + 1) * BLOCK_K <= K:
+        fragment = tl.load(ptrs + i * BLOCK_K)
     else:
-        fetched = tl.load(
-            at + i * (WARPS * _BLOCK),
-            mask=_step_columns(WARPS) < K - i * (WARPS * _BLOCK),
-            other=0.0,
-        )
-    return fetched
+        inside = _fragment_columns(NUM_WARPS) < K - i * BLOCK_K
+        fragment = tl.load(ptrs + i * BLOCK_K, mask=inside, other=0.0)
+    return fragment
 
 
 @triton.jit
-def _operand(fetched, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """[8, WARPS, 2, ROWS / 8, 64] -> [WARPS, ROWS, 128], the columns of each half in the order of
-    the tensor cores' threads.
+def _operand(fragment, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """[8, NUM_WARPS, 2, ROWS / 8, 64] -> [NUM_WARPS, ROWS, 128], the columns of each half in the
+    order of the tensor cores' threads.
     """
-    pieces = tl.reshape(fetched, (8, WARPS, 2, ROWS // 8, 4, 4, 4))
-    return tl.reshape(tl.permute(pieces, (1, 3, 0, 2, 5, 4, 6)), (WARPS, ROWS, _BLOCK))
+    split = tl.reshape(fragment, (8, NUM_WARPS, 2, ROWS // 8, 4, 4, 4))
+    return tl.reshape(tl.permute(split, (1, 3, 0, 2, 5, 4, 6)), (NUM_WARPS, ROWS, _BLOCK))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _few_tokens(
-    values,  # [T, K] e4m3
-    scales,  # [T, K / 128] fp32
-    weight,  # [N, K] e4m3
-    scale,  # [ceil(N / 128), K / 128] fp32
-    out,  # [T, N]
-    num_tokens,
+@triton.jit(do_not_specialize=["M"])
+def _small_m_kernel(
+    x_ptr,  # [M, K] e4m3
+    x_scale_ptr,  # [M, K / 128] fp32
+    w_ptr,  # [N, K] e4m3
+    w_scale_ptr,  # [ceil(N / 128), K / 128] fp32
+    out_ptr,  # [M, N]
+    M,
     N,
     K: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WARPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    launch_dependents(PDL)  # as early as in `_dot_products`
-    blocks: tl.constexpr = K // _BLOCK
-    steps: tl.constexpr = (blocks + WARPS - 1) // WARPS
-    first = tl.program_id(0) * ROWS
-    rows = first + tl.arange(0, ROWS)
-    tokens = tl.arange(0, TOKENS)
-    warp = tl.arange(0, WARPS)
-    weights_at = (
-        weight + tl.minimum(first + _step_rows(ROWS), N - 1).to(tl.int64) * K + _step_columns(WARPS)
-    )
-    scale_at = scale + (first // _BLOCK) * blocks + warp
-    weights, weight_scales = (), ()
-    for i in tl.static_range(steps):
-        weights += (_fetch(weights_at, i, K, WARPS),)
-        weight_scales += (tl.load(scale_at + i * WARPS, mask=warp < blocks - i * WARPS, other=0.0),)
+    """Few tokens against BLOCK_N = 16 rows of w, which is the tall operand of the tensor cores. The
+    warps share K (a batched product whose batch is the warps); a program has its part of w in
+    registers before the kernel that computes x has ended. All programs run at once, so a weight of
+    up to 25 MB arrives while the GPU computes a norm or attention.
+
+                  step 0                step 1
+        w   +------+------+- -+------+------+- -         out[M, BLOCK_N]: acc of all warps added up
+    BLOCK_N |warp 0|warp 1|   |warp 0|warp 1|
+            +------+------+- -+------+------+- -
+              128    128
+    """
+    launch_dependents(PDL)  # this early: what the next kernel loads first is a weight, too
+    K_BLOCKS: tl.constexpr = K // _BLOCK
+    STEPS: tl.constexpr = triton.cdiv(K_BLOCKS, NUM_WARPS)
+    first_n = tl.program_id(0) * BLOCK_N
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    offs_m = tl.arange(0, BLOCK_M)
+    warp = tl.arange(0, NUM_WARPS)
+    w_rows = tl.minimum(first_n + _fragment_rows(BLOCK_N), N - 1).to(tl.int64)
+    w_ptrs = w_ptr + w_rows * K + _fragment_columns(NUM_WARPS)
+    w_scale_ptrs = w_scale_ptr + (first_n // _BLOCK) * K_BLOCKS + warp
+    w, w_scale = (), ()
+    for i in tl.static_range(STEPS):
+        w += (_load_fragment(w_ptrs, i, K, NUM_WARPS),)
+        has_block = warp < K_BLOCKS - i * NUM_WARPS
+        w_scale += (tl.load(w_scale_ptrs + i * NUM_WARPS, mask=has_block, other=0.0),)
     wait_for_predecessor(PDL)
-    # Past the end from the start again: many reads of one row would wait for each other, and masks
-    # take registers
-    values_at = values + _step_rows(TOKENS) % num_tokens * K + _step_columns(WARPS)
-    scales_at = scales + (tokens % num_tokens)[None, :] * blocks + warp[:, None]
-    acc = tl.zeros((WARPS, ROWS, TOKENS), tl.float32)
-    for i in tl.static_range(steps):
-        x = tl.permute(_operand(_fetch(values_at, i, K, WARPS), TOKENS, WARPS), (0, 2, 1))
-        factor = tl.load(
-            scales_at + i * WARPS, mask=(warp < blocks - i * WARPS)[:, None], other=0.0
-        )
-        factor *= weight_scales[i][:, None]
-        acc += tl.dot(_operand(weights[i], ROWS, WARPS), x) * factor[:, None, :]
-    y = tl.sum(acc, axis=0)
-    inside = (tokens < num_tokens)[None, :] & (rows < N)[:, None]
-    tl.store(out + tokens[None, :] * N + rows[:, None], y.to(out.dtype.element_ty), mask=inside)
+    # rows past M wrap around: many reads of one row would wait for each other, and masks take
+    # registers
+    x_ptrs = x_ptr + _fragment_rows(BLOCK_M) % M * K + _fragment_columns(NUM_WARPS)
+    x_scale_ptrs = x_scale_ptr + (offs_m % M)[None, :] * K_BLOCKS + warp[:, None]
+    acc = tl.zeros((NUM_WARPS, BLOCK_N, BLOCK_M), tl.float32)
+    for i in tl.static_range(STEPS):
+        x = _operand(_load_fragment(x_ptrs, i, K, NUM_WARPS), BLOCK_M, NUM_WARPS)
+        x = tl.permute(x, (0, 2, 1))
+        has_block = (warp < K_BLOCKS - i * NUM_WARPS)[:, None]
+        scale = tl.load(x_scale_ptrs + i * NUM_WARPS, mask=has_block, other=0.0)
+        scale *= w_scale[i][:, None]
+        acc += tl.dot(_operand(w[i], BLOCK_N, NUM_WARPS), x) * scale[:, None, :]
+    out = tl.sum(acc, axis=0)
+    inside = (offs_m < M)[None, :] & (offs_n < N)[:, None]
+    out_ptrs = out_ptr + offs_m[None, :] * N + offs_n[:, None]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _narrow(
-    x,  # [T, K], e4m3 if FP8, else the dtype of the weight
-    scales,  # [T, K / 128] fp32; `scales` and `scale` are not read unless FP8
-    weight,  # [N, K]
-    scale,  # [ceil(N / 128), K / 128] fp32
-    out,  # [T, N]
-    parts,  # [tiles, SPLITS, ROWS, TOKENS] fp32, unless SPLITS == 1
-    arrivals,  # [tiles] int32, zero
-    num_tokens,
+@triton.jit(do_not_specialize=["M"])
+def _split_k_kernel(
+    x_ptr,  # [M, K], e4m3 if FP8, else the dtype of w
+    x_scale_ptr,  # [M, K / 128] fp32; neither scale is read unless FP8
+    w_ptr,  # [N, K]
+    w_scale_ptr,  # [ceil(N / 128), K / 128] fp32
+    out_ptr,  # [M, N]
+    partials_ptr,  # [tiles, SPLIT_K, BLOCK_N, BLOCK_M] fp32, unless SPLIT_K == 1
+    arrivals_ptr,  # [tiles] int32, zero
+    M,
     N,
     K,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # 128 if FP8
+    SPLIT_K: tl.constexpr,
     FP8: tl.constexpr,
-    WHOLE: tl.constexpr,  # whether K is a multiple of COLUMNS
-    DOT_DTYPE: tl.constexpr,
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
     PDL: tl.constexpr,
 ):
-    first = tl.program_id(0) * ROWS
-    rows = first + tl.arange(0, ROWS)
-    tokens = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    # past the end from the start again: many reads of one row would wait for each other
-    token = tokens % num_tokens
-    columns = tl.arange(0, COLUMNS)
-    steps = tl.cdiv(K, COLUMNS)
-    share = tl.cdiv(steps, SPLITS)
-    start = tl.program_id(1) * share
-    stop = tl.minimum(start + share, steps)
-    weights_at = weight + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + columns[None, :]
-    x_at = x + token[None, :] * K + columns[:, None]
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    """A tile of w is the tall operand of the tensor cores and the tokens the short one, so that few
+    tokens waste no rows of them. Where the tiles leave multiprocessors idle, SPLIT_K programs share
+    the columns of one; the last to arrive adds up all partial sums, in a fixed order.
+
+                split 0          split 1    ..
+        w   +--------------+--------------+----       x [M, K] in tiles of BLOCK_M tokens
+    BLOCK_N | BLOCK_K | .. | BLOCK_K | .. |
+            +--------------+--------------+----       acc [BLOCK_N, BLOCK_M] -> out transposed
+    """
+    first_n = tl.program_id(0) * BLOCK_N
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    offs_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    x_rows = offs_m % M  # wrap around: many reads of one row would wait for each other
+    offs_k = tl.arange(0, BLOCK_K)
+    steps = tl.cdiv(K, BLOCK_K)
+    split_steps = tl.cdiv(steps, SPLIT_K)
+    start = tl.program_id(1) * split_steps
+    stop = tl.minimum(start + split_steps, steps)
+    w_ptrs = w_ptr + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]
+    x_ptrs = x_ptr + x_rows[None, :] * K + offs_k[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if FP8:
         # this order gains up to 1.3 us for qkv and o_proj; for the head it has not been measured
-        wait_for_inputs(PDL)
-        scale += (first // _BLOCK) * steps
-        scales_at = scales + token * steps
-        factor = tl.load(scale + tl.minimum(start, steps - 1)) * tl.load(
-            scales_at + tl.minimum(start, steps - 1)
+        launch_dependents_then_wait(PDL)
+        w_scale_ptr += (first_n // _BLOCK) * steps
+        x_scale_ptrs = x_scale_ptr + x_rows * steps
+        scale = tl.load(w_scale_ptr + tl.minimum(start, steps - 1)) * tl.load(
+            x_scale_ptrs + tl.minimum(start, steps - 1)
         )
     else:
-        wait_then_start_next(PDL)
+        wait_then_launch_dependents(PDL)
     for step in range(start, stop):
-        if WHOLE:
-            w = tl.load(weights_at + step * COLUMNS)
-            v = tl.load(x_at + step * COLUMNS)
+        if EVEN_K:
+            w = tl.load(w_ptrs + step * BLOCK_K)
+            x = tl.load(x_ptrs + step * BLOCK_K)
         else:
-            inside = columns < K - step * COLUMNS
-            w = tl.load(weights_at + step * COLUMNS, mask=inside[None, :], other=0.0)
-            v = tl.load(x_at + step * COLUMNS, mask=inside[:, None], other=0.0)
+            inside = offs_k < K - step * BLOCK_K
+            w = tl.load(w_ptrs + step * BLOCK_K, mask=inside[None, :], other=0.0)
+            x = tl.load(x_ptrs + step * BLOCK_K, mask=inside[:, None], other=0.0)
         if FP8:
-            # its scales arrive while this step computes
+            # the next step's scales arrive while this one computes
             following = tl.minimum(step + 1, steps - 1)
-            next_factor = tl.load(scale + following) * tl.load(scales_at + following)
-            acc += tl.dot(w, v) * factor[None, :]
-            factor = next_factor
+            next_scale = tl.load(w_scale_ptr + following) * tl.load(x_scale_ptrs + following)
+            acc += tl.dot(w, x) * scale[None, :]
+            scale = next_scale
         else:
-            acc = tl.dot(w.to(DOT_DTYPE), v.to(DOT_DTYPE), acc)
-    out_at = out + tokens.to(tl.int64)[:, None] * N + rows[None, :]
-    inside = (tokens < num_tokens)[:, None] & (rows < N)[None, :]
-    if SPLITS == 1:
-        tl.store(out_at, tl.trans(acc).to(out.dtype.element_ty), mask=inside)
+            acc = dot(w, x, acc)
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    if SPLIT_K == 1:
+        tl.store(out_ptrs, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=inside)
     else:
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        part_at = parts + tile * (SPLITS * ROWS * TOKENS)
-        part_at += tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        tl.store(part_at + tl.program_id(1) * (ROWS * TOKENS), acc)
+        partial_ptrs = partials_ptr + tile * (SPLIT_K * SIZE)
+        partial_ptrs += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tl.store(partial_ptrs + tl.program_id(1) * SIZE, acc)
         tl.debug_barrier()  # all threads have written before one of them reports
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
-            total = tl.zeros((ROWS, TOKENS), tl.float32)
-            for part in tl.static_range(SPLITS):
-                total += tl.load(part_at + part * (ROWS * TOKENS), cache_modifier=".cg")
-            tl.store(out_at, tl.trans(total).to(out.dtype.element_ty), mask=inside)
-            tl.store(arrivals + tile, 0)
+        if tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for split in tl.static_range(SPLIT_K):
+                total += tl.load(partial_ptrs + split * SIZE, cache_modifier=".cg")
+            tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(arrivals_ptr + tile, 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _wide(
-    values,  # descriptor of [T, K] e4m3, blocks [TOKENS, 128]
-    scales,  # [T, K / 128] fp32
-    weight,  # descriptor of [N, K] e4m3, blocks [ROWS, 128]
-    scale,  # [ceil(N / 128), K / 128] fp32
-    out,  # [T, N]
-    num_tokens,
+@triton.jit(do_not_specialize=["M"])
+def _large_m_kernel(
+    x_desc,  # descriptor of [M, K] e4m3, blocks [BLOCK_M, 128]
+    x_scale_ptr,  # [M, K / 128] fp32
+    w_desc,  # descriptor of [N, K] e4m3, blocks [BLOCK_N, 128]
+    w_scale_ptr,  # [ceil(N / 128), K / 128] fp32
+    out_ptr,  # [M, N]
+    M,
     N,
     K,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row_tiles = tl.cdiv(N, ROWS)
-    span = GROUP_TILES * row_tiles
-    first_tile = tl.program_id(0) // span * GROUP_TILES
-    group_tiles = tl.minimum(tl.cdiv(num_tokens, TOKENS) - first_tile, GROUP_TILES)
-    first_token = (first_tile + tl.program_id(0) % span % group_tiles) * TOKENS
-    first_row = tl.program_id(0) % span // group_tiles * ROWS
-    tokens = first_token + tl.arange(0, TOKENS)
-    rows = first_row + tl.arange(0, ROWS)
-    blocks = K // _BLOCK
-    scales_at = scales + tl.minimum(tokens, num_tokens - 1) * blocks
-    scale += first_row // _BLOCK * blocks
-    acc = tl.zeros((TOKENS, ROWS), tl.float32)
-    wait_for_inputs(PDL)
-    for block in range(blocks):
-        x = values.load([first_token, block * _BLOCK])
-        w = weight.load([first_row, block * _BLOCK])
-        factor = tl.load(scales_at + block) * tl.load(scale + block)
-        acc += tl.dot(x, w.T) * factor[:, None]
-    inside = (tokens < num_tokens)[:, None] & (rows < N)[None, :]
-    tl.store(
-        out + tokens.to(tl.int64)[:, None] * N + rows[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=inside,
-    )
+    """out[BLOCK_M, BLOCK_N] over all of K; the tokens are the tall operand, and the tensor memory
+    accelerator loads both. Programs take the tiles of GROUP_M rows of tiles column by column, so
+    that these go through w together and find it in the L2 cache:
+
+                N                       with GROUP_M = 2
+        +----+----+----+
+      M | 0  | 2  | 4  |  group 0
+        | 1  | 3  | 5  |
+        +----+----+----+
+        | 6  | 8  | 10 |  group 1
+        | 7  | 9  | 11 |
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group_size = GROUP_M * tiles_n
+    first_tile_m = tl.program_id(0) // group_size * GROUP_M
+    group_m = tl.minimum(tl.cdiv(M, BLOCK_M) - first_tile_m, GROUP_M)
+    first_m = (first_tile_m + tl.program_id(0) % group_size % group_m) * BLOCK_M
+    first_n = tl.program_id(0) % group_size // group_m * BLOCK_N
+    offs_m = first_m + tl.arange(0, BLOCK_M)
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    k_blocks = K // _BLOCK
+    x_scale_ptrs = x_scale_ptr + tl.minimum(offs_m, M - 1) * k_blocks
+    w_scale_ptr += first_n // _BLOCK * k_blocks
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    launch_dependents_then_wait(PDL)
+    for block in range(k_blocks):
+        x = x_desc.load([first_m, block * _BLOCK])
+        w = w_desc.load([first_n, block * _BLOCK])
+        scale = tl.load(x_scale_ptrs + block) * tl.load(w_scale_ptr + block)
+        acc += tl.dot(x, w.T) * scale[:, None]
+    inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def prepare(weight: StoredWeight) -> PreparedLinear:
     """weight [N, K], plain in the activations' dtype, or E4M3 blocks with K a multiple of 128."""
     values, scale = weight.values, None
     if weight.format is not PLAIN:
-        columns = values.shape[1]
-        assert columns % GROUP == 0, (
-            f"FP8 weights need a multiple of {GROUP} columns, not {columns}"
-        )
+        K = values.shape[1]
+        assert K % GROUP == 0, f"FP8 weights need a multiple of {GROUP} columns, not {K}"
         values, scale = to_native(values, weight.scale.contiguous())
     multiprocessors = tiles.tiles_for(values.device).multiprocessors
     arrivals = torch.zeros(multiprocessors, dtype=torch.int32, device=values.device)
@@ -355,114 +383,110 @@ def linear(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K] -> x W^T [T, N] in `out_dtype` (None: that of the plain activations), rounded once
+    """x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of the plain activations), rounded once
     from fp32 sums.
 
     `out`: contiguous, of that shape and dtype; for 16-bit weights.
     """
     dtype = out_dtype or model_dtype(x)
-    num_tokens, rows = (
-        (x.q if isinstance(x, QuantizedActivations) else x).shape[0],
-        prepared.weight.shape[0],
-    )
-    if num_tokens == 0:
-        return prepared.weight.new_empty((0, rows), dtype=dtype)
+    M = (x.q if isinstance(x, QuantizedActivations) else x).shape[0]
+    if M == 0:
+        return prepared.weight.new_empty((0, prepared.weight.shape[0]), dtype=dtype)
     if prepared.scale is None:
-        values = unquantized(x).contiguous()
-        if num_tokens > tiles.NARROW_TOKENS_16BIT:
-            product = cublas.linear(values, prepared.weight, out_dtype=dtype)
-            return product if out is None else out.copy_(product)
-        out = values.new_empty((num_tokens, rows), dtype=dtype) if out is None else out
-        tile = tiles.tiles_for(values.device).narrow_16bit(num_tokens)
-        _launch_narrow(values, None, prepared, out, tile=tile)
-        return out
+        return _linear_16bit(unquantized(x).contiguous(), prepared, dtype, out)
     assert out is None, "products with FP8 weights make their own result"
-    if num_tokens > tiles.DOT_TOKENS and not isinstance(x, QuantizedActivations):
-        x = quantize.rows(x.contiguous())
+    if M <= tiles.GEMV_MAX_M:
+        return _gemv(unquantized(x).contiguous(), prepared.weight, prepared.scale, dtype)
+    if not isinstance(x, QuantizedActivations):
+        x = quantize(x.contiguous())
     if (
-        isinstance(x, QuantizedActivations)
-        and dtype is torch.bfloat16
+        dtype is torch.bfloat16
         and Feature.CUBLAS_BLOCK_FP8 in platform.platform_of(x.q.device).features
-        and tiles.cublas_is_faster(num_tokens, prepared.weight.numel())
+        and tiles.cublas_is_faster(M, prepared.weight.numel())
     ):
         return cublas.linear_blocks(x, prepared.weight, prepared.scale)
-    out = prepared.weight.new_empty((num_tokens, rows), dtype=dtype)
-    _multiply_fp8(x, prepared, prepared.scale, out)
+    return _linear_fp8(x, prepared, prepared.scale, dtype)
+
+
+def _linear_16bit(
+    x: Tensor, prepared: PreparedLinear, dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    M, N = x.shape[0], prepared.weight.shape[0]
+    if M > tiles.SPLIT_K_MAX_M:
+        product = cublas.linear(x, prepared.weight, out_dtype=dtype)
+        return product if out is None else out.copy_(product)
+    out = x.new_empty((M, N), dtype=dtype) if out is None else out
+    tile = tiles.tiles_for(x.device).split_k_16bit(M)
+    _split_k(x, out, prepared.weight, out, prepared.arrivals, out, tile=tile)
     return out
 
 
-def _multiply_fp8(
-    x: Tensor | QuantizedActivations, prepared: PreparedLinear, scale: Tensor, out: Tensor
-) -> None:
-    """out = x W^T with the kernel for its sizes; more than DOT_TOKENS are
-    `QuantizedActivations`."""
-    weight = prepared.weight
-    (num_tokens, rows), columns = out.shape, weight.shape[1]
-    options, here = launch_options(out.device), platform.platform_of(out.device)
-    sizes = tiles.tiles_for(out.device)
-    if num_tokens <= tiles.DOT_TOKENS:
-        dots = sizes.dot_products(columns)
-        _dot_products[(triton.cdiv(rows, dots.rows),)](
-            unquantized(x).contiguous(), weight, scale, out, rows,
-            K=columns, ROWS=dots.rows, LEVELS=dots.rows.bit_length() - 1,
-            THREADS=dots.warps * here.warp_size, num_warps=dots.warps, **options,
+def _linear_fp8(
+    x: QuantizedActivations, prepared: PreparedLinear, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    weight, M = prepared.weight, x.q.shape[0]
+    (N, K), device = weight.shape, weight.device
+    assert x.q.is_contiguous() and x.scale.is_contiguous()
+    sizes, out = tiles.tiles_for(device), weight.new_empty((M, N), dtype=dtype)
+    if tile := sizes.small_m(M=M, N=N, K=K):
+        _small_m_kernel[(triton.cdiv(N, tile.block_n),)](
+            x.q, x.scale, weight, scale, out, M, N,
+            K=K, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, NUM_WARPS=tile.num_warps,
+            num_warps=tile.num_warps, **launch_options(device, maxnreg=tile.maxnreg),
         )  # fmt: skip
-        return
-    assert isinstance(x, QuantizedActivations)
-    assert x.q.is_contiguous() and x.scale.is_contiguous(), (
-        "activations are read as they lie in memory"
-    )
-    if few := sizes.few_tokens(num_tokens=num_tokens, rows=rows, columns=columns):
-        _few_tokens[(triton.cdiv(rows, few.rows),)](
-            x.q, x.scale, weight, scale, out, num_tokens, rows,
-            K=columns, TOKENS=few.tokens, ROWS=few.rows, WARPS=few.warps, num_warps=few.warps,
-            **launch_options(out.device, registers=few.registers),
-        )  # fmt: skip
-    elif num_tokens > tiles.NARROW_TOKENS and (
-        tile := sizes.wide(num_tokens=num_tokens, rows=rows)
-    ):
-        _wide[(triton.cdiv(rows, tile.rows) * triton.cdiv(num_tokens, tile.tokens),)](
-            TensorDescriptor.from_tensor(x.q, [tile.tokens, tile.columns]), x.scale,
-            TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns]), scale, out, num_tokens,
-            rows, columns,
-            TOKENS=tile.tokens, ROWS=tile.rows, GROUP_TILES=tiles.WIDE_GROUP, num_warps=tile.warps,
-            num_stages=tile.stages,
-            **(options if weight.numel() <= tiles.DEPENDENT_WIDE_WEIGHTS else {"PDL": False}),
+    elif M > tiles.SPLIT_K_MAX_M and (tile := sizes.large_m(M=M, N=N)):
+        options = launch_options(device)
+        if weight.numel() > tiles.PDL_MAX_WEIGHTS:
+            options = {"PDL": False}
+        _large_m_kernel[(triton.cdiv(N, tile.block_n) * triton.cdiv(M, tile.block_m),)](
+            TensorDescriptor.from_tensor(x.q, [tile.block_m, GROUP]), x.scale,
+            TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP]), scale, out, M, N, K,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, GROUP_M=tiles.GROUP_M,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
         )  # fmt: skip
     else:
-        tile = sizes.narrow(num_tokens=num_tokens, rows=rows, columns=columns)
-        _launch_narrow(x.q, x.scale, prepared, out, tile=tile)
+        tile = sizes.split_k(M=M, N=N, K=K)
+        _split_k(x.q, x.scale, weight, scale, prepared.arrivals, out, tile=tile)
+    return out
 
 
-def _launch_narrow(
-    x: Tensor, scales: Tensor | None, prepared: PreparedLinear, out: Tensor, *, tile: tiles.Tile
-) -> None:
-    (num_tokens, rows), columns = out.shape, x.shape[1]
-    grid = (triton.cdiv(rows, tile.rows), tile.splits, triton.cdiv(num_tokens, tile.tokens))
-    fp8, parts = scales is not None, out
-    if tile.splits > 1:
-        parts = out.new_empty(
-            (grid[0] * grid[2], tile.splits, tile.rows, tile.tokens), dtype=torch.float32
-        )
-        assert grid[0] * grid[2] <= prepared.arrivals.shape[0], grid
-    _narrow[grid](
-        x, scales if fp8 else out, prepared.weight, prepared.scale if fp8 else out, out, parts,
-        prepared.arrivals,
-        num_tokens, rows, columns,
-        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, FP8=fp8,
-        WHOLE=columns % tile.columns == 0, DOT_DTYPE=_dot_dtype(x.dtype), num_warps=tile.warps,
-        num_stages=tile.stages,
-        **launch_options(out.device),
+def _gemv(x: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    N, K = weight.shape
+    out = weight.new_empty((1, N), dtype=dtype)
+    block_n, num_warps = tiles.gemv(K)
+    _gemv_kernel[(triton.cdiv(N, block_n),)](
+        x, weight, scale, out, N,
+        K=K, BLOCK_N=block_n,
+        BLOCK_K=num_warps * platform.platform_of(x.device).warp_size * _VECTOR.value,
+        num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip
+    return out
 
 
-def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """What `tl.dot` multiplies: the operands' own dtype, but fp32 in the interpreter, whose bf16
-    products are wrong.
-    """
-    if triton.knobs.runtime.interpret:
-        return tl.float32
-    return tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
+def _split_k(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    arrivals: Tensor,
+    out: Tensor,
+    *,
+    tile: Tile,
+) -> None:
+    """`x_scale` and `scale` of 16-bit weights: any tensors."""
+    (M, N), K = out.shape, weight.shape[1]
+    grid = (triton.cdiv(N, tile.block_n), tile.split_k, triton.cdiv(M, tile.block_m))
+    partials = out
+    if tile.split_k > 1:
+        assert grid[0] * grid[2] <= arrivals.shape[0], grid
+        sizes = (grid[0] * grid[2], tile.split_k, tile.block_n, tile.block_m)
+        partials = out.new_empty(sizes, dtype=torch.float32)
+    _split_k_kernel[grid](
+        x, x_scale, weight, scale, out, partials, arrivals, M, N, K,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLIT_K=tile.split_k,
+        FP8=weight.itemsize == 1, EVEN_K=K % tile.block_k == 0,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(out.device),
+    )  # fmt: skip
 
 
 _GPU = frozenset({Feature.TRITON})

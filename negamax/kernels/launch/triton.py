@@ -1,30 +1,26 @@
-"""How kernels are launched: each before the one in front has ended, and compiled before the first
-is launched at all.
+"""How kernels are launched and compiled, and functions that kernels of all families call.
 
-Dependent launch: a kernel starts up, and fetches its weights, while the kernel before it still
-runs.
+Programmatic dependent launch (PDL): after an ordinary launch a kernel starts when the one before it
+in the stream has ended, which leaves the GPU idle for a few microseconds, and a decode step is
+hundreds of kernels of 3 to 30 us. NVIDIA GPUs from Hopper on can start the next kernel as soon as
+every program of the running one has allowed it (`launch_dependents`, or its end); that kernel waits
+(`wait_for_predecessor`) until the one before it has ended and what it wrote can be read. CUDA
+graphs keep both.
 
-After an ordinary launch a kernel starts when the one before it in the stream has ended, which
-leaves the GPU idle for a few microseconds: long, where a decode step is hundreds of kernels of 3 to
-30 us. NVIDIA GPUs from Hopper on can start the next kernel as soon as every program of the running
-one has allowed it (`launch_dependents`, or its end); a kernel that was started so itself waits,
-where it has to, until the one before it has ended and what that wrote can be read. CUDA graphs keep
-both.
+    kernel A  ---- launch_dependents ------------------ end
+    kernel B            starts, loads weights ... wait_for_predecessor | reads what A wrote
 
 A kernel that is launched with `launch_options`
 
-- waits in every program, also in those that have nothing to do: the wait of a kernel is for the one
-  before it alone, so all that came earlier has ended only because each of them waited in turn;
+- waits in every program, also in those that have nothing to do: the wait is for the kernel before
+  it alone, so all that came earlier has ended only because each of them waited in turn;
 - waits before it reads what a kernel has computed, and before it writes anything at all: memory it
   writes may still be read by its predecessors, of which several may be running;
 - may read before the wait what no kernel since the last ordinary launch has written: weights, and
   whatever the step prepared ahead of its first layer (PyTorch launches all its kernels in the
   ordinary way).
 
-Elsewhere, and in Triton's interpreter, PDL is False and nothing of this is compiled.
-
-How kernels are compiled is settled here, too, where Triton's default may change: products and sums
-are fused.
+Elsewhere, and in Triton's interpreter, PDL is False and none of this is compiled.
 """
 
 from __future__ import annotations
@@ -44,40 +40,66 @@ from negamax.kernels import platform
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
 from negamax.kernels.platform import Feature
 
-triton.knobs.language.default_fp_fusion = True  # off, the kernels' last bits and speed are others
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+_FP32_DOT = tl.constexpr(INTERPRETED)
+
+# Triton's default may change; without it the kernels' last bits and speed are others
+triton.knobs.language.default_fp_fusion = True
 
 
 @cache
-def launch_options(device: torch.device, *, registers: int | None = None) -> dict[str, Any]:
+def launch_options(device: torch.device, *, maxnreg: int | None = None) -> dict[str, Any]:
     """What a kernel with a parameter `PDL: tl.constexpr` is launched with on `device`, besides its
-    own arguments. `registers`: per thread at most, where that can be said.
+    own arguments. `maxnreg`: per thread at most, where that can be said.
     """
     here = platform.platform_of(device)
     options: dict[str, Any] = {"PDL": False}
     if Feature.PDL in here.features:
         options = {"PDL": True, "launch_pdl": True}
-    if registers is not None and here.vendor == "nvidia":
-        options["maxnreg"] = registers
+    if maxnreg is not None and here.vendor == "nvidia":
+        options["maxnreg"] = maxnreg
     return options
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
+def launch_dependents_then_wait(PDL: tl.constexpr):
     """What most kernels do: the next one starts up while this one waits for the one before it."""
     launch_dependents(PDL)
     wait_for_predecessor(PDL)
 
 
 @triton.jit
-def wait_then_start_next(PDL: tl.constexpr):
-    """The other order, for kernels that keep all of the GPU busy: what the next one fetches at its
+def wait_then_launch_dependents(PDL: tl.constexpr):
+    """The other order, for kernels that keep all of the GPU busy: what the next one loads at its
     start does not take bandwidth from the one before this, and its programs do not hold registers
-    for as long.
-
-    The products of many columns and the experts were measured, and their tiles chosen, with it.
+    for as long. The tiles of the experts and of products with 16-bit weights were chosen with it.
     """
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b; in fp32 in the interpreter, whose 16-bit products are wrong."""
+    if _FP32_DOT:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def sum_over_threads(sums, NUM: tl.constexpr):
+    """A tuple of NUM (a power of 2) tensors [threads] -> their sums [NUM], by one reduction over
+    [threads, 2, 2, ...] for all of them.
+    """
+    for level in tl.static_range(8):
+        if NUM >> (level + 1) > 0:
+            joined = ()
+            for i in tl.static_range(NUM >> (level + 1)):
+                joined += (tl.join(sums[i], sums[i + (NUM >> (level + 1))]),)
+            sums = joined
+    return tl.reshape(tl.sum(sums[0], axis=0), (NUM,))
 
 
 class _Share(triton.AsyncCompileMode):

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, model_dtype
-from negamax.kernels.launch.triton import launch_options, wait_then_start_next
+from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import (
     BLOCK,
@@ -51,7 +51,7 @@ def _gate_up_token(
     unit = tl.arange(0, COLUMNS // _UNIT)
     at = unit[:, None] * _UNIT + tl.arange(0, _UNIT)[None, :]
     x += (pair // TOP_K) * HIDDEN
-    wait_then_start_next(PDL)
+    wait_then_launch_dependents(PDL)
     expert = tl.load(ids + pair) - first
     if (expert < 0) | (expert >= count):
         return
@@ -134,7 +134,7 @@ def _down_token(
             )
         else:
             scales = scales + (share,)
-    wait_then_start_next(PDL)
+    wait_then_launch_dependents(PDL)
     for step in tl.static_range(STEPS):
         k = (step * COLUMNS + (unit % UNITS) * _UNIT)[:, None] + inner[None, :]
         hs = hs + (
@@ -277,7 +277,7 @@ def _gate_up_scan(
     """
     TILES: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     who, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    wait_then_start_next(PDL)
+    wait_then_launch_dependents(PDL)
     expert = who
     if by_pair != 0:
         expert = tl.load(ids + who) - first
@@ -341,7 +341,7 @@ def _down_scan(
     """
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
     who, tile = tl.program_id(0) // TILES - 1, tl.program_id(0) % TILES
-    wait_then_start_next(PDL)
+    wait_then_launch_dependents(PDL)
     if who < 0:
         _clear(ids, out, num_pairs, first, count, tile * ROWS, HIDDEN, ROWS, 32)
         return

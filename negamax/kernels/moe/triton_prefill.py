@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, model_dtype
-from negamax.kernels.launch.triton import launch_options, wait_then_start_next
+from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import (
     BLOCK,
@@ -44,7 +44,7 @@ def _count_pairs(
     PDL: tl.constexpr
 ):  # fmt: skip
     """table[p, e]: how many of the `span` pairs of program p chose expert first + e."""
-    wait_then_start_next(PDL)
+    wait_then_launch_dependents(PDL)
     begin = tl.program_id(0) * span
     end = tl.minimum(begin + span, num_pairs)
     hits = tl.zeros([EXPERTS_2], tl.int32)
@@ -62,7 +62,7 @@ def _sort_pairs(
     """Put `span` pairs in their places in `order`: by expert, then by number, those that chose none
     of ours last.
     """
-    wait_then_start_next(PDL)
+    wait_then_launch_dependents(PDL)
     experts, slots = tl.arange(0, EXPERTS_2), tl.arange(0, CHUNK)
     mine, programs = tl.program_id(0), tl.num_programs(0)
     all_hits = tl.zeros([BLOCK, EXPERTS_2], tl.int32)
@@ -174,7 +174,7 @@ def _gate_up_sorted(
     """
     TILES: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    wait_then_start_next(PDL)
+    wait_then_launch_dependents(PDL)
     expert, begin, end = _sorted_tile(counts, tl.program_id(0) // TILES, count, EXPERTS_2, TOKENS)
     if expert >= count:
         return
@@ -245,7 +245,7 @@ def _down_sorted(
     TILES: tl.constexpr = (HIDDEN + ROWS * REPEAT - 1) // (ROWS * REPEAT)
     STEPS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    wait_then_start_next(PDL)
+    wait_then_launch_dependents(PDL)
     expert, begin, end = _sorted_tile(counts, tl.program_id(0) // TILES, count, EXPERTS_2, TOKENS)
     row = tl.program_id(0) % TILES * (ROWS * REPEAT)
     if expert >= count:

@@ -18,7 +18,7 @@ from torch import Tensor
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives.triton import gather_rows, poll, tagged
-from negamax.kernels.launch.triton import launch_options, wait_then_start_next
+from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import INTERPRETED, dot
 
@@ -138,7 +138,7 @@ def _route_few(
             los += (tl.load(at + 2 * PIECE, mask=k < HIDDEN, other=0.0),)
     expert = _in_groups(EXPERTS_2)
     biases = tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
-    wait_then_start_next(PDL)
+    wait_then_launch_dependents(PDL)
     # volatile, as x is: else ptxas puts it off until it is needed
     tag = tl.load(epoch, volatile=True) + 1
     for t in tl.static_range(TOKENS):
@@ -244,7 +244,7 @@ def _route(
             his = his + (tl.load(gate + k[None, :], mask=inside, other=0.0),)
             mids = mids + (tl.load(gate + PIECE + k[None, :], mask=inside, other=0.0),)
             los = los + (tl.load(gate + 2 * PIECE + k[None, :], mask=inside, other=0.0),)
-        wait_then_start_next(PDL)
+        wait_then_launch_dependents(PDL)
         for step in tl.static_range(STEPS):
             k = first_column + step * COLUMNS + columns
             inside = (tokens < num_tokens)[:, None] & (k < HIDDEN)[None, :]
@@ -252,7 +252,7 @@ def _route(
         for step in tl.static_range(STEPS):
             acc = _gate_product(his[step], mids[step], los[step], xs[step], acc, WIDE)
     else:
-        wait_then_start_next(PDL)
+        wait_then_launch_dependents(PDL)
         for start in tl.range(
             first_column, first_column + STEPS * COLUMNS, COLUMNS, num_stages=STAGES
         ):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.launch.ptx import pack_pair
-from negamax.kernels.launch.triton import launch_options, wait_for_inputs
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.norm import spec, tiles
 from negamax.kernels.norm.spec import NormWeight
 from negamax.kernels.op import Kernel
@@ -200,7 +200,7 @@ def _add_rms(
     index = word_indices(BLOCK)
     mask = index < WORDS
     weight_words = tl.load(words_of(weight) + index, mask=mask, other=0)
-    wait_for_inputs(PDL)
+    launch_dependents_then_wait(PDL)
     residual_words = tl.load(
         words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0, volatile=True
     )

@@ -1,5 +1,5 @@
-"""Activations to FP8 in Triton, for where the kernel before could not do it on the way. Moves 3
-bytes per element.
+"""Activations to FP8, where the kernel that computed them did not write them so. Moves 3 bytes per
+element.
 """
 
 from __future__ import annotations
@@ -31,39 +31,44 @@ def e4m3_max(DTYPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_groups"])
-def _rows(x, values, scales, num_groups, GROUPS: tl.constexpr):
+def _quantize_kernel(x_ptr, q_ptr, scale_ptr, num_groups, GROUPS: tl.constexpr):
+    """x, q [T, K] as rows of 128 columns: a program has GROUPS of them, and writes a scale each.
+
+    x_ptr, q_ptr  [num_groups, 128]  |<- 128 ->|   GROUPS rows per program
+    scale_ptr     [num_groups]
+    """
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    at = group.to(tl.int64)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    offs = group.to(tl.int64)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = (group < num_groups)[:, None]
-    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(wide), axis=1)
-    dtype: tl.constexpr = values.dtype.element_ty
-    scale = tl.where(largest == 0.0, 1.0, tl.maximum(largest / e4m3_max(dtype), _TINY))
-    tl.store(values + at, (wide / scale[:, None]).to(dtype), mask=inside)
-    tl.store(scales + group, scale, mask=group < num_groups)
+    x = tl.load(x_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.max(tl.abs(x), axis=1)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    scale = tl.where(amax == 0.0, 1.0, tl.maximum(amax / e4m3_max(dtype), _TINY))
+    tl.store(q_ptr + offs, (x / scale[:, None]).to(dtype), mask=inside)
+    tl.store(scale_ptr + group, scale, mask=group < num_groups)
 
 
-def rows(x: Tensor) -> QuantizedActivations:
+def quantize(x: Tensor) -> QuantizedActivations:
     """x [T, K] bf16 or fp16, K a multiple of 128 -> x, its e4m3 values and one fp32 scale per 128
     columns.
     """
     num_tokens, width = x.shape
     assert width % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns, not {width}"
     assert x.is_contiguous()
-    values = torch.empty(x.shape, dtype=native_e4m3(x.device), device=x.device)
-    scales = torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=x.device)
+    q = torch.empty(x.shape, dtype=native_e4m3(x.device), device=x.device)
+    scale = torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=x.device)
     if num_tokens > 0:
-        _rows[(triton.cdiv(scales.numel(), _GROUPS),)](
-            x, values, scales, scales.numel(), GROUPS=_GROUPS, num_warps=4
+        _quantize_kernel[(triton.cdiv(scale.numel(), _GROUPS),)](
+            x, q, scale, scale.numel(), GROUPS=_GROUPS, num_warps=4
         )
-    return QuantizedActivations(x, values, scales)
+    return QuantizedActivations(x, q, scale)
 
 
 KERNELS: tuple[AnyKernel, ...] = (
     Kernel(
         QUANTIZE,
         "triton",
-        rows,
+        quantize,
         requires=frozenset({Feature.TRITON, Feature.FP8}),
         dtypes=(torch.bfloat16, torch.float16),
     ),

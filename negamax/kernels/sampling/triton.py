@@ -17,7 +17,7 @@ from torch import Tensor
 
 from negamax.kernels.collectives.triton import copy_of, poll, push
 from negamax.kernels.launch.ptx import fast_log
-from negamax.kernels.launch.triton import launch_options, wait_for_inputs
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.op import Kernel
 from negamax.kernels.peers import Collective
 from negamax.kernels.platform import Feature
@@ -86,7 +86,7 @@ def _best_of_tiles(
     tile = tl.program_id(0)
     row = tl.program_id(1)
     column = tile * TILE + tl.arange(0, TILE)
-    wait_for_inputs(PDL)
+    launch_dependents_then_wait(PDL)
     heat = tl.load(temperature + row)
     score = tl.load(
         logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY
@@ -120,7 +120,7 @@ def _best_of_row(
 ):
     row = tl.program_id(0)
     tile = tl.arange(0, BLOCK)
-    wait_for_inputs(PDL)
+    launch_dependents_then_wait(PDL)
     score = tl.load(scores + row * count + tile, mask=tile < count, other=-_INFINITY)
     token = tl.load(ids + row * count + tile, mask=tile < count, other=_NO_ID)
     best = tl.max(score, axis=0)
@@ -260,7 +260,7 @@ def _largest_of_strips(
 ):
     tile, row = tl.program_id(0), tl.program_id(1)
     column = tile * TILE + tl.arange(0, TILE)
-    wait_for_inputs(PDL)
+    launch_dependents_then_wait(PDL)
     if _is_drawn(filters, row, COUNT):
         value = tl.load(
             logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY
@@ -349,7 +349,7 @@ def _draw_of_row(
     is looked at.
     """
     row = tl.program_id(0)
-    wait_for_inputs(PDL)
+    launch_dependents_then_wait(PDL)
     drawn = tl.load(otherwise + row)
     if _is_drawn(filters, row, COUNT):
         entry = tl.arange(0, COUNT)

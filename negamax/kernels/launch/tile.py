@@ -1,0 +1,20 @@
+"""What one program of a matrix product computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`block_m` tokens times `block_n` rows of the weight, `block_k` columns at a time; the names
+    are those of the kernels' constants and of Triton's launch options.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int = 1  # steps along K whose loads are under way
+    split_k: int = 1  # programs that share the columns
+    maxnreg: int | None = None  # registers per thread at most; None: as the compiler takes
