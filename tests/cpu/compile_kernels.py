@@ -1,6 +1,6 @@
-"""Compiles what the kernel table launches on a GPU that is not here, at the sizes of MiniMax-M2:
-`python tests/cpu/compile_kernels.py gfx942 [--part I/N]`. One JSON object per kernel on standard
-output.
+"""Compiles what the kernel table launches on GPUs that are not here, at the sizes of MiniMax-M2:
+`python tests/cpu/compile_kernels.py gfx942 sm_90 [--every N]`. One JSON object per kernel on
+standard output.
 
 The ops' own full-size cases are applied to tensors without memory (PyTorch's "meta" device), so the
 code that chooses tiles and launches runs as on the GPU; a launch only compiles. Compiled is as far
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -28,10 +29,10 @@ from triton.runtime import driver
 
 from negamax.base.errors import ConfigError
 from negamax.kernels import platform as platforms
-from negamax.kernels.op import Case
-
-if "gfx" in sys.argv[1]:
-    sys.modules["triton.language.extra.cuda"] = None  # type: ignore[assignment]  # as on ROCm
+from negamax.kernels.gemm import spec as gemm_spec
+from negamax.kernels.moe import spec as moe_spec
+from negamax.kernels.op import Case, Op
+from negamax.kernels.registry import OPS, resolve
 
 KIB = 1024
 PLATFORMS = {
@@ -89,22 +90,18 @@ def reason_against(platform: platforms.Platform, case: Case) -> str | None:
     return None
 
 
-def main() -> None:
-    """Compile and report."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("arch", choices=sorted(PLATFORMS))
-    parser.add_argument("--part", default="0/1", help="I/N: every N-th case from the I-th on")
-    options = parser.parse_args()
-    first, step = map(int, options.part.split("/"))
-    platform = PLATFORMS[options.arch]
+def compile_for(platform: platforms.Platform, cases: list[tuple[Op, Case]]) -> None:
+    """Compile and report. In a process that has imported no kernel yet."""
     nvidia = platform.vendor == "nvidia"
+    if not nvidia:
+        sys.modules["triton.language.extra.cuda"] = None  # type: ignore[assignment]  # as on ROCm
     arch = int(platform.arch.removeprefix("sm_")) if nvidia else platform.arch
     driver.set_active(Driver(GPUTarget("cuda" if nvidia else "hip", arch, platform.warp_size)))
     platforms.platform_of = lambda device: platform  # type: ignore[assignment]
-    from negamax.kernels.gemm import spec as gemm_spec
-    from negamax.kernels.moe import spec as moe_spec
-    from negamax.kernels.registry import OPS, resolve
-
+    table = resolve(platform=platform, dtype=torch.bfloat16)
+    # activations in the platform's form of FP8
+    quantize = table["quantize.activations"].run
+    gemm_spec.quantize_activations = moe_spec.quantize_rows = quantize  # type: ignore[assignment]
     about: dict[str, Any] = {}
     done: set[str] = set()
 
@@ -120,35 +117,54 @@ def main() -> None:
                 return
             if compiled.hash not in done:
                 done.add(compiled.hash)
-                report(kernel=kernel.fn.__name__, shared_memory=compiled.metadata.shared)
+                found = compiled.metadata
+                report(
+                    kernel=kernel.fn.__name__,
+                    shared_memory=found.shared,
+                    fused=found.enable_fp_fusion,
+                )
 
         return run
 
     triton.JITFunction.__getitem__ = launch
-    table = resolve(platform=platform, dtype=torch.bfloat16)
-    # activations in the platform's form of FP8
-    quantize = table["quantize.activations"].run
-    gemm_spec.quantize_activations = moe_spec.quantize_rows = quantize  # type: ignore[assignment]
-    number = -1
-    for name, op in OPS.items():
-        with without_memory(), torch.inference_mode():
-            for case in op.wide(torch.bfloat16, SimpleNamespace(device=META)):  # type: ignore[arg-type]
-                number += 1
-                if number % step != first:
-                    continue
-                kernel = table.choose(name, case.stored)
-                about = {"op": name, "case": case.label}
-                refusal = reason_against(platform, case)
-                if kernel is None:
-                    refusal = f"{case.stored.name} is dequantised at load"
-                if kernel is None or refusal is not None:
-                    report(refused=refusal)
-                    continue
-                about["provider"] = kernel.provider
-                try:
-                    op.apply(kernel, case)
-                except Exception as error:
-                    report(error=f"{type(error).__name__}: {error}"[-600:])
+    for op, case in cases:
+        kernel = table.choose(op.name, case.stored)
+        about = {"arch": platform.arch, "op": op.name, "case": case.label}
+        refusal = reason_against(platform, case)
+        if kernel is None:
+            refusal = f"{case.stored.name} is dequantised at load"
+        if kernel is None or refusal is not None:
+            report(refused=refusal)
+            continue
+        about["provider"] = kernel.provider
+        try:
+            with without_memory(), torch.inference_mode():
+                op.apply(kernel, case)
+        except Exception as error:
+            report(error=f"{type(error).__name__}: {error}"[-600:])
+
+
+def main() -> None:
+    """A process per architecture, which has the cases from this one."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("archs", nargs="+", choices=sorted(PLATFORMS))
+    parser.add_argument("--every", type=int, default=1, help="N: every N-th case, others for each")
+    options = parser.parse_args()
+    with without_memory(), torch.inference_mode():
+        cases = [
+            (op, case)
+            for op in OPS.values()
+            for case in op.wide(torch.bfloat16, SimpleNamespace(device=META))  # type: ignore[arg-type]
+        ]
+    for first, arch in enumerate(options.archs):
+        process = multiprocessing.get_context("fork").Process(
+            target=compile_for,
+            args=(PLATFORMS[arch], cases[5 * first % options.every :: options.every]),
+        )
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(f"{arch}: exit code {process.exitcode}")
 
 
 if __name__ == "__main__":
