@@ -5,6 +5,7 @@ the device at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,18 +30,36 @@ class SampleInputs:
     positions_device: Tensor  # [R] int64
 
 
+class StepColumns(NamedTuple):
+    """Where T tokens of S sequences stand, on the host."""
+
+    token_slots: Column  # [T]
+    token_positions: Column  # [T]
+    slots: Column  # [S]
+    seq_lens: Column  # [S] tokens including this step
+    query_starts: Column  # [S + 1]
+
+    @classmethod
+    def empty(cls) -> StepColumns:
+        """No tokens of no sequence."""
+        nothing = np.empty(0, dtype=np.int64)
+        return cls(nothing, nothing, nothing, nothing, np.zeros(1, dtype=np.int64))
+
+    @classmethod
+    def of_decodes(cls, plan: StepPlan, rows: RequestState) -> StepColumns:
+        """One token of each row of `plan`."""
+        slots = np.array(plan.slots, dtype=np.int64)
+        positions = rows.num_computed[slots]
+        return cls(slots, positions, slots, positions + 1, np.arange(len(slots) + 1))
+
+
 @dataclass(frozen=True)
 class BatchLayout:
     """A step on the host: T tokens of S sequences, first the generated tokens, each a sequence of
     its own, then runs of prompt tokens."""
 
     num_decodes: int
-    token_slots: Column  # [T]
-    token_positions: Column  # [T]
-    slots: Column  # [S]
-    seq_lens: Column  # [S] tokens including this step
-    counts: Column  # [S] tokens that run
-    query_starts: Column  # [S + 1]
+    columns: StepColumns
     # per row of the plan: index of its first prompt token among the T (meaningless without any)
     prompt_starts: list[int]
     sample_rows: list[int]  # [R] row of the plan: one sample, and one for each of its draft tokens
@@ -49,8 +68,9 @@ class BatchLayout:
     sample_tokens: list[int]  # [R] index among the T of the token whose hidden state is sampled
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.token_slots)
+    def longest_decode(self) -> int:
+        """Tokens of the longest sequence that runs a generated one."""
+        return int(self.columns.seq_lens[: self.num_decodes].max(initial=0))
 
 
 @dataclass(frozen=True)
@@ -111,12 +131,13 @@ def build_batch_layout(plan: StepPlan, rows: RequestState, *, generated_apart: b
     ]
     return BatchLayout(
         num_decodes=num_decodes,
-        token_slots=slots.repeat(counts),
-        token_positions=np.arange(ends[-1]) + (starts - query_starts[:-1]).repeat(counts),
-        slots=slots,
-        seq_lens=starts + counts,
-        counts=counts,
-        query_starts=query_starts,
+        columns=StepColumns(
+            token_slots=slots.repeat(counts),
+            token_positions=np.arange(ends[-1]) + (starts - query_starts[:-1]).repeat(counts),
+            slots=slots,
+            seq_lens=starts + counts,
+            query_starts=query_starts,
+        ),
         prompt_starts=[num_decodes + start for start in prompt_starts],
         sample_rows=[row for row, _ in samples],
         sample_slots=[plan.slots[row] for row, _ in samples],
@@ -134,26 +155,20 @@ def build(layout: BatchLayout, rows: RequestState) -> ForwardBatch:
     """The tokens, positions and cache slots of `layout`, gathered from `rows` (already holding the
     plan's changes).
     """
-    columns = (
-        layout.token_slots,
-        layout.token_positions,
-        layout.slots,
-        layout.seq_lens,
-        layout.query_starts,
-    )
-    token_slots, positions, indices, seq_lens, query_starts = upload(columns, rows.tokens.device)
+    columns = layout.columns
+    token_slots, positions, slots, seq_lens, query_starts = upload(columns, rows.tokens.device)
     return ForwardBatch(
         token_ids=rows.tokens[token_slots, positions].long(),
         attention=AttentionMetadata(
             positions=positions,
             token_slots=token_slots,
             block_tables=rows.block_tables,
-            block_table_indices=indices,
+            block_table_indices=slots,
             seq_lens=seq_lens.int(),
             query_starts=query_starts.int(),
             num_decodes=layout.num_decodes,
-            host_seq_lens=tuple(layout.seq_lens.tolist()),
-            host_query_lens=tuple(layout.counts.tolist()),
+            host_seq_lens=tuple(columns.seq_lens.tolist()),
+            host_query_lens=tuple(np.diff(columns.query_starts).tolist()),
         ),
     )
 

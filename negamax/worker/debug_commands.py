@@ -20,7 +20,7 @@ from negamax.worker.config import (
     KernelTime,
     WorkerConfig,
 )
-from negamax.worker.graphs import DecodeGraphs
+from negamax.worker.graphs import StepGraphs
 
 REPLAYS = 20
 
@@ -42,7 +42,7 @@ class DebugCommands:
         """
         return self._routing is not None
 
-    def run(self, command: DebugCommand, graphs: DecodeGraphs | None) -> DebugResult:
+    def run(self, command: DebugCommand, graphs: StepGraphs | None) -> DebugResult:
         """The result of `command`; an empty one where this worker cannot tell."""
         if command.name == OBSERVE_ROUTING:
             on = command.argument == 1

@@ -8,8 +8,9 @@ only `HostTensor.read` waits for what it reads.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -101,11 +102,19 @@ def check_platform(
         )
 
 
-def upload(columns: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
-    """Each column as an int64 tensor on `device`; to a GPU all of them travel in one transfer."""
-    if device.type == "cpu":
-        return [torch.from_numpy(column) for column in columns]
-    packed = torch.from_numpy(np.concatenate(columns)).pin_memory().to(device, non_blocking=True)
+def upload(
+    columns: Sequence[NDArray[np.int64]], device: torch.device, *, out: Tensor | None = None
+) -> list[Tensor]:
+    """Each column as an int64 tensor on `device`, at the front of `out` where given; all of them
+    travel in one transfer.
+    """
+    packed = torch.from_numpy(np.concatenate(columns))
+    if device.type != "cpu":
+        packed = packed.pin_memory()
+    if out is None:
+        packed = packed.to(device, non_blocking=True)
+    else:
+        packed = out[: len(packed)].copy_(packed, non_blocking=True)
     return list(torch.split(packed, [len(column) for column in columns]))
 
 
@@ -120,6 +129,61 @@ def indices(members: Sequence[int], device: torch.device) -> Tensor:
     return upload((np.array(members, dtype=np.int64),), device)[0]
 
 
+class Graph(Protocol):
+    """A captured run of kernels."""
+
+    def replay(self) -> None:
+        """Run them again, on what their inputs hold by then."""
+
+
+class GraphPool(Protocol):
+    """Captures runs of kernels, in memory that they share."""
+
+    def capture(self, step: Callable[[], None]) -> Graph:
+        """Run `step` once, which compiles and allocates what a capture may not, then capture it."""
+
+    def num_bytes(self) -> int:
+        """Memory that the graphs captured so far hold."""
+
+
+class CudaGraphPool:
+    """CUDA graphs in one memory pool."""
+
+    def __init__(self) -> None:
+        self._handle = torch.cuda.graph_pool_handle()
+
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """See `GraphPool`."""
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's watchdog, go on calling CUDA while this one captures.
+        with torch.cuda.graph(
+            graph,
+            pool=self._handle,
+            stream=torch.cuda.current_stream(),
+            capture_error_mode="thread_local",
+        ):
+            step()
+        return graph
+
+    def num_bytes(self) -> int:
+        """See `GraphPool`."""
+        torch.cuda.synchronize()
+        return pool_bytes(self._handle)
+
+
+def pool_bytes(pool: tuple[int, int]) -> int:
+    """GPU memory that the graphs captured in `pool` hold. What the allocator has reserved in all is
+    no measure: a capture begins by giving unused memory back."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(
+        segment["total_size"]
+        for segment in segments
+        if tuple(segment["segment_pool_id"]) == tuple(pool)
+    )
+
+
 @dataclass(frozen=True)
 class Runtime:
     """How steps run on a kind of device."""
@@ -127,7 +191,7 @@ class Runtime:
     # A launch returns before its step has run: a step that fails is lost as a whole, and steps are
     # timed by events. Else one that fails is repeated row by row.
     is_asynchronous: bool
-    has_graphs: bool  # steps of common sizes are captured
+    graph_pool: Callable[[], GraphPool] | None  # captures steps of common sizes; None: none are
     # The bits of a token do not depend on the step it runs in: generated tokens run as decodes,
     # whatever the scheduler makes of them.
     is_batch_invariant: bool
@@ -150,10 +214,13 @@ class Runtime:
 
 _RUNTIMES = {
     "cpu": Runtime(
-        is_asynchronous=False, has_graphs=False, is_batch_invariant=True, samples_on_shards=False
+        is_asynchronous=False, graph_pool=None, is_batch_invariant=True, samples_on_shards=False
     ),
     "cuda": Runtime(
-        is_asynchronous=True, has_graphs=True, is_batch_invariant=False, samples_on_shards=True
+        is_asynchronous=True,
+        graph_pool=CudaGraphPool,
+        is_batch_invariant=False,
+        samples_on_shards=True,
     ),
 }
 

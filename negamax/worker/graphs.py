@@ -1,9 +1,15 @@
-"""Decode steps as CUDA graphs: one graph per batch size holds the whole step, from the rows' tokens
-to the sampled ones.
+"""Steps as CUDA graphs, one for each shape: how many tokens and sequences a step has, and how many
+tokens of one sequence at most.
 
-A replay reads the slots and positions of its rows from fixed buffers and everything else from the
-persistent rows, so the host sends a few integers and one launch per step, and may do so before the
-step before it has ended.
+Launching sixty layers kernel by kernel takes a host several times as long as a GPU takes to run
+them. A replay reads its rows' slots and positions from fixed buffers and everything else from the
+persistent request state, so the host sends a few integers and one launch per step, and may do so
+before the step before it has ended. A step is padded to the next captured shape of its kind:
+
+    kind     shape          what is captured
+    rows     (n, n, 1)      decodes: the whole step, from the rows' tokens to the sampled ones
+    tokens   (T, seqs, T)   any mix of sequences: all layers; the attention's tiles of queries are
+                            worked out on the device, and sampling stays outside
 """
 
 from __future__ import annotations
@@ -13,8 +19,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,217 +31,259 @@ from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
 from negamax.models.registry import CausalModel
-from negamax.scheduler.step import StepPlan
+from negamax.worker.batch import StepColumns
+from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.request_state import RequestState
 
-Result = TypeVar("Result")
+
+class StepShape(NamedTuple):
+    """What a captured step has room for."""
+
+    num_tokens: int
+    num_seqs: int
+    max_query_len: int  # tokens of one sequence
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the graph samples every token; else the layers alone are captured."""
+        return self.max_query_len == 1
 
 
-def record(
-    step: Callable[[], Result], pool: tuple[int, int]
-) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Run `step` once, which compiles and allocates what a capture may not, then capture it in the
-    memory of `pool`.
+# A generated token in a step of any mix is one query of a whole tile and reads its keys alone:
+# slower than decoding from here on.
+LONGEST_DECODE = 8192  # tokens
+
+ROWS, TOKENS = "rows", "tokens"
+# (first, last, step) of the sizes worth a graph; the last of each kind goes on to the largest.
+# Decodes: each up to 16, then in steps that leave at most an eighth of a step to padding.
+# Others: in steps that leave at most a fifth of it.
+_SIZES = {
+    ROWS: ((1, 16, 1), (20, 64, 4), (72, 128, 8), (144, 256, 16), (288, None, 32)),
+    TOKENS: ((128, 1024, 128), (1280, 2048, 256), (2560, 4096, 512), (5120, None, 1024)),
+}
+
+
+def capture_sizes(kind: str, largest: int) -> list[int]:
+    """The sizes of `kind` worth a graph, up to `largest`."""
+    sizes = {
+        size
+        for first, last, step in _SIZES[kind]
+        for size in range(first, (last or largest) + 1, step)
+        if size < largest
+    }
+    return sorted(sizes | {largest})
+
+
+def capture_shapes(
+    *, max_rows: int, max_tokens: int, max_num_seqs: int
+) -> dict[str, list[StepShape]]:
+    """By kind, the shapes of steps of up to `max_rows` decodes, or `max_tokens` tokens of up to
+    `max_num_seqs` sequences.
     """
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, such as NCCL's watchdog, go on calling CUDA while this one captures.
-    with torch.cuda.graph(
-        graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-    ):
-        result = step()
-    return graph, result
-
-
-def pool_bytes(pool: tuple[int, int]) -> int:
-    """GPU memory that the graphs captured in `pool` hold. What the allocator has reserved in all is
-    no measure: a capture begins by giving unused memory back."""
-    segments = torch.cuda.memory_snapshot()
-    return sum(
-        segment["total_size"]
-        for segment in segments
-        if tuple(segment["segment_pool_id"]) == tuple(pool)
-    )
-
-
-def capture_sizes(largest: int) -> list[int]:
-    """Batch sizes worth a graph: each up to 16, then in steps that leave at most an eighth of a
-    step to padding.
-    """
-    sizes = [
-        *range(1, 17),
-        *range(20, 65, 4),
-        *range(72, 129, 8),
-        *range(144, 257, 16),
-        *range(288, largest + 1, 32),
-    ]
-    return sorted({*(size for size in sizes if size < largest), largest})
+    return {
+        ROWS: [StepShape(size, size, 1) for size in capture_sizes(ROWS, max_rows)],
+        # (a step of one token is a decode)
+        TOKENS: [
+            StepShape(size, max_num_seqs, size)
+            for size in capture_sizes(TOKENS, max(2, max_tokens))
+        ],
+    }
 
 
 @dataclass(frozen=True)
-class DecodeOutputs:
-    """Buffers that every replay fills. N is the largest captured size."""
+class StepBuffers:
+    """What every replay fills from the front. N is the largest number of tokens, R of sampled
+    ones."""
 
-    token_ids: Tensor  # [N] int64
-    logits: Tensor  # [N, V of this rank] fp32
+    hidden: Tensor  # [N, hidden], of steps that are not sampled
+    logits: Tensor  # [R, V of this rank] fp32
+    token_ids: Tensor  # [R] int64
 
 
-class DecodeGraphs:
-    """Captured decode steps of up to `largest` rows."""
+class StepGraphs:
+    """Captured steps of the given shapes."""
 
     def __init__(
         self,
+        shapes: dict[str, list[StepShape]],
         model: CausalModel,
         kv: Sequence[KvCaches],
-        rows: RequestState,
+        requests: RequestState,
         *,
         kernels: KernelTable,
         group: Collective,
-        largest: int,
+        runtime: Runtime,
     ) -> None:
-        device = rows.tokens.device
-        self._model, self._kv, self._rows, self._group = model, kv, rows, group
-        self._pick, self._draw_leading = (
-            kernels[PICK].run,
-            kernels[DRAW_LEADING].run,
+        self.shapes, self._model, self._kv, self._requests = shapes, model, kv, requests
+        self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
+        self._group, self._runtime = group, runtime
+        every = [shape for of_kind in shapes.values() for shape in of_kind]
+        num_tokens = max(shape.num_tokens for shape in every)
+        num_sampled = max(shape.num_tokens for shape in every if shape.is_sampled)
+        device = requests.tokens.device
+        self._inputs = torch.zeros(
+            max(sum(_widths(shape)) for shape in every), dtype=torch.int64, device=device
         )
-        self._sizes = capture_sizes(largest)
-        # For a step of n rows: n slots, n positions, n lengths (the positions of the new tokens; 0
-        # for padding) and the number of rows that are not padding.
-        self._inputs = torch.zeros(3 * largest + 1, dtype=torch.int64, device=device)
-        self._query_starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        self._outputs = DecodeOutputs(
-            token_ids=torch.zeros(largest, dtype=torch.int64, device=device),
-            logits=torch.zeros(largest, len(model.vocab_range), dtype=torch.float32, device=device),
+        # of decodes
+        self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
+        self.buffers = StepBuffers(
+            hidden=torch.zeros(
+                num_tokens, model.spec.hidden_size, dtype=kernels.dtype, device=device
+            ),
+            logits=torch.zeros(
+                num_sampled, len(model.vocab_range), dtype=torch.float32, device=device
+            ),
+            token_ids=torch.zeros(num_sampled, dtype=torch.int64, device=device),
         )
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._draws: dict[int, torch.cuda.CUDAGraph] = {}
-        # by size: slots, positions, rows that are no padding
-        self._latest: dict[int, tuple[list[int], list[int], int]] = {}
+        # the step, and where it is sampled what `draw` replays
+        self._graphs: dict[StepShape, list[Graph]] = {}
+        self._latest: dict[StepShape, StepColumns] = {}
 
-    @property
-    def largest(self) -> int:
-        return self._sizes[-1]
+    def warmup(self, layers: int) -> None:
+        """Launch what every shape launches, of the first `layers` alone."""
+        for shapes in self.shapes.values():
+            for shape in shapes:
+                self._send(shape, StepColumns.empty())
+                for step in self._steps(shape, self._kv[:layers]):
+                    step()
 
-    def capture(self, pool: tuple[int, int], progress: Callable[[int, int], None]) -> str:
-        """Run and record every size, the largest first, in the memory of `pool`; a line that says
-        what that took.
+    def capture(self, kind: str, pool: GraphPool, progress: Callable[[int, int], None]) -> str:
+        """Run and capture every shape of `kind`, the largest first, in the memory of `pool`; a line
+        that says what that took.
         """
-        started, before = time.monotonic(), pool_bytes(pool)
-        for number, size in enumerate(reversed(self._sizes)):
-            progress(number, len(self._sizes))
-            self._fill(size, slots=[self._rows.padding_slot] * size, positions=[0] * size, active=0)
-            self._graphs[size], _ = record(partial(self._run, size, self._kv), pool)
-            self._draws[size], _ = record(partial(self._draw, size), pool)
-        torch.cuda.synchronize()
-        taken = (pool_bytes(pool) - before) / 2**20
+        started, before, shapes = time.monotonic(), pool.num_bytes(), self.shapes[kind]
+        for number, shape in enumerate(reversed(shapes)):
+            progress(number, len(shapes))
+            self._send(shape, StepColumns.empty())
+            self._graphs[shape] = [pool.capture(step) for step in self._steps(shape, self._kv)]
+        taken = (pool.num_bytes() - before) / 2**20
         return (
-            f"{len(self._sizes)} up to {self.largest} rows: {taken:.0f} MiB, "
+            f"{len(shapes)} up to {shapes[-1].num_tokens} {kind}: {taken:.0f} MiB, "
             f"{time.monotonic() - started:.1f} s"
         )
 
-    def warmup(self, layers: int) -> None:
-        """Launch what every size launches, of the first `layers` alone."""
-        for size in self._sizes:
-            self._fill(size, slots=[self._rows.padding_slot] * size, positions=[0] * size, active=0)
-            self._run(size, self._kv[:layers])
-            self._draw(size)
+    def find(self, kind: str, num_tokens: int, num_seqs: int) -> StepShape | None:
+        """The smallest captured shape of `kind` that holds so much; None: none does."""
+        shapes = self.shapes[kind]
+        found = bisect_left(shapes, num_tokens, key=lambda shape: shape.num_tokens)
+        fits = found < len(shapes) and shapes[found].num_seqs >= num_seqs
+        return shapes[found] if fits else None
 
-    def prepare(self, plan: StepPlan) -> torch.cuda.CUDAGraph:
-        """Send the rows of `plan`, all decodes, to the device; the graph to replay for them."""
-        num_rows = len(plan.slots)
-        size = self._size(num_rows)
-        padding = size - num_rows
-        slots = plan.slots + [self._rows.padding_slot] * padding
-        positions = self._rows.num_computed[plan.slots].tolist() + [0] * padding
-        self._latest[size] = (slots, positions, num_rows)
-        self._fill(size, slots=slots, positions=positions, active=num_rows)
-        return self._graphs[size]
+    def prepare(self, shape: StepShape, columns: StepColumns) -> None:
+        """Send the inputs of a step, to be replayed as `shape`."""
+        self._latest[shape] = columns
+        self._send(shape, columns)
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> DecodeOutputs:
-        """Run the prepared step; the buffers hold the results of its rows until the next replay."""
-        graph.replay()
-        return self._outputs
+    def replay(self, shape: StepShape) -> StepBuffers:
+        """Run the prepared step; the buffers hold its results until the next replay, those of
+        padding behind them.
+        """
+        self._graphs[shape][0].replay()
+        return self.buffers
 
-    def draw(self, num_rows: int) -> None:
+    def draw(self, shape: StepShape) -> None:
         """Choose again for those rows of the step that have a small top_k."""
-        self._draws[self._size(num_rows)].replay()
-
-    def _size(self, num_rows: int) -> int:
-        """The smallest captured size that holds `num_rows`."""
-        return self._sizes[bisect_left(self._sizes, num_rows)]
-
-    def _fill(self, size: int, *, slots: list[int], positions: list[int], active: int) -> None:
-        lengths = [position + 1 for position in positions[:active]] + [0] * (size - active)
-        inputs = torch.tensor(
-            [*slots, *positions, *lengths, active], dtype=torch.int64
-        ).pin_memory()
-        self._inputs[: len(inputs)].copy_(inputs, non_blocking=True)
+        self._graphs[shape][1].replay()
 
     def replay_seconds(self, num_rows: int, *, repeats: int) -> float | None:
-        """Device time of the latest step of `num_rows` rows, replayed back to back: a step without
-        any host. None: there was none."""
-        size = self._size(num_rows)
-        if size not in self._latest:
+        """Device time of the latest decode of `num_rows` rows, replayed back to back: a step
+        without any host. None: there was none.
+        """
+        shape = self.find(ROWS, num_rows, num_rows)
+        if shape is None or shape not in self._latest:
             return None
-        slots, positions, active = self._latest[size]
-        self._fill(size, slots=slots, positions=positions, active=active)
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._graphs[size].replay()
-        began.record()
+        self._send(shape, self._latest[shape])
+        graph = self._graphs[shape][0]
+        graph.replay()
+        began = self._runtime.record_event()
         for _ in range(repeats):
-            self._graphs[size].replay()
-        ended.record()
+            graph.replay()
+        ended = self._runtime.record_event()
+        if began is None or ended is None:
+            return None
         ended.synchronize()
-        return began.elapsed_time(ended) / 1e3 / repeats
+        milliseconds: float = began.elapsed_time(ended)
+        return milliseconds / 1e3 / repeats
 
-    def _run(self, size: int, kv: Sequence[KvCaches]) -> None:
-        """The step of `size` rows, as it is captured."""
-        rows = self._rows
-        slots, positions, lengths, active = torch.split(
-            self._inputs[: 3 * size + 1], [size, size, size, 1]
-        )
+    def _send(self, shape: StepShape, columns: StepColumns) -> None:
+        """Fill the inputs of `shape` with `columns` and padding."""
+        slot, num_tokens = self._requests.padding_slot, len(columns.token_slots)
+        values = zip(columns, (slot, 0, slot, 0, num_tokens), _widths(shape), strict=False)
+        padded = [
+            np.concatenate((column, np.full(width - len(column), value)))
+            for column, value, width in values
+        ]
+        upload([*padded, np.array([num_tokens])], self._inputs.device, out=self._inputs)
+
+    def _steps(self, shape: StepShape, kv: Sequence[KvCaches]) -> list[Callable[[], None]]:
+        """What is captured for `shape`, each as a graph of its own."""
+        run: list[Callable[[], None]] = [partial(self._run, shape, kv)]
+        return [*run, partial(self._draw, shape)] if shape.is_sampled else run
+
+    def _columns(self, shape: StepShape) -> Sequence[Tensor]:
+        """The inputs: as in `StepColumns`, and the number of tokens that are not padding."""
+        widths = _widths(shape)
+        return torch.split(self._inputs[: sum(widths)], widths)
+
+    def _run(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
+        """A step, as it is captured. Results are copied out, so that other graphs may use its
+        memory.
+        """
+        requests, num_tokens = self._requests, shape.num_tokens
+        token_slots, positions, slots, seq_lens, query_starts, active = self._columns(shape)
         metadata = AttentionMetadata(
             positions=positions,
-            token_slots=slots,
-            block_tables=rows.block_tables,
+            token_slots=token_slots,
+            block_tables=requests.block_tables,
             block_table_indices=slots,
-            seq_lens=lengths.int(),
-            query_starts=self._query_starts[: size + 1],
-            num_decodes=size,
+            seq_lens=seq_lens.int(),
+            query_starts=self._query_starts[: num_tokens + 1]
+            if shape.max_query_len == 1
+            else query_starts.int(),
+            num_decodes=num_tokens if shape.max_query_len == 1 else 0,
             host_seq_lens=(),
             host_query_lens=(),
             num_actual_tokens=active.int(),
         )
-        hidden, _ = self._model.forward(rows.tokens[slots, positions].long(), metadata, kv)
-        logits = self._model.local_logits(hidden, out=self._outputs.logits[:size])
+        token_ids = requests.tokens[token_slots, positions].long()
+        hidden, _ = self._model.forward(token_ids, metadata, kv)
+        if not shape.is_sampled:
+            self.buffers.hidden[:num_tokens].copy_(hidden)
+            return
+        logits = self._model.local_logits(hidden, out=self.buffers.logits[:num_tokens])
         token_ids = self._pick(
             logits,
             first_id=self._model.vocab_range.start,
-            temperature=rows.sampling[slots, 0],
-            seeds=rows.seeds[slots],
-            positions=lengths,
+            temperature=requests.sampling[slots, 0],
+            seeds=requests.seeds[slots],
+            positions=seq_lens,
             group=self._group,
         )
-        self._keep(token_ids, slots, lengths)
+        self._store(token_ids, slots, seq_lens)
 
-    def _draw(self, size: int) -> None:
+    def _draw(self, shape: StepShape) -> None:
         """What `draw` replays."""
-        rows = self._rows
-        slots, _, lengths = torch.split(self._inputs[: 3 * size], size)
+        requests, num_rows = self._requests, shape.num_tokens
+        _, _, slots, seq_lens, _, _ = self._columns(shape)
         token_ids = self._draw_leading(
-            self._outputs.logits[:size],
+            self.buffers.logits[:num_rows],
             first_id=self._model.vocab_range.start,
-            filters=rows.sampling[slots],
-            seeds=rows.seeds[slots],
-            positions=lengths,
-            otherwise=self._outputs.token_ids[:size],
+            filters=requests.sampling[slots],
+            seeds=requests.seeds[slots],
+            positions=seq_lens,
+            otherwise=self.buffers.token_ids[:num_rows],
             group=self._group,
         )
-        self._keep(token_ids, slots, lengths)
+        self._store(token_ids, slots, seq_lens)
 
-    def _keep(self, token_ids: Tensor, slots: Tensor, positions: Tensor) -> None:
+    def _store(self, token_ids: Tensor, slots: Tensor, positions: Tensor) -> None:
         """The chosen tokens, to where the next step and the host find them."""
-        self._rows.tokens[slots, positions] = token_ids.clamp_min(0).to(self._rows.tokens.dtype)
-        self._outputs.token_ids[: len(slots)].copy_(token_ids)
+        tokens = self._requests.tokens
+        tokens[slots, positions] = token_ids.clamp_min(0).to(tokens.dtype)
+        self.buffers.token_ids[: len(slots)].copy_(token_ids)
+
+
+def _widths(shape: StepShape) -> list[int]:
+    """Of the inputs."""
+    num_tokens, num_seqs, _ = shape
+    return [num_tokens, num_tokens, num_seqs, num_seqs, num_seqs + 1, 1]

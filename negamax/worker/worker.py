@@ -33,8 +33,14 @@ from negamax.worker.device import (
     runtime_of,
 )
 from negamax.worker.grammar_bitmask import PendingBitmask, RowBitmasks, WaitForBitmask
-from negamax.worker.graphs import DecodeGraphs, DecodeOutputs
-from negamax.worker.prefill_graphs import PrefillGraphs
+from negamax.worker.graphs import (
+    LONGEST_DECODE,
+    ROWS,
+    TOKENS,
+    StepBuffers,
+    StepGraphs,
+    capture_shapes,
+)
 from negamax.worker.profile import peak_bytes
 from negamax.worker.request_state import RequestState
 from negamax.worker.runner import Runner
@@ -97,7 +103,7 @@ class Worker:
             # On a GPU a full prefill step runs first: what it needs beside the cache is measured,
             # and its kernels are compiled.
             workspace = 0
-            if runtime.has_graphs:
+            if runtime.graph_pool is not None:
                 workspace = peak_bytes(
                     model, config, dtype=cache_dtype, context=context, device=device
                 )
@@ -116,9 +122,8 @@ class Worker:
             )
             self._rows.set_spare_block(num_blocks)
             self._runner = Runner(model, kv)
-            self._graphs: DecodeGraphs | None = None
-            self._prefill_graphs: PrefillGraphs | None = None
-            graph_summary = self._capture(kv, num_blocks)
+            self._graphs: StepGraphs | None = None
+            graph_summary = self._capture(kv)
         self._ended: torch.cuda.Event | None = None  # of the step before
         # the step before, where it had draft tokens
         self._unverified: tuple[StepPlan, StepOutput | StepResult] | None = None
@@ -189,7 +194,6 @@ class Worker:
         """
         del (
             self._graphs,
-            self._prefill_graphs,
             self._runner,
             self._model,
             self._debug_commands,
@@ -198,59 +202,57 @@ class Worker:
         self._runtime.release_memory()
         self._context.close()
 
-    def _capture(self, kv: list[KvCaches], num_blocks: int) -> str:
+    def _capture(self, kv: list[KvCaches]) -> str:
         """Record the CUDA graphs; what they took, for people."""
         config = self._config
-        if not self._runtime.has_graphs or not config.cudagraph_size:
+        if self._runtime.graph_pool is None or not config.cudagraph_size:
             return ""
-        self._graphs = DecodeGraphs(
+        shapes = capture_shapes(
+            max_rows=config.cudagraph_size,
+            max_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+        )
+        self._graphs = graphs = StepGraphs(
+            shapes,
             self._model,
             kv,
             self._rows,
             kernels=self._kernels,
             group=self._group,
-            largest=config.cudagraph_size,
-        )
-        self._prefill_graphs = PrefillGraphs(
-            self._model,
-            kv,
-            self._rows,
-            largest=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
+            runtime=self._runtime,
         )
         with warming_up(self._context):
-            layers = warmup_layers(self._model.layers, config.kv_caches)
-            self._graphs.warmup(layers)
-            self._prefill_graphs.warmup(layers)
-        pool = torch.cuda.graph_pool_handle()
+            graphs.warmup(warmup_layers(self._model.layers, config.kv_caches))
+        pool = self._runtime.graph_pool()
         shown = config.show_progress and config.layout.rank == 0
         with Progress("recording CUDA graphs of prefills", enabled=shown) as progress:
-            prefills = self._prefill_graphs.capture(pool, progress)
+            prefills = graphs.capture(TOKENS, pool, progress)
         with Progress("recording CUDA graphs of decodes", enabled=shown) as progress:
-            decodes = self._graphs.capture(pool, progress)
+            decodes = graphs.capture(ROWS, pool, progress)
         return f"; CUDA graphs: {decodes}; {prefills}"
 
     def _run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput:
         """The step itself: gather, forward, sample, store. Writes are idempotent, so it may be
         repeated.
         """
-        use_graphs = not self._debug_commands.need_eager
-        graphs = self._graphs
+        graphs, num_rows = (
+            None if self._debug_commands.need_eager else self._graphs,
+            len(plan.slots),
+        )
         if (
-            use_graphs
-            and graphs
-            and len(plan.slots) <= graphs.largest
+            graphs is not None
             and batches.is_decode(plan, self._rows)
+            and (shape := graphs.find(ROWS, num_rows, num_rows)) is not None
         ):
-            graph = graphs.prepare(plan)
+            graphs.prepare(shape, batches.StepColumns.of_decodes(plan, self._rows))
             began = self._runtime.record_event()
-            outputs = graphs.replay(graph)
-            masks = bitmask.of(range(len(plan.slots)), device=self._device)
+            buffers = graphs.replay(shape)
+            masks = bitmask.of(range(num_rows), device=self._device)
             if masks is None and not self._rows.filtered_slots.isdisjoint(plan.slots):
-                graphs.draw(len(plan.slots))
-            outcome = self._decoded(plan, outputs, masks)
+                graphs.draw(shape)
+            outcome = self._decoded(plan, buffers, masks)
         else:
-            began, outcome = self._forward(plan, bitmask, use_graphs=use_graphs)
+            began, outcome = self._forward(plan, bitmask, graphs)
         outcome = outcome.failing(self._rows.failures_of(plan.slots))
         ended, previous = self._runtime.record_event(), self._ended
         if began is None or ended is None:
@@ -259,7 +261,7 @@ class Worker:
         return outcome.timed(StepTimes(began, ended, previous))
 
     def _forward(
-        self, plan: StepPlan, bitmask: PendingBitmask, *, use_graphs: bool
+        self, plan: StepPlan, bitmask: PendingBitmask, graphs: StepGraphs | None
     ) -> tuple[torch.cuda.Event | None, StepOutput]:
         """A step of any shape, and when it began."""
         if any(plan.num_draft_tokens):
@@ -269,11 +271,15 @@ class Worker:
         layout = batches.build_batch_layout(
             plan, self._rows, generated_apart=self._runtime.is_batch_invariant
         )
-        graphs = self._prefill_graphs
-        if use_graphs and graphs is not None and graphs.fits(layout):
-            size = graphs.prepare(layout)
+        columns = layout.columns
+        if (
+            graphs is not None
+            and layout.longest_decode <= LONGEST_DECODE
+            and (shape := graphs.find(TOKENS, len(columns.token_slots), len(columns.slots)))
+        ):
+            graphs.prepare(shape, columns)
             began = self._runtime.record_event()
-            hidden = graphs.replay(size)
+            hidden = graphs.replay(shape).hidden
         else:
             batch = batches.build(layout, self._rows)
             began = self._runtime.record_event()
@@ -330,18 +336,18 @@ class Worker:
         )
 
     def _decoded(
-        self, plan: StepPlan, outputs: DecodeOutputs, masks: RowBitmasks | None
+        self, plan: StepPlan, buffers: StepBuffers, masks: RowBitmasks | None
     ) -> StepOutput:
         """What a replayed step of generated tokens came to; only rows that ask for more are sampled
         again, and all where some have masks, of which the graph knows nothing."""
         num_rows = len(plan.slots)
-        token_ids = outputs.token_ids[:num_rows]
+        token_ids = buffers.token_ids[:num_rows]
         positions = (self._rows.num_computed[plan.slots] + 1).tolist()
         sampled = None
         if masks is not None or any(self._rows.needs_all_logits(slot) for slot in plan.slots):
             inputs = batches.sample_inputs(plan.slots, positions, device=self._device)
             picked = token_ids if masks is None else None
-            sampled = self._sampler(outputs.logits[:num_rows], inputs, picked=picked, masks=masks)
+            sampled = self._sampler(buffers.logits[:num_rows], inputs, picked=picked, masks=masks)
             self._store_sampled(sampled, inputs)
             token_ids = sampled.token_ids
         return StepOutput(

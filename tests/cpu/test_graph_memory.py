@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from negamax.worker.graphs import pool_bytes
+from negamax.worker.device import pool_bytes
 
 
 def test_only_the_segments_of_the_pool_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from negamax.kernels.attention.metadata import AttentionMetadata, attention_meta
 from negamax.kernels.attention.spec import PagedShape
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
-from negamax.worker import batch, graphs, prefill_graphs
+from negamax.worker import batch, graphs
 from negamax.worker.request_state import RequestState
 
 SHAPE = PagedShape(kv_heads=1, group=2, block_size=16)
@@ -59,7 +59,7 @@ def test_tiles_counted_on_the_device_are_those_of_the_host(
 
 @pytest.mark.parametrize("largest", [1, 2, 16, 17, 100, 256, 300])
 def test_decode_sizes_waste_little(largest: int) -> None:
-    sizes = graphs.capture_sizes(largest)
+    sizes = graphs.capture_sizes(graphs.ROWS, largest)
     assert sizes[-1] == largest and sizes == sorted(set(sizes))
     for rows in range(1, largest + 1):
         size = next(size for size in sizes if size >= rows)
@@ -68,7 +68,7 @@ def test_decode_sizes_waste_little(largest: int) -> None:
 
 @pytest.mark.parametrize("largest", [64, 128, 2048, 8192, 10000])
 def test_prefill_sizes_waste_little(largest: int) -> None:
-    sizes = prefill_graphs.capture_sizes(largest)
+    sizes = graphs.capture_sizes(graphs.TOKENS, largest)
     assert sizes[-1] == largest and sizes == sorted(set(sizes))
     for tokens in range(640, largest + 1, 37):
         size = next(size for size in sizes if size >= tokens)
@@ -100,7 +100,9 @@ def test_a_resumed_sequence_runs_token_by_token_only_where_bits_count(apart: boo
         needs_sampling=[True, True, True],
     )
     layout = batch.build_batch_layout(plan, rows, generated_apart=apart)
-    tokens = list(zip(layout.token_slots.tolist(), layout.token_positions.tolist(), strict=True))
+    columns = layout.columns
+    token_slots, positions = columns.token_slots.tolist(), columns.token_positions.tolist()
+    tokens = list(zip(token_slots, positions, strict=True))
     if apart:
         assert tokens == [
             (2, 8),
@@ -112,6 +114,6 @@ def test_a_resumed_sequence_runs_token_by_token_only_where_bits_count(apart: boo
     else:
         assert tokens == [(2, 8), *((0, p) for p in range(2, 10)), (1, 4)]
         assert layout.num_decodes == 1 and layout.sample_tokens == [0, 8, 9]
-    assert layout.query_starts.tolist() == [0, *layout.counts.cumsum().tolist()]
-    assert [layout.token_slots[i] for i in layout.sample_tokens] == [2, 0, 1]
+    assert columns.query_starts.tolist() == ([*range(6), 9, 10] if apart else [0, 1, 9, 10])
+    assert [token_slots[i] for i in layout.sample_tokens] == [2, 0, 1]
     assert layout.sample_positions == [9, 10, 5]

@@ -1,0 +1,87 @@
+"""Captured steps without CUDA: a graph that runs its step again. All that a step reads lies in
+fixed buffers, so this is what a graph does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from negamax.kernels.attention import spec
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.op import Kernel
+from negamax.kernels.platform import CPU
+from negamax.kernels.registry import KernelTable, resolve
+from negamax.kernels.signatures import DECODE, PREFILL
+from negamax.worker import worker
+from negamax.worker.device import Runtime
+
+
+class RepeatedStep:
+    """A graph."""
+
+    def __init__(self, pool: RepeatedSteps, step: Callable[[], None]) -> None:
+        self._pool, self._step = pool, step
+
+    def replay(self) -> None:
+        self._pool.num_replays += 1
+        with torch.inference_mode():
+            self._step()
+
+
+class RepeatedSteps:
+    """A `GraphPool`."""
+
+    def __init__(self) -> None:
+        self.num_graphs = self.num_replays = 0
+
+    def capture(self, step: Callable[[], None]) -> RepeatedStep:
+        self.num_graphs += 1
+        step()
+        return RepeatedStep(self, step)
+
+    def num_bytes(self) -> int:
+        return self.num_graphs << 20
+
+
+def plan_on_device(queries: AttentionMetadata, *args: Any, **options: Any) -> spec.ReferencePlan:
+    """As a GPU's kernels, this one asks the device for the lengths."""
+    counts = queries.query_starts.diff()
+    real = counts > 0
+    queries = replace(
+        queries,
+        block_table_indices=queries.block_table_indices[real],
+        host_seq_lens=tuple(queries.seq_lens[real].tolist()),
+        host_query_lens=tuple(counts[real].tolist()),
+    )
+    return spec.plan(queries, *args, **options)
+
+
+def attend(q: Tensor, *args: Any, **options: Any) -> Tensor:
+    """The definition, with zeros for padding behind all sequences."""
+    out = spec.attend(q, *args, **options)
+    return pad(out, (0, 0, 0, len(q) - len(out)))
+
+
+def kernels(dtype: torch.dtype) -> KernelTable:
+    """The CPU's, with an attention whose lengths only the device need know."""
+    table = resolve(platform=CPU, dtype=dtype)
+    own = {
+        op: (Kernel(op, "test", run=attend, prepare=plan_on_device),) for op in (DECODE, PREFILL)
+    }
+    return replace(table, candidates={**table.candidates, **own})
+
+
+def install(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
+    """Have the engines of this process run on the CPU as `runtime` says, as a GPU's do."""
+    monkeypatch.setattr(worker, "runtime_of", lambda _device: runtime)
+    monkeypatch.setattr(worker, "resolve", lambda *, platform, dtype: kernels(dtype))
+    monkeypatch.setattr(worker, "peak_bytes", lambda *_args, **_options: 0)
+    monkeypatch.setattr(worker, "warming_up", nullcontext)

@@ -1,0 +1,75 @@
+"""Captured steps give what steps run kernel by kernel give: padded to every size, rows that
+generate beside chunks of prompts, whatever their sampling asks for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import graph_support
+import pytest
+from graph_support import RepeatedSteps
+
+from negamax import LLM, SamplingParams
+from negamax.config.grammar import Grammar
+from negamax.worker.device import Runtime
+
+LONG: dict[str, Any] = {"max_tokens": 14, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(seed=seed, **params)
+    for seed, params in enumerate(
+        (
+            {"temperature": 0.0, **LONG},
+            {"temperature": 1.0, **LONG},
+            {"temperature": 1.0, "top_k": 5, "top_p": 0.9, **LONG},
+            {"temperature": 0.8, "min_p": 0.05, "logprobs": 2, **LONG},
+            {"temperature": 0.0, "frequency_penalty": 0.7, "prompt_logprobs": 1, **LONG},
+            {"temperature": 1.0, "max_tokens": 3, "ignore_eos": True},
+            {"temperature": 1.0, "max_tokens": 9, "grammar": Grammar(kind="regex", text="[a-z]*")},
+            {"temperature": 1.0, "top_k": 3, "max_tokens": 5, "ignore_eos": True},
+        )
+    )
+]
+PROMPTS = [[5 + seed, *range(20 + seed, 20 + 7 * seed)] for seed in range(len(PARAMS))]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all rows at once": {},
+    "chunks of prompts": {"max_num_batched_tokens": 11, "max_num_seqs": 5},
+    "few rows captured": {"max_cudagraph_capture_size": 3},
+    "preempted": {"num_kv_blocks": 18},
+}
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> RepeatedSteps:
+    """What the steps of engines on the CPU are captured in."""
+    pool = RepeatedSteps()
+    runtime = Runtime(
+        is_asynchronous=False,
+        graph_pool=lambda: pool,
+        is_batch_invariant=False,
+        samples_on_shards=True,
+    )
+    graph_support.install(monkeypatch, runtime)
+    return pool
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_captured_steps_give_what_eager_ones_give(options: str, pool: RepeatedSteps) -> None:
+    def answers(*, enforce_eager: bool) -> list[Any]:
+        chosen = {"max_num_seqs": 8, "max_num_batched_tokens": 96, **OPTIONS[options]}
+        chosen |= {"device": "cpu", "num_threads": 1, "max_model_len": 64, "block_size": 4}
+        with LLM("nano", enforce_eager=enforce_eager, **chosen) as llm:
+            found = [
+                (output.token_ids, output.finish_reason, output.logprobs, one.prompt_logprobs)
+                for one in llm.generate(PROMPTS, PARAMS)
+                for output in one.outputs
+            ]
+            steps.append(llm._loop.stats().step_count)
+            return found
+
+    steps: list[int] = []
+    expected = answers(enforce_eager=True)
+    assert pool.num_graphs == 0
+    assert answers(enforce_eager=False) == expected
+    assert steps[0] == steps[1]
+    assert pool.num_replays >= steps[1]

@@ -1,0 +1,144 @@
+"""Captured steps of a GPU's kernels, through Triton's interpreter: padded, they compute what the
+same kernels compute for the step alone, and write nothing that belongs to somebody.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton_support  # noqa: F401  before the kernels
+from graph_support import RepeatedSteps
+from m2_checkpoints import to_fp8
+from model_support import random_weights
+from test_triton_model import SPEC, errors, gpu_model, kernel_table
+from torch import Tensor
+
+from negamax.kernels.moe import tiles as moe_tiles
+from negamax.models.registry import CausalModel
+from negamax.parallel.collectives import SingleRank
+from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.step import NewRow, StepPlan
+from negamax.worker import batch, kv_cache
+from negamax.worker.batch import StepColumns
+from negamax.worker.device import Runtime
+from negamax.worker.graphs import ROWS, TOKENS, StepGraphs, StepShape
+from negamax.worker.request_state import RequestState
+from negamax.worker.sampler import Sampler
+
+CPU = torch.device("cpu")
+RUNTIME = Runtime(
+    is_asynchronous=False,
+    graph_pool=RepeatedSteps,
+    is_batch_invariant=False,
+    samples_on_shards=True,
+)
+SHAPES = {ROWS: [StepShape(1, 1, 1), StepShape(4, 4, 1)], TOKENS: [StepShape(8, 4, 8)]}
+SAMPLING = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 3},
+)
+
+
+class Side(NamedTuple):
+    """A request state and its caches."""
+
+    requests: RequestState
+    kv: list[dict[str, Tensor]]
+
+
+def side() -> Side:
+    """Three requests, of which the last one has known tokens behind its prompt."""
+    requests = RequestState(4, 64, max_blocks=4, eos_token_ids=(1,), device=CPU)
+    requests.set_spare_block(16)
+    defaults = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 9}
+    known = ([5, 6, 7], 3), ([9], 1), ([3, 4, 5, 6, 7], 2)
+    for slot, ((tokens, prompt_len), own) in enumerate(zip(known, SAMPLING, strict=True)):
+        sampling = SamplingParams(**(defaults | own | {"seed": slot}))  # type: ignore[arg-type]
+        blocks = list(range(4 * slot, 4 * slot + 4))
+        requests._assign(NewRow(slot, tokens, prompt_len, 0, blocks, sampling))
+    kv = kv_cache.allocate(
+        SPEC.kv_caches(), 17, block_size=16, dtype=torch.bfloat16, ranks=1, device=CPU
+    )
+    return Side(requests, [dict(caches) for caches in kv])
+
+
+def step(slots: list[int], counts: list[int]) -> StepPlan:
+    samples = [True] * len(slots)
+    return StepPlan(0, [], [], [], slots, counts, [0] * len(slots), samples)
+
+
+def eager(model: CausalModel, side: Side, plan: StepPlan) -> tuple[batch.BatchLayout, Tensor]:
+    """Where the tokens of `plan` stand, and their hidden states."""
+    layout = batch.build_batch_layout(plan, side.requests, generated_apart=False)
+    forward = batch.build(layout, side.requests)
+    hidden, _ = model.forward(forward.token_ids, forward.attention, side.kv)
+    return layout, hidden
+
+
+def assert_alike(one: Side, other: Side) -> None:
+    """The same known tokens; the same caches, but for the spare block."""
+    assert torch.equal(one.requests.tokens[:3], other.requests.tokens[:3])
+    for caches, others in zip(one.kv, other.kv, strict=True):
+        for name, cache in caches.items():
+            assert (cache[:16].float() - others[name][:16].float()).abs().max() < 0.05
+
+
+def test_captured_steps_compute_what_the_same_kernels_compute_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # the interpreter runs programs one by one
+    few_programs = moe_tiles.TokenTile(128, 128, 4, 8, 128, 128, 4)
+    monkeypatch.setattr(moe_tiles.H200, "token", lambda self, width: few_programs)
+    weights = {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
+    model = gpu_model(to_fp8(weights), keep_quantized=True)
+    alone, captured, pool = side(), side(), RepeatedSteps()
+    with torch.inference_mode():
+        graphs = StepGraphs(
+            SHAPES,
+            model,
+            captured.kv,
+            captured.requests,
+            kernels=kernel_table(),
+            group=SingleRank(),
+            runtime=RUNTIME,
+        )
+        assert graphs.capture(TOKENS, pool, lambda *_: None).startswith("1 up to 8 tokens: 1 MiB")
+        assert graphs.capture(ROWS, pool, lambda *_: None).startswith("2 up to 4 rows: 4 MiB")
+        assert_alike(alone, captured)  # so far padding alone has run
+        for plan in (step([0, 1], [3, 1]), step([0, 1, 2], [1, 1, 5])):
+            layout, expected = eager(model, alone, plan)
+            columns = layout.columns
+            shape = graphs.find(TOKENS, len(columns.token_slots), len(columns.slots))
+            assert shape == (8, 4, 8)
+            graphs.prepare(shape, columns)
+            hidden = graphs.replay(shape).hidden
+            assert max(errors(hidden[: len(expected)], expected)) < 0.01
+            for one in (alone, captured):
+                one.requests.advance(plan, postponed=())
+                for slot in plan.slots:
+                    one.requests.tokens[slot, one.requests.num_computed[slot]] = 11 + slot
+        assert graphs.find(TOKENS, 9, 1) is None and graphs.find(TOKENS, 8, 5) is None
+        for plan in (step([2, 0, 1], [1, 1, 1]), step([2], [1]), step([0, 2], [1, 1])):
+            layout, hidden = eager(model, alone, plan)
+            expected = model.local_logits(hidden)
+            inputs = batch.sample_inputs(plan.slots, layout.sample_positions, device=CPU)
+            sampled = sampler(alone.requests)(expected.clone(), inputs).token_ids
+            alone.requests.tokens[inputs.slots_device, inputs.positions_device] = sampled
+            shape = graphs.find(ROWS, len(plan.slots), len(plan.slots))
+            assert shape is not None and shape.num_tokens in (1, 4)
+            graphs.prepare(shape, StepColumns.of_decodes(plan, captured.requests))
+            buffers = graphs.replay(shape)
+            graphs.draw(shape)
+            assert max(errors(buffers.logits[: len(expected)], expected)) < 0.01
+            assert buffers.token_ids[: len(expected)].tolist() == sampled.tolist()
+            for one in (alone, captured):
+                one.requests.advance(plan, postponed=())
+            assert_alike(alone, captured)
+    assert pool.num_replays == 2 + 2 * 3
+
+
+def sampler(requests: RequestState) -> Sampler:
+    return Sampler(requests, kernels=kernel_table(), group=SingleRank(), on_shards=True)
