@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import re
 import socket
 import ssl
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import httptools
 import msgspec
 
 from negamax.base.errors import ConfigError
@@ -28,7 +28,6 @@ EVENT_BYTES = 16 * 2**20  # of one server-sent event
 ERROR_BYTES = 4096  # of an error's body that are read
 
 CLOSED_EARLY = "connection closed before the answer ended"
-_STATUS_LINE = re.compile(r"(HTTP/1\.[01]) (\d{3})(?: |$)")
 
 
 class Sink(Protocol):
@@ -58,9 +57,11 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._sink: Sink | None = None
         self._ended: asyncio.Future[None] | None = None
-        self._rest = b""  # the beginning of a line that has not come whole
-        self._parse = self._head
-        self._remaining = 0  # bytes of the chunk or body that are still to come
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._now = 0.0  # when the latest bytes came
+        self._num_framing = 0  # bytes since the head or a piece of the body
+        self._until_close = False  # the end of the connection is that of the body
         self._untouched = True  # nothing of the answer has come
         self._keep = True
 
@@ -80,7 +81,7 @@ class ClientConnection(asyncio.Protocol):
         """
         if self._transport is None or self._transport.is_closing():
             raise ExchangeError(CLOSED_EARLY, fresh=True)
-        self._sink, self._parse, self._rest, self._untouched = sink, self._head, b"", True
+        self._sink, self._untouched, self._num_framing = sink, True, 0
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         await self._ended
@@ -96,116 +97,46 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._keep = False
-        if self._sink is not None and self._parse == self._until_close and exc is None:
+        if self._sink is not None and self._until_close and exc is None:
             self._finish()
         elif self._sink is not None:
             self._fail(CLOSED_EARLY, fresh=self._untouched)
 
     def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
-        self._untouched = False
-        data, self._rest, position = self._rest + data, b"", 0
+        self._now, self._untouched = time.perf_counter(), False
+        self._num_framing += len(data)
         try:
-            while position < len(data):
-                if self._sink is None:  # bytes that nobody asked for
-                    self._keep = False
-                    self.close()
-                    return
-                following = self._parse(data, position, now)
-                if following < 0:
-                    self._rest = data[position:]
-                    if len(self._rest) > HEAD_BYTES:
-                        raise ValueError("an endless line")
-                    return
-                position = following
-        except ValueError as error:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"malformed HTTP answer: {error}"[:80])
+        if self._num_framing > HEAD_BYTES:
+            self._fail("malformed HTTP answer: an endless line")
 
-    # Each of these takes bytes from `position` on and gives the position after them, or -1 where
-    # more must come first.
+    def on_message_begin(self) -> None:
+        self._headers = {}
+        self._keep = self._keep and self._sink is not None  # else bytes that nobody asked for
 
-    def _head(self, data: bytes, position: int, now: float) -> int:
-        end = data.find(b"\r\n\r\n", position)
-        if end < 0:
-            return -1
-        first, *lines = data[position:end].decode("latin-1").split("\r\n")
-        status_line = _STATUS_LINE.match(first)
-        if status_line is None:
-            raise ValueError("no status line")
-        version, status = status_line[1], int(status_line[2])
-        headers = {}
-        for line in lines:
-            name, _, value = line.partition(":")
-            headers[name.strip().lower()] = value.strip()
-        if status >= 200:  # the others only announce the answer
-            self._keep = version == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
-            assert self._sink is not None
-            self._sink.head(status, headers)
-            self._begin_body(status, headers)
-        return end + 4
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
-    def _begin_body(self, status: int, headers: dict[str, str]) -> None:
-        if "chunked" in headers.get("transfer-encoding", "").lower():
-            self._parse = self._size
-        elif status in (204, 304) or headers.get("content-length") == "0":
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200 and self._sink is not None:  # the others only announce the answer
+            self._keep, self._num_framing = self._parser.should_keep_alive(), 0
+            self._until_close = not self._headers.keys() & {"content-length", "transfer-encoding"}
+            self._sink.head(status, self._headers)
+
+    def on_body(self, piece: bytes) -> None:
+        self._num_framing = 0
+        if self._sink is not None:
+            self._sink.body(piece, self._now)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() >= 200:
             self._finish()
-        elif "content-length" in headers:
-            self._remaining, self._parse = int(headers["content-length"]), self._sized
-            if self._remaining < 0:
-                raise ValueError("a negative length")
-        else:
-            self._keep, self._parse = False, self._until_close
-
-    def _size(self, data: bytes, position: int, now: float) -> int:
-        end = data.find(b"\r\n", position)
-        if end < 0:
-            return -1
-        self._remaining = int(data[position:end].partition(b";")[0], 16)
-        if self._remaining < 0:
-            raise ValueError("a negative length")
-        self._parse = self._chunk if self._remaining else self._trailer
-        return end + 2
-
-    def _chunk(self, data: bytes, position: int, now: float) -> int:
-        following = self._piece(data, position, now)
-        if not self._remaining:
-            self._parse = self._chunk_end
-        return following
-
-    def _chunk_end(self, data: bytes, position: int, now: float) -> int:
-        if len(data) < position + 2:
-            return -1
-        if data[position : position + 2] != b"\r\n":
-            raise ValueError("a chunk longer than its size")
-        self._parse = self._size
-        return position + 2
-
-    def _trailer(self, data: bytes, position: int, now: float) -> int:
-        end = data.find(b"\r\n", position)
-        if end == position:
-            self._finish()
-        return -1 if end < 0 else end + 2
-
-    def _sized(self, data: bytes, position: int, now: float) -> int:
-        following = self._piece(data, position, now)
-        if not self._remaining:
-            self._finish()
-        return following
-
-    def _until_close(self, data: bytes, position: int, now: float) -> int:
-        assert self._sink is not None
-        self._sink.body(data[position:], now)
-        return len(data)
-
-    def _piece(self, data: bytes, position: int, now: float) -> int:
-        following = min(len(data), position + self._remaining)
-        self._remaining -= following - position
-        assert self._sink is not None
-        self._sink.body(data[position:following], now)
-        return following
 
     def _finish(self) -> None:
-        self._sink, self._parse = None, self._head
+        self._sink = None
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 

@@ -378,7 +378,7 @@ def test_every_kind_of_failure_is_counted_and_the_good_answers_are_measured(benc
         "HTTP 500": 1,
         "HTTP 429": 1,
         "error in the stream": 1,
-        "malformed HTTP answer: no status line": 1,
+        "malformed HTTP answer: Expected HTTP/, RTSP/ or ICE/": 1,
         "no event stream but nothing": 1,
         "unreadable chunk": 1,
     }

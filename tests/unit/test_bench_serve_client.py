@@ -179,11 +179,11 @@ BROKEN: list[tuple[bytes, str]] = [
     (chunked(CHAT)[:-300], "connection closed before the answer ended"),
     (b"HTTP/1.1 500 Oops\r\nContent-Length: 2\r\n\r\n{}", "HTTP 500"),
     (b"HTTP/1.1 204 Empty\r\n\r\n", "HTTP 204"),
-    (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "malformed HTTP answer: no status line"),
+    (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "malformed HTTP answer: Expected HTTP/"),
     (chunked(CHAT).replace(b"\r\n0\r\n", b"\r\nzz\r\n"), "malformed HTTP answer"),
     (
         chunked(CHAT, head=HEAD).replace(b"\r\n0\r\n", b"\r\n-1\r\n"),
-        "malformed HTTP answer: a negative length",
+        "malformed HTTP answer: Invalid character in chunk size",
     ),
     (b"HTTP/1.1 200 OK\r\n" + b"x" * 70_000, "malformed HTTP answer: an endless line"),
     (chunked(["data: {nonsense\n\n"]), "unreadable chunk"),
