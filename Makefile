@@ -19,8 +19,7 @@ serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 	$(BIN)/negamax serve nano $(ARGS)
 
 test: $(VENV)/.dev    ## everything that runs without a GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(GATE) and not serial"
-	$(BIN)/python -m pytest -m "$(GATE) and serial" $$(grep -rl pytest.mark.serial tests/*/)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(GATE)"
 
 fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see
 	$(BIN)/python tools/fault_table.py

@@ -41,9 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env.settle_cpu_products()
     if config.pluginmanager.has_plugin("hypothesispytest"):
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        settings.register_profile("any machine", deadline=None)  # a busy one takes its time
+        # a busy one takes its time
+        patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.register_profile("any machine", patient)
         settings.load_profile("any machine")
     expression = config.option.markexpr
     may_run_on_gpu = not expression or ("gpu" in expression and "not gpu" not in expression)

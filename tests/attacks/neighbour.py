@@ -1,18 +1,60 @@
 """An innocent client beside an attack: a stream that shows how long the server stood still for
 others.
+
+What a busy machine takes is nobody's fault: the times in which a process of the server, or this
+one, could have run and had no core do not count.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
-from itertools import pairwise
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import Server, eventually
+from tests.e2e.listening import family_of
+
+_SHORT = 0.05  # seconds: no gap worth a look at the processes
+
+
+class BusyMachine:
+    """The time for which a server and its client have waited for a core. Single writer: whoever
+    looks.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._waited: dict[Path, int] = {}  # nanoseconds, by thread; those that are gone stay
+
+    def seconds(self) -> float:
+        """Until now, of all their threads together."""
+        for pid in (os.getpid(), *family_of(self._server.process.pid)):
+            for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError):  # it is gone by now
+                    self._waited[path] = int(path.read_text().split()[1])
+        return sum(self._waited.values()) / 1e9
+
+
+class Stopwatch:
+    """Seconds in a `with` block without those that a busy machine took."""
+
+    def __init__(self, server: Server) -> None:
+        self._machine = BusyMachine(server)
+
+    def __enter__(self) -> Stopwatch:
+        self._busy, self._started = self._machine.seconds(), time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        passed = time.monotonic() - self._started
+        self.seconds = passed - (self._machine.seconds() - self._busy)
 
 
 class Neighbour:
@@ -21,28 +63,41 @@ class Neighbour:
     It asks for endless text again and again, so there is always a next token to wait for.
     """
 
-    def __init__(self, server: Server, **fields: Any) -> None:
-        """`fields` of its requests beside the usual ones."""
+    def __init__(
+        self, server: Server, *, client: Callable[[], httpx.Client] | None = None, **fields: Any
+    ) -> None:
+        """`client`: how it comes to the server, if not directly; `fields` of its requests beside
+        the usual ones.
+        """
         self._fields = fields
         self._server = server
+        self._client = client or server.http
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self.arrivals: list[float] = []  # `time.monotonic` of every event
+        self._num_events = 0
+        self._last = 0.0  # `time.monotonic` of the last event
+        self._busy = self._looked = 0.0  # what the machine had taken, at most `_SHORT` before that
+        self.longest_gap = 0.0  # seconds between two events
         self.errors: list[str] = []
 
-    @property
-    def longest_gap(self) -> float:
-        """Seconds between two events, at most."""
-        return max((later - earlier for earlier, later in pairwise(self.arrivals)), default=0.0)
-
     def __enter__(self) -> Neighbour:
+        self._machine = BusyMachine(self._server)
         self._thread.start()
-        deadline = time.monotonic() + 30
-        while len(self.arrivals) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(self.arrivals) >= 3, self.errors
-        self.arrivals[:] = [time.monotonic()]  # what the start took is no gap
+        assert eventually(lambda: self._num_events >= 3), self.errors
+        self.longest_gap = 0.0  # what the start took is no gap
         return self
+
+    def _arrived(self) -> None:
+        """An event came."""
+        now = time.monotonic()
+        gap = now - self._last
+        if now - self._looked > _SHORT:
+            before, self._busy, self._looked = self._busy, self._machine.seconds(), now
+            gap -= self._busy - before
+        if self._num_events:
+            self.longest_gap = max(self.longest_gap, gap)
+        self._last = now
+        self._num_events += 1
 
     def __exit__(
         self,
@@ -50,9 +105,8 @@ class Neighbour:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.arrivals.append(time.monotonic())  # a gap that is still open counts
         self._stop.set()
-        self._thread.join(30)
+        self._thread.join(60)
 
     def _run(self) -> None:
         question = {"role": "user", "content": "Tell me something."}
@@ -65,7 +119,7 @@ class Neighbour:
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             **self._fields,
         }
-        with self._server.http() as client:
+        with self._client() as client:
             while not self._stop.is_set():
                 try:
                     with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -73,10 +127,10 @@ class Neighbour:
                             self.errors.append(f"HTTP {answer.status_code}")
                             return
                         for line in answer.iter_lines():
+                            if line.startswith("data:"):
+                                self._arrived()
                             if self._stop.is_set():
                                 return
-                            if line.startswith("data:"):
-                                self.arrivals.append(time.monotonic())
                 except httpx.HTTPError as error:
                     self.errors.append(repr(error))
                     return

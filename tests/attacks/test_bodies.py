@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.attacks.neighbour import Neighbour
-from tests.e2e.conftest import Server
-
-pytestmark = pytest.mark.serial  # measures what others feel
+from tests.attacks.neighbour import Neighbour, Stopwatch
+from tests.e2e.conftest import Server, eventually
 
 CHAT, GENERATE, RESPONSES, MESSAGES = (
     "/v1/chat/completions",
@@ -72,13 +69,10 @@ def question(content: str) -> str:
 def beside(server: Server, path: str, content: bytes) -> tuple[httpx.Response, float, float]:
     """The answer to a body, the seconds it took, and the longest gap in a neighbour's stream."""
     headers = {"content-type": "application/json"}
-    with Neighbour(server) as neighbour, server.http() as http:
-        started = time.monotonic()
+    with Neighbour(server) as neighbour, server.http() as http, Stopwatch(server) as watch:
         answer = http.post(path, content=content, headers=headers)
-        seconds = time.monotonic() - started
-        time.sleep(0.05)
     assert neighbour.errors == []
-    return answer, seconds, neighbour.longest_gap
+    return answer, watch.seconds, neighbour.longest_gap
 
 
 def resident_bytes(server: Server) -> int:
@@ -162,7 +156,8 @@ def test_ignored_fields_are_not_kept_while_the_answer_is_written(server: Server)
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(1.0)  # the body is there and read
+    # the body is there and read
+    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1)
     grown = resident_bytes(server) - before
     assert thread.is_alive()
     thread.join()

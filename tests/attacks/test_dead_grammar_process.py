@@ -8,13 +8,9 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.attacks.neighbour import Neighbour
 from tests.e2e.conftest import Server
 from tests.e2e.listening import family_of
-
-pytestmark = pytest.mark.serial  # measures what others feel
 
 CHAT = "/v1/chat/completions"
 FOLLOWED = {

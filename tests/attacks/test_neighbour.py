@@ -6,12 +6,8 @@ import os
 import signal
 import time
 
-import pytest
-
 from tests.attacks.neighbour import Neighbour
 from tests.e2e.conftest import Server
-
-pytestmark = pytest.mark.serial  # measures what others feel
 
 
 def test_a_stopped_engine_is_a_gap_and_a_running_one_is_none(server: Server) -> None:

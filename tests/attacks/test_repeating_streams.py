@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import time
 
-import pytest
-
 from negamax.api.sglang.growing_json import BYTES_PER_SECOND
 from tests.attacks.neighbour import Neighbour
 from tests.e2e.conftest import Server
-
-pytestmark = pytest.mark.serial  # measures what others feel
 
 NUM_TOKENS = 600
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import httpx
-import pytest
 
 from tests.attacks.neighbour import Neighbour
 from tests.e2e.conftest import Server
-
-pytestmark = pytest.mark.serial  # measures what others feel
 
 LARGEST_SEED = 2**63 - 1
 

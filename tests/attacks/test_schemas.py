@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.attacks.neighbour import Neighbour
+from tests.attacks.neighbour import Neighbour, Stopwatch
 from tests.e2e.conftest import Server
-
-pytestmark = pytest.mark.serial  # measures what others feel
 
 
 def unlisted(levels: int) -> dict[str, Any]:
@@ -62,12 +59,10 @@ def test_a_schema_that_expands_without_end_holds_up_nobody(
     else:
         form = {"name": "f", "schema": SCHEMAS[name]}
         body |= {"response_format": {"type": "json_schema", "json_schema": form}}
-    with Neighbour(server) as neighbour:
-        started = time.monotonic()
+    with Neighbour(server) as neighbour, Stopwatch(server) as watch:
         answer = http.post("/v1/chat/completions", json=body)
-        seconds = time.monotonic() - started
     assert answer.status_code in (200, 400), answer.text
     if answer.status_code == 400:
         assert "message" in answer.json()["error"]
     assert neighbour.errors == [] and neighbour.longest_gap < 1.0
-    assert seconds < 20.0
+    assert watch.seconds < 20.0

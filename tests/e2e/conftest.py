@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,7 @@ from tests.e2e.scripted_server import NAME, Script, scripted
 
 MODEL = "nano"
 STUB = "tests.e2e.stub_serve"  # as program: no model behind the server
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 # No client here meets a certificate of the world's authorities, which take 20 ms to read each time.
 os.environ.setdefault("SSL_CERT_DIR", tempfile.mkdtemp(prefix="no-authorities-"))
 _READY = re.compile(r"ready: (https?://\S+)/v1")
@@ -56,6 +58,11 @@ class Server:
         (line,) = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
         return float(line.rsplit(" ", 1)[1])
 
+    @property
+    def num_aborted(self) -> int:
+        """How many requests were broken off so far."""
+        return int(self.gauge("sglang:num_aborted_requests_total"))
+
     def engine_pid(self) -> int:
         """The engine process."""
         (pid,) = self._children("negamax.engine.core.process")
@@ -71,12 +78,12 @@ class Server:
         )
         return [int(pid) for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text()]
 
-    def stop(self, number: signal.Signals = signal.SIGTERM, *, seconds: float = 20.0) -> int:
+    def stop(self, number: signal.Signals = signal.SIGTERM, *, seconds: float = 60.0) -> int:
         self.process.send_signal(number)
         return self.process.wait(seconds)
 
 
-def eventually(check: Callable[[], bool], *, seconds: float = 30.0) -> bool:
+def eventually(check: Callable[[], bool], *, seconds: float = 60.0) -> bool:
     """Whether `check` becomes true in time, which is long enough for a machine with much else to
     do.
     """
@@ -86,6 +93,16 @@ def eventually(check: Callable[[], bool], *, seconds: float = 30.0) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def free_port() -> int:
+    """A port that nobody gets by chance before it is used: the system gives higher ones to those
+    that ask for none, and to connections.
+    """
+    while True:
+        port = random.randrange(12_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def launch(
@@ -119,7 +136,7 @@ def serving(
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(20)
+            process.wait(60)
         if process.stdout is not None:
             process.stdout.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 from pathlib import Path
 
@@ -12,8 +13,10 @@ _LISTEN = "0A"  # the state's number in /proc/net/tcp
 
 def family_of(pid: int) -> list[int]:
     """A process and all that it has started, with what those have started."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # each thread has its own
-    children = [int(child) for task in tasks for child in task.read_text().split()]
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has its own
+        with contextlib.suppress(OSError):  # it is gone by now
+            children += map(int, task.read_text().split())
     return [pid, *(member for child in children for member in family_of(child))]
 
 

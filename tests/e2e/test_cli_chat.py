@@ -5,7 +5,6 @@ engine.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from negamax.cli.main import main
-from tests.e2e.conftest import MODEL, Server, eventually
+from tests.e2e.conftest import MODEL, Server, eventually, free_port
 from tests.e2e.scripted_server import Script, call, scripted
 from tests.e2e.terminal import Terminal, in_terminal
 
@@ -266,8 +265,7 @@ def test_lines_of_a_pipe_are_answered_by_a_server(server: Server) -> None:
 def test_refusals_come_before_anything_is_loaded(
     arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as once:
-        port = once.getsockname()[1]
+    port = free_port()
     assert main(["chat", *(text.format(port=port) for text in arguments)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line

@@ -4,6 +4,7 @@ adds to a message.
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -136,13 +137,15 @@ def test_an_answer_goes_on_where_it_was_cut_off(nano: Browser) -> None:
 
 
 def test_answers_come_in_while_another_conversation_is_shown(page: Browser, script: Script) -> None:
-    script.steps = [{"content": "Slowly "}, 1.0, {"content": "done"}]
+    goes_on = threading.Event()
+    script.steps = [{"content": "Slowly "}, goes_on, {"content": "done"}]
     page.write("#prompt", "One")
     page.press("Enter")
     page.wait(f"{TEXTS}.join() === 'One,Slowly'")
     page.click("#new")
     assert page.run(f"return {TEXTS}") == []
     say(page, script, "Quick", "Two")
+    goes_on.set()
     page.click("#conversations li:nth-child(2) .open")
     page.wait(f"{TEXTS}.join() === 'One,Slowly done' && {IDLE}")
 
@@ -232,7 +235,7 @@ def test_the_strip_tells_how_busy_the_server_is_while_the_page_is_visible(
     )
     assert page.run("return document.querySelector('#server').getAttribute('href')") == "status"
     page.run("Object.defineProperty(document, 'hidden', { value: true })")
-    time.sleep(0.3)  # one that is under way
+    time.sleep(1.0)  # one that is under way
     before = script.num_info_requests
     time.sleep(2.2)
     assert script.num_info_requests == before

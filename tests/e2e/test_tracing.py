@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_service
 
 from negamax.cli.main import main
-from tests.e2e.conftest import MODEL, eventually, serving
+from tests.e2e.conftest import MODEL, eventually, free_port, serving
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "top_p": 0.5, "n": 2}
@@ -79,12 +78,6 @@ def attributes(span: Any) -> dict[str, Any]:
     return found
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as once:
-        port: int = once.getsockname()[1]
-        return port
-
-
 def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,9 +100,7 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
             after = time.time_ns()
             refused = http_client.post(path, json=BODY | {"temperature": 9})
             assert refused.status_code == 400
-            started = time.monotonic()
             assert server.stop() == 0  # what is left is sent
-            assert time.monotonic() - started < 10
     ids = "http.request.header.x-request-id"
     (span,) = [each for each in collector.spans if attributes(each)[ids] in ("00", "01")]
     assert collector.paths == {"/v1/traces"} and collector.services == {"negamax"}

@@ -280,7 +280,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_small_schema_that_comes_to_much_is_refused_in_time(name: str, style: str) -> None:
     calls = M2Calls(TAG_IDS) if style == "m2" else M3Calls()
-    started = time.monotonic()
+    started = time.process_time()
     with contextlib.suppress(InvalidRequestError):
         assert (
             len(tag_of([{"name": "f", "parameters": HOSTILE[name]}], calls, choice="required"))
@@ -291,7 +291,7 @@ def test_a_small_schema_that_comes_to_much_is_refused_in_time(name: str, style: 
             Grammar(kind="json_schema", text=json.dumps(HOSTILE[name])), Budget(), CALL_STYLES
         )
         assert len(json.dumps(content)) < 2 * MAX_BYTES
-    assert time.monotonic() - started < 5.0
+    assert time.process_time() - started < 5.0
 
 
 def test_required_names_that_are_not_listed_share_one_definition() -> None:

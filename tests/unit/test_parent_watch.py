@@ -9,13 +9,13 @@ from pathlib import Path
 
 from negamax.base.shared_numbers import SharedNumbers
 
-HANG_SECONDS = 0.5
+HANG_SECONDS = 1.0
 CHILD = """
 import sys, time
 from negamax.base.parent_watch import ParentPulse, watch_parent
 def tell(reason): print(reason, flush=True)
 watch_parent(ParentPulse(int(sys.argv[1]), sys.argv[2], float(sys.argv[3])), tell=tell)
-time.sleep(20)
+time.sleep(120)
 """
 PARENT = """
 import os, subprocess, sys, time
@@ -25,10 +25,10 @@ child, path, hang_seconds = sys.argv[1:]
 pulse = SharedNumbers(1, path=Path(path)).row(0)
 pulse[0] = time.monotonic()
 subprocess.Popen([sys.executable, "-c", child, str(os.getpid()), path, hang_seconds])
-for _ in range(12):
+for _ in range(15):
     time.sleep(0.1)
     pulse[0] = time.monotonic()
-print("went on", flush=True)
+print("went on", pulse[0], flush=True)
 while True:
     pass
 """
@@ -39,12 +39,14 @@ def test_a_parent_in_an_endless_loop_is_killed_after_the_reason_was_told(tmp_pat
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent.stdout as output:
-        assert output.readline() == "went on\n"  # while its pulse goes, nothing happens to it
-        started = time.monotonic()
+        # while its pulse goes, nothing happens to it
+        words, last_pulse = output.readline().rsplit(" ", 1)
+        assert words == "went on"
         told = output.readline()
         assert told == f"the first server process gives no sign of life for {HANG_SECONDS:g} s\n"
-        assert parent.wait(10) == -9
-        assert 1 <= time.monotonic() - started < 5
+        assert parent.wait(60) == -9
+        # the children have a second to tell their clients
+        assert time.monotonic() - float(last_pulse) > HANG_SECONDS + 0.9
         assert output.read() == ""  # the child has ended, too
 
 
@@ -53,7 +55,7 @@ def test_a_process_that_is_not_the_parent_is_not_killed(tmp_path: Path) -> None:
     SharedNumbers(1, path=tmp_path / "pulse").row(0)[0] = 1.0
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         command = [sys.executable, "-c", CHILD, str(stranger.pid), str(tmp_path / "pulse"), "0.2"]
-        assert subprocess.run(command, timeout=15, capture_output=True).returncode == 1
+        assert subprocess.run(command, timeout=60, capture_output=True).returncode == 1
         assert stranger.poll() is None
         stranger.kill()
 
