@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +79,17 @@ class CrashDumps:
             "part": self._part,
             "pid": os.getpid(),
             "reason": reason,
-            "versions": _versions(),
-            "platform": _platform(),
+            "versions": {
+                "python": platform.python_version(),
+                **{name: env.installed_version(name) for name in _PACKAGES},
+            },
+            "platform": {
+                "system": platform.platform(),
+                "machine": platform.machine(),
+                "executable": sys.executable,
+                "usable_cores": env.usable_cores(),
+                "available_memory": env.available_memory(),
+            },
             "options": self._options,
             **details,
             "traceback": _traceback(error),
@@ -96,27 +104,6 @@ class CrashDumps:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
         return path
-
-
-def _versions() -> dict[str, str | None]:
-    """Of Python and the packages that matter; None for those that are not installed."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
-
-
-def _platform() -> dict[str, Any]:
-    return {
-        "system": platform.platform(),
-        "machine": platform.machine(),
-        "executable": sys.executable,
-        "usable_cores": env.usable_cores(),
-        "available_memory": env.available_memory(),
-    }
 
 
 def _traceback(error: BaseException | None) -> list[str]:

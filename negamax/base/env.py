@@ -1,4 +1,4 @@
-"""The only door to the process environment: variables, cores and main memory."""
+"""The only door to the process environment: variables, installed packages, cores, main memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from negamax.base.errors import ResourceError
@@ -40,11 +41,6 @@ def allow_open_files(needed: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def names(prefix: str) -> list[str]:
-    """The environment variables whose names begin with `prefix`."""
-    return sorted(name for name in os.environ if name.startswith(prefix))
-
-
 def set_default(name: str, value: str) -> None:
     """Set environment variable `name` of this process (and its children) unless somebody has set
     it.
@@ -75,6 +71,14 @@ def _is_intel() -> bool:
 def starting_with(*prefixes: str) -> dict[str, str]:
     """The variables whose names begin so."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
+
+
+def installed_version(package: str) -> str | None:
+    """Of a Python package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def is_writable(folder: Path) -> bool:

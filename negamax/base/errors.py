@@ -30,12 +30,15 @@ class NegamaxError(Exception):
         hint: str | None = None,
         param: str | None = None,
         code: str | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
         self.param = param
         self.code = code
+        if retry_after is not None:
+            self.retry_after = retry_after
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
@@ -136,18 +139,6 @@ class OverloadedError(NegamaxError):
     error_type = "rate_limit_error"
     retry_after = 1.0
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        hint: str | None = None,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: float = 1.0,
-    ) -> None:
-        super().__init__(message, hint=hint, param=param, code=code)
-        self.retry_after = retry_after
-
 
 class AbortedError(NegamaxError):
     """Somebody ended the request before its time (499: clients do not repeat it)."""
@@ -168,18 +159,6 @@ class UnavailableError(NegamaxError):
 
     http_status = 503
     error_type = "service_unavailable_error"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        hint: str | None = None,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message, hint=hint, param=param, code=code)
-        self.retry_after = retry_after
 
 
 class EngineDeadError(UnavailableError):

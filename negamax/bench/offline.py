@@ -26,6 +26,7 @@ from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.engine.wire import ModelInfo
+from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 
 WARM_UP_TOKENS = 8
 # more than the steps in which the last prompts still run beside the first ones' tokens
@@ -139,7 +140,7 @@ def _measure_all(
             for _ in range(workload.repeat)
         ]
         summary = summarize(repeats, num_requests=num_requests, input_len=workload.input_len)
-        device_step = loop.decode_seconds(num_requests)
+        device_step = loop.run_debug_command(DECODE_SECONDS, num_requests).number
         device_step_ms = None if device_step is None else 1e3 * device_step
         runs.append(summary | {"distinct_experts": distinct, "device_step_ms": device_step_ms})
         say(_progress(runs[-1]))
@@ -155,7 +156,7 @@ def _warm_up(
     seen: list[float] = []
 
     def observe() -> None:
-        distinct = loop.distinct_experts(num_requests)
+        distinct = loop.run_debug_command(DISTINCT_EXPERTS, num_requests).number
         if distinct is not None:
             seen.append(distinct)
 
@@ -163,12 +164,12 @@ def _warm_up(
         loop, prompts.batch(num_requests, input_len=workload.input_len, output_len=WARM_UP_TOKENS)
     )
     if workload.count_experts:
-        loop.observe_routing(True)
+        loop.run_debug_command(OBSERVE_ROUTING, 1)
         batch = prompts.batch(
             num_requests, input_len=workload.input_len, output_len=OBSERVED_TOKENS
         )
         run_batch(loop, batch, on_decode=observe)
-        loop.observe_routing(False)
+        loop.run_debug_command(OBSERVE_ROUTING, 0)
     return statistics.mean(seen) if seen else None
 
 

@@ -19,7 +19,7 @@ from negamax.config.options import EngineOptions
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
-from negamax.worker.config import KernelTime
+from negamax.worker.config import START_PROFILE, STOP_PROFILE, KernelTime
 
 SCHEMA = "negamax-bench-profile/1"
 WARM_UP_STEPS = 8
@@ -185,12 +185,12 @@ def _profile(
     try:
         for _ in range(WARM_UP_STEPS):
             next(stepper)
-        loop.start_profile()
+        loop.run_debug_command(START_PROFILE)
         started = time.perf_counter()
         for _ in range(steps):
             next(stepper)
         wall = 1e6 * (time.perf_counter() - started) / steps
-        times = loop.stop_profile()
+        times = loop.run_debug_command(STOP_PROFILE).kernels or []
     finally:
         stepper.close()
     return group(times, steps=steps), wall

@@ -8,7 +8,6 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def environment(device: str) -> dict[str, Any]:
         "versions": {
             "negamax": __version__,
             "torch": str(torch.__version__),
-            "triton": _version("triton"),
+            "triton": env.installed_version("triton"),
         },
     }
     if device.startswith("cuda"):
@@ -47,13 +46,6 @@ def environment(device: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) -> float:
@@ -157,16 +149,12 @@ def table(result: Run, spec: ModelSpec) -> Table:
     rows = [
         [
             heading.format(other=result.get("compared_with")),
-            *(_cell(run.get(key), form) for run in runs),
+            *("" if run.get(key) is None else format(run[key], form) for run in runs),
         ]
         for heading, key, form in _LINES
         if any(run.get(key) is not None for run in runs)
     ]
     return rows_table(["requests", *(str(run["concurrency"]) for run in runs)], rows, title=title)
-
-
-def _cell(value: object, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def write_json(file: Path, document: object) -> None:

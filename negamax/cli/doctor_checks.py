@@ -66,7 +66,7 @@ def software(probe: dict[str, Any]) -> Iterator[Check]:
     yield Check(part, "python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield Check(part, "system", "ok", platform.platform())
     for name in _required_packages():
-        version = _version(name)
+        version = env.installed_version(name)
         if name == "torch" and version is not None and "error" in probe:
             remedy = "install it again, for this machine's driver"
             yield Check(part, name, "fail", f"{version}, {probe['error']}", remedy)
@@ -75,7 +75,7 @@ def software(probe: dict[str, Any]) -> Iterator[Check]:
         else:
             yield Check(part, name, "ok", version)
     for name in OPTIONAL_PACKAGES:
-        yield Check(part, name, "info", _version(name) or "not installed")
+        yield Check(part, name, "info", env.installed_version(name) or "not installed")
 
 
 def hardware(probe: dict[str, Any]) -> Iterator[Check]:
@@ -187,13 +187,6 @@ def _required_packages() -> list[str]:
         declared = ["torch"]
     names = (re.match(r"[\w.-]+", text) for text in declared if "extra ==" not in text)
     return [name[0] for name in names if name is not None]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu(probe: dict[str, Any]) -> Check:

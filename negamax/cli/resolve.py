@@ -164,7 +164,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
     known = [option.variable for option in options]
     return [
         f"the environment variable {name} has no effect ({suggestion})"
-        for name in env.names(PREFIX)
+        for name in env.starting_with(PREFIX)
         if name not in known and (suggestion := nearest(name, known))
     ]
 

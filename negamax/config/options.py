@@ -73,36 +73,42 @@ class EngineOptions:
     crash_dump_dir: str | None = None  # default: under XDG_STATE_HOME; "none": no dumps
 
     def __post_init__(self) -> None:
-        _one_of("--dtype", self.dtype, DTYPES)
-        _one_of("--load-format", self.load_format, LOAD_FORMATS)
-        _one_of("--device", self.device, DEVICES)
-        _one_of("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        _one_of("--log-format", self.log_format, log.FORMATS)
+        _check_choices(
+            self,
+            dtype=DTYPES,
+            load_format=LOAD_FORMATS,
+            device=DEVICES,
+            kv_cache_dtype=KV_CACHE_DTYPES,
+            log_format=log.FORMATS,
+        )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; allowed: above 0, "
                 f"at most 1"
             )
-        _at_least("--num-hidden-layers", self.num_hidden_layers, 1)
+        _check_least(self, num_hidden_layers=1)
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
             raise ConfigError(
                 "--num-hidden-layers leaves layers of a checkpoint out; it is for synthetic "
                 "weights",
                 hint="add --load-format synthetic",
             )
-        _at_least("--max-cudagraph-capture-size", self.max_cudagraph_capture_size, 1)
-        _at_least("--max-model-len", self.max_model_len, 2)
-        _at_least("--block-size", self.block_size, 1)
-        _at_least("--max-num-seqs", self.max_num_seqs, 1)
-        _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
-        _at_least("--max-queued-requests", self.max_queued_requests, 1)
-        _at_least("--max-queued-tokens", self.max_queued_tokens, 1)
-        _at_least("--kv-cache-memory", self.kv_cache_memory, 1)
-        _at_least("--num-kv-blocks", self.num_kv_blocks, 1)
+        _check_least(
+            self,
+            max_cudagraph_capture_size=1,
+            max_model_len=2,
+            block_size=1,
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+            max_queued_requests=1,
+            max_queued_tokens=1,
+            kv_cache_memory=1,
+            num_kv_blocks=1,
+            max_logprobs=0,
+        )
         _ = self.parallel  # checked
         _within("--num-threads", self.num_threads, 1, MAX_THREADS)
         _within("--seed", self.seed, -(2**63), 2**63 - 1)
-        _at_least("--max-logprobs", self.max_logprobs, 0)
 
     @property
     def parallel(self) -> ParallelOptions:
@@ -180,43 +186,49 @@ class ServerOptions:
                 "--admin-api-key is one of the API keys, which are for everybody else",
                 hint="give a key of its own",
             )
-        _one_of("--scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        _at_least("--max-body-bytes", self.max_body_bytes, 1024)
-        if self.max_connections_per_address is not None:
-            _at_least("--max-connections-per-address", self.max_connections_per_address, 1)
-        _at_least("--max-engine-restarts", self.max_engine_restarts, 0)
-        _at_least("--stream-interval", self.stream_interval, 1)
-        _at_least("--max-log-len", self.max_log_len, 0)
-        _above_zero("--log-stats-interval", self.log_stats_interval)
-        _above_zero("--request-timeout", self.request_timeout)
-        _above_zero("--slow-client-timeout", self.slow_client_timeout)
-        _above_zero("--engine-restart-window", self.engine_restart_window)
-        _above_zero("--engine-hang-timeout", self.engine_hang_timeout)
-        _zero_or_more("--sse-keep-alive-interval", self.sse_keep_alive_interval)
-        _zero_or_more("--drain-timeout", self.drain_timeout)
+        _check_choices(self, scheduling_policy=SCHEDULING_POLICIES)
+        _check_least(
+            self,
+            max_body_bytes=1024,
+            max_connections_per_address=1,
+            max_engine_restarts=0,
+            stream_interval=1,
+            max_log_len=0,
+        )
+        for name in (
+            "log_stats_interval", "request_timeout", "slow_client_timeout", "engine_restart_window",
+            "engine_hang_timeout",
+        ):  # fmt: skip
+            seconds = getattr(self, name)
+            # NaN fails the comparison and is refused
+            if seconds is not None and not 0.0 < seconds < float("inf"):
+                raise ConfigError(f"{_flag(name)} is {seconds}; allowed: seconds above 0")
+        for name in ("sse_keep_alive_interval", "drain_timeout"):
+            seconds = getattr(self, name)
+            if not 0.0 <= seconds < float("inf"):
+                raise ConfigError(f"{_flag(name)} is {seconds}; allowed: 0 seconds or more")
 
 
-def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{flag} is {value!r}; allowed: {', '.join(allowed)}")
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
-def _at_least(flag: str, value: int | None, low: int) -> None:
-    if value is not None and value < low:
-        raise ConfigError(f"{flag} is {value}; allowed: {low} or more")
+def _check_choices(options: object, **allowed: tuple[str, ...]) -> None:
+    for name, values in allowed.items():
+        if getattr(options, name) not in values:
+            raise ConfigError(
+                f"{_flag(name)} is {getattr(options, name)!r}; allowed: {', '.join(values)}"
+            )
+
+
+def _check_least(options: object, **least: int) -> None:
+    """The least values of whole numbers, where they are given."""
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{_flag(name)} is {value}; allowed: {low} or more")
 
 
 def _within(flag: str, value: int | None, low: int, high: int) -> None:
     if value is not None and not low <= value <= high:
         raise ConfigError(f"{flag} is {value}; allowed: {low} to {high}")
-
-
-def _zero_or_more(flag: str, value: float) -> None:
-    if not 0.0 <= value < float("inf"):  # NaN fails the comparison and is refused
-        raise ConfigError(f"{flag} is {value}; allowed: 0 seconds or more")
-
-
-def _above_zero(flag: str, value: float | None) -> None:
-    # NaN fails the comparison and is refused
-    if value is not None and not 0.0 < value < float("inf"):
-        raise ConfigError(f"{flag} is {value}; allowed: seconds above 0")

@@ -64,26 +64,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse any value out of range (`max_logprobs`: the server's cap; `vocab_size` bounds
         token ids).
         """
-        _in_range("n", self.n, 1, MAX_CHOICES)
-        _in_range("temperature", self.temperature, 0.0, 2.0)
-        _in_range("top_k", self.top_k, -1, 2**31 - 1)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
-        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _in_range(
-            "min_tokens",
-            self.min_tokens,
-            0,
-            self.max_tokens if self.max_tokens is not None else 2**31 - 1,
-        )
-        _in_range("logprobs", self.logprobs, 0, max_logprobs)
-        _in_range("prompt_logprobs", self.prompt_logprobs, 0, max_logprobs)
+        most = 2**31 - 1
+        ranges: dict[str, tuple[float, float]] = {
+            "n": (1, MAX_CHOICES),
+            "temperature": (0.0, 2.0),
+            "top_k": (-1, most),
+            "min_p": (0.0, 1.0),
+            "frequency_penalty": (-2.0, 2.0),
+            "presence_penalty": (-2.0, 2.0),
+            "seed": (-SEED_LIMIT, SEED_LIMIT - 1),
+            "max_tokens": (1, most),
+            "min_tokens": (0, most if self.max_tokens is None else self.max_tokens),
+            "logprobs": (0, max_logprobs),
+            "prompt_logprobs": (0, max_logprobs),
+            "repetition_penalty": (0.01, 10.0),  # far smaller ones overflow float32 logits
+            "thinking_token_budget": (0, most),
+        }
+        for name, (low, high) in ranges.items():
+            _in_range(name, getattr(self, name), low, high)
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             _refuse("top_p", self.top_p, "above 0 and at most 1")
-        # far smaller ones overflow float32 logits
-        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         if len(self.stop) > MAX_STOP_STRINGS:
             _refuse("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
         for text in self.stop:
@@ -109,7 +109,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _in_range("logit_bias", value, -100.0, 100.0)
         if self.allowed_token_ids is not None:
             self._check_allowed_tokens(self.allowed_token_ids, vocab_size=vocab_size)
-        _in_range("thinking_token_budget", self.thinking_token_budget, 0, 2**31 - 1)
         if self.grammar is not None:
             self.grammar.check()
         if self.reasoning is not None:

@@ -60,7 +60,7 @@ class Scheduler:
     """Continuous batching over paged KV blocks, with chunked prefill, prefix cache and preemption
     by recompute.
 
-    Use: `add` and `abort` at any moment; `plan`, launch it, `commit` (or `fail`) the plans in the
+    Use: `add` and `end` at any moment; `plan`, launch it, `commit` (or `fail`) the plans in the
     order they were made.
     """
 
@@ -172,16 +172,12 @@ class Scheduler:
         """The requests that run or wait, with their state, to be looked at."""
         return list(self._sequences.values())
 
-    def abort(self, request_id: str) -> SequenceUpdate | None:
-        """End a request now and free what it holds; None when the id is unknown or already
-        finished.
-        """
-        return self.end(request_id, "abort")
-
     def end(
         self, request_id: str, finish_reason: str, *, error: str | None = None
     ) -> SequenceUpdate | None:
-        """As `abort`, with another reason."""
+        """End a request now and free what it holds; None when the id is unknown or already
+        finished.
+        """
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._end(sequence, finish_reason, error=error)
 
@@ -325,7 +321,6 @@ class Scheduler:
                     finish_reason,
                     self._stop_reason(sequence, tokens[-1]) if finish_reason == "stop" else None,
                     sequence.num_cached_tokens,
-                    None,
                 )
             )
             sequence.prompt_logprobs = None
@@ -537,12 +532,9 @@ class Scheduler:
         return SequenceUpdate(
             sequence.request_id,
             [],
-            None,
-            None,
-            finish_reason,
-            None,
-            sequence.num_cached_tokens,
-            error,
+            finish_reason=finish_reason,
+            num_cached_tokens=sequence.num_cached_tokens,
+            error=error,
         )
 
     def _free(self, sequence: Sequence) -> None:

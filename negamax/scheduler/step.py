@@ -116,12 +116,12 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     request_id: str
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[TokenLogprobs] | None  # on the first update only, complete
-    finish_reason: str | None  # "stop" | "length" | "abort" | "error"; None: goes on
-    stop_reason: int | None  # the stop token id, when one of `stop_token_ids` ended it
-    num_cached_tokens: int  # prompt tokens taken from the prefix cache
-    error: str | None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # on the first update only, complete
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None: goes on
+    stop_reason: int | None = None  # the stop token id, when one of `stop_token_ids` ended it
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    error: str | None = None
     is_refusal: bool = False  # the error is the request's own: what it asks for cannot be done
     # the error is that a process which served the request is gone: the same request may succeed
     is_lost: bool = False

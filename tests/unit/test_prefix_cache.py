@@ -240,7 +240,7 @@ def test_blocks_of_a_step_that_went_wrong_never_enter_the_cache(how: str) -> Non
     elif how == "error":
         scheduler.commit(plan, result(plan, errors={0: "bad row"}))
     else:
-        scheduler.abort("a")
+        scheduler.end("a", "abort")
         scheduler.commit(plan, result(plan))
     assert admit_start(scheduler, request("b", PROMPT)) == 0
 
@@ -278,7 +278,7 @@ def test_chunks_of_one_prompt_are_indexed_one_after_the_other() -> None:
     first = planned(scheduler)
     assert first.num_scheduled == [6]
     scheduler.commit(first, result(first))
-    scheduler.abort("a")
+    scheduler.end("a", "abort")
     assert admit_start(scheduler, request("b", PROMPT)) == 4
 
 

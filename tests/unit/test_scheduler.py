@@ -111,7 +111,7 @@ def test_id_in_use_is_refused_until_the_request_ended() -> None:
     scheduler.add(request("a"))
     with pytest.raises(InvalidRequestError, match="'a' is in use"):
         scheduler.add(request("a"))
-    scheduler.abort("a")
+    scheduler.end("a", "abort")
     scheduler.add(request("a"))
 
 
@@ -238,7 +238,7 @@ def test_freed_slot_goes_to_the_next_request() -> None:
         scheduler.add(request(name, max_tokens=5))
     step(scheduler)
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
-    scheduler.abort("a")
+    scheduler.end("a", "abort")
     assert [row.slot for row in planned(scheduler).new_rows] == [0]
 
 
@@ -273,7 +273,7 @@ def test_blocked_request_is_admitted_as_soon_as_blocks_are_free() -> None:
     for name, prompt_len in (("a", 4), ("b", 7), ("c", 16)):
         scheduler.add(request(name, prompt_len))
     assert admitted(planned(scheduler)) == names("ab")
-    scheduler.abort("a")  # its one block is all that was missing
+    scheduler.end("a", "abort")  # its one block is all that was missing
     assert admitted(planned(scheduler)) == names("c")
 
 
@@ -370,7 +370,7 @@ def test_abort_frees_at_once_and_drops_what_is_in_flight() -> None:
     scheduler.add(request("a", 4))
     scheduler.add(request("b", 4))
     first, second = planned(scheduler), planned(scheduler)
-    update = scheduler.abort("a")
+    update = scheduler.end("a", "abort")
     assert update is not None and (update.finish_reason, update.token_ids) == ("abort", [])
     assert scheduler.num_free_blocks == scheduler.num_blocks
     third = planned(scheduler)
@@ -382,9 +382,9 @@ def test_abort_frees_at_once_and_drops_what_is_in_flight() -> None:
 def test_abort_of_a_waiting_unknown_or_finished_request() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 4, max_tokens=1))
-    update = scheduler.abort("a")
+    update = scheduler.end("a", "abort")
     assert update is not None and (update.finish_reason, update.num_cached_tokens) == ("abort", 0)
-    assert scheduler.abort("a") is None and scheduler.abort("never seen") is None
+    assert scheduler.end("a", "abort") is None and scheduler.end("never seen", "abort") is None
     assert scheduler.plan() is None and not scheduler.has_unfinished
 
 

@@ -75,7 +75,7 @@ def test_without_constrained_requests_no_row_waits_for_a_bitmask() -> None:
     for name in ("a", "b"):
         scheduler.add(request(name, grammar=None))
     scheduler.add(request("c"))
-    scheduler.abort("c")
+    scheduler.end("c", "abort")
     assert next_plan(scheduler).grammar_rows == []
 
 

@@ -129,7 +129,7 @@ def test_preempted_request_waits_for_its_tokens_in_flight(prefix_cache: bool) ->
     add(scheduler, "a", 8)
     add(scheduler, "b", 8)
     plans = [planned(scheduler) for _ in range(6)]
-    scheduler.abort("a")  # room enough now
+    scheduler.end("a", "abort")  # room enough now
     assert scheduler.plan() is None
     for plan in plans[:4]:
         commit(scheduler, plan)
@@ -174,7 +174,7 @@ def test_abort_of_a_preempted_request() -> None:
     add(scheduler, "a", 8)
     add(scheduler, "b", 8)
     plans = [planned(scheduler) for _ in range(6)]
-    assert scheduler.abort("b") is not None and scheduler.num_waiting == 0
+    assert scheduler.end("b", "abort") is not None and scheduler.num_waiting == 0
     for plan in plans:
         assert [update.request_id for update in commit(scheduler, plan)] == ["a"]
 

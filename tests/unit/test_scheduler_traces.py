@@ -238,7 +238,7 @@ class Trace:
                 self.add(request_of(to_add.popleft(), self.limits))
             if self.trouble and self.rng.random() < 0.1 and self.requests:
                 name = self.rng.choice(list(self.requests))
-                update = self.scheduler.abort(name)
+                update = self.scheduler.end(name, "abort")
                 assert (update is None) == self.ended(name)
                 self.receive([update] if update is not None else [])
             plan = self.scheduler.plan()

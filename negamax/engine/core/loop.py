@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,7 @@ from negamax.scheduler import crash_details
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import SequenceUpdate, StepPlan
-from negamax.worker.config import (
-    DECODE_SECONDS,
-    DISTINCT_EXPERTS,
-    OBSERVE_ROUTING,
-    START_PROFILE,
-    STOP_PROFILE,
-    DebugCommand,
-    KernelTime,
-)
+from negamax.worker.config import DebugCommand, DebugResult
 
 logger = get_logger(__name__)
 
@@ -90,18 +83,20 @@ class EngineLoop:
                 f"request id {request.request_id!r} is in use by an unfinished request; "
                 f"choose another"
             )
-            self._pending_updates.append(ended_update(request.request_id, "error", error=error))
+            self._pending_updates.append(
+                SequenceUpdate(request.request_id, [], finish_reason="error", error=error)
+            )
         elif request.sampling.is_constrained:
-            self._open(request)
+            self._take_in(request, self._grammars.open)  # `_add_opened` queues it
         else:
-            self._add(request)
+            self._take_in(request, self._scheduler.add)
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests now; unknown or finished ids are ignored."""
         for request_id in request_ids:
             if self._grammars.close(request_id):
-                self._pending_updates.append(ended_update(request_id, "abort"))
-            update = self._scheduler.abort(request_id)
+                self._pending_updates.append(SequenceUpdate(request_id, [], finish_reason="abort"))
+            update = self._scheduler.end(request_id, "abort")
             if update is not None:
                 self._pending_updates.append(update)
 
@@ -172,31 +167,9 @@ class EngineLoop:
             prefill_tokens=self._prefill_tokens,
         )
 
-    def observe_routing(self, on: bool) -> None:
-        """From now on (or no more) run without CUDA graphs and keep which experts each step
-        chose.
-        """
-        self._executor.run_debug_command(DebugCommand(OBSERVE_ROUTING, int(on)))
-
-    def distinct_experts(self, num_rows: int) -> float | None:
-        """Experts that the first `num_rows` rows of the last step chose, mean over the layers; None
-        unless observed.
-        """
-        return self._executor.run_debug_command(DebugCommand(DISTINCT_EXPERTS, num_rows)).number
-
-    def decode_seconds(self, num_rows: int) -> float | None:
-        """Device time of one captured decode step, launched back to back; None without graphs.
-        Nothing else may be running.
-        """
-        return self._executor.run_debug_command(DebugCommand(DECODE_SECONDS, num_rows)).number
-
-    def start_profile(self) -> None:
-        """Record every kernel of rank 0 from now on."""
-        self._executor.run_debug_command(DebugCommand(START_PROFILE))
-
-    def stop_profile(self) -> list[KernelTime]:
-        """The kernels since `start_profile`."""
-        return self._executor.run_debug_command(DebugCommand(STOP_PROFILE)).kernels or []
+    def run_debug_command(self, name: str, argument: int = 0) -> DebugResult:
+        """Have the workers run a command of `worker.config`. Nothing else may be running."""
+        return self._executor.run_debug_command(DebugCommand(name, argument))
 
     def dump_crash(self, reason: str, error: BaseException) -> None:
         """Write down what ran when `error` was raised."""
@@ -219,16 +192,10 @@ class EngineLoop:
             "last_plans": [crash_details.of_plan(plan) for plan in self._last_plans],
         }
 
-    def _open(self, request: GenerateRequest) -> None:
-        """Prepare the request's constraint; `_add_opened` queues it."""
+    def _take_in(self, request: GenerateRequest, take: Callable[[GenerateRequest], object]) -> None:
+        """Give a request to what takes it in, or end it."""
         try:
-            self._grammars.open(request)
-        except Exception as error:
-            self._refuse(request, error)
-
-    def _add(self, request: GenerateRequest) -> None:
-        try:
-            self._scheduler.add(request)
+            take(request)
         except Exception as error:
             self._refuse(request, error)
 
@@ -239,7 +206,9 @@ class EngineLoop:
             logger.error("request %s cannot be taken in", request.request_id, exc_info=error)
             message = f"{type(error).__name__} while this request was taken in"
         self._grammars.close(request.request_id)
-        self._pending_updates.append(ended_update(request.request_id, "error", error=message))
+        self._pending_updates.append(
+            SequenceUpdate(request.request_id, [], finish_reason="error", error=message)
+        )
 
     def _add_opened(self) -> None:
         """Queue the requests whose constraints are ready now, end those whose grammar process is
@@ -252,16 +221,17 @@ class EngineLoop:
                 self._grammars.advance([end])
         for opened in self._grammars.opened():
             if opened.problem is None:
-                self._add(opened.request)
+                self._take_in(opened.request, self._scheduler.add)
             else:
-                update = ended_update(
-                    opened.request.request_id,
-                    "error",
-                    error=opened.problem,
-                    is_refusal=opened.is_refusal,
-                )
                 self._pending_updates.append(
-                    msgspec.structs.replace(update, is_lost=opened.is_lost)
+                    SequenceUpdate(
+                        opened.request.request_id,
+                        [],
+                        finish_reason="error",
+                        error=opened.problem,
+                        is_refusal=opened.refusal is not None,
+                        is_lost=opened.is_lost,
+                    )
                 )
         for request_id in self._grammars.arrived():
             self._scheduler.unblock(request_id)
@@ -310,10 +280,9 @@ class EngineLoop:
             )
             self._grammars.advance(updates)
             return updates
-        self._step_count += 1
-        num_tokens = step.plan.num_tokens
-        self._step_tokens.append(num_tokens)
         plan = step.plan
+        self._step_count += 1
+        self._step_tokens.append(plan.num_tokens)
         self._prefill_tokens += sum(
             count
             for count, drafts in zip(plan.num_scheduled, plan.num_draft_tokens, strict=True)
@@ -321,24 +290,7 @@ class EngineLoop:
         )
         self._device_seconds += result.device_seconds
         self._idle_seconds += result.idle_seconds
-        updates = self._scheduler.commit(step.plan, result)
+        updates = self._scheduler.commit(plan, result)
         for request_id in self._grammars.advance(updates):
             self._scheduler.clear_grammar(request_id)
         return updates
-
-
-def ended_update(
-    request_id: str, finish_reason: str, *, error: str | None = None, is_refusal: bool = False
-) -> SequenceUpdate:
-    """The update that ends a request which never ran."""
-    return SequenceUpdate(
-        request_id=request_id,
-        token_ids=[],
-        logprobs=None,
-        prompt_logprobs=None,
-        finish_reason=finish_reason,
-        stop_reason=None,
-        num_cached_tokens=0,
-        error=error,
-        is_refusal=is_refusal,
-    )

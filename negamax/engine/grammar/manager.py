@@ -54,18 +54,8 @@ class Verdict:
     lost: set[str]  # those of them whose grammar process is gone
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A request whose rules are ready, or never will be."""
-
-    request: GenerateRequest
-    problem: str | None  # why it cannot be served
-    is_refusal: bool  # the problem is the request's own
-    is_lost: bool  # the problem is that its grammar process is gone
-
-
 @dataclass(eq=False)
-class _Rule:
+class Rule:
     """What one output must follow."""
 
     request: GenerateRequest
@@ -73,7 +63,7 @@ class _Rule:
     gate: ReasoningGate | None = None
     client: GrammarClient | None = None
     is_open: bool = False  # as far as the grammar is concerned
-    refusal: str | None = None
+    refusal: str | None = None  # why it cannot be served, where that is the request's own fault
     attempts: int = 0
     mask: Mask | None = None  # of the grammar, after all parts it has answered to
     num_asked: int = 0  # advances without an answer
@@ -128,10 +118,10 @@ class GrammarManager:
             mask_seconds=MASK_SECONDS,
         )
         self._maker = MaskMaker(vocab_size)
-        self._rules: dict[str, _Rule] = {}  # by request id
-        self._by_key: dict[int, _Rule] = {}
-        self._opening: list[_Rule] = []
-        self._lost: list[_Rule] = []
+        self._rules: dict[str, Rule] = {}  # by request id
+        self._by_key: dict[int, Rule] = {}
+        self._opening: list[Rule] = []
+        self._lost: list[Rule] = []
         self._keys = count()
         self._client: GrammarClient | None = None
         self._retired: list[GrammarClient] = []
@@ -165,7 +155,7 @@ class GrammarManager:
 
     def open(self, request: GenerateRequest) -> None:
         """Prepare the rules of `request`; `opened` returns it when that is done."""
-        rule = self._rules[request.request_id] = _Rule(request, next(self._keys))
+        rule = self._rules[request.request_id] = Rule(request, next(self._keys))
         self._by_key[rule.key] = rule
         self._opening.append(rule)
         reasoning, grammar = request.sampling.reasoning, request.sampling.grammar
@@ -178,14 +168,14 @@ class GrammarManager:
         if rule.refusal is None:
             self._send_open(rule)
 
-    def opened(self) -> list[Opened]:
+    def opened(self) -> list[Rule]:
         """The requests that can be scheduled now, and those that cannot be served, by what
         `take_lost` has received.
         """
         if not self._opening:
             return []
-        done: list[_Rule] = []
-        waiting: list[_Rule] = []
+        done: list[Rule] = []
+        waiting: list[Rule] = []
         for rule in self._opening:
             is_done = rule.problem is not None or (rule.is_open and self._has_gate(rule))
             (done if is_done else waiting).append(rule)
@@ -193,10 +183,7 @@ class GrammarManager:
         for rule in done:
             if rule.problem is not None:
                 self._discard(rule)
-        return [
-            Opened(rule.request, rule.problem, rule.refusal is not None, rule.is_lost)
-            for rule in done
-        ]
+        return done
 
     def close(self, request_id: str) -> bool:
         """Drop the rules of a request; whether it was still being opened."""
@@ -308,7 +295,7 @@ class GrammarManager:
         self._client, self._retired = None, []
         self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _mask(self, rule: _Rule, *, num_outputs: int) -> Mask | None:
+    def _mask(self, rule: Rule, *, num_outputs: int) -> Mask | None:
         """What the next token may be; None: anything."""
         if rule.gate is not None and rule.gate.due is not None:
             return self._maker.only(rule.gate.due)
@@ -323,7 +310,7 @@ class GrammarManager:
         assert rule.mask is not None
         return self._maker.without(rule.mask, too_early) if is_early else rule.mask
 
-    def _has_gate(self, rule: _Rule) -> bool:
+    def _has_gate(self, rule: Rule) -> bool:
         """Make the rule's gate if it needs one; False: the tokenizer for it is not loaded yet."""
         sampling = rule.request.sampling
         reasoning = sampling.reasoning
@@ -343,7 +330,7 @@ class GrammarManager:
         )
         return True
 
-    def _send_open(self, rule: _Rule) -> None:
+    def _send_open(self, rule: Rule) -> None:
         grammar = rule.request.sampling.grammar
         assert grammar is not None
         rule.attempts += 1
@@ -396,7 +383,7 @@ class GrammarManager:
                     if rule is not None:
                         _set_mask(rule, answer)
 
-    def _set_open(self, rule: _Rule, mask: Mask) -> None:
+    def _set_open(self, rule: Rule, mask: Mask) -> None:
         rule.is_open, rule.mask = True, mask
         sampling = rule.request.sampling
         kept_back = {
@@ -412,7 +399,7 @@ class GrammarManager:
             kept_back |= set() if call_id is None else {call_id}
         rule.kept_back = frozenset(kept_back)
 
-    def _remember(self, rule: _Rule, message: str) -> None:
+    def _remember(self, rule: Rule, message: str) -> None:
         grammar = rule.request.sampling.grammar
         assert grammar is not None
         self._too_slow[grammar.kind, grammar.text] = message
@@ -463,7 +450,7 @@ class GrammarManager:
         ]
         return min(asked, default=None)
 
-    def _followed_by(self, client: GrammarClient) -> list[_Rule]:
+    def _followed_by(self, client: GrammarClient) -> list[Rule]:
         """The rules of a process. A retired one is ended with the last of them, which may be the
         one refused by it.
         """
@@ -472,7 +459,7 @@ class GrammarManager:
     def _clients(self) -> list[GrammarClient]:
         return [*([self._client] if self._client is not None else []), *self._retired]
 
-    def _discard(self, rule: _Rule) -> None:
+    def _discard(self, rule: Rule) -> None:
         del self._rules[rule.request.request_id], self._by_key[rule.key]
         client = rule.client
         if client is not None and client in self._clients():
@@ -482,7 +469,7 @@ class GrammarManager:
             client.kill()
 
 
-def _set_mask(rule: _Rule, answer: wire.NextMask) -> None:
+def _set_mask(rule: Rule, answer: wire.NextMask) -> None:
     rule.num_asked -= 1
     if answer.error is not None:
         rule.error = answer.error

@@ -116,7 +116,7 @@ class GrammarServer:
             from negamax.text.grammar.matcher import GrammarCompiler, GrammarMatcher
         except ImportError as error:
             logger.warning("%s: %s", _NOT_INSTALLED, error)
-            self._send(wire.GrammarsReady())
+            self._send(wire.Beat())
             return
         tokenizer = Tokenizer.from_folder(Path(setup.tokenizer_folder))
         size = self._num_threads = setup.num_threads
@@ -135,7 +135,7 @@ class GrammarServer:
         self._slow = FairThreads(
             size, patience=setup.mask_seconds, most=size + MAX_STUCK, name="slow-mask"
         )
-        self._send(wire.GrammarsReady())
+        self._send(wire.Beat())
 
     @property
     def _is_busy(self) -> bool:

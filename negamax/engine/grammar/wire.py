@@ -42,12 +42,10 @@ class CloseGrammars(msgspec.Struct, frozen=True, tag="close"):
 
 
 # grammar process -> engine
-class GrammarsReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The first answer: the compiler is loaded."""
-
-
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """It lives, and is still at what it was asked."""
+    """It lives: the first one says that the compiler is loaded, others that it is still at what it
+    was asked.
+    """
 
 
 class Overloaded(msgspec.Struct, frozen=True, tag="overloaded"):
@@ -78,7 +76,7 @@ class NextMasks(msgspec.Struct, frozen=True, tag="masks"):
 
 
 ToGrammars = OpenGrammar | AdvanceGrammars | CloseGrammars
-FromGrammars = GrammarsReady | Beat | Overloaded | GrammarOpened | GrammarRefused | NextMasks
+FromGrammars = Beat | Overloaded | GrammarOpened | GrammarRefused | NextMasks
 
 encoder = msgspec.msgpack.Encoder()
 to_grammars: msgspec.msgpack.Decoder[ToGrammars] = msgspec.msgpack.Decoder(ToGrammars)
