@@ -31,6 +31,11 @@ class QuantizedActivations:
     q: Tensor  # [T, width] float8_e4m3fn, on MI300 float8_e4m3fnuz
     scale: Tensor  # [T, width / 128] fp32
 
+    def dequantize(self) -> Tensor:
+        """What the FP8 form stands for: [T, width] fp32."""
+        groups: Tensor = self.q.float().unflatten(1, (-1, GROUP))
+        return (groups * self.scale.unsqueeze(-1)).flatten(1)
+
 
 @dataclass(frozen=True)
 class ShardedActivations(QuantizedActivations):
@@ -42,7 +47,10 @@ class ShardedActivations(QuantizedActivations):
     first: int
 
 
-def unquantized(x: Tensor | QuantizedActivations) -> Tensor:
+Hidden = Tensor | QuantizedActivations
+
+
+def unquantized(x: Hidden) -> Tensor:
     """The activations in the model's dtype, all rows of them."""
     assert not isinstance(x, ShardedActivations), (
         "this rank has only its own rows of the unquantised activations"
@@ -50,12 +58,12 @@ def unquantized(x: Tensor | QuantizedActivations) -> Tensor:
     return x.hidden if isinstance(x, QuantizedActivations) else x
 
 
-def model_dtype(x: Tensor | QuantizedActivations) -> torch.dtype:
+def model_dtype(x: Hidden) -> torch.dtype:
     """The dtype of the plain activations."""
     return x.hidden.dtype if isinstance(x, QuantizedActivations) else x.dtype
 
 
-def concatenate(parts: Sequence[Tensor | QuantizedActivations]) -> Tensor | QuantizedActivations:
+def concatenate(parts: Sequence[Hidden]) -> Hidden:
     """The rows of all `parts`, in order; either all of them carry FP8 or none does."""
     if len(parts) == 1:
         return parts[0]

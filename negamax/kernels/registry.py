@@ -16,11 +16,10 @@ from negamax.kernels.attention import bucketed
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.collectives import spec as collectives
 from negamax.kernels.formats import KEPT_FORMATS, PLAIN, TensorFormat
-from negamax.kernels.gemm import padded as gemm_padded
+from negamax.kernels.gemm import cpu as gemm_cpu
 from negamax.kernels.gemm import spec as gemm
-from negamax.kernels.gemm import vendor as gemm_vendor
 from negamax.kernels.kvcache import spec as kvcache
-from negamax.kernels.moe import sorted as moe_sorted
+from negamax.kernels.moe import cpu as moe_cpu
 from negamax.kernels.moe import spec as moe
 from negamax.kernels.native import rows as native_rows
 from negamax.kernels.norm import cpu as norm_cpu
@@ -29,9 +28,7 @@ from negamax.kernels.op import AnyKernel, Kernel, Op, OpName, P, R
 from negamax.kernels.platform import Feature, Platform
 from negamax.kernels.quantize import spec as quantize
 from negamax.kernels.sampling import spec as sampling
-from negamax.kernels.signatures import EXPERTS, LINEAR, Linear, PrepareLinear
-
-LinearKernel = Kernel[PrepareLinear, Linear]
+from negamax.kernels.signatures import EXPERTS, LINEAR
 
 OPS: dict[OpName[Any, Any], Op[Any, Any]] = {
     op.name: op
@@ -48,17 +45,13 @@ OPS: dict[OpName[Any, Any], Op[Any, Any]] = {
 }
 
 # For the CPU, preferred first; the reference of every op is the last resort.
-_LINEARS: tuple[LinearKernel, ...] = (
-    *gemm_vendor.KERNELS,
-    *gemm_padded.KERNELS,
-    OPS[LINEAR].reference,
-)
 KERNELS: tuple[AnyKernel, ...] = (
-    *_LINEARS[:-1],
-    *(kernel for linear in gemm_vendor.KERNELS for kernel in native_rows.kernels(linear)),
+    *gemm_cpu.KERNELS,
+    *(kernel for linear in gemm_cpu.ONEDNN for kernel in native_rows.kernels(linear)),
     *norm_cpu.KERNELS,
     *bucketed.KERNELS,
-    *moe_sorted.kernels(_LINEARS),
+    moe_cpu.ROUTE_KERNEL,
+    *(moe_cpu.kernel(linear) for linear in (*gemm_cpu.KERNELS, OPS[LINEAR].reference)),
     *(op.reference for op in OPS.values()),
 )
 

@@ -13,7 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-SAFE_ROWS_MULTIPLE = 4  # rows of an fp32 product: `gemm/padded.py`
+SAFE_ROWS_MULTIPLE = 4  # rows of an fp32 product: `gemm/cpu.py`
 _STEP = 32  # floats per step of a vector loop
 _SERIAL_LIMIT = 32_768  # elements from which PyTorch uses several threads
 

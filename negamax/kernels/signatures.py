@@ -12,13 +12,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from negamax.kernels.activations import QuantizedActivations
+    from negamax.kernels.activations import Hidden, QuantizedActivations
     from negamax.kernels.attention.metadata import AttentionMetadata
     from negamax.kernels.attention.spec import PagedShape
     from negamax.kernels.formats import StoredWeight
     from negamax.kernels.peers import Collective
-
-    Hidden = Tensor | QuantizedActivations
 
 Prepared = Any  # what a provider's `prepare` made: for its own `run` alone
 

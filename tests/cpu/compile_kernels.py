@@ -29,9 +29,8 @@ from triton.runtime import driver
 
 from negamax.base.errors import ConfigError
 from negamax.kernels import platform as platforms
-from negamax.kernels.gemm import spec as gemm_spec
-from negamax.kernels.moe import spec as moe_spec
 from negamax.kernels.op import Case, Op
+from negamax.kernels.quantize import spec as quantize_spec
 from negamax.kernels.registry import OPS, resolve
 
 KIB = 1024
@@ -100,8 +99,7 @@ def compile_for(platform: platforms.Platform, cases: list[tuple[Op, Case]]) -> N
     platforms.platform_of = lambda device: platform  # type: ignore[assignment]
     table = resolve(platform=platform, dtype=torch.bfloat16)
     # activations in the platform's form of FP8
-    quantize = table["quantize.activations"].run
-    gemm_spec.quantize_activations = moe_spec.quantize_rows = quantize  # type: ignore[assignment]
+    quantize_spec.quantize_activations = table["quantize.activations"].run
     about: dict[str, Any] = {}
     done: set[str] = set()
 

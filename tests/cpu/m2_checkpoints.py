@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from block_fp8 import quantize_block
 from safetensors.torch import save_file
 from torch import Tensor
 
 from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import PLAIN
-from negamax.kernels.quantize.spec import quantize_block
 from negamax.layers.weights import WeightSlot, slots_by_name
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat

@@ -9,17 +9,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 import triton_support  # noqa: F401  before the kernels
+from block_fp8 import quantize_block
 
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.formats import E4M3_BLOCKS, e4m3_blocks
-from negamax.kernels.gemm.spec import fp8_case
+from negamax.kernels.gemm.cases import fp8_case
 from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.moe import tiles as moe_tiles
 from negamax.kernels.quantize.native import to_native
-from negamax.kernels.quantize.spec import dequantize_activations, dequantize_block, quantize_block
+from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import OPS, resolve
 
 BF16 = torch.bfloat16
@@ -84,7 +85,7 @@ def test_products_of_fnuz_values(num_tokens: int) -> None:
     prepared = kernel.prepare(e4m3_blocks(weight, scale))
     activations = TABLE["quantize.activations"].run(x)
     assert prepared.weight.dtype is FNUZ and activations.q.dtype is FNUZ
-    want = dequantize_activations(activations) if num_tokens > 1 else x.float()
+    want = activations.dequantize() if num_tokens > 1 else x.float()
     got = kernel.run(activations, prepared)
     assert error(got, want @ dequantize_block(weight, scale).T) < 4e-3
 
@@ -141,4 +142,4 @@ def test_norms_and_attention_give_fnuz_values_that_their_scales_fit() -> None:
     for activations in found:
         assert isinstance(activations, QuantizedActivations) and activations.q.dtype is FNUZ
         assert activations.q.float().abs().amax() == 240.0
-        assert error(dequantize_activations(activations), activations.hidden.float()) < 4e-2
+        assert error(activations.dequantize(), activations.hidden.float()) < 4e-2

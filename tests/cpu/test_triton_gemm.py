@@ -9,7 +9,7 @@ import torch
 import triton_support  # noqa: F401  before the kernels
 
 from negamax.kernels.formats import e4m3_blocks, plain
-from negamax.kernels.gemm import spec, tiles
+from negamax.kernels.gemm import cases, spec, tiles
 from negamax.kernels.gemm import triton as kernels
 from negamax.kernels.op import Case, Op
 from negamax.kernels.quantize import spec as quantize_spec
@@ -42,7 +42,7 @@ def fp8_case(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Case:
-    return spec.fp8_case(
+    return cases.fp8_case(
         num_tokens, inputs, outputs, dtype=dtype, generator=torch.Generator().manual_seed(seed)
     )
 
@@ -89,7 +89,7 @@ def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
     case = fp8_case(20, 384, 128)
     tile = SIZES.split_k(M=20, N=128, K=384)
     assert tile.split_k > 1
-    prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["scale"]))
+    prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["weight_scale"]))
     x = quantize_spec.quantize_activations(case.tensors["x"])
     first = kernels.linear(x, prepared)
     assert int(prepared.arrivals.sum()) == 0
@@ -120,7 +120,7 @@ def test_programs_of_small_m_all_run_at_once() -> None:
 def test_small_m_and_split_k_agree() -> None:
     """The same rows through the kernels for up to 8, up to 16 and more tokens."""
     case = fp8_case(18, 896, 48)
-    prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["scale"]))
+    prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["weight_scale"]))
     every = kernels.linear(case.tensors["x"], prepared, out_dtype=torch.float32)
     for num_tokens in (2, 7, 13):
         some = kernels.linear(case.tensors["x"][:num_tokens], prepared, out_dtype=torch.float32)
@@ -132,7 +132,7 @@ def test_each_block_and_each_token_keeps_its_own_scale() -> None:
     generator = torch.Generator().manual_seed(3)
     for num_tokens in (1, 4, 20, 130):
         case = fp8_case(num_tokens, 512, 256)
-        case.tensors["scale"] = 10.0 ** torch.randint(-4, 3, (2, 4), generator=generator)
+        case.tensors["weight_scale"] = 10.0 ** torch.randint(-4, 3, (2, 4), generator=generator)
         x = case.tensors["x"] * 2.0 ** torch.randint(
             -3, 4, (num_tokens, 4), generator=generator
         ).repeat_interleave(128, 1)
@@ -158,7 +158,7 @@ def test_fp32_output_is_not_rounded_on_the_way() -> None:
 def test_plain_activations_meet_fp8_weights() -> None:
     """A mixed step may hand over activations that nobody quantised."""
     case = fp8_case(6, 256, 64)
-    prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["scale"]))
+    prepared = kernels.prepare(e4m3_blocks(case.tensors["weight"], case.tensors["weight_scale"]))
     with_fp8 = kernels.linear(quantize_spec.quantize_activations(case.tensors["x"]), prepared)
     torch.testing.assert_close(kernels.linear(case.tensors["x"], prepared), with_fp8)
 
@@ -187,6 +187,6 @@ def test_activations_are_quantised_as_defined(dtype: torch.dtype) -> None:
 def test_an_infinite_activation_stays_one_and_keeps_to_its_group() -> None:
     x = torch.ones(2, 256, dtype=torch.bfloat16)
     x[1, 200] = float("inf")
-    plain = quantize_spec.dequantize_activations(quantize.quantize(x))
+    plain = quantize.quantize(x).dequantize()
     assert not torch.isfinite(plain[1, 200])
     assert torch.equal(plain[0], torch.ones(256)) and torch.equal(plain[1, :128], torch.ones(128))

@@ -15,7 +15,9 @@ from negamax.kernels.formats import E4M3_BLOCKS, e4m3_blocks
 from negamax.kernels.moe import spec, tiles
 from negamax.kernels.moe import triton as kernels
 from negamax.kernels.moe import triton_prefill as prefill
+from negamax.kernels.moe.cases import fp8_experts
 from negamax.kernels.op import Case, Kernel
+from negamax.kernels.quantize.spec import quantize_activations
 
 OPS = {op.name: op for op in spec.OPS}
 ROUTE, _, EXPERTS, _ = kernels.KERNELS
@@ -64,16 +66,11 @@ def fp8_case(
     seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
-    gate_up, gate_up_scale = spec._wide_weight(num_experts, 2 * width, hidden, generator=generator)
-    down, down_scale = spec._wide_weight(num_experts, hidden, width, generator=generator)
     tensors = {
         "x": torch.randn(num_tokens, hidden, generator=generator).bfloat16(),
         "ids": torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices.int(),
         "weights": torch.rand(num_tokens, top_k, generator=generator) + 0.1,
-        "gate_up": gate_up,
-        "down": down,
-        "gate_up_scale": gate_up_scale,
-        "down_scale": down_scale,
+        **fp8_experts(num_experts, hidden=hidden, width=width, generator=generator),
     }
     return Case(f"fp8 T={num_tokens}", tensors, {"first": 0, "count": num_experts}, E4M3_BLOCKS)
 
@@ -198,7 +195,7 @@ def test_sorted_experts_write_all_that_is_read(monkeypatch: pytest.MonkeyPatch) 
     prepared = kernels.prepare_experts(
         e4m3_blocks(t["gate_up"], t["gate_up_scale"]), e4m3_blocks(t["down"], t["down_scale"])
     )
-    x = spec.quantize_rows(t["x"])
+    x = quantize_activations(t["x"])
 
     def poisoned(*shape: int, **options: Any) -> torch.Tensor:
         made = empty(*shape, **options)

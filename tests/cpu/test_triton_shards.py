@@ -17,11 +17,12 @@ from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives import triton as kernels
 from negamax.kernels.formats import e4m3_blocks
 from negamax.kernels.gemm import triton as gemm
-from negamax.kernels.moe import spec as moe_spec
+from negamax.kernels.gemm.cases import fp8_weight
 from negamax.kernels.moe import triton as moe
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.spec import NormWeight
 from negamax.kernels.platform import CPU
+from negamax.kernels.quantize.spec import quantize_activations
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
@@ -134,17 +135,15 @@ def test_each_rank_routes_its_rows_and_has_the_others(
 
 def test_products_in_fp8_need_no_plain_rows() -> None:
     num_rows, generator = 6, torch.Generator().manual_seed(5)
-    whole = moe_spec.quantize_rows(normal(num_rows, WIDTH, seed=6))
+    whole = quantize_activations(normal(num_rows, WIDTH, seed=6))
     part = ShardedActivations(
         whole.hidden[2:4], whole.q, whole.scale, ThreadGroup(Threads(1), 0, memory=None), 2
     )
-    weight, scale = moe_spec._wide_weight(1, 128, WIDTH, generator=generator)
-    linear = gemm.prepare(e4m3_blocks(weight[0], scale[0]))
+    linear = gemm.prepare(e4m3_blocks(*fp8_weight(128, WIDTH, generator=generator)))
     assert torch.equal(gemm.linear(part, linear), gemm.linear(whole, linear))
-    gate_up, gate_up_scale = moe_spec._wide_weight(EXPERTS, 256, WIDTH, generator=generator)
-    down, down_scale = moe_spec._wide_weight(EXPERTS, WIDTH, 128, generator=generator)
     experts = moe.prepare_experts(
-        e4m3_blocks(gate_up, gate_up_scale), e4m3_blocks(down, down_scale)
+        e4m3_blocks(*fp8_weight(EXPERTS, 256, WIDTH, generator=generator)),
+        e4m3_blocks(*fp8_weight(EXPERTS, WIDTH, 128, generator=generator)),
     )
     ids = torch.rand(num_rows, EXPERTS, generator=generator).topk(TOP_K).indices.int()
     weights = torch.rand(num_rows, TOP_K, generator=generator)

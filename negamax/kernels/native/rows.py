@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import unquantized
+from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.spec import PagedShape, QkNorm
-from negamax.kernels.moe import sorted as moe_sorted
-from negamax.kernels.moe.sorted import PreparedExperts
-from negamax.kernels.moe.spec import Activated, Gate, mask_padding, pair
+from negamax.kernels.moe import cpu as moe_cpu
+from negamax.kernels.moe.cpu import ExpertWeights
+from negamax.kernels.moe.spec import mask_padding, pair
 from negamax.kernels.native import library
 from negamax.kernels.norm import spec as norm_spec
 from negamax.kernels.norm.spec import NormWeight, sum_parts
@@ -188,12 +188,12 @@ def decode(
 
 
 def route(
-    x: Activated, prepared: Gate, *, top_k: int, active: Tensor | None = None
+    x: Hidden, router: tuple[Tensor, Tensor], *, top_k: int, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x [T, hidden] -> ids [T, top_k] int32, weights [T, top_k] fp32; rows from active[0] on are
     padding (-1 and 0).
     """
-    gate, bias = prepared
+    gate, bias = router
     x = unquantized(x)
     assert x.is_contiguous()
     num_tokens, hidden = x.shape
@@ -228,14 +228,15 @@ def experts_kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExper
     product = linear.run
 
     def run(
-        x: Activated,
+        x: Hidden,
         ids: Tensor,
         weights: Tensor,
-        prepared: PreparedExperts,
+        experts: ExpertWeights,
         *,
         first: int,
         count: int,
     ) -> Tensor:
+        gate_up, down = experts
         x = unquantized(x)
         num_tokens, top_k = ids.shape
         pairs = num_tokens * top_k
@@ -252,8 +253,8 @@ def experts_kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExper
         y = torch.cat(
             [
                 product(
-                    swiglu(product(rows[start:stop], prepared.gate_up[expert])),
-                    prepared.down[expert],
+                    swiglu(product(rows[start:stop], gate_up[expert])),
+                    down[expert],
                 )
                 for expert, (start, stop) in enumerate(pairwise(edges))
                 if stop > start
@@ -269,7 +270,7 @@ def experts_kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExper
         EXPERTS,
         f"native+{linear.provider}",
         run,
-        moe_sorted.kernel(linear).prepare,
+        moe_cpu.kernel(linear).prepare,
         dtypes=linear.dtypes,
         available=lambda: _available(linear.dtypes[0]) and linear.available(),
     )

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
+from negamax.kernels.formats import E4M3_MAX
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import native_e4m3
-from negamax.kernels.quantize.spec import E4M3_MAX
 from negamax.kernels.signatures import QUANTIZE
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)

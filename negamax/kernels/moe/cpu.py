@@ -1,56 +1,81 @@
-"""Expert networks over tokens sorted by expert: each expert that was hit runs once, on one slice.
+"""Router and experts on the CPU; a token's results do not depend on the others in its batch.
 
-A token's outputs are summed in the order of its choices, whatever else is in the batch. The
-products are the table's own `gemm.linear`, one prepared weight per expert and projection.
+The router's rows are padded (`rowwise`, `gemm/cpu.py`). The experts run over tokens sorted by
+expert: each expert that was hit runs once, on one slice. A token's outputs are summed in the order
+of its choices. The products are the table's own `gemm.linear`, one prepared weight per expert and
+projection.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.activations import unquantized
+from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.formats import StoredWeight, plain
-from negamax.kernels.moe.spec import Activated
+from negamax.kernels.moe.spec import mask_padding, pair
 from negamax.kernels.op import Kernel
-from negamax.kernels.signatures import EXPERTS, Experts, Linear, PrepareExperts, PrepareLinear
+from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
+from negamax.kernels.signatures import (
+    EXPERTS,
+    ROUTE,
+    Experts,
+    Linear,
+    PrepareExperts,
+    PrepareLinear,
+)
+
+# one prepared weight per expert: of [2 * width, hidden], and of [hidden, width]
+ExpertWeights = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
-@dataclass(frozen=True)
-class PreparedExperts:
-    """One prepared weight per expert."""
+def route(
+    x: Hidden, router: tuple[Tensor, Tensor], *, top_k: int, active: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As the definition."""
+    gate, bias = router
+    wide = unquantized(x).float()
+    num_tokens = wide.shape[0]
+    rows = padded_rows(num_tokens, width=gate.shape[0], multiple=SAFE_ROWS_MULTIPLE)
+    if num_tokens == 1:
+        wide = wide.expand(rows, -1)
+    elif rows > num_tokens:
+        wide = F.pad(wide, (0, 0, 0, rows - num_tokens))
+    scores = apply(torch.sigmoid, F.linear(wide, gate))[:num_tokens]
+    ids = torch.topk(scores + bias, top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    return mask_padding(ids.int(), weights.div_(weights.sum(-1, keepdim=True)), active)
 
-    gate_up: tuple[Tensor, ...]  # of [2 * width, hidden]
-    down: tuple[Tensor, ...]  # of [hidden, width]
+
+ROUTE_KERNEL = Kernel(ROUTE, "padded", route, pair)
 
 
 def kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExperts, Experts]:
     """The `moe.experts` kernel built on `linear`, a `gemm.linear` kernel."""
     prepare_weight, product = linear.prepare, linear.run
 
-    def prepare(gate_up: StoredWeight, down: StoredWeight) -> PreparedExperts:
-        return PreparedExperts(
+    def prepare(gate_up: StoredWeight, down: StoredWeight) -> ExpertWeights:
+        return (
             tuple(prepare_weight(plain(w)) for w in gate_up.values),
             tuple(prepare_weight(plain(w)) for w in down.values),
         )
 
     def run(
-        x: Activated,
+        x: Hidden,
         ids: Tensor,
         weights: Tensor,
-        prepared: PreparedExperts,
+        experts: ExpertWeights,
         *,
         first: int,
         count: int,
     ) -> Tensor:
         x = unquantized(x)
         if x.shape[0] == 1:
-            return _one_token(x, ids, weights, prepared, first=first, count=count, product=product)
-        return _many_tokens(x, ids, weights, prepared, first=first, count=count, product=product)
+            return _one_token(x, ids, weights, experts, first=first, count=count, product=product)
+        return _many_tokens(x, ids, weights, experts, first=first, count=count, product=product)
 
     return Kernel(
         EXPERTS,
@@ -67,21 +92,21 @@ def _one_token(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    prepared: PreparedExperts,
+    experts: ExpertWeights,
     *,
     first: int,
     count: int,
     product: Linear,
 ) -> Tensor:
     """The chosen experts one after another; nothing to sort or gather."""
-    chosen = ids[0].tolist()  # host-sync: which experts to run
+    gate_up, down = experts
     outputs = []
-    for expert in chosen:
+    for expert in ids[0].tolist():  # host-sync: which experts to run
         if not first <= expert < first + count:
             outputs.append(torch.zeros_like(x))
             continue
-        gate, up = product(x, prepared.gate_up[expert - first]).chunk(2, dim=-1)
-        outputs.append(product(F.silu(gate).mul_(up), prepared.down[expert - first]))
+        gate, up = product(x, gate_up[expert - first]).chunk(2, dim=-1)
+        outputs.append(product(F.silu(gate).mul_(up), down[expert - first]))
     return _combine(torch.cat(outputs), weights)
 
 
@@ -89,7 +114,7 @@ def _many_tokens(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    prepared: PreparedExperts,
+    experts: ExpertWeights,
     *,
     first: int,
     count: int,
@@ -98,6 +123,7 @@ def _many_tokens(
     """Gather all (token, choice) pairs of the local experts in expert order, run each expert on its
     slice, put back.
     """
+    gate_up, down = experts
     num_tokens, top_k = ids.shape
     if num_tokens == 0:
         return torch.zeros_like(x)
@@ -115,13 +141,11 @@ def _many_tokens(
     if not slices:
         return torch.zeros_like(x)
     hidden = torch.cat(
-        [product(rows[start:stop], prepared.gate_up[expert]) for expert, start, stop in slices]
+        [product(rows[start:stop], gate_up[expert]) for expert, start, stop in slices]
     )
     gate, up = hidden.chunk(2, dim=-1)
     mixed = F.silu(gate).mul_(up)
-    y = torch.cat(
-        [product(mixed[start:stop], prepared.down[expert]) for expert, start, stop in slices]
-    )
+    y = torch.cat([product(mixed[start:stop], down[expert]) for expert, start, stop in slices])
     local = high - low == num_tokens * top_k
     placed = (
         y.new_empty(num_tokens * top_k, x.shape[1])
@@ -138,10 +162,3 @@ def _combine(outputs: Tensor, weights: Tensor) -> Tensor:
     num_tokens, top_k = weights.shape
     weighted = outputs.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)
     return weighted.sum(1).to(outputs.dtype)
-
-
-def kernels(
-    linears: tuple[Kernel[PrepareLinear, Linear], ...],
-) -> tuple[Kernel[PrepareExperts, Experts], ...]:
-    """One `moe.experts` kernel per `gemm.linear` kernel."""
-    return tuple(kernel(linear) for linear in linears)

@@ -1,0 +1,131 @@
+"""Inputs of products with weights, plain and FP8, how kernels are called with them, and what they
+cost.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.formats import (
+    E4M3_BLOCKS,
+    E4M3_GROUP,
+    E4M3_MAX,
+    PLAIN,
+    StoredWeight,
+    e4m3_blocks,
+    plain,
+)
+from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
+from negamax.kernels.quantize import spec as quantize
+
+_M2_SHAPES = {  # in, out of one rank
+    "qkv TP4": (3072, 2048),
+    "o_proj TP4": (1536, 3072),
+    "qkv TP2": (3072, 4096),
+    "o_proj TP2": (3072, 3072),
+    "qkv TP1": (3072, 8192),
+    "o_proj TP1": (6144, 3072),
+}
+_M2_TOKENS = (1, 3, 16, 63, 128, 301, 1024, 8192)
+_HEAD_ROWS = {"lm_head TP4": 50016, "lm_head TP1": 200064}
+
+
+def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No tokens, one, odd counts and widths; one result in fp32."""
+    cases = []
+    for num_tokens, inputs, outputs, out_dtype in (
+        (0, 64, 32, None),
+        (1, 256, 1536, None),
+        (3, 37, 5, None),
+        (16, 512, 256, None),
+        (130, 56, 96, None),
+        (5, 64, 48, torch.float32),
+    ):
+        tensors = {
+            "x": randn(num_tokens, inputs, dtype=dtype, generator=generator),
+            "weight": randn(outputs, inputs, dtype=dtype, generator=generator, scale=inputs**-0.5),
+        }
+        label = f"T={num_tokens} in={inputs} out={outputs}{' to fp32' if out_dtype else ''}"
+        cases.append(Case(label, tensors, {"out_dtype": out_dtype}))
+    return cases
+
+
+def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's projections with FP8 weights, and its head with plain ones."""
+    cases = [
+        fp8_case(n, inputs, outputs, dtype=dtype, generator=generator, label=label)
+        for label, (inputs, outputs) in _M2_SHAPES.items()
+        for n in (_M2_TOKENS if "TP4" in label else _M2_TOKENS[:-1])
+    ]
+    for label, rows in _HEAD_ROWS.items():
+        weight = randn(rows, 3072, dtype=dtype, generator=generator, scale=3072**-0.5)
+        for num_tokens in (1, 16, 63, 128):
+            x = randn(num_tokens, 3072, dtype=dtype, generator=generator)
+            tensors = {"x": x, "weight": weight}
+            cases.append(Case(f"{label} T={num_tokens}", tensors, {"out_dtype": torch.float32}))
+    return cases
+
+
+def fp8_case(
+    num_tokens: int,
+    inputs: int,
+    outputs: int,
+    *,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    label: str = "",
+) -> Case:
+    """A case with an FP8 weight. The activations are e4m3 values times a power of two, 7 the
+    largest of each 128, so that their FP8 form is exact and kernels that read either form have one
+    result."""
+    x = randn(num_tokens, inputs, dtype=torch.float32, generator=generator).clamp(-6.5, 6.5)
+    x = (x * 64).to(torch.float8_e4m3fn).float() / 64
+    x[:, ::E4M3_GROUP] = 7.0
+    weight, scale = fp8_weight(outputs, inputs, generator=generator)
+    label = f"{label or f'{inputs} -> {outputs}'} FP8 T={num_tokens}"
+    tensors = {"x": x.to(dtype), "weight": weight, "weight_scale": scale}
+    return Case(label, tensors, {}, E4M3_BLOCKS)
+
+
+def fp8_weight(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """E4M3 matrices [..., N, K] of standard deviation K^-1/2, and their scales."""
+    *count, rows, columns = shape
+    values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=generator.device)
+    for matrix in values.view(-1, rows, columns):  # one by one: in fp32 all would be large
+        drawn = randn(rows, columns, dtype=torch.float32, generator=generator, scale=80)
+        matrix.copy_(drawn.clamp_(-E4M3_MAX, E4M3_MAX))
+    grid = E4M3_BLOCKS.tensors[1].shape((rows, columns))
+    spread = 0.5 + torch.rand(*count, *grid, generator=generator, device=generator.device)
+    return values, spread * (columns**-0.5 / 80)
+
+
+def stored_weight(case: Case, name: str) -> StoredWeight:
+    """The weight `name` of a case; where it has a scale, E4M3 blocks, which an upcast case
+    multiplies out.
+    """
+    weight, scale = case.tensors[name], case.tensors.get(f"{name}_scale")
+    if scale is None:
+        return plain(weight)
+    if case.stored is PLAIN:
+        return plain(quantize.dequantize_block(weight, scale))
+    return e4m3_blocks(weight, scale)
+
+
+def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The product. FP8 weights go with FP8 activations."""
+    x = case.tensors["x"]
+    if "weight_scale" in case.tensors:
+        x = quantize.quantize_activations(x)
+    return (kernel.run(x, kernel.prepare(stored_weight(case, "weight")), **case.numbers),)
+
+
+def cost(case: Case) -> Cost:
+    """All tensors read, the product written."""
+    x, weight = case.tensors["x"], case.tensors["weight"]
+    out_dtype = case.numbers.get("out_dtype") or x.dtype
+    out_bytes = x.shape[0] * weight.shape[0] * out_dtype.itemsize
+    return Cost(
+        num_bytes=num_bytes(*case.tensors.values()) + out_bytes,
+        flops=2 * x.shape[0] * weight.numel(),
+    )

@@ -1,0 +1,154 @@
+"""Inputs of the router and of the experts, how kernels are called with them, and what they cost."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.formats import E4M3_BLOCKS
+from negamax.kernels.gemm.cases import fp8_weight, stored_weight
+from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
+from negamax.kernels.quantize import spec as quantize
+
+_TOKENS = (1, 4, 16, 64, 100, 1000)
+_WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts whole, and cut for two and four ranks
+
+
+def route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No tokens, one, odd counts and widths; every expert chosen."""
+    wide, cases = partial(randn, dtype=torch.float32, generator=generator), []
+    for num_tokens, hidden, num_experts, top_k, bias in (
+        (0, 16, 4, 2, 1.0),
+        (1, 256, 8, 2, 10.0),
+        (9, 37, 32, 8, 4.0),
+        (40, 56, 5, 5, 0.0),
+    ):
+        tensors = {
+            "x": randn(num_tokens, hidden, dtype=dtype, generator=generator),
+            "gate": wide(num_experts, hidden, scale=0.2),
+            "bias": wide(num_experts, scale=bias),
+        }
+        label = f"T={num_tokens} hidden={hidden} experts={num_experts} top_k={top_k} bias={bias:g}"
+        cases.append(Case(label, tensors, {"top_k": top_k}))
+    return cases
+
+
+def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's router."""
+    wide = partial(randn, dtype=torch.float32, generator=generator)
+    router = {"gate": wide(256, 3072, scale=3072**-0.5), "bias": wide(256)}
+    return [
+        Case(
+            f"T={num_tokens} hidden=3072 experts=256 top_k=8",
+            {"x": randn(num_tokens, 3072, dtype=dtype, generator=generator), **router},
+            {"top_k": 8},
+        )
+        for num_tokens in _TOKENS
+    ]
+
+
+def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No tokens, one, several; all experts here, or some."""
+    normal, cases = partial(randn, dtype=dtype, generator=generator), []
+    for num_tokens, hidden, width, num_experts, top_k, first, count in (
+        (0, 16, 8, 4, 2, 0, 4),
+        (1, 256, 512, 8, 2, 0, 8),
+        (1, 37, 24, 6, 3, 2, 2),
+        (5, 56, 16, 4, 1, 3, 1),
+        (70, 64, 32, 8, 2, 0, 8),
+    ):
+        tensors = {
+            "x": normal(num_tokens, hidden),
+            **_choices(num_tokens, num_experts, top_k, generator),
+            "gate_up": normal(count, 2 * width, hidden, scale=hidden**-0.5),
+            "down": normal(count, hidden, width, scale=width**-0.5),
+        }
+        label = (
+            f"T={num_tokens} hidden={hidden} width={width} top_k={top_k} experts "
+            f"{first}..{first + count - 1} of {num_experts}"
+        )
+        cases.append(Case(label, tensors, {"first": first, "count": count}))
+    return cases
+
+
+def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's experts in FP8; the cases of a width share them."""
+    return [
+        Case(
+            f"fp8 T={num_tokens} hidden=3072 width={width}",
+            {
+                "x": randn(num_tokens, 3072, dtype=dtype, generator=generator),
+                **_choices(num_tokens, 256, 8, generator),
+                **weights,
+            },
+            {"first": 0, "count": 256},
+            E4M3_BLOCKS,
+        )
+        for width in _WIDTHS
+        for weights in (fp8_experts(256, hidden=3072, width=width, generator=generator),)
+        for num_tokens in _TOKENS
+    ]
+
+
+def fp8_experts(
+    count: int, *, hidden: int, width: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The weights of `count` experts in FP8, with their scales."""
+    gate_up, gate_up_scale = fp8_weight(count, 2 * width, hidden, generator=generator)
+    down, down_scale = fp8_weight(count, hidden, width, generator=generator)
+    return {
+        "gate_up": gate_up, "gate_up_scale": gate_up_scale, "down": down, "down_scale": down_scale,
+    }  # fmt: skip
+
+
+def _choices(
+    num_tokens: int, num_experts: int, top_k: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """`top_k` experts for each token, with weights of sum 1."""
+    uniform = partial(torch.rand, generator=generator, device=generator.device)
+    weights = uniform(num_tokens, top_k) + 0.1
+    return {
+        "ids": uniform(num_tokens, num_experts).topk(top_k, dim=-1).indices.int(),
+        "weights": weights / weights.sum(-1, keepdim=True),
+    }
+
+
+def apply_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The chosen experts by number, and their weights: their order is the provider's own."""
+    t = case.tensors
+    ids, weights = kernel.run(
+        t["x"], kernel.prepare(t["gate"], t["bias"]), active=t.get("active"), **case.numbers
+    )
+    order = ids.argsort(dim=-1, stable=True)
+    return ids.gather(1, order), weights.gather(1, order)
+
+
+def apply_experts(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The sum over parts. FP8 weights go with FP8 activations."""
+    t = case.tensors
+    x = quantize.quantize_activations(t["x"]) if "gate_up_scale" in t else t["x"]
+    prepared = kernel.prepare(stored_weight(case, "gate_up"), stored_weight(case, "down"))
+    out = kernel.run(x, t["ids"], t["weights"], prepared, **case.numbers)
+    return (out if out.dim() == 2 else out.float().sum(1).to(out.dtype),)
+
+
+def route_cost(case: Case) -> Cost:
+    """All tensors read; the products with the gate."""
+    t = case.tensors
+    return Cost(
+        num_bytes=num_bytes(t["x"], t["gate"], t["bias"]),
+        flops=2 * t["x"].shape[0] * t["gate"].numel(),
+    )
+
+
+def experts_cost(case: Case) -> Cost:
+    """The weights of the experts that were chosen, read once; tokens read and written."""
+    t, n = case.tensors, case.numbers
+    chosen = t["ids"][(t["ids"] >= n["first"]) & (t["ids"] < n["first"] + n["count"])]
+    per_expert = t["gate_up"][0].numel() + t["down"][0].numel()
+    weight_bytes = chosen.unique().numel() * per_expert * t["gate_up"].element_size()
+    return Cost(
+        num_bytes=weight_bytes + 2 * num_bytes(t["x"]), flops=2 * chosen.numel() * per_expert
+    )

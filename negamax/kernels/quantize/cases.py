@@ -1,0 +1,39 @@
+"""Activations to quantise, how kernels are called with them, and what that costs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.activations import GROUP
+from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
+
+
+def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No tokens, one, some; with groups of zeros."""
+    cases = []
+    for num_tokens, width in ((0, 128), (1, 128), (3, 384), (17, 256)):
+        x = randn(num_tokens, width, dtype=dtype, generator=generator)
+        x[num_tokens // 2 :, :GROUP] = 0
+        cases.append(Case(f"T={num_tokens} K={width}", {"x": x}))
+    return cases
+
+
+def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's hidden states: one token to a prompt's chunk."""
+    return [
+        Case(f"T={count} K=3072", {"x": randn(count, 3072, dtype=dtype, generator=generator)})
+        for count in (1, 301, 8192)
+    ]
+
+
+def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The plain values, what the FP8 form stands for, and its scales."""
+    out = kernel.run(case.tensors["x"])
+    return out.hidden, out.dequantize(), out.scale
+
+
+def cost(case: Case) -> Cost:
+    """The values read, and written in FP8 with their scales."""
+    x = case.tensors["x"]
+    return Cost(num_bytes=num_bytes(x) + x.numel() + 4 * x.numel() // GROUP, flops=2 * x.numel())

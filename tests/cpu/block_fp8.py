@@ -1,0 +1,33 @@
+"""FP8 blocks as whoever publishes a checkpoint makes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.formats import E4M3_MAX
+
+
+def scale_shape(rows: int, columns: int, *, block: tuple[int, int] = (128, 128)) -> tuple[int, int]:
+    """Shape of the scales of a `rows` x `columns` weight."""
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def quantize_block(
+    weight: Tensor,  # [N, K] any float dtype
+    *,
+    block: tuple[int, int] = (128, 128),
+    # [N, K] float8_e4m3fn, [ceil(N / block rows), ceil(K / block columns)] fp32
+) -> tuple[Tensor, Tensor]:
+    """Values and scales with scale = largest magnitude of the block / 448 (1 for a block of
+    zeros).
+    """
+    rows, columns = weight.shape
+    grid = scale_shape(rows, columns, block=block)
+    padding = (0, grid[1] * block[1] - columns, 0, grid[0] * block[0] - rows)
+    padded = torch.nn.functional.pad(weight.float(), padding)
+    largest = padded.view(grid[0], block[0], grid[1], block[1]).abs().amax(dim=(1, 3))
+    # where the quotient underflows to 0, zeros would become NaN
+    scale = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).where(largest != 0, 1.0)
+    spread = scale.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
+    return (weight.float() / spread[:rows, :columns]).to(torch.float8_e4m3fn), scale
