@@ -81,7 +81,7 @@ def test_products_of_fnuz_values(num_tokens: int) -> None:
     case = fp8_case(num_tokens, 384, 200, dtype=BF16, generator=torch.Generator().manual_seed(1))
     kernel = TABLE.choose("gemm.linear", E4M3_BLOCKS)
     assert kernel is not None and kernel.prepare is not None
-    x, weight, scale = (case.tensors[name] for name in ("x", "weight", "scale"))
+    x, weight, scale = (case.tensors[name] for name in ("x", "weight", "weight_scale"))
     prepared = kernel.prepare(e4m3_blocks(weight, scale))
     activations = TABLE["quantize.activations"].run(x)
     assert prepared.weight.dtype is FNUZ and activations.q.dtype is FNUZ
