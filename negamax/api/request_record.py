@@ -54,24 +54,32 @@ class RequestRecord:
 
 
 class RequestRecorder:
-    """The observer that fills a record in, and hands it on at the end. Single writer: the request's
-    stream."""
+    """The observer that fills a record in, and gives it to `takers` at the end. Single writer: the
+    request's stream."""
 
-    __slots__ = ("_record", "_takers")
+    __slots__ = ("_record", "_takers", "_then")
 
     def __init__(
-        self, record: RequestRecord, takers: Sequence[Callable[[RequestRecord], None]]
+        self,
+        record: RequestRecord,
+        takers: Sequence[Callable[[RequestRecord], None]],
+        *,
+        then: Observer,
     ) -> None:
+        """`then` is another observer of the same request."""
         self._record = record
         self._takers = takers
+        self._then = then
 
     def started(self, at: float) -> None:
         """As of `Observer`."""
+        self._then.started(at)
         if self._record.start is None:
             self._record.start = at
 
     def gained(self, output: RequestOutput) -> None:
         """As of `Observer`."""
+        self._then.gained(output)
         record = self._record
         if record.first_token is None and output.token_ids:
             record.first_token = time.monotonic()
@@ -82,31 +90,8 @@ class RequestRecorder:
 
     def ended(self, error: BaseException | None) -> None:
         """As of `Observer`."""
+        self._then.ended(error)
         self._record.error = error
         self._record.end = time.monotonic()
         for take in self._takers:
             take(self._record)
-
-
-class Observers:
-    """Several observers as one."""
-
-    __slots__ = ("_observers",)
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
-
-    def started(self, at: float) -> None:
-        """As of `Observer`."""
-        for observer in self._observers:
-            observer.started(at)
-
-    def gained(self, output: RequestOutput) -> None:
-        """As of `Observer`."""
-        for observer in self._observers:
-            observer.gained(output)
-
-    def ended(self, error: BaseException | None) -> None:
-        """As of `Observer`."""
-        for observer in self._observers:
-            observer.ended(error)

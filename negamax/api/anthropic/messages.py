@@ -151,7 +151,12 @@ def _turn(
         ),
         places=history.places,
         form=params.grammar,
-        sampling=params.shared_sampling(max_tokens=max_tokens or 1, stop=stop),
+        sampling=params.shared_sampling(
+            seed=params.seed,
+            max_tokens=max_tokens or 1,
+            min_tokens=params.min_tokens,
+            stop=stop,
+        ),
         is_prompt_only=max_tokens == 0,
     )
 

@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
 from negamax.api.schemas.conversation import TurnRequest, check_messages
-from negamax.api.schemas.request_model import RequestModel, refuse, shown
+from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
 from negamax.api.schemas.sampled_request import StopStrings
 from negamax.api.schemas.structure import form_grammar
 from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, template_switch
@@ -29,15 +29,6 @@ THREAD_UNSUPPORTED = "thread_unsupported_request"  # the code of Anthropic's API
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 
 
-def _known(field: str, allowed: tuple[str, ...]) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in allowed:
-            refuse(field, f"{shown(value)}; allowed: {', '.join(map(repr, allowed))}")
-        return value
-
-    return AfterValidator(check)
-
-
 def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
     """With a thread `messages` would be a part of the conversation. Clients know this code and go
     on without it.
@@ -54,11 +45,11 @@ class ThinkingConfig(RequestModel):
     """`thinking`: whether, how long, and whether it is shown."""
 
     # adaptive and between_tools: the model decides
-    type: Annotated[str, _known("thinking.type", tuple(_THINKING))]
+    type: Annotated[str, one_of("thinking.type", tuple(_THINKING))]
     # tokens of thinking after which it is closed; 0: none
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
     # this server never summarises
-    display: Annotated[str, _known("thinking.display", _DISPLAYS)] = "summarized"
+    display: Annotated[str, one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 
 class OutputConfig(RequestModel):
@@ -67,7 +58,7 @@ class OutputConfig(RequestModel):
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
     # as reasoning_effort of chats
-    effort: Annotated[str, _known("output_config.effort", EFFORTS)] | None = None
+    effort: Annotated[str, one_of("output_config.effort", EFFORTS)] | None = None
     format: dict[str, Any] | None = None  # `type` json_schema and its `schema`, for the text
 
 
@@ -75,7 +66,7 @@ class ToolChoice(RequestModel):
     """`tool_choice`."""
 
     # any: some tool must be called; tool: the one that is named
-    type: Annotated[str, _known("tool_choice.type", tuple(_CHOICES))]
+    type: Annotated[str, one_of("tool_choice.type", tuple(_CHOICES))]
     name: str | None = None  # the tool to call, with the type tool
     disable_parallel_tool_use: bool = False  # at most one call
 

@@ -5,43 +5,34 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from negamax.api.common.context import ApiContext, RequestParams
+from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import ChoiceReader, PlainReader, check_failed
 from negamax.api.errors import failure_event, json_response
 from negamax.api.http.pacing import PacedPackets
 from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Write, first_output, while_connected
 from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
+from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.engine.client.open_request import OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
     """One choice while it is generated. Single writer: its `AnswerWriter`."""
 
-    __slots__ = ("index", "is_prompt_only", "packets", "prompt_index", "reader")
-
-    def __init__(
-        self,
-        index: int,
-        reader: ChoiceReader | PlainReader,
-        *,
-        prompt_index: int = 0,
-        is_prompt_only: bool = False,
-    ) -> None:
-        """`index` counts the choices of all prompts; `is_prompt_only`: nothing is to be answered,
-        the prompt is read into the cache or scored."""
-        self.index = index
-        self.prompt_index = prompt_index
-        self.is_prompt_only = is_prompt_only
-        self.reader = reader
-        self.packets = PacedPackets()
+    index: int  # among the choices of all prompts
+    reader: ChoiceReader | PlainReader
+    prompt_index: int = 0
+    is_prompt_only: bool = False  # the prompt is read into the cache or scored, nothing answered
+    packets: PacedPackets = field(default_factory=PacedPackets)
 
 
 ChoiceT = TypeVar("ChoiceT", bound=Choice)
@@ -142,10 +133,10 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
 
 async def start_source(
-    request: Request, params: RequestParams, source: OpenRequests, *, has_grammar: bool
+    request: Request, params: EngineRequest, source: OpenRequests, *, has_grammar: bool
 ) -> None:
-    """Begin what a stream is to send: what fails before the first output can still be told by a
-    status line. A grammar is compiled first, and may be refused, however long that takes.
+    """Wait for the first output of a stream: what fails before it still gets a status line of its
+    own. A grammar is compiled first, and may be refused, however long that takes.
     """
     if params.stream:
         seconds = None if has_grammar else FIRST_OUTPUT_SECONDS
@@ -155,10 +146,10 @@ async def start_source(
 async def respond(
     context: ApiContext,
     request: Request,
-    params: RequestParams,
+    params: EngineRequest,
     writer: AnswerWriter[ChoiceT, ResponseT],
 ) -> Response:
-    """The response of a request that was begun."""
+    """The response of a request that the engine has."""
     if params.stream:
         return context.event_stream(writer.stream, source=writer.source)
     return json_response(await while_connected(request.receive, writer.whole()))
@@ -180,8 +171,8 @@ class UsageMeter:
         self._latest[choice] = prompt, output, reasoning_tokens
 
     def usage(self) -> Usage:
-        """The counts so far. The choices of a prompt share it; what the least lucky one found in
-        the cache is what the cache gave."""
+        """The counts so far. The choices of a prompt share it; its cached tokens are those of the
+        choice that found the fewest."""
         prompts: dict[int, tuple[int, int]] = {}  # tokens, cached tokens
         completion_tokens = all_reasoning_tokens = 0
         for prompt, output, reasoning_tokens in self._latest.values():

@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 from fastapi import Request
@@ -23,8 +22,9 @@ from negamax.api.metrics import ServerMetrics
 from negamax.api.processes.peers import PeerClient
 from negamax.api.processes.server_rank import ServerRank
 from negamax.api.request_log import RequestLog
-from negamax.api.request_record import Observers, RequestRecord, RequestRecorder
+from negamax.api.request_record import RequestRecord, RequestRecorder
 from negamax.api.schemas.request_model import nearest, shown
+from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.api.tracing import RequestTracer
 from negamax.base.errors import InvalidRequestError, NotFoundError
 from negamax.config.options import ServerOptions
@@ -37,22 +37,6 @@ from negamax.text.chat_format import ChatFormat
 FINGERPRINT = f"negamax-{__version__}"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 _WHOLE_INTERVAL = 32  # tokens that are read at a time where nobody waits for the next one
-
-
-class RequestParams(Protocol):
-    """What every request for generated text says about its way through the engine."""
-
-    @property
-    def stream(self) -> bool: ...
-
-    @property
-    def priority(self) -> int: ...
-
-    @property
-    def cache_salt(self) -> str: ...
-
-    @property
-    def timeout(self) -> float | None: ...  # seconds after its arrival
 
 
 @dataclass(frozen=True)
@@ -177,7 +161,7 @@ class ApiContext:
         self,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        params: RequestParams,
+        params: EngineRequest,
         *,
         request_id: str,
         names: Iterable[str] = (),
@@ -204,7 +188,7 @@ class ApiContext:
                 arrival=arrival,
                 sampling=sampling,
             )
-            observer = Observers([observer, RequestRecorder(record, self.request_ended)])
+            observer = RequestRecorder(record, self.request_ended, then=observer)
         if params.priority and self.options.scheduling_policy != "priority":
             raise InvalidRequestError(
                 f"priority is {params.priority}; this server takes all requests in turn, so "

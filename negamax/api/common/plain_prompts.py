@@ -10,8 +10,9 @@ from starlette.requests import Request
 from negamax.api.access import salt_of
 from negamax.api.common.answering import start_source
 from negamax.api.common.constraints import constrained
-from negamax.api.common.context import ApiContext, RequestParams
+from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import off_loop
+from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.config.grammar import Grammar
 from negamax.engine.client.open_request import OpenRequests
 from negamax.scheduler.request import SamplingParams
@@ -34,7 +35,7 @@ async def start_prompts(
     context: ApiContext,
     request: Request,
     prompts: Sequence[PlainPrompt],
-    params: RequestParams,
+    params: EngineRequest,
     *,
     num_bytes: int,
     arrival: float,

@@ -1,4 +1,4 @@
-"""An answer to a conversation, whatever its dialect: checked, rendered, begun, and written in
+"""An answer to a conversation, whatever its dialect: checked, rendered, started, and written in
 blocks where the dialect has them.
 """
 
@@ -62,15 +62,9 @@ class StartedTurn:
     """A turn that the engine answers."""
 
     prompt: ChatPrompt
-    choices: list[ParsedChoice]
+    readers: list[ChoiceReader]  # one for each choice
     source: OpenRequests
-
-
-class ParsedChoice(Choice):
-    """A choice whose text is reasoning, content and calls."""
-
-    __slots__ = ()
-    reader: ChoiceReader
+    is_prompt_only: bool
 
 
 def turn_conversation(
@@ -166,21 +160,18 @@ async def start_turn(
     )
     source = OpenRequests([generation])
     await start_source(request, params, source, has_grammar=grammar is not None)
-    choices = [
-        ParsedChoice(index, reader, is_prompt_only=turn.is_prompt_only)
-        for index, reader in enumerate(readers)
-    ]
-    return StartedTurn(prompt, choices, source)
+    return StartedTurn(prompt, readers, source, turn.is_prompt_only)
 
 
-class BlockAnswerWriter(AnswerWriter[ParsedChoice, ResponseT]):
+class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
     """Answers with one choice in blocks."""
 
     is_paced = True
 
     def __init__(self, request_id: str, turn: StartedTurn) -> None:
-        super().__init__(request_id, turn.source, turn.choices)
-        self._reader = turn.choices[0].reader
+        (self._reader,) = turn.readers
+        choice = Choice(0, self._reader, is_prompt_only=turn.is_prompt_only)
+        super().__init__(request_id, turn.source, [choice])
         self._writer = BlockWriter(self._reader.calls)
         self._logprobs: list[TokenLogprobs] = []
 
@@ -209,12 +200,10 @@ class BlockAnswerWriter(AnswerWriter[ParsedChoice, ResponseT]):
     def block_chunk(self, events: list[BlockEvent]) -> bytes:
         """What a stream sends of the next events of blocks."""
 
-    def take(self, choice: ParsedChoice, output: RequestOutput, events: list[ParserEvent]) -> None:
+    def take(self, choice: Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
         self._grow(output, events)
 
-    def chunk(
-        self, choice: ParsedChoice, output: RequestOutput, events: list[ParserEvent]
-    ) -> bytes:
+    def chunk(self, choice: Choice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
         return self.block_chunk(self._grow(output, events))
 
     def _grow(self, output: RequestOutput, events: list[ParserEvent]) -> list[BlockEvent]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
 from negamax.api.access import names_of, salt_of
-from negamax.api.common.answering import AnswerWriter, respond
+from negamax.api.common.answering import AnswerWriter, Choice, respond
 from negamax.api.common.context import FINGERPRINT, ApiContext
-from negamax.api.common.conversation import Conversation, off_loop
+from negamax.api.common.conversation import ChoiceReader, Conversation, off_loop
 from negamax.api.common.logprobs import chat_logprobs, prompt_logprobs
-from negamax.api.common.turns import ParsedChoice, StartedTurn, Turn, start_turn
+from negamax.api.common.turns import StartedTurn, Turn, start_turn
 from negamax.api.errors import json_response
 from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import DONE, event
@@ -134,19 +135,19 @@ def _turn(context: ApiContext, chat: ChatRequest) -> Turn:
     )
 
 
-class _Choice(ParsedChoice):
+@dataclass(slots=True, eq=False)
+class _Choice(Choice):
     """What a choice is still to send, beside what its reader knows. Single writer: its
     `_ChatWriter`.
     """
 
-    __slots__ = ("events", "logprobs", "role_sent", "token_ids")
-
-    def __init__(self, of: ParsedChoice) -> None:
-        super().__init__(of.index, of.reader, is_prompt_only=of.is_prompt_only)
-        self.events: list[ParserEvent] = []  # of a whole answer
-        self.role_sent = False
-        self.logprobs: list[ChatLogprob] = []  # not sent yet (stream) or all (whole answer)
-        self.token_ids: list[int] = []  # the same; only if the request asks for them
+    reader: ChoiceReader
+    events: list[ParserEvent] = field(default_factory=list)  # of a whole answer
+    role_sent: bool = False
+    # not sent yet (stream) or all (whole answer)
+    logprobs: list[ChatLogprob] = field(default_factory=list)
+    # the same; only if the request asks for them
+    token_ids: list[int] = field(default_factory=list)
 
 
 class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
@@ -163,7 +164,11 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
         answer_id: str,
         model: str,
     ) -> None:
-        super().__init__(answer_id, started.source, [_Choice(choice) for choice in started.choices])
+        choices = [
+            _Choice(index, reader, is_prompt_only=started.is_prompt_only)
+            for index, reader in enumerate(started.readers)
+        ]
+        super().__init__(answer_id, started.source, choices)
         self._created = int(time.time())
         self._tokenizer = context.engine.tokenizer
         self._metrics = context.metrics

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, TypeGuard
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
-from negamax.api.schemas.answers import ChatLogprobs, PromptLogprobs, Usage
+from negamax.api.schemas.answers import ChatLogprobs, CompletionAnswer, PromptLogprobs, Usage
 from negamax.api.schemas.conversation import check_messages, check_template_kwargs
-from negamax.api.schemas.request_model import RequestModel, refuse, shown
+from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
 from negamax.api.schemas.structure import StructuredRequest
 from negamax.api.schemas.thinking import (
     EFFORTS,
@@ -86,19 +86,10 @@ def _check_modalities(modalities: list[str]) -> list[str]:
 Tools = Annotated[list[dict[str, Any]], AfterValidator(lambda tools: _check_tools(tools))]
 
 
-def _one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in allowed:
-            refuse(field, f"{shown(value)}; allowed: {', '.join(map(repr, allowed))}")
-        return value
-
-    return AfterValidator(check)
-
-
 class Thinking(RequestModel):
     """`thinking`, as in MiniMax's and Anthropic's APIs."""
 
-    type: Annotated[str, _one_of("thinking.type", MODES)] = "enabled"  # adaptive: the model decides
+    type: Annotated[str, one_of("thinking.type", MODES)] = "enabled"  # adaptive: the model decides
     # tokens of reasoning after which it is closed; 0: none
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
@@ -151,10 +142,10 @@ class ChatRequest(StructuredRequest):
     echo: bool = False
     thinking: Thinking | None = None  # whether the model thinks, and how long
     # whether the model thinks, as in M3's template
-    thinking_mode: Annotated[str, _one_of("thinking_mode", MODES)] | None = None
+    thinking_mode: Annotated[str, one_of("thinking_mode", MODES)] | None = None
     enable_thinking: bool | None = None  # true and false are the modes enabled and disabled
     # how much is thought, where the template knows efforts; "none" is the mode disabled
-    reasoning_effort: Annotated[str, _one_of("reasoning_effort", EFFORTS)] | None = None
+    reasoning_effort: Annotated[str, one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True  # false: the answer is without its reasoning
     # SGLang's; false: reasoning stays in the content, between think tags
     separate_reasoning: bool | None = None
@@ -286,11 +277,8 @@ class ChatChoice(Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET  # generated tokens, with return_token_ids
 
 
-class ChatAnswer(Struct, frozen=True, kw_only=True):
-    id: str  # the request's own id, or a random one, after a prefix
-    object: str = "chat.completion"  # the kind of answer
-    created: int  # seconds since 1970
-    model: str  # the name that the request used
+class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
+    object: str = "chat.completion"
     choices: list[ChatChoice]  # n of them, in their order
     usage: Usage  # token counts
     system_fingerprint: str  # the server's version
@@ -320,11 +308,8 @@ class ChatChunkChoice(Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(Struct, frozen=True, kw_only=True):
-    id: str  # the request's own id, or a random one, after a prefix
-    object: str = "chat.completion.chunk"  # the kind of answer
-    created: int  # seconds since 1970
-    model: str  # the name that the request used
+class ChatChunk(CompletionAnswer, frozen=True, kw_only=True):
+    object: str = "chat.completion.chunk"
     choices: list[ChatChunkChoice]  # one, or none in the chunk with the counts
     system_fingerprint: str  # the server's version
     # token counts, with include_usage; null where they are not due

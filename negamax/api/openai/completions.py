@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
@@ -88,26 +89,15 @@ def _sampling(params: CompletionRequest) -> SamplingParams:
     return replace(sampling, prompt_logprobs=max(asked))
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Choice(Choice):
     """What a choice is still to send. Single writer: its `_TextWriter`."""
 
-    __slots__ = ("echoed", "logprobs", "prompt_logprobs", "text", "token_ids")
-
-    def __init__(
-        self,
-        index: int,
-        reader: PlainReader,
-        *,
-        prompt_index: int,
-        is_prompt_only: bool,
-        logprobs: TextLogprobWriter,
-    ) -> None:
-        super().__init__(index, reader, prompt_index=prompt_index, is_prompt_only=is_prompt_only)
-        self.logprobs = logprobs
-        self.text: list[str] = []
-        self.token_ids: list[int] = []
-        self.echoed = False
-        self.prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    logprobs: TextLogprobWriter
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    echoed: bool = False
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class _TextWriter(AnswerWriter[_Choice, TextAnswer]):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs, Usage
+from negamax.api.schemas.answers import CompletionAnswer, PromptLogprobs, TextLogprobs, Usage
 from negamax.api.schemas.request_model import refuse, shown
 from negamax.api.schemas.sampled_request import MAX_PROMPTS
 from negamax.api.schemas.structure import StructuredRequest
@@ -102,13 +102,10 @@ class TextChoice(Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
 
 
-class TextAnswer(Struct, frozen=True, kw_only=True):
+class TextAnswer(CompletionAnswer, frozen=True, kw_only=True):
     """Whole answer and stream chunk of /v1/completions."""
 
-    id: str  # the request's own id, or a random one, after a prefix
-    object: str = "text_completion"  # the kind of answer
-    created: int  # seconds since 1970
-    model: str  # the name that the request used
+    object: str = "text_completion"
     # n for each prompt, prompt by prompt; in a stream one, or none in the chunk with the counts
     choices: list[TextChoice]
     system_fingerprint: str  # the server's version

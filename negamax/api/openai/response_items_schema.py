@@ -26,34 +26,33 @@ class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
     logprobs: list[ChatLogprob] = []
 
 
-class ReasoningItem(Struct, frozen=True, tag="reasoning", tag_field="type"):
+class Item(Struct, frozen=True, tag_field="type"):
+    """What an answer consists of."""
+
     id: str  # of the item
     status: str  # in_progress, completed or incomplete
+
+
+class ReasoningItem(Item, frozen=True, tag="reasoning"):
     summary: list[SummaryText]  # one part, with reasoning.summary
     content: list[ReasoningText]  # one part
     # the reasoning in packed form, with include reasoning.encrypted_content
     encrypted_content: str | UnsetType | None = UNSET
 
 
-class MessageItem(Struct, frozen=True, tag="message", tag_field="type"):
-    id: str  # of the item
-    status: str  # in_progress, completed or incomplete
+class MessageItem(Item, frozen=True, tag="message"):
     content: list[OutputText]  # one part
     role: str = "assistant"  # who says it
 
 
-class FunctionCallItem(Struct, frozen=True, tag="function_call", tag_field="type"):
-    id: str  # of the item
-    status: str  # in_progress, completed or incomplete
+class FunctionCallItem(Item, frozen=True, tag="function_call"):
     call_id: str  # what the function_call_output names
     name: str  # of the tool
     arguments: str  # JSON text of an object
     namespace: str | UnsetType = UNSET  # of the tool, where it has one
 
 
-class CustomCallItem(Struct, frozen=True, tag="custom_tool_call", tag_field="type"):
-    id: str  # of the item
-    status: str  # in_progress, completed or incomplete
+class CustomCallItem(Item, frozen=True, tag="custom_tool_call"):
     call_id: str  # what the custom_tool_call_output names
     name: str  # of the tool
     input: str  # the text that it is called with
@@ -153,52 +152,50 @@ class ItemList(Struct, frozen=True, kw_only=True):
     has_more: bool = False  # the list is always whole
 
 
-class ResponseEvent(Struct, frozen=True, kw_only=True):
-    """response.created, in_progress, completed, incomplete and failed."""
+class StreamEvent(Struct, frozen=True, kw_only=True):
+    """An event of a stream."""
 
     type: str  # the name of the event
     sequence_number: int  # of the event in the stream, from 0
+
+
+class GrowthEvent(StreamEvent, frozen=True, kw_only=True):
+    """An event about an item that grows."""
+
+    item_id: str  # of the item that grows
+    output_index: int  # of the item in the output
+
+
+class ResponseEvent(StreamEvent, frozen=True, kw_only=True):
+    """response.created, in_progress, completed, incomplete and failed."""
+
     response: ResponseAnswer  # its state at this moment
 
 
-class ItemEvent(Struct, frozen=True, kw_only=True):
+class ItemEvent(StreamEvent, frozen=True, kw_only=True):
     """response.output_item.added and done."""
 
-    type: str  # the name of the event
-    sequence_number: int  # of the event in the stream, from 0
     output_index: int  # of the item in the output
     item: OutputItem  # its state at this moment
 
 
-class PartEvent(Struct, frozen=True, kw_only=True):
+class PartEvent(GrowthEvent, frozen=True, kw_only=True):
     """response.content_part.added and done."""
 
-    type: str  # the name of the event
-    sequence_number: int  # of the event in the stream, from 0
-    item_id: str  # of the item that grows
-    output_index: int  # of the item in the output
     content_index: int = 0  # of the part in the item's content
     part: OutputText | ReasoningText  # empty when it is added, whole when it is done
 
 
-class SummaryPartEvent(Struct, frozen=True, kw_only=True):
+class SummaryPartEvent(GrowthEvent, frozen=True, kw_only=True):
     """response.reasoning_summary_part.added and done."""
 
-    type: str  # the name of the event
-    sequence_number: int  # of the event in the stream, from 0
-    item_id: str  # of the item that grows
-    output_index: int  # of the item in the output
     summary_index: int = 0  # of the part in the item's summary
     part: SummaryText  # empty when it is added, whole when it is done
 
 
-class TextEvent(Struct, frozen=True, kw_only=True):
+class TextEvent(GrowthEvent, frozen=True, kw_only=True):
     """Every delta and its done event; which fields it has depends on its type."""
 
-    type: str  # the name of the event
-    sequence_number: int  # of the event in the stream, from 0
-    item_id: str  # of the item that grows
-    output_index: int  # of the item in the output
     content_index: int | UnsetType = UNSET  # of the part in the item's content
     summary_index: int | UnsetType = UNSET  # of the part in the item's summary
     delta: str | UnsetType = UNSET  # what is new

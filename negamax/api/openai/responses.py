@@ -351,7 +351,9 @@ class _Responses:
             calls=calls,
             form=params.grammar,
             sampling=params.shared_sampling(
+                seed=params.seed,
                 max_tokens=params.max_output_tokens,
+                min_tokens=params.min_tokens,
                 stop=params.stop,
                 logprobs=params.num_logprobs,
             ),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from negamax.api.schemas.conversation import MAX_MESSAGES, TurnRequest
-from negamax.api.schemas.request_model import RequestModel, refuse, shown
+from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
 from negamax.api.schemas.sampled_request import StopStrings
 from negamax.api.schemas.structure import form_grammar
 from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, template_switch
@@ -58,15 +58,6 @@ def shown_name(namespace: object, name: Any) -> Any:
     )
 
 
-def _known(field: str, allowed: tuple[str, ...]) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in allowed:
-            refuse(field, f"{shown(value)}; allowed: {', '.join(map(repr, allowed))}")
-        return value
-
-    return AfterValidator(check)
-
-
 def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if not value:
         refuse("input", "is empty; send text or at least one item")
@@ -87,9 +78,9 @@ class ReasoningConfig(RequestModel):
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"generate_summary", "encrypted_content"})
 
     # how much is thought, where the template knows efforts; "none": not at all
-    effort: Annotated[str, _known("reasoning.effort", EFFORTS)] | None = None
+    effort: Annotated[str, one_of("reasoning.effort", EFFORTS)] | None = None
     # other than none: the whole reasoning is also given as a summary
-    summary: Annotated[str, _known("reasoning.summary", _SUMMARIES)] | None = None
+    summary: Annotated[str, one_of("reasoning.summary", _SUMMARIES)] | None = None
 
 
 class TextConfig(RequestModel):

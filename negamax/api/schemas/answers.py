@@ -82,6 +82,15 @@ class PromptLogprob(Struct, frozen=True):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class CompletionAnswer(Struct, frozen=True, kw_only=True):
+    """What answers to chats and to plain prompts begin with."""
+
+    id: str  # the request's own id, or a random one, after a prefix
+    object: str  # the kind of answer
+    created: int  # seconds since 1970
+    model: str  # the name that the request used
+
+
 class ModelCard(Struct, frozen=True, kw_only=True):
     """A model as OpenAI's and as Anthropic's clients read it."""
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
@@ -54,6 +55,17 @@ _SLIP_LIKENESS = 0.85
 def refuse(param: str, message: str) -> NoReturn:
     """Raise the 400 error about field `param`."""
     raise InvalidRequestError(f"{param}: {message}", param=param, code="invalid_value")
+
+
+def one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
+    """Lets only the words in `allowed` stand in `field`."""
+
+    def check(value: str) -> str:
+        if value not in allowed:
+            refuse(field, f"{shown(value)}; allowed: {', '.join(map(repr, allowed))}")
+        return value
+
+    return AfterValidator(check)
 
 
 def shown(value: object) -> str:

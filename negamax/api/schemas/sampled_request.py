@@ -92,13 +92,9 @@ class StreamOptions(RequestModel):
         return self.include_usage or self.continuous_usage_stats
 
 
-class SampledRequest(RequestModel):
-    """The fields of every request for generated text. Names and defaults follow OpenAI, extensions
-    follow vLLM and SGLang.
-    """
+class SamplingFields(RequestModel):
+    """How tokens are drawn, by the names that all dialects have for it."""
 
-    model: str | None = None  # a name from /v1/models; left out: the first of them
-    stream: bool = False  # answer with events instead of one body
     # tokens of a stream that are sent together; default: the server's
     stream_interval: int | None = Field(default=None, ge=1)
     temperature: float | None = None  # 0 is greedy
@@ -111,22 +107,19 @@ class SampledRequest(RequestModel):
     frequency_penalty: float = 0.0  # taken from a token's logit for each time the answer has it
     presence_penalty: float = 0.0  # taken from a token's logit once the answer has it
     logit_bias: LogitBias | None = None  # added to logits, by token id
-    seed: int | None = None  # the same seed gives the same draws
-    min_tokens: int = 0  # before so many, no end token is sampled and no stop counts
     stop_token_ids: StopTokenIds = Field(default_factory=list)  # tokens that end the answer
     ignore_eos: bool = False  # the end token does not end the answer
-    # lower numbers run earlier
-    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
-    timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
-    # cached prefixes are shared only within one salt
-    cache_salt: str = Field(default="", max_length=256)
 
     def shared_sampling(
-        self, *, max_tokens: int | None, stop: Sequence[str], logprobs: int | None = None
+        self,
+        *,
+        seed: int | None,
+        max_tokens: int | None,
+        min_tokens: int,
+        stop: Sequence[str],
+        logprobs: int | None = None,
     ) -> SamplingParams:
-        """The engine's parameters; the limit, the stop strings and the logprobs have other names in
-        each dialect.
-        """
+        """The engine's parameters; those given here have other names in some dialect."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -136,14 +129,35 @@ class SampledRequest(RequestModel):
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
             logit_bias=self.logit_bias or None,
-            seed=self.seed,
+            seed=seed,
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
+            min_tokens=min_tokens,
             stop=tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
         )
+
+
+class EngineRequest(RequestModel):
+    """What every request for generated text says about its way through the engine."""
+
+    stream: bool = False  # answer with events instead of one body
+    # lower numbers run earlier
+    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
+    timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
+    # cached prefixes are shared only within one salt
+    cache_salt: str = Field(default="", max_length=256)
+
+
+class SampledRequest(EngineRequest, SamplingFields):
+    """The fields of every request for generated text. Names and defaults follow OpenAI, extensions
+    follow vLLM and SGLang.
+    """
+
+    model: str | None = None  # a name from /v1/models; left out: the first of them
+    seed: int | None = None  # the same seed gives the same draws
+    min_tokens: int = 0  # before so many, no end token is sampled and no stop counts
 
 
 class GenerationRequest(SampledRequest):
@@ -217,7 +231,13 @@ class GenerationRequest(SampledRequest):
         if self.prompt_logprobs is not None and self.stream:
             refuse("prompt_logprobs", "not available in a stream; send stream=false")
         return replace(
-            self.shared_sampling(max_tokens=max_tokens, stop=self.stop, logprobs=logprobs),
+            self.shared_sampling(
+                seed=self.seed,
+                max_tokens=max_tokens,
+                min_tokens=self.min_tokens,
+                stop=self.stop,
+                logprobs=logprobs,
+            ),
             n=self.n,
             allowed_token_ids=None
             if self.allowed_token_ids is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -168,34 +169,24 @@ def _engine_sampling(params: NativeRequest, sampling: NativeSampling) -> Samplin
     )
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Choice(Choice):
     """What is known of a choice. Single writer: its `_NativeWriter`."""
 
-    def __init__(
-        self,
-        index: int,
-        reader: PlainReader,
-        *,
-        prompt_index: int,
-        is_prompt_only: bool,
-        rid: str,
-        pacing: RepeatPacing,
-    ) -> None:
-        super().__init__(index, reader, prompt_index=prompt_index, is_prompt_only=is_prompt_only)
-        self.rid = rid
-        self.pacing = pacing  # of its events
-        self.has_begun = False
-        self.texts: list[str] = []
-        self.num_tokens = 0
-        self.last_token_id: int | None = None
-        self.token_ids = GrowingList()
-        self.input_logprobs = GrowingList()
-        self.input_top_logprobs = GrowingList()
-        self.logprobs = GrowingList()
-        self.top_logprobs = GrowingList()
-        self.finish_reason: dict[str, object] | None = None
-        self.num_cached_tokens = 0
-        self.seconds: float | None = None  # when it is complete
+    rid: str
+    pacing: RepeatPacing  # of its events
+    has_begun: bool = False
+    texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    last_token_id: int | None = None
+    token_ids: GrowingList = field(default_factory=GrowingList)
+    input_logprobs: GrowingList = field(default_factory=GrowingList)
+    input_top_logprobs: GrowingList = field(default_factory=GrowingList)
+    logprobs: GrowingList = field(default_factory=GrowingList)
+    top_logprobs: GrowingList = field(default_factory=GrowingList)
+    finish_reason: dict[str, object] | None = None
+    num_cached_tokens: int = 0
+    seconds: float | None = None  # when it is complete
 
     @property
     def num_bytes(self) -> int:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 from pydantic import Field
 
 from negamax.api.schemas.request_model import RequestModel, refuse, shown
 from negamax.api.schemas.sampled_request import (
     MAX_PROMPTS,
-    LogitBias,
+    EngineRequest,
     RequestId,
+    SamplingFields,
     StopStrings,
-    StopTokenIds,
 )
 from negamax.api.schemas.structure import form_grammar
 from negamax.config.grammar import Grammar, GrammarKind
 from negamax.scheduler.request import SamplingParams
 
 _FORMS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_tag")
-_PRIORITY_LIMIT = 2**31
 
 
-class NativeSampling(RequestModel):
+class NativeSampling(SamplingFields):
     """`sampling_params`."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
@@ -38,24 +38,10 @@ class NativeSampling(RequestModel):
     max_new_tokens: int = Field(default=128, ge=0)  # 0: read the prompt, generate nothing
     min_new_tokens: int = 0  # before so many, no end token is sampled and no stop counts
     n: int = 1  # answers to the same prompt
-    temperature: float | None = None  # 0 is greedy
-    top_p: float | None = None  # the likeliest tokens that have this probability together
-    top_k: int | None = None  # only so many of the likeliest tokens; 0 and -1: all
-    # tokens with less than this share of the likeliest one's probability are left out
-    min_p: float | None = None
-    frequency_penalty: float = 0.0  # taken from a token's logit for each time the answer has it
-    presence_penalty: float = 0.0  # taken from a token's logit once the answer has it
-    # above 1: tokens of prompt and answer become less likely
-    repetition_penalty: float | None = None
-    logit_bias: LogitBias | None = None  # added to logits, by token id
     sampling_seed: int | None = None  # the same seed gives the same draws
     # texts that end the answer and are left out of it
     stop: StopStrings = Field(default_factory=list)
-    stop_token_ids: StopTokenIds = Field(default_factory=list)  # tokens that end the answer
     no_stop_trim: bool = False  # the stop string or token stays in the answer
-    ignore_eos: bool = False  # the end token does not end the answer
-    # tokens of a stream that are sent together; default: the server's
-    stream_interval: int | None = Field(default=None, ge=1)
     skip_special_tokens: bool = True  # special tokens have no text in the answer
     json_schema: dict[str, Any] | str | bool | None = None  # a JSON schema for the text
     regex: str | None = None  # an expression that the whole text matches
@@ -66,25 +52,17 @@ class NativeSampling(RequestModel):
         self, *, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
         """The engine's parameters."""
-        return SamplingParams(
+        return replace(
+            self.shared_sampling(
+                seed=self.sampling_seed,
+                max_tokens=max(1, self.max_new_tokens),
+                min_tokens=self.min_new_tokens,
+                stop=self.stop,
+                logprobs=logprobs,
+            ),
             n=self.n,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            logit_bias=self.logit_bias or None,
-            seed=self.sampling_seed,
-            max_tokens=max(1, self.max_new_tokens),
-            min_tokens=self.min_new_tokens,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
             include_stop_str_in_output=self.no_stop_trim,
             skip_special_tokens=self.skip_special_tokens,
-            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -101,7 +79,7 @@ class NativeSampling(RequestModel):
         )
 
 
-class NativeRequest(RequestModel):
+class NativeRequest(EngineRequest):
     """One prompt or several, as text or as token ids."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
@@ -127,7 +105,6 @@ class NativeRequest(RequestModel):
     input_ids: list[int] | list[list[int]] | None = None
     # the same for every prompt, or one for each
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
-    stream: bool = False  # answer with events instead of one body
     # an id for /abort_request, or one for each prompt
     rid: RequestId | list[RequestId] | None = None
     return_logprob: bool = False  # meta_info has the log-probability of each token
@@ -138,11 +115,6 @@ class NativeRequest(RequestModel):
     return_text_in_logprobs: bool = False  # logprobs have the texts of their tokens
     # tokens of reasoning after which it is closed
     max_thinking_tokens: int | None = Field(default=None, ge=0)
-    # lower numbers run earlier
-    priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
-    timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
-    # cached prefixes are shared only within one salt
-    cache_salt: Annotated[str, Field(max_length=256)] = ""
 
     @property
     def is_batch(self) -> bool:
