@@ -13,13 +13,14 @@ logger = get_logger(__name__)
 
 
 class LoadReport:
-    """What an engine did between two looks at its statistics. Single writer: `log_load`."""
+    """What an engine did between two looks at its statistics. Single writer: the
+    event loop."""
 
     def __init__(self, stats: EngineStats, *, now: float) -> None:
         """`now`: monotonic seconds."""
         self._stats = stats
         self._time = now
-        self._hit_rate = 0.0  # of the latest prompts
+        self.hit_rate = 0.0  # of the prefix cache, for the latest prompts
 
     def next(self, stats: EngineStats, *, now: float) -> dict[str, float] | None:
         """The load since the last call, or None where there was none: sequences, shares of 1, and
@@ -33,7 +34,7 @@ class LoadReport:
         prompt_tokens = stats.prompt_tokens - before.prompt_tokens
         if prompt_tokens:
             cached = stats.cached_prompt_tokens - before.cached_prompt_tokens
-            self._hit_rate = cached / prompt_tokens
+            self.hit_rate = cached / prompt_tokens
         num_blocks = stats.num_kv_blocks
         return {
             "running": stats.num_running,
@@ -41,7 +42,7 @@ class LoadReport:
             "kv_cache_usage": 1.0 - stats.num_free_kv_blocks / num_blocks if num_blocks else 0.0,
             "prefill_tokens_per_s": (stats.prefill_tokens - before.prefill_tokens) / seconds,
             "decode_tokens_per_s": (stats.generated_tokens - before.generated_tokens) / seconds,
-            "prefix_cache_hit_rate": self._hit_rate,
+            "prefix_cache_hit_rate": self.hit_rate,
         }
 
 

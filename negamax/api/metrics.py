@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from negamax.api.histogram import Histogram
 from negamax.api.http.lifecycle import Lifecycle
+from negamax.api.load_report import LoadReport
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.output import RequestOutput
@@ -99,7 +100,7 @@ _REQUEST_SECONDS = (
 _TOKEN_COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _STEP_TOKENS = tuple(float(2**power) for power in range(15))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-_SAMPLE_SECONDS = 1.0  # between two samples of what is told as a rate
+_SAMPLE_SECONDS = 1.0  # over which rates are measured
 REASONS = ("stop", "length", "abort", "error")
 _OTHER = "other"
 _REJECTIONS = (  # codes of refusals with a time to come back
@@ -261,34 +262,6 @@ class Counts:
         return {name: self._numbers.total(column) for name, column in self._columns.items()}
 
 
-class _Rates:
-    """What is told as a rate, measured over the last second or so. Single writer: the event
-    loop.
-    """
-
-    def __init__(self) -> None:
-        self._time = time.monotonic()
-        self._stats: EngineStats | None = None
-        self.throughput = 0.0  # generated tokens per second
-        self.cache_hit_rate = 0.0
-
-    def sample(self, stats: EngineStats) -> None:
-        """Take the engine's statistics of now."""
-        now = time.monotonic()
-        if self._stats is None or stats.step_count < self._stats.step_count:
-            self._stats, self._time, self.throughput = stats, now, 0.0
-        elif now - self._time >= _SAMPLE_SECONDS:
-            self.throughput = (stats.generated_tokens - self._stats.generated_tokens) / (
-                now - self._time
-            )
-            prompt_tokens = stats.prompt_tokens - self._stats.prompt_tokens
-            if prompt_tokens:
-                self.cache_hit_rate = (
-                    stats.cached_prompt_tokens - self._stats.cached_prompt_tokens
-                ) / prompt_tokens
-            self._stats, self._time = stats, now
-
-
 class ServerMetrics(Collector):
     """All metrics of one server. Single writer: the event loop."""
 
@@ -318,14 +291,18 @@ class ServerMetrics(Collector):
         self._engine = engine
         self._lifecycle = lifecycle
         self._model_name = model_name
-        self._rates = _Rates()
+        self._throughput = 0.0  # generated tokens per second
+        self._hit_rate = 0.0  # of the prefix cache
         engine.on_steps = self._count_steps
 
     async def watch(self) -> None:
-        """Measure what is told as a rate, until cancelled."""
+        """Measure rates over the last second or so, until cancelled."""
+        report = LoadReport(self._engine.stats, now=time.monotonic())
         while True:
-            self._rates.sample(self._engine.stats)
-            await asyncio.sleep(_SAMPLE_SECONDS / 2)
+            await asyncio.sleep(_SAMPLE_SECONDS)
+            load = report.next(self._engine.stats, now=time.monotonic())
+            self._throughput = 0.0 if load is None else load["decode_tokens_per_s"]
+            self._hit_rate = report.hit_rate
 
     def meter(self, sampling: SamplingParams, *, arrival: float) -> RequestMeter:
         """The observer of a request that arrived at `time.monotonic()` second `arrival`."""
@@ -376,11 +353,11 @@ class ServerMetrics(Collector):
                 "Tokens that the KV cache holds.",
                 info.num_kv_blocks * info.block_size,
             ),
-            ("sglang:gen_throughput", "Generated tokens per second.", self._rates.throughput),
+            ("sglang:gen_throughput", "Generated tokens per second.", self._throughput),
             (
                 "sglang:cache_hit_rate",
                 "Share of prompt tokens found in the prefix cache, lately.",
-                self._rates.cache_hit_rate,
+                self._hit_rate,
             ),
             (
                 "sglang:num_retracted_reqs",
@@ -426,23 +403,16 @@ class ServerMetrics(Collector):
             yield gauge
 
     def _server_counters(self) -> Iterator[Metric]:
-        success = CounterMetricFamily(
-            "vllm:request_success",
-            "Finished choices by reason.",
-            labels=["model_name", "finished_reason"],
-        )
         finished, events = self.finished.totals(), self.events.totals()
-        for reason, count in finished.items():
-            success.add_metric([self._model_name, reason], count)
-        yield success
-        rejections = CounterMetricFamily(
+        yield self._labelled(
+            "vllm:request_success", "Finished choices by reason.", "finished_reason", finished
+        )
+        yield self._labelled(
             "vllm:admission_rejections",
             "Requests refused with 429 or 503.",
-            labels=["model_name", "reason"],
+            "reason",
+            self.rejections.totals(),
         )
-        for reason, count in self.rejections.totals().items():
-            rejections.add_metric([self._model_name, reason], count)
-        yield rejections
         yield self._counter(
             "vllm:tool_call_parser_invocations", "Tool calls parsed.", events["tool_calls"]
         )
@@ -455,17 +425,19 @@ class ServerMetrics(Collector):
         )
 
     def _speculation(self, engines: list[EngineStats]) -> Iterator[Metric]:
-        by_position = CounterMetricFamily(
+        num_positions = max(len(stats.accepted_per_position) for stats in engines)
+        accepted = {
+            str(position): float(
+                sum(sum(stats.accepted_per_position[position : position + 1]) for stats in engines)
+            )
+            for position in range(num_positions)
+        }
+        yield self._labelled(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted by position.",
-            labels=["model_name", "position"],
+            "position",
+            accepted,
         )
-        for position in range(max(len(stats.accepted_per_position) for stats in engines)):
-            count = sum(
-                sum(stats.accepted_per_position[position : position + 1]) for stats in engines
-            )
-            by_position.add_metric([self._model_name, str(position)], count)
-        yield by_position
 
     def _cache_info(self) -> Iterator[Metric]:
         info = self._engine.info
@@ -481,6 +453,12 @@ class ServerMetrics(Collector):
     def _counter(self, name: str, text: str, value: float) -> Metric:
         counter = CounterMetricFamily(name, text, labels=["model_name"])
         counter.add_metric([self._model_name], value)
+        return counter
+
+    def _labelled(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
+        counter = CounterMetricFamily(name, text, labels=["model_name", label])
+        for value, count in counts.items():
+            counter.add_metric([self._model_name, value], count)
         return counter
 
     def _count_steps(self, step_tokens: list[int]) -> None:

@@ -230,9 +230,7 @@ class LLM:
             [dict(message) for message in messages], has_root=self.chat_template.has_root_role
         )
         listed = None if tools is None else list(tools)
-        return self.chat_template.render_escaped(
-            normal, self.tokenizer.escaper, tools=listed, **options
-        )
+        return self.chat_template.render(normal, self.tokenizer.escaper, tools=listed, **options)
 
     def _parser(
         self,

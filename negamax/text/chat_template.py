@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
 from negamax.base.unicode import valid_unicode
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescaped
-from negamax.text.tokenizer import token_text
+from negamax.text.tokenizer import read_json_object, token_text
 
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
 
@@ -69,7 +69,9 @@ class ChatTemplate:
         Errors: `ConfigError` for an override that cannot be read, `CheckpointError` for a broken
         file of the checkpoint.
         """
-        config = _read_config(path / "tokenizer_config.json")
+        config_file = path / "tokenizer_config.json"
+        # the tokenizer refuses a folder without it
+        config = read_json_object(config_file) if config_file.exists() else {}
         variables = {
             name: text
             for name in _NAMED_TOKENS
@@ -95,7 +97,7 @@ class ChatTemplate:
             entry = named.get("default")
         if entry is None:
             return None
-        origin = f"chat_template in {path / 'tokenizer_config.json'}"
+        origin = f"chat_template in {config_file}"
         if not isinstance(entry, str):
             raise CheckpointError(
                 f"{origin} is a {type(entry).__name__}, text is needed", hint="use --chat-template"
@@ -130,6 +132,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        escaper: TokenEscaper | None = None,
         /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -137,50 +140,18 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """Prompt text of a conversation (pass it through `normalize_messages` first), in valid
-        Unicode. `kwargs` are template variables.
+        Unicode; with `escaper` it has escapes (`text.escaping`) in what the conversation has of
+        control tokens. `kwargs` are template variables.
 
         Errors: `InvalidRequestError` when the template refuses the conversation or fails on it.
         """
-        return valid_unicode(
-            self._rendered(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
-            )
-        )
-
-    def render_escaped(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        escaper: TokenEscaper,
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
-    ) -> str:
-        """The same with escapes (`text.escaping`) in what the conversation has of control tokens.
-        Errors: those of `render`.
-        """
-        return self._rendered(
-            escaper.messages(messages),
-            tools=escaper.value(tools),
-            add_generation_prompt=add_generation_prompt,
-            **escaper.value(kwargs),
-        )
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        **kwargs: Any,
-    ) -> str:
         check_template_kwargs(kwargs)
-        variables = {**self._variables, **kwargs}
+        if escaper is not None:
+            messages, tools = escaper.messages(messages), escaper.value(tools)
+            kwargs = escaper.value(kwargs)
         try:
-            return self._template.render(
-                variables,
+            text = self._template.render(
+                {**self._variables, **kwargs},
                 messages=messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -194,6 +165,7 @@ class ChatTemplate:
                 hint="check roles, contents and chat_template_kwargs",
                 param="messages",
             ) from error
+        return text if escaper is not None else valid_unicode(text)
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -228,23 +200,3 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Content of tokenizer_config.json; empty where there is none (the tokenizer refuses that on
-    its own).
-    """
-    if not path.exists():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is no valid JSON: {error}", hint="download the checkpoint again"
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{path} holds a JSON {type(config).__name__}, an object is needed",
-            hint="download it again",
-        )
-    return config

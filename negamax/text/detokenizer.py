@@ -44,7 +44,6 @@ class Detokenizer:
         "_held",
         "_held_chars",
         "_include_stop",
-        "_matched_stop",
         "_mid_character",
         "_min_tokens",
         "_num_tokens",
@@ -53,6 +52,7 @@ class Detokenizer:
         "_stops",
         "_tokenizer",
         "_whole",
+        "matched_stop",
     )
 
     def __init__(
@@ -76,18 +76,13 @@ class Detokenizer:
         self._stop_state = 0
         self._held: deque[TextPiece] = deque()
         self._held_chars = 0
-        self._matched_stop: str | None = None
-
-    @property
-    def matched_stop(self) -> str | None:
-        """The stop string that ended the text, or None."""
-        return self._matched_stop
+        self.matched_stop: str | None = None  # the stop string that ended the text
 
     def push(self, token_ids: Sequence[int]) -> list[TextPiece]:
         """Take the next tokens; return the text that is certain now."""
         ready: list[TextPiece] = []
         for token_id in token_ids:
-            if self._matched_stop is not None:
+            if self.matched_stop is not None:
                 break
             self._num_tokens += 1
             whole = None if self._mid_character else self._whole.get(token_id)
@@ -134,7 +129,7 @@ class Detokenizer:
         if self._stops is None:
             ready.append(piece)
             return
-        if self._matched_stop is not None:
+        if self.matched_stop is not None:
             return
         matched, end, self._stop_state = self._stops.scan(
             piece.text, state=self._stop_state, may_match=self._num_tokens >= self._min_tokens
@@ -145,7 +140,7 @@ class Detokenizer:
         if matched is None:
             self._release(self._held_chars - self._stops.depth(self._stop_state), ready)
             return
-        self._matched_stop = matched
+        self.matched_stop = matched
         self._release(end if self._include_stop else end - len(matched), ready, may_split_tags=True)
         self._held.clear()
         self._held_chars = 0

@@ -36,24 +36,17 @@ class EncodingCache:
         self._lock = threading.Lock()
         self.num_bytes = 0
 
-    def encode(self, text: str, *, salt: str = "", max_tokens: int | None = None) -> list[int]:
-        """The same as `tokenizer.encode(text)`.
-
-        Only texts with the same `salt` share what is kept: nobody else can tell by the time whether
-        a text has been here.
-        """
-        return self._encode(valid_unicode(text), salt=salt, max_tokens=max_tokens)
-
-    def encode_escaped(
-        self, text: str, *, salt: str = "", max_tokens: int | None = None
+    def encode(
+        self, text: str, *, salt: str = "", max_tokens: int | None = None, is_escaped: bool = False
     ) -> list[int]:
-        """The same for a prompt that is escaped (`text.escaping`), as `tokenizer.encode_escaped`
-        has it.
-        """
-        return self._encode(text, salt=salt, max_tokens=max_tokens)
+        """The same as `tokenizer.encode(text)`; with `is_escaped`, for a prompt that is escaped
+        (`text.escaping`), as `tokenizer.encode_escaped(text)`.
 
-    def _encode(self, text: str, *, salt: str, max_tokens: int | None) -> list[int]:
-        """`text` is valid Unicode but for escapes."""
+        Only texts with the same `salt` share what is kept, so that the time that this takes says
+        nothing about the texts of others.
+        """
+        if not is_escaped:
+            text = valid_unicode(text)
         if self._tokenizer.cuts is None:
             return self._tokenizer.encode_escaped(text, max_tokens=max_tokens)
         key = hashlib.blake2b(

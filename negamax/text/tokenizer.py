@@ -97,7 +97,7 @@ class Tokenizer:
         Errors: `CheckpointError` naming the file that is missing or broken.
         """
         definition = _read_text(path / "tokenizer.json")
-        config = _read_json_object(path / "tokenizer_config.json")
+        config = read_json_object(path / "tokenizer_config.json")
         _parse_json_object(definition, source=path / "tokenizer.json")
         return cls(definition, config=config, source=str(path / "tokenizer.json"))
 
@@ -365,5 +365,6 @@ def _parse_json_object(text: str, *, source: Path) -> dict[str, Any]:
     return parsed
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint. Errors: `CheckpointError`."""
     return _parse_json_object(_read_text(path), source=path)

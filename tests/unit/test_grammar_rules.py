@@ -160,10 +160,7 @@ def test_reasoning_in_front_is_a_part_of_the_grammar_only_where_it_may_be_missin
 @pytest.mark.parametrize(
     ("tools", "options", "words"),
     [
-        ([], {"choice": "required"}, "no tools"),
-        ([{"name": "f"}], {"choice": "function", "name": "g"}, "'g'"),
         ([{"name": 'f"'}], {"choice": "required"}, "quotes"),
-        ([{"parameters": {}}], {"choice": "required"}, "no name"),
         (
             [{"name": "f", "strict": True, "parameters": {"properties": {"a": {"not": {}}}}}],
             {},

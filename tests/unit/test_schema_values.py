@@ -220,12 +220,9 @@ def test_members_and_items_are_found_at_every_depth_of_a_recursive_schema() -> N
     }
     view = ToolSchemas([tool("f", schema)]).arguments("f").member("root")
     assert view.types == {"object", "null"}
-    deeper = view.member("children").item()
+    deeper = view.member("children").item
     assert deeper.member("value").types == {"integer"}
-    assert (
-        deeper.member("children").item()
-        is deeper.member("children").item().member("children").item()
-    )
+    assert deeper.member("children").item is deeper.member("children").item.member("children").item
 
 
 @pytest.mark.parametrize(
@@ -239,7 +236,7 @@ def test_members_and_items_are_found_at_every_depth_of_a_recursive_schema() -> N
 )
 def test_items_of_every_way_to_write_an_array(schema: dict[str, Any]) -> None:
     view = ToolSchemas([tool("f", {"properties": {"x": schema}})]).arguments("f").member("x")
-    assert view.item().types == {"integer"}
+    assert view.item.types == {"integer"}
     assert "array" in view.types
 
 
@@ -257,7 +254,7 @@ def test_items_of_every_way_to_write_an_array(schema: dict[str, Any]) -> None:
 )
 def test_missing_schemas_mean_text(tools: list[dict[str, Any]] | None) -> None:
     arguments = ToolSchemas(tools).arguments("f")
-    assert arguments.member("x").types == arguments.member("x").item().types == frozenset()
+    assert arguments.member("x").types == arguments.member("x").item.types == frozenset()
     assert not arguments.lists_members
     assert not ToolSchemas(tools).declares("g")
 

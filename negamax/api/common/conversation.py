@@ -12,6 +12,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from negamax.api.http.request_body import max_chars
@@ -164,10 +165,7 @@ class PromptBuilder:
             "tools": conversation.tools,
             "add_generation_prompt": conversation.add_generation_prompt,
         }
-        if self._escaper is None:
-            text = template.render(messages, **variables)
-        else:
-            text = template.render_escaped(messages, self._escaper, **variables)
+        text = template.render(messages, self._escaper, **variables)
         if mark is not None:
             return mark.cut(text), "open" if mark.is_in_reasoning else "none", mark.continued
         may_think = thinking.mode_for(template) != "disabled"
@@ -177,16 +175,14 @@ class PromptBuilder:
         """Tokens of `text`; text that is far longer than the window is refused without tokenising
         all of it.
         """
-        encode = self._encodings.encode_escaped if is_escaped else self._encodings.encode
+        encode = partial(self._encodings.encode, salt=cache_salt, is_escaped=is_escaped)
         if not is_escaped:
             self._check_chars(len(text))
         try:
             probe_chars = _PROBE_CHARS_PER_TOKEN * self._max_model_len
             if len(text) > probe_chars:
-                encode(text[:probe_chars], salt=cache_salt, max_tokens=2 * self._max_model_len)
-            return encode(
-                text, salt=cache_salt, max_tokens=max(_LEAST_TOKENS, 2 * self._max_model_len)
-            )
+                encode(text[:probe_chars], max_tokens=2 * self._max_model_len)
+            return encode(text, max_tokens=max(_LEAST_TOKENS, 2 * self._max_model_len))
         except TooManyTokensError as error:
             context_length = self._max_model_len
             raise ContextLengthError.of_prompt(

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import weakref
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, Protocol
 
 import httptools
@@ -19,7 +20,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# request line and headers while they arrive; `border` has the exact limits
+# request line and headers while they arrive; `AuthMiddleware` has the exact limits
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0  # for a request's head to arrive, from the connection or its first byte on
 MAX_FRAMING_BYTES = 64 * 1024  # of a chunked body beside its content: extensions and trailers
@@ -28,6 +29,8 @@ MAX_UNWANTED_BYTES = 64 * 2**20
 LINGER_SECONDS = 30.0  # for the end of such a body
 _CHUNK_BYTES = 32  # of a chunk beside its content that do not count: its size, line ends
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
+# what timers wait for: the head, the rest of a body, the client that is to read
+_HEAD, _BODY, _READER = "head", "body", "reader"
 # the extension of a request's scope that is its `BodyChannel`
 BODY_CHANNEL = "negamax.body_channel"
 
@@ -97,9 +100,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._rest_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # that run, by what they wait for
         self._in_head = True
         self._in_body = False  # also while the trailers come
         self._head_bytes = 0
@@ -111,12 +112,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._start_timer(_HEAD, HEAD_SECONDS, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_arrived()
-        self._body_arrived()
-        self._written()
+        for awaited in (_HEAD, _BODY, _READER):
+            self._stop_timer(awaited)
         super().connection_lost(exc)
         if self.ended is not None:
             self.ended(self)
@@ -153,8 +153,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 f"the request's head has {self._head_bytes} bytes or more; allowed: "
                 f"{MAX_HEAD_BYTES}",
             )
-        elif self._head_timer is None:
-            self._await_head()
+        else:
+            self._start_timer(_HEAD, HEAD_SECONDS, self._head_is_late)
 
     def _check_framing(self, num_bytes: int) -> None:
         """`num_bytes` of a body came; `on_body` and `on_chunk_header` have subtracted from the
@@ -181,7 +181,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._in_body = self._has_begun = True
         self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
-        self._head_arrived()
+        self._stop_timer(_HEAD)
         super().on_headers_complete()
         channel: Any = BodyChannel(self, self.cycle)
         self.scope["extensions"] = {BODY_CHANNEL: channel}  # before the app's task begins
@@ -204,13 +204,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._in_body = False
-        self._body_arrived()
+        self._stop_timer(_BODY)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._in_body and self.cycle.response_complete and not self.transport.is_closing():
-            self._rest_timer = self.loop.call_later(LINGER_SECONDS, self._hang_up)
+            self._start_timer(_BODY, LINGER_SECONDS, self._hang_up)
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, which skips the body of a message that offers another protocol: such a
@@ -251,13 +251,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self.SLOW_CLIENT_SECONDS, self._cut_off)
+        self._start_timer(_READER, self.SLOW_CLIENT_SECONDS, self._cut_off)
         if self.source is not None:
             self.source.pause()
 
     def resume_writing(self) -> None:
-        self._written()
+        self._stop_timer(_READER)
         super().resume_writing()
         if self.source is not None:
             self.source.resume()
@@ -270,16 +269,19 @@ class LimitedProtocol(HttpToolsProtocol):
         client.
         """
         self.transport.close()
-        if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self.SLOW_CLIENT_SECONDS, self._cut_off)
+        self._start_timer(_READER, self.SLOW_CLIENT_SECONDS, self._cut_off)
 
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+    def _start_timer(self, awaited: str, seconds: float, late: Callable[[], None]) -> None:
+        """Call `late` after `seconds`, unless the timer is stopped before; one that runs goes on
+        instead.
+        """
+        if awaited not in self._timers:
+            self._timers[awaited] = self.loop.call_later(seconds, late)
 
-    def _head_arrived(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop_timer(self, awaited: str) -> None:
+        timer = self._timers.pop(awaited, None)
+        if timer is not None:
+            timer.cancel()
 
     def _head_is_late(self) -> None:
         if not self.transport.is_closing():
@@ -287,16 +289,6 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._refuse(408, f"the request's head did not arrive within {HEAD_SECONDS:g} s")
             else:
                 self._hang_up()
-
-    def _body_arrived(self) -> None:
-        if self._rest_timer is not None:
-            self._rest_timer.cancel()
-            self._rest_timer = None
-
-    def _written(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
 
     def _cut_off(self) -> None:
         logger.warning("a client that read nothing for %g s is cut off", self.SLOW_CLIENT_SECONDS)
@@ -309,17 +301,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._can_answer:
             self._hang_up()
             return
-        reason = {
-            400: "Bad Request",
-            408: "Request Timeout",
-            431: "Request Header Fields Too Large",
-        }[status]
         body = encode(
             error_answer(message, error_type="invalid_request_error", code="invalid_http")
         )
         head = (
-            f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\ncontent-length: "
-            f"{len(body)}\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
             f"x-request-id: {secrets.token_hex(12)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)

@@ -8,11 +8,9 @@ from pydantic import AfterValidator
 
 from negamax.api.schemas.request_model import refuse, shown
 from negamax.api.schemas.sampled_request import SampledRequest
+from negamax.text.chat_template import RESERVED_KWARGS
 
 MAX_MESSAGES = 16_384
-
-
-_RENDER_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -27,7 +25,7 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Refuse template variables that are none, or that the request itself sets."""
     for name in kwargs:
-        if name in _RENDER_ARGUMENTS:
+        if name in RESERVED_KWARGS:
             refuse(
                 "chat_template_kwargs", f"{name!r} is a field of the request itself; set it there"
             )

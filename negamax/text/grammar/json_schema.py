@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from negamax.config.grammar import refuse_grammar
+from negamax.text.json_pointer import pointer_target
 
 # Keywords that a grammar cannot follow: it would have to remember values, or allow everything but
 # something.
@@ -91,23 +91,8 @@ def resolve(node: Any, *, root: Any, budget: Budget | None = None) -> Any:
             return node
         if budget is not None:
             budget.spend(1 + len(node["$ref"]) // _NODE_BYTES)
-        node = _target(node["$ref"], root=root)
+        node = pointer_target(node["$ref"], root=root)
     return None
-
-
-def _target(reference: str, *, root: Any) -> Any:
-    if not reference.startswith("#"):
-        return None
-    node = root
-    for step in reference[1:].split("/")[1:]:
-        key = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(node, Mapping):
-            node = node.get(key)
-        elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
-            node = node[int(key)]
-        else:
-            return None
-    return node
 
 
 def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:

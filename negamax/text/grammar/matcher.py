@@ -124,10 +124,6 @@ class GrammarMatcher:
         )
         return bool(taken)
 
-    def take_back(self, num_parts: int) -> None:
-        """Undo the last `num_parts` calls of `take`."""
-        self._matcher.rollback(num_parts)
-
     def mask(self, compiler: GrammarCompiler) -> Mask:
         """What the output may go on with, unless it has ended; `compiler`: that of its grammar."""
         words = np.zeros((1, -(-compiler.vocab_size // 32)), dtype=np.int32)

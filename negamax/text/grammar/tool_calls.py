@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 
@@ -30,6 +29,7 @@ from negamax.text.grammar.tag_formats import (
     optional,
     sequence,
 )
+from negamax.text.json_pointer import pointer_steps
 
 NAME = re.compile(r"[^\"<>\n]+")  # that a tag can carry
 _DEFINITIONS = ("$defs", "definitions")
@@ -64,24 +64,18 @@ def tool_grammar(
     one call at most. `content` is the form of an answer without a call. None where nothing needs to
     be enforced: auto with parallel calls of any tool, without content and without a strict tool.
     Arguments follow their schema where the call is forced or the tool is strict; a schema that
-    cannot be followed is an error for a strict tool and makes others' arguments free. Errors:
-    `InvalidRequestError`; those of the schemas come from `calls_format`.
+    cannot be followed is an error for a strict tool and makes others' arguments free; those errors
+    come from `calls_format`. The names are checked: `choice` finds its tool, `allowed` are among
+    `tools`.
     """
-    functions = [_function(tool) for tool in tools]
+    functions = [tool.get("function", tool) for tool in tools]
     forced = choice != "auto"
     if name is not None:
         functions = [function for function in functions if function["name"] == name]
-        if not functions:
-            raise InvalidRequestError(
-                f"tool_choice names {name!r}, which is not among the tools", param="tool_choice"
-            )
     if allowed is not None:
         functions = [function for function in functions if function["name"] in allowed]
     if not functions:
-        if forced:
-            raise InvalidRequestError(
-                "tool_choice asks for a call, but there are no tools", param="tool_choice"
-            )
+        assert not forced, "no tool that could be called"
         return content
     is_free = parallel and allowed is None and content is None
     if not forced and is_free and not any(function.get("strict") for function in functions):
@@ -152,13 +146,6 @@ def _called(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFuncti
     return CalledFunction(function["name"], followed, bool(function.get("strict")))
 
 
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function", tool)
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError("a tool has no name", param="tools")
-    return function
-
-
 def _call(function: CalledFunction, style: CallStyle) -> Format:
     """One call of a declared function."""
     if not NAME.fullmatch(function.name):
@@ -227,78 +214,76 @@ class CallStyle(ABC):
     def arguments(self, node: Any, *, root: Any, depth: int = 0) -> Format:
         """The members of an object, in the order in which they are listed."""
         with self._one_level():
-            return self._arguments(node, root=root, depth=depth)
-
-    def _arguments(self, node: Any, *, root: Any, depth: int) -> Format:
-        node = resolve(node, root=root, budget=self.budget)
-        if not isinstance(node, Mapping):
-            return self.any_arguments()
-        listed = node.get("properties")
-        branches = node.get("anyOf", node.get("oneOf"))
-        if isinstance(branches, list) and branches and not listed:
-            return any_of([self.arguments(branch, root=root, depth=depth) for branch in branches])
-        required = node.get("required")
-        required = (
-            {name for name in required if isinstance(name, str)}
-            if isinstance(required, list)
-            else set()
-        )
-        parts = []
-        for key, schema in listed.items() if isinstance(listed, Mapping) else ():
-            part = self.argument(key, self.value(schema, root=root, depth=depth + 1))
-            parts.append(part if key in required else optional(part))
-        others = node.get("additionalProperties", listed is None)
-        if others is True or isinstance(others, Mapping):
-            value = self.value(others, root=root, depth=depth + 1)
-            parts.append({"type": "star", "content": self.any_argument(value)})
-        return sequence(parts) if parts else const("")
+            node = resolve(node, root=root, budget=self.budget)
+            if not isinstance(node, Mapping):
+                return self.any_arguments()
+            listed = node.get("properties")
+            branches = node.get("anyOf", node.get("oneOf"))
+            if isinstance(branches, list) and branches and not listed:
+                return any_of(
+                    [self.arguments(branch, root=root, depth=depth) for branch in branches]
+                )
+            required = node.get("required")
+            required = (
+                {name for name in required if isinstance(name, str)}
+                if isinstance(required, list)
+                else set()
+            )
+            parts = []
+            for key, schema in listed.items() if isinstance(listed, Mapping) else ():
+                part = self.argument(key, self.value(schema, root=root, depth=depth + 1))
+                parts.append(part if key in required else optional(part))
+            others = node.get("additionalProperties", listed is None)
+            if others is True or isinstance(others, Mapping):
+                value = self.value(others, root=root, depth=depth + 1)
+                parts.append({"type": "star", "content": self.any_argument(value)})
+            return sequence(parts) if parts else const("")
 
     def value(self, node: Any, *, root: Any, depth: int) -> Format:
         """A value that follows the schema `node`."""
         with self._one_level():
-            return self._value(node, root=root, depth=depth)
-
-    def _value(self, node: Any, *, root: Any, depth: int) -> Format:
-        node = resolve(node, root=root, budget=self.budget)
-        if not isinstance(node, Mapping):
-            return self.raw()
-        listed = [node["const"]] if "const" in node else node.get("enum")
-        if isinstance(listed, list) and listed:
-            texts = [
-                value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                for value in listed
-            ]
-            return any_of([self._counted(const(text)) for text in dict.fromkeys(texts)])
-        for keyword in ("anyOf", "oneOf", "allOf"):
-            branches = node.get(keyword)
-            if (
-                isinstance(branches, list)
-                and branches
-                and (keyword != "allOf" or len(branches) == 1)
+            node = resolve(node, root=root, budget=self.budget)
+            if not isinstance(node, Mapping):
+                return self.raw()
+            listed = [node["const"]] if "const" in node else node.get("enum")
+            if isinstance(listed, list) and listed:
+                texts = [
+                    value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                    for value in listed
+                ]
+                return any_of([self._counted(const(text)) for text in dict.fromkeys(texts)])
+            for keyword in ("anyOf", "oneOf", "allOf"):
+                branches = node.get(keyword)
+                if (
+                    isinstance(branches, list)
+                    and branches
+                    and (keyword != "allOf" or len(branches) == 1)
+                ):
+                    return self._one_of(
+                        [self.value(branch, root=root, depth=depth + 1) for branch in branches]
+                    )
+            declared = node.get("type")
+            if isinstance(declared, list) and (
+                names := [name for name in _TYPES if name in declared]
             ):
                 return self._one_of(
-                    [self.value(branch, root=root, depth=depth + 1) for branch in branches]
+                    [self.value({**node, "type": name}, root=root, depth=depth) for name in names]
                 )
-        declared = node.get("type")
-        if isinstance(declared, list) and (names := [name for name in _TYPES if name in declared]):
-            return self._one_of(
-                [self.value({**node, "type": name}, root=root, depth=depth) for name in names]
+            if declared is None:
+                declared = (
+                    "object"
+                    if "properties" in node
+                    else "array"
+                    if "items" in node or "prefixItems" in node
+                    else "string"
+                )
+            if declared == "string":
+                return self._string(node)
+            if declared in ("object", "array"):
+                return self.container({**node, "type": declared}, root=root, depth=depth)
+            return self._counted(
+                json_format({key: node[key] for key in node if key not in _DEFINITIONS})
             )
-        if declared is None:
-            declared = (
-                "object"
-                if "properties" in node
-                else "array"
-                if "items" in node or "prefixItems" in node
-                else "string"
-            )
-        if declared == "string":
-            return self._string(node)
-        if declared in ("object", "array"):
-            return self.container({**node, "type": declared}, root=root, depth=depth)
-        return self._counted(
-            json_format({key: node[key] for key in node if key not in _DEFINITIONS})
-        )
 
     def raw(self, *, most: int | None = None) -> Format:
         """Any text that a raw string can hold, of at most `most` characters."""
@@ -310,16 +295,16 @@ class CallStyle(ABC):
         needed: dict[str, dict[str, Any]] = {}
         texts = [json.dumps(node)]
         while texts:
-            for name in _REFERENCE.findall(texts.pop()):
-                steps = json.loads(name).split("/")
-                if len(steps) < 3 or steps[0] != "#" or steps[1] not in _DEFINITIONS:
+            for reference in _REFERENCE.findall(texts.pop()):
+                steps = pointer_steps(json.loads(reference)) or []
+                if len(steps) < 2 or steps[0] not in _DEFINITIONS:
                     refuse_grammar(
                         "a tool's schema refers to another place than its $defs; move what it "
                         "refers to there"
                     )
-                key = unquote(steps[2]).replace("~1", "/").replace("~0", "~")
-                definitions = root.get(steps[1]) if isinstance(root, Mapping) else None
-                found = needed.setdefault(steps[1], {})
+                kind, key = steps[:2]
+                definitions = root.get(kind) if isinstance(root, Mapping) else None
+                found = needed.setdefault(kind, {})
                 if isinstance(definitions, Mapping) and key in definitions and key not in found:
                     found[key] = definitions[key]
                     texts.append(json.dumps(definitions[key]))

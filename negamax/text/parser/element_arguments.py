@@ -255,14 +255,14 @@ class ElementArguments:
             container = self._open[-1]
         container.may_be_over = False
         if container.shape is _Shape.ARRAY:
-            schema = container.schema.item()
+            schema = container.schema.item
             # members of an object whose item tag is missing
             if name != ITEM and schema.lists(name):
                 self._push(ITEM, schema, shape=_Shape.OBJECT).is_implied = True
                 self._begin(name)
                 return
         elif container.shape is _Shape.TREE and name == ITEM:
-            schema = container.schema.item()
+            schema = container.schema.item
         else:
             schema = container.schema.member(name)
         self._push(name, schema)
@@ -351,7 +351,7 @@ def _text_value(element: _Element) -> _Value:
     types = element.schema.types
     value = _text_json(text, types)
     if text and "array" in types and "string" not in types and not value.startswith("["):
-        return _Value(element.name, value, _text_json(text, element.schema.item().types))
+        return _Value(element.name, value, _text_json(text, element.schema.item.types))
     return _Value(element.name, value, value)
 
 

@@ -14,11 +14,21 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any
-from urllib.parse import unquote
+
+from negamax.text.json_pointer import pointer_target
 
 # an argument of these types is written as a JSON string while it is generated
 TEXT_TYPES = frozenset({"string", "null"})
 
+# of JSON values; all others are objects
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+}
 _BRANCHES = ("anyOf", "oneOf", "allOf")
 _MAX_DIGITS = 4300  # Python's own readers refuse more
 _POINT_ZERO = re.compile(r"([+-]?[0-9]+)\.0*")
@@ -111,16 +121,13 @@ class ValueSchema:
             view = self._members[name] = self._view(self._listed[name])
         return self._other if view is None else view
 
-    def item(self) -> ValueSchema:
-        """The schema of the items of an array."""
-        return self._item
-
     @functools.cached_property
     def _other(self) -> ValueSchema:
         return self._view(self._others)
 
     @functools.cached_property
-    def _item(self) -> ValueSchema:
+    def item(self) -> ValueSchema:
+        """The schema of the items of an array."""
         return self._view(self._items)
 
     def _view(self, schemas: list[Any]) -> ValueSchema:
@@ -142,7 +149,7 @@ def schema_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
     for node in _walk(schemas, root=root):
         declared = node.get("type")
         names = declared if isinstance(declared, list) else [declared]
-        found.update(name for name in names if isinstance(name, str) and name in _CONVERTERS)
+        found.update(name for name in names if isinstance(name, str) and name in _TYPES)
         if declared is None:
             found.update(_implied_types(node))
         if node.get("nullable") is True:
@@ -165,7 +172,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
         converted = converter(text) if name in types else None
         if converted is not None:
             return converted
-    # the other container still tells more than its text
+    # the other container says more than its text
     if types & {"object", "array"} and "string" not in types:
         return _container(text, (dict, list)) or _encode(text)
     return _encode(text)
@@ -206,23 +213,7 @@ def _walk(schemas: Iterable[Any], *, root: Any) -> Iterable[Mapping[str, Any]]:
             if isinstance(alternatives, list):
                 stack.extend(alternatives)
         if isinstance(node.get("$ref"), str):
-            stack.append(_resolve(node["$ref"], root))
-
-
-def _resolve(reference: str, root: Any) -> Any:
-    """The part of `root` that a local JSON pointer (`#/$defs/Point`) names, or None."""
-    if not reference.startswith("#"):
-        return None
-    node = root
-    for step in unquote(reference[1:]).split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, Mapping):
-            node = node.get(step)
-        elif isinstance(node, list) and step.isdecimal() and int(step) < len(node):
-            node = node[int(step)]
-        else:
-            return None
-    return node
+            stack.append(pointer_target(node["$ref"], root=root))
 
 
 def _implied_types(node: Mapping[str, Any]) -> set[str]:
@@ -233,46 +224,20 @@ def _implied_types(node: Mapping[str, Any]) -> set[str]:
     if "const" in node:
         values = [*values, node["const"]]
     if values:
-        return {_type_name(value) for value in values}
+        return {_TYPE_NAMES.get(type(value), "object") for value in values}
     if "properties" in node:
         return {"object"}
     return {"array"} if "items" in node or "prefixItems" in node else set()
 
 
-def _type_name(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int):
-        return "integer"
-    if isinstance(value, float):
-        return "number"
-    if isinstance(value, str):
-        return "string"
-    return "object" if isinstance(value, Mapping) else "array"
-
-
-def _no_conversion(text: str) -> str | None:
-    return None
-
-
-def _integer(text: str) -> str | None:
+def _number(text: str, *, is_integer: bool = False) -> str | None:
     exact = _exact_integer(text)
-    if exact is not None:
-        return exact
     number = _float(text)
-    return str(int(number)) if number is not None and number.is_integer() else None
-
-
-def _number(text: str) -> str | None:
-    exact = _exact_integer(text)
-    if exact is not None:
+    if exact is not None or number is None:
         return exact
-    number = _float(text)
-    if number is None:
-        return None
-    return str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)
+    if number.is_integer():
+        return str(int(number)) if is_integer or abs(number) < 2**53 else repr(number)
+    return None if is_integer else repr(number)
 
 
 def _exact_integer(text: str) -> str | None:
@@ -297,14 +262,6 @@ def _float(text: str) -> float | None:
 
 def _boolean(text: str) -> str | None:
     return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text.strip().lower())
-
-
-def _object(text: str) -> str | None:
-    return _container(text, dict)
-
-
-def _array(text: str) -> str | None:
-    return _container(text, list)
 
 
 def _container(text: str, kind: type | tuple[type, ...]) -> str | None:
@@ -335,11 +292,10 @@ def _finite_float(text: str) -> float:
 
 # In the order in which they are tried. Null is decided before them; a string is what remains.
 _CONVERTERS: dict[str, Callable[[str], str | None]] = {
-    "null": _no_conversion,
-    "integer": _integer,
+    "integer": functools.partial(_number, is_integer=True),
     "number": _number,
     "boolean": _boolean,
-    "object": _object,
-    "array": _array,
-    "string": _no_conversion,
+    "object": functools.partial(_container, kind=dict),
+    "array": functools.partial(_container, kind=list),
 }
+_TYPES = frozenset({*TEXT_TYPES, *_CONVERTERS})
