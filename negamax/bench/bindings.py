@@ -67,13 +67,8 @@ def copy_case(case: Case) -> Case:
     return replace(case, tensors=map_tensors(case.tensors, lambda tensor: tensor.clone()))
 
 
-def case_bytes(case: Case) -> int:
-    """Bytes of all tensors of a case."""
-    found: list[int] = []
-
-    def count(tensor: Tensor) -> Tensor:
-        found.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    map_tensors(case.tensors, count)
-    return sum(found)
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in `value`."""
+    found: list[Tensor] = []
+    map_tensors(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found

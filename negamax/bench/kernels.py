@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import ConfigError
-from negamax.bench.bindings import Call, bind, case_bytes, copy_case, map_tensors
+from negamax.bench.bindings import Call, bind, copy_case, tensors_of
 from negamax.bench.report import environment
 from negamax.kernels.op import FLOAT_DTYPES, Case, Kernel, Op
 from negamax.kernels.platform import platform_of
@@ -46,7 +46,8 @@ class Ceilings:
 
     def seconds(self, case: Case, *, num_bytes: int, flops: int) -> float:
         """The roofline: the longer of the time for the bytes and the time for the arithmetic."""
-        peak = 2 * self.flops_per_second if has_fp8(case) else self.flops_per_second
+        has_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors_of(case.tensors))
+        peak = 2 * self.flops_per_second if has_fp8 else self.flops_per_second
         return max(num_bytes / self.bytes_per_second, flops / peak)
 
 
@@ -78,18 +79,6 @@ class Timing:
             f"{name:45} {self.microseconds:9.2f} us {rate} {self.percent_of_roofline:5.1f} %  "
             f"{self.case}{warm}"
         )
-
-
-def has_fp8(case: Case) -> bool:
-    """Whether any tensor of the case holds FP8 values."""
-    found: list[bool] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor.dtype == torch.float8_e4m3fn)
-        return tensor
-
-    map_tensors(case.tensors, look)
-    return any(found)
 
 
 def run(
@@ -257,7 +246,8 @@ def _time_on_gpu(
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     # 2: a kernel may keep its own form of a weight
-    affordable = int(MEMORY_SHARE * free / max(1, 2 * case_bytes(case)))
+    case_bytes = sum(tensor.nbytes for tensor in tensors_of(case.tensors))
+    affordable = int(MEMORY_SHARE * free / max(1, 2 * case_bytes))
     wanted = min(num_calls, 1 + -(-2 * l2_bytes // max(1, num_bytes)))
     copies = max(1, min(wanted, 1 + affordable))
     calls = [bind(op, kernel, case if index == 0 else copy_case(case)) for index in range(copies)]

@@ -162,20 +162,11 @@ def _latency_over_time(axes: Any, measured: Measurement) -> None:
     failed = [record for record in measured.records if record.error is not None and record.started]
     sent = [record.started - begin for record in good]
     axes.set_title("Latency by time of sending")
-    axes.scatter(
-        sent,
-        [serve_report.e2el(record) for record in good],
-        s=8,
-        color="tab:green",
-        label="whole answer",
-    )
-    axes.scatter(
-        sent,
-        [serve_report.ttft(record) for record in good],
-        s=8,
-        color="tab:blue",
-        label="first token",
-    )
+    for seconds, color, label in (
+        (serve_report.e2el, "tab:green", "whole answer"),
+        (serve_report.ttft, "tab:blue", "first token"),
+    ):
+        axes.scatter(sent, [seconds(record) for record in good], s=8, color=color, label=label)
     if failed:
         times = [record.started - begin for record in failed]
         axes.scatter(

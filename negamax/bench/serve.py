@@ -177,14 +177,11 @@ async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str
 
 async def _prepare(options: BenchOptions, server: _Server) -> tuple[BenchOptions, Workload]:
     """The workload, sized for this server, and the options with all defaults filled in."""
-    if options.dataset_name == "custom":
+    has_file = options.dataset_path is not None
+    if options.dataset_name == "custom" or (options.dataset_name == "agent" and has_file):
         sessions = workloads.read_requests(str(options.dataset_path), options)
-        return options, workloads.requests_workload(sessions, options)
+        return options, workloads.file_workload(sessions, options)
     if options.dataset_name == "agent":
-        if options.dataset_path is not None:
-            return options, workloads.requests_workload(
-                workloads.read_requests(options.dataset_path, options), options
-            )
         return options, await _agent_workload(options, server)
     if options.dataset_name == "sharegpt":
         return options, await _sharegpt_workload(options, server)
@@ -218,7 +215,7 @@ async def _agent_workload(options: BenchOptions, server: _Server) -> Workload:
     scale, notes = await measure_scale(options, server, sample=sample)
     sessions = AgentSessions(options, scale=scale, context_length=server.context_length)
     chosen = workloads.take_turns(iter(sessions), options.num_prompts)
-    warmups = tuple(workloads.first_turn(sessions.session()) for _ in range(options.num_warmups))
+    warmups = tuple(workloads.shortened(sessions.session(), 1) for _ in range(options.num_warmups))
     turns = f"{len(chosen)} sessions of up to {max(session.num_turns for session in chosen)} turns"
     return Workload(chosen, warmups, (turns, *notes))
 

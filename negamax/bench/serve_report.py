@@ -52,13 +52,8 @@ def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[
         "median": percentile(ordered, 50),
         "std": math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)),
     }
-    found |= {percentile_name(percent): percentile(ordered, percent) for percent in percentiles}
+    found |= {f"p{percent:g}": percentile(ordered, percent) for percent in percentiles}
     return found | {"max": ordered[-1]}
-
-
-def percentile_name(percent: float) -> str:
-    """'p99', 'p99.9'."""
-    return f"p{percent:g}"
 
 
 # One request, in seconds
@@ -126,7 +121,7 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
         "request_throughput": len(good) / seconds,
         "output_throughput": total_output / seconds,
         "total_token_throughput": (total_input + total_output) / seconds,
-        "max_output_tokens_per_s": peak_output(good),
+        "max_output_tokens_per_s": max(output_per_second(good), default=0.0),
         "max_concurrent_requests": peak_concurrency(measured.records),
         "total_cached_tokens": _total_cached(good),
         "finish_reasons": dict(
@@ -208,11 +203,6 @@ def output_per_second(records: Sequence[Record]) -> list[float]:
     return bins
 
 
-def peak_output(records: Sequence[Record]) -> float:
-    """The most output tokens within one second of the clock."""
-    return max(output_per_second(records), default=0.0)
-
-
 # For people
 
 
@@ -221,8 +211,8 @@ def block(summary: dict[str, Any], options: BenchOptions) -> str:
     lines = [
         f"{' Serving Benchmark Result ':=^{WIDTH}}",
         _line("Successful requests:", summary["completed"]),
+        _line("Failed requests:", summary["failed"]),
     ]
-    lines.append(_line("Failed requests:", summary["failed"]))
     if options.max_concurrency is not None:
         lines.append(_line("Maximum request concurrency:", options.max_concurrency))
     if math.isfinite(options.request_rate):
@@ -259,7 +249,7 @@ def block(summary: dict[str, Any], options: BenchOptions) -> str:
 
 def _metric_lines(metric: str, summary: dict[str, Any], options: BenchOptions) -> list[str]:
     short = metric.upper()
-    names = ["mean", "median", *map(percentile_name, options.metric_percentiles), "max"]
+    names = ["mean", "median", *(f"p{at:g}" for at in options.metric_percentiles), "max"]
     shown = [
         _line(f"{name.capitalize()} {short} (ms):", summary[f"{name}_{metric}_ms"])
         for name in names

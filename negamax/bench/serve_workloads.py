@@ -96,13 +96,14 @@ class TextScale:
         return max(1, round(num_chars * self.tokens_per_char))
 
 
-def single(turn: SessionTurn) -> Session:
-    """A session of one request."""
+def session_of(*turns: SessionTurn) -> Session:
+    """A session of just these requests."""
 
     def start() -> Turns:
-        yield turn
+        for turn in turns:  # noqa: UP028 (a tuple takes no answers)
+            yield turn
 
-    return Session(1, start)
+    return Session(len(turns), start)
 
 
 def random_text(rng: random.Random, num_chars: int) -> str:
@@ -185,8 +186,8 @@ def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> Wor
     """`num_prompts` of `turns`; the next ones, which share only prefixes with them, warm the server
     up.
     """
-    timed = tuple(single(turn) for turn in islice(turns, options.num_prompts))
-    return Workload(timed, tuple(single(turn) for turn in islice(turns, options.num_warmups)))
+    timed = tuple(session_of(turn) for turn in islice(turns, options.num_prompts))
+    return Workload(timed, tuple(session_of(turn) for turn in islice(turns, options.num_warmups)))
 
 
 def longest_prompt(options: BenchOptions) -> int:
@@ -283,7 +284,7 @@ def sharegpt_workload(
         if left_out
         else ()
     )
-    return _from_file([single(turn) for turn in turns], options, notes=note)
+    return file_workload([session_of(turn) for turn in turns], options, notes=note)
 
 
 def read_requests(path: str, options: BenchOptions) -> list[Session]:
@@ -324,27 +325,14 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
         sessions.setdefault(key, []).append(SessionTurn({**body, **limits}, pause=float(delay)))
     if not sessions:
         raise ConfigError(f"--dataset-path {path!r} has no requests")
-    return [_recorded(turns) for turns in sessions.values()]
+    return [session_of(*turns) for turns in sessions.values()]
 
 
-def _recorded(turns: Sequence[SessionTurn]) -> Session:
-    def start() -> Turns:
-        for turn in turns:  # noqa: UP028 (a list takes no answers)
-            yield turn
-
-    return Session(len(turns), start)
-
-
-def requests_workload(sessions: Sequence[Session], options: BenchOptions) -> Workload:
-    """Recorded sessions in the file's order."""
-    return _from_file(sessions, options)
-
-
-def _from_file(
+def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
 ) -> Workload:
-    """`num_prompts` requests, the file repeated where it is shorter; the last of them warm up
-    before.
+    """`num_prompts` requests of a file in its order, which is repeated where it is too short; the
+    last of them warm up before.
     """
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
@@ -360,7 +348,7 @@ def _from_file(
             "their prompts cached"
         )
     warmups = tuple(
-        first_turn(session) for session in islice(cycle(reversed(sessions)), options.num_warmups)
+        shortened(session, 1) for session in islice(cycle(reversed(sessions)), options.num_warmups)
     )
     return Workload(timed, warmups, tuple(notes))
 
@@ -373,11 +361,6 @@ def take_turns(sessions: Iterator[Session], num_turns: int) -> tuple[Session, ..
         taken.append(session if session.num_turns <= num_turns else shortened(session, num_turns))
         num_turns -= taken[-1].num_turns
     return tuple(taken)
-
-
-def first_turn(session: Session) -> Session:
-    """Only the first request of `session`."""
-    return shortened(session, 1)
 
 
 def shortened(session: Session, num_turns: int) -> Session:

@@ -22,19 +22,14 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
-app.command("offline", help=bench_offline.HELP, epilog=epilog("bench offline"))(
-    bench_offline.command
-)
-app.command("kernels", help=bench_kernels.HELP, epilog=epilog("bench kernels"))(
-    bench_kernels.command
-)
-app.command("profile", help=bench_profile.HELP, epilog=epilog("bench profile"))(
-    bench_profile.command
-)
-app.command("serve", help=bench_serve.HELP, epilog=epilog("bench serve"))(bench_serve.command)
-app.command("compare", help=bench_compare.HELP, epilog=epilog("bench compare"))(
-    bench_compare.command
-)
+for _name, _module in {
+    "offline": bench_offline,
+    "kernels": bench_kernels,
+    "profile": bench_profile,
+    "serve": bench_serve,
+    "compare": bench_compare,
+}.items():
+    app.command(_name, help=_module.HELP, epilog=epilog(f"bench {_name}"))(_module.command)
 
 
 @app.callback()

@@ -32,7 +32,7 @@ from negamax.bench.serve_options import (
     BenchOptions,
 )
 from negamax.cli.bench_options import OUTPUT, WORKLOAD, parse_counts, parse_numbers
-from negamax.cli.flags import Flag, chosen_fields, flag_parameters
+from negamax.cli.flags import Flag, chosen_fields, flag_parameters, json_object
 
 if TYPE_CHECKING:
     from negamax.bench.serve import Measurement, RunProgress
@@ -242,7 +242,7 @@ def _run(
     options = BenchOptions(
         **_chosen(values),
         headers=_pairs(header or [], flag="--header"),
-        extra_body=_json_object(extra_body),
+        extra_body=json_object("--extra-body", extra_body),
         percentile_metrics=_metrics(percentile_metrics),
         metric_percentiles=_percentiles(metric_percentiles),
         goodput=_goodput([*(goodput or []), *words[0]]),
@@ -423,16 +423,6 @@ def _pairs(texts: Sequence[str], *, flag: str) -> tuple[str, ...]:
         if not text.partition("=")[0].strip() or "=" not in text:
             raise ConfigError(f"{flag} is {text[:60]!r}; allowed: NAME=VALUE")
     return tuple(texts)
-
-
-def _json_object(text: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise ConfigError(f"--extra-body is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"--extra-body is a JSON {type(found).__name__}; an object is needed")
-    return found
 
 
 def _metrics(text: str | None) -> tuple[str, ...]:

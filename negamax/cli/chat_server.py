@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import ssl
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -163,16 +162,9 @@ def _first_model(address: str, headers: dict[str, str]) -> str:
 def _connection(address: str) -> http.client.HTTPConnection:
     parts = urlsplit(address)
     assert parts.hostname is not None
-    if parts.scheme == "https":
-        context = ssl.create_default_context()
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            parts.hostname, parts.port, timeout=_CONNECT_SECONDS, context=context
-        )
-    else:
-        connection = http.client.HTTPConnection(
-            parts.hostname, parts.port, timeout=_CONNECT_SECONDS
-        )
-    return connection
+    is_secure = parts.scheme == "https"
+    connection = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
+    return connection(parts.hostname, parts.port, timeout=_CONNECT_SECONDS)
 
 
 def _send(

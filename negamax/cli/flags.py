@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -145,6 +146,17 @@ def _metavar(flag: Flag) -> str | None:
     if flag.is_size:
         return "SIZE"
     return "NUMBER" if flag.is_count else None
+
+
+def json_object(flag: str, text: str | None) -> dict[str, Any]:
+    """The object in the value of a flag, empty without one. Errors: `ConfigError`."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{flag} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag} is a JSON {type(found).__name__}; an object is needed")
+    return found
 
 
 def completion(choices: Iterable[str]) -> Callable[[str], list[str]]:

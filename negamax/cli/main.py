@@ -25,11 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-app.command("serve", help=serve.HELP, epilog=epilog("serve"))(serve.command)
-app.command("chat", help=chat.HELP, epilog=epilog("chat"))(chat.command)
-app.command("generate", help=generate.HELP, epilog=epilog("generate"))(generate.command)
-app.command("doctor", help=doctor.HELP, epilog=epilog("doctor"))(doctor.command)
-app.command("parse", help=parse.HELP, epilog=epilog("parse"))(parse.command)
+for _module in (serve, chat, generate, doctor, parse):
+    _name = _module.__name__.rpartition(".")[2]
+    app.command(_name, help=_module.HELP, epilog=epilog(_name))(_module.command)
 app.add_typer(bench.app, name="bench")
 
 _BAD_VALUE = re.compile(r"Invalid value for ((?:'[^']+'(?: / )?)+): (.*)")

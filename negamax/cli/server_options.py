@@ -13,7 +13,7 @@ import typer
 
 from negamax.base.errors import ConfigError
 from negamax.cli.engine_options import LOGS
-from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
+from negamax.cli.flags import Flag, chosen_fields, flag_parameters, json_object, parameter
 from negamax.config.key_file import keys_of_file
 from negamax.config.options import SCHEDULING_POLICIES, ServerOptions
 from negamax.text.chat_format import REASONING_PARSERS, TOOL_CALL_PARSERS, check_parsers
@@ -173,9 +173,13 @@ def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
         chosen["api_keys"] = tuple(chosen["api_keys"] or ())
         chosen["api_key_file"] = values.pop("api_key_file")
         keys_of_file(chosen["api_key_file"])  # refused before the model is loaded
-        chosen["default_chat_template_kwargs"] = _template_kwargs(
-            values.pop("default_chat_template_kwargs")
-        )
+        kwargs = values.pop("default_chat_template_kwargs")
+        kwargs = json_object("--default-chat-template-kwargs", kwargs)
+        if kwargs:
+            from negamax.text.chat_template import check_template_kwargs
+
+            check_template_kwargs(kwargs)
+        chosen["default_chat_template_kwargs"] = kwargs
         template = chosen["chat_template"]
         if template is not None and not Path(template).is_file():
             raise ConfigError(
@@ -190,22 +194,6 @@ def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
     wrapper.__signature__ = own.replace(parameters=[*parameters, *flags, *special])  # type: ignore[attr-defined]
     wrapper.flags = _TABLE  # type: ignore[attr-defined]
     return wrapper
-
-
-def _template_kwargs(text: str | None) -> dict[str, Any]:
-    """The variables in `--default-chat-template-kwargs`."""
-    from negamax.text.chat_template import check_template_kwargs
-
-    try:
-        kwargs = json.loads(text or "{}")
-    except ValueError as error:
-        raise ConfigError(f"--default-chat-template-kwargs is no JSON: {error}") from None
-    if not isinstance(kwargs, dict):
-        raise ConfigError(
-            f"--default-chat-template-kwargs is a JSON {type(kwargs).__name__}; an object is needed"
-        )
-    check_template_kwargs(kwargs)
-    return kwargs
 
 
 def _texts(flag: str, values: list[str] | None) -> tuple[str, ...]:

@@ -9,8 +9,12 @@ every platform.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable
+from typing import TypeVar
+
+Problem = TypeVar("Problem")
 
 HELD_OUT_SHARE = 16  # one in this many problems belongs to evaluation only
 
@@ -21,6 +25,20 @@ def is_held_out(canonical_text: str) -> bool:
     """
     digest = hashlib.sha256(canonical_text.encode("utf-8")).digest()
     return digest[0] % HELD_OUT_SHARE == 0
+
+
+def distinct_problems(
+    generate: Callable[[int], Problem], held_out: Callable[[Problem], bool],
+    key: Callable[[Problem], str], *, count: int, seed: int,
+) -> list[Problem]:  # fmt: skip
+    """The first `count` held-out problems of `seed` that differ by their `key`."""
+    found: dict[str, Problem] = {}
+    numbers = itertools.count(seed * 10_000_000)
+    while len(found) < count:
+        problem = generate(next(numbers))
+        if held_out(problem):
+            found.setdefault(key(problem), problem)
+    return list(found.values())
 
 
 def normalise(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,13 +87,13 @@ def held_out(problem: MathProblem) -> bool:
 
 def problems(count: int, seed: int = 0) -> list[MathProblem]:
     """`count` distinct held-out problems."""
-    found: dict[str, MathProblem] = {}
-    for problem in _stream(seed):
-        if len(found) == count:
-            break
-        if held_out(problem):
-            found.setdefault(common.normalise(problem.text), problem)
-    return list(found.values())
+    return common.distinct_problems(
+        generate,
+        held_out,
+        lambda problem: common.normalise(problem.text),
+        count=count,
+        seed=seed,
+    )
 
 
 def grade(problem: MathProblem, content: str) -> bool:
@@ -110,13 +110,6 @@ def extract_answer(content: str) -> int | None:
         return None
     digits = re.sub(r"\.0+$", "", numbers[-1].rstrip(",")).replace(",", "")
     return int(digits)
-
-
-def _stream(seed: int) -> Iterator[MathProblem]:
-    offset = seed * 10_000_000
-    while True:
-        yield generate(offset)
-        offset += 1
 
 
 def _fill(template: Template, rng: random.Random, rename: Rename | None = None) -> MathProblem:

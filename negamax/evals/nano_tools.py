@@ -106,14 +106,13 @@ def held_out(problem: ToolProblem) -> bool:
 
 def problems(count: int, seed: int = 0) -> list[ToolProblem]:
     """`count` distinct held-out problems."""
-    found: dict[str, ToolProblem] = {}
-    offset = seed * 10_000_000
-    while len(found) < count:
-        problem = generate(offset)
-        offset += 1
-        if held_out(problem):
-            found.setdefault(json.dumps(problem.tools) + problem.text, problem)
-    return list(found.values())
+    return common.distinct_problems(
+        generate,
+        held_out,
+        lambda problem: json.dumps(problem.tools) + problem.text,
+        count=count,
+        seed=seed,
+    )
 
 
 def grade(problem: ToolProblem, calls: Sequence[tuple[str, dict[str, Any]]]) -> bool:

@@ -104,11 +104,6 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_blocks(self) -> int:
-        """KV blocks in all."""
-        return self._pool.num_blocks
-
-    @property
     def num_free_blocks(self) -> int:
         """KV blocks that no live request holds; cached ones count."""
         return self._pool.num_free
@@ -163,10 +158,6 @@ class Scheduler:
         self._num_constrained += sequence.is_constrained
         self._sequences[request.request_id] = sequence
         insort(self._waiting, sequence, key=_by_order)
-
-    def request_ids(self) -> list[str]:
-        """The requests that run or wait."""
-        return list(self._sequences)
 
     def sequences(self) -> list[Sequence]:
         """The requests that run or wait, with their state, to be looked at."""

@@ -8,7 +8,7 @@ from itertools import repeat
 import torch
 
 from negamax.layers.moe import mixtures
-from negamax.models.registry import CausalModel
+from negamax.models.decoder import Decoder
 from negamax.worker.config import (
     DECODE_SECONDS,
     DISTINCT_EXPERTS,
@@ -28,7 +28,7 @@ REPLAYS = 20
 class DebugCommands:
     """What one worker does for them."""
 
-    def __init__(self, model: CausalModel, config: WorkerConfig, *, device: torch.device) -> None:
+    def __init__(self, model: Decoder, config: WorkerConfig, *, device: torch.device) -> None:
         self._mixtures = mixtures(model.layers)
         self._max_tokens, self._device = config.max_num_batched_tokens, device
         # [max_tokens, top_k] int32 of each mixture of experts

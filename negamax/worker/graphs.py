@@ -30,7 +30,7 @@ from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
-from negamax.models.registry import CausalModel
+from negamax.models.decoder import Decoder
 from negamax.worker.batch import StepColumns
 from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.request_state import RequestState
@@ -106,7 +106,7 @@ class StepGraphs:
     def __init__(
         self,
         shapes: dict[str, list[StepShape]],
-        model: CausalModel,
+        model: Decoder,
         kv: Sequence[KvCaches],
         requests: RequestState,
         *,

@@ -6,7 +6,7 @@ import torch
 
 from negamax.base.log import get_logger
 from negamax.kernels.attention.metadata import attention_metadata
-from negamax.models.registry import CausalModel
+from negamax.models.decoder import Decoder
 from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
 from negamax.worker.kv_cache import allocate
@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 
 @torch.inference_mode()
 def peak_bytes(
-    model: CausalModel,
+    model: Decoder,
     config: WorkerConfig,
     *,
     dtype: torch.dtype,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from negamax.base.errors import EngineDeadError
 from negamax.layers.attention import KvCaches
-from negamax.models.registry import CausalModel
+from negamax.models.decoder import Decoder
 from negamax.scheduler.step import StepPlan
 from negamax.worker.batch import BatchLayout, ForwardBatch
 from negamax.worker.request_state import RequestState
@@ -23,7 +23,7 @@ PROMPT_LOGPROB_TILE = 256
 class Runner:
     """The model, its cache, and nothing else."""
 
-    def __init__(self, model: CausalModel, kv: Sequence[KvCaches]) -> None:
+    def __init__(self, model: Decoder, kv: Sequence[KvCaches]) -> None:
         self._model = model
         self._kv = kv
 

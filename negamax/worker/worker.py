@@ -17,7 +17,8 @@ from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
 from negamax.layers.attention import KvCaches
-from negamax.models.registry import CausalModel, build_model
+from negamax.models.decoder import Decoder
+from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 from negamax.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from negamax.worker import batch as batches
@@ -425,7 +426,7 @@ def _parallel_context(
     )
 
 
-def _load(model: CausalModel, config: WorkerConfig, *, device: torch.device) -> str:
+def _load(model: Decoder, config: WorkerConfig, *, device: torch.device) -> str:
     """Fill the model's weights and pack them; one line that says what was loaded.
 
     With one thread: each tensor is small, and a team of threads that waits for a busy core at each

@@ -15,7 +15,8 @@ from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
-from negamax.models.registry import CausalModel, build_model
+from negamax.models.decoder import Decoder
+from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 from negamax.worker import kv_cache
 
@@ -85,7 +86,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     choices: Mapping[str, str] | None = None,
     loaded: bool = True,
-) -> CausalModel:
+) -> Decoder:
     """A model holding `weights`, ready to run (or, with `loaded` False, before anything was
     written).
     """
@@ -110,7 +111,7 @@ class PagedRun:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: Decoder,
         *,
         ranks: int = 1,
         num_blocks: int = 64,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from negamax.bench.bindings import bind, case_bytes, copy_case, map_tensors
-from negamax.bench.kernels import Ceilings, cases, has_fp8, time_kernel
+from negamax.bench.bindings import bind, copy_case, map_tensors, tensors_of
+from negamax.bench.kernels import Ceilings, cases, time_kernel
 from negamax.cli.main import main
 from negamax.kernels.formats import StoredWeight
 from negamax.kernels.op import Case
@@ -62,8 +62,11 @@ def test_copies_of_a_case_share_no_memory() -> None:
     assert copy.numbers == {"k": 1}
     assert torch.equal(copy.tensors["pair"].right[0], value.right[0])
     assert copy.tensors["pair"].left.data_ptr() != value.left.data_ptr()
-    assert case_bytes(case) == 4 * 2 + 4 * 3 + 1 + 8 * 5
-    assert has_fp8(case) and not has_fp8(Case("", {"x": torch.ones(1)}))
+    assert sum(tensor.nbytes for tensor in tensors_of(case.tensors)) == 4 * 2 + 4 * 3 + 1 + 8 * 5
+    ceilings = Ceilings(bytes_per_second=1.0, flops_per_second=1.0, l2_bytes=0)
+    plain = Case("", {"x": torch.ones(1)})
+    assert ceilings.seconds(case, num_bytes=0, flops=4) == 2.0  # FP8 is twice as fast
+    assert ceilings.seconds(plain, num_bytes=0, flops=4) == 4.0
     assert map_tensors([None, "x"], torch.neg) == [None, "x"]
 
 

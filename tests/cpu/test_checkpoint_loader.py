@@ -39,7 +39,7 @@ from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot, slots_by_name
 from negamax.models.decoder import Decoder
 from negamax.models.minimax_m2.names import layer_of, place
-from negamax.models.registry import CausalModel, build_model
+from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 
 SPEC = tiny_spec()
@@ -628,7 +628,7 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 # The real model
 
 
-def build(spec: ModelSpec) -> CausalModel:
+def build(spec: ModelSpec) -> Decoder:
     device, dtype = torch.device("cpu"), torch.float32
     kernels = resolve(platform=CPU, dtype=dtype)
     return build_model(
@@ -662,7 +662,7 @@ def test_model_takes_what_transformers_saves_and_what_minimax_publishes(tmp_path
         load_weights(model, FP8_SPEC, folder)
 
 
-def scales(model: CausalModel) -> list[tuple[float, float]]:
+def scales(model: Decoder) -> list[tuple[float, float]]:
     assert isinstance(model, Decoder)
     return [layer.attention.kv_scales for layer in model.layers]
 

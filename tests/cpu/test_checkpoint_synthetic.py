@@ -16,8 +16,8 @@ from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.layers.moe import mixtures
+from negamax.models.decoder import Decoder
 from negamax.models.minimax_m2.init import ATTENTION_GAIN
-from negamax.models.registry import CausalModel
 
 SPEC = tiny_spec(hidden_size=64, num_local_experts=16, num_hidden_layers=3)
 
@@ -66,7 +66,7 @@ def test_magnitudes_are_those_of_a_trained_model() -> None:
             ), name
 
 
-def routed_model() -> tuple[ModelSpec, CausalModel, torch.Tensor]:
+def routed_model() -> tuple[ModelSpec, Decoder, torch.Tensor]:
     """A deep and narrow synthetic model, and where it writes the experts it chooses, [layers,
     tokens, top_k].
     """

@@ -24,9 +24,10 @@ from negamax.config import families
 from negamax.config.kv_cache import block_bytes
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
+from negamax.models.decoder import Decoder
 from negamax.models.family import names_of
 from negamax.models.memory import expected_distinct_experts, weight_bytes
-from negamax.models.registry import CausalModel, build_model
+from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.warmup import warmup_layers
@@ -56,7 +57,7 @@ def folder(tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory)
     return save(tensors, tmp_path_factory.mktemp("foreign"))
 
 
-def new_model(spec: ForeignSpec, *, ranks: int = 1) -> CausalModel:
+def new_model(spec: ForeignSpec, *, ranks: int = 1) -> Decoder:
     return build_model(
         spec,
         context=replace(ParallelContext.single(), layout=ParallelLayout(tp=ranks)),

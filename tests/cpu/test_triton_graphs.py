@@ -16,7 +16,7 @@ from test_triton_model import SPEC, errors, gpu_model, kernel_table
 from torch import Tensor
 
 from negamax.kernels.moe import tiles as moe_tiles
-from negamax.models.registry import CausalModel
+from negamax.models.decoder import Decoder
 from negamax.parallel.collectives import SingleRank
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
@@ -70,7 +70,7 @@ def step(slots: list[int], counts: list[int]) -> StepPlan:
     return StepPlan(0, [], [], [], slots, counts, [0] * len(slots), samples)
 
 
-def eager(model: CausalModel, side: Side, plan: StepPlan) -> tuple[batch.BatchLayout, Tensor]:
+def eager(model: Decoder, side: Side, plan: StepPlan) -> tuple[batch.BatchLayout, Tensor]:
     """Where the tokens of `plan` stand, and their hidden states."""
     layout = batch.build_batch_layout(plan, side.requests, generated_apart=False)
     forward = batch.build(layout, side.requests)

@@ -20,7 +20,8 @@ from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.moe import mixtures
-from negamax.models.registry import CausalModel, build_model
+from negamax.models.decoder import Decoder
+from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 
 SIZES = {
@@ -46,7 +47,7 @@ def kernel_table() -> KernelTable:
     return KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.bfloat16)
 
 
-def gpu_model(weights: Mapping[str, Tensor], *, keep_quantized: bool) -> CausalModel:
+def gpu_model(weights: Mapping[str, Tensor], *, keep_quantized: bool) -> Decoder:
     kernels, device = kernel_table(), torch.device("cpu")
     model = build_model(
         SPEC,

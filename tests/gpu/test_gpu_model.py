@@ -18,7 +18,8 @@ from negamax.kernels.formats import E4M3_BLOCKS
 from negamax.kernels.platform import CPU, platform_of
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable, resolve
-from negamax.models.registry import CausalModel, build_model
+from negamax.models.decoder import Decoder
+from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 from negamax.worker.kv_cache import allocate
 
@@ -35,7 +36,7 @@ BOUNDS = {"stored FP8": 0.05, "bf16": 0.015}  # measured: 0.020, 0.007
 
 def build(
     spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, device: torch.device
-) -> CausalModel:
+) -> Decoder:
     return build_model(
         spec,
         context=ParallelContext.single(),
@@ -76,7 +77,7 @@ def random_weights(
 
 def filled(
     spec: ModelSpec, kernels: KernelTable, *, keep_quantized: bool, device: torch.device
-) -> CausalModel:
+) -> Decoder:
     model = build(spec, kernels, keep_quantized=keep_quantized, device=device)
     slots = model.weight_slots()
     for name, values, scales in random_weights(spec, device=device):
@@ -94,7 +95,7 @@ class Paged:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: Decoder,
         *,
         dtype: torch.dtype,
         device: torch.device,

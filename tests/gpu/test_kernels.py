@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from negamax.bench.bindings import bind, copy_case, map_tensors
+from negamax.bench.bindings import bind, copy_case, map_tensors, tensors_of
 from negamax.kernels.formats import PLAIN
 from negamax.kernels.op import Case, Kernel, Op
 from negamax.kernels.registry import OPS, gpu_kernels
@@ -159,12 +158,12 @@ def test_kernel_gives_the_same_bits_in_a_graph(kernel: Kernel, dtype: torch.dtyp
     for case in map(on_gpu, op.cases(dtype, torch.Generator().manual_seed(1))):
         if any(isinstance(value, Tensor) and value.numel() == 0 for value in case.tensors.values()):
             continue
-        eager = tensors(bind(op, kernel, copy_case(case))())
+        eager = tensors_of(bind(op, kernel, copy_case(case))())
         call = bind(op, kernel, copy_case(case))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = tensors(call())
+            captured = tensors_of(call())
         graph.replay()
         torch.cuda.synchronize()
         for want, got in zip(eager, captured, strict=True):
@@ -198,13 +197,6 @@ def test_experts_with_uneven_loads(kernel: Kernel, choice: str) -> None:
             if problem:
                 problems.append(f"{case.label}, {when}: {problem}")
     assert not problems, "\n".join(problems)
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """All tensors in what a kernel returned."""
-    found: list[Tensor] = []
-    map_tensors(value, lambda tensor: found.append(tensor) or tensor)
-    return found
 
 
 def bits(tensor: Tensor) -> Tensor:

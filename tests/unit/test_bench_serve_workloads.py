@@ -25,14 +25,14 @@ from negamax.bench.serve_workloads import (
     SessionTurn,
     TextScale,
     endless_workload,
-    first_turn,
+    file_workload,
     longest_prompt,
     prefix_repetition_turns,
     random_turns,
     read_requests,
     read_sharegpt,
-    requests_workload,
     sharegpt_workload,
+    shortened,
     take_turns,
 )
 from negamax.text.messages import normalize_messages
@@ -198,7 +198,7 @@ def test_recorded_requests_keep_sessions_delays_and_limits(tmp_path: Path) -> No
     assert [turn.body.get("max_tokens") for turn in first] == [None, 6]
     assert [turn.pause for turn in first] == [0.0, 0.25]
     assert second[0].body["max_tokens"] == 9
-    assert requests_workload(sessions, options).num_requests == 3
+    assert file_workload(sessions, options).num_requests == 3
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_sessions_are_cut_to_the_number_of_requests() -> None:
     sessions = take_turns(iter(AgentSessions(AGENT, scale=SCALE, context_length=None)), 40)
     assert [session.num_turns for session in sessions] == [15, 15, 10]
     assert [len(turns(session)) for session in sessions] == [15, 15, 10]
-    assert len(turns(first_turn(sessions[0]))) == 1
+    assert len(turns(shortened(sessions[0], 1))) == 1
 
 
 def test_agent_history_grows_at_its_end_only_and_every_session_begins_alike() -> None:

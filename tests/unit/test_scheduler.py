@@ -250,7 +250,7 @@ def test_admission_leaves_one_block_free_while_others_run() -> None:
     scheduler.add(request("a", 8, max_tokens=2))
     scheduler.add(request("b", 16, max_tokens=2))
     assert admitted(planned(scheduler)) == names("a")
-    assert (scheduler.num_blocks, scheduler.num_free_blocks) == (6, 4)
+    assert (scheduler.limits.num_blocks, scheduler.num_free_blocks) == (6, 4)
 
 
 def test_request_that_needs_the_whole_pool_runs_alone() -> None:
@@ -326,7 +326,7 @@ def test_stop_rules(
     assert [update.finish_reason for update in updates[:-1]] == [None] * (len(sampled) - 1)
     assert (updates[-1].finish_reason, updates[-1].stop_reason) == (reason, stop_reason)
     assert not scheduler.has_unfinished
-    assert scheduler.num_free_blocks == scheduler.num_blocks
+    assert scheduler.num_free_blocks == scheduler.limits.num_blocks
 
 
 # Overlap.
@@ -372,7 +372,7 @@ def test_abort_frees_at_once_and_drops_what_is_in_flight() -> None:
     first, second = planned(scheduler), planned(scheduler)
     update = scheduler.end("a", "abort")
     assert update is not None and (update.finish_reason, update.token_ids) == ("abort", [])
-    assert scheduler.num_free_blocks == scheduler.num_blocks
+    assert scheduler.num_free_blocks == scheduler.limits.num_blocks
     third = planned(scheduler)
     assert (third.new_rows[0].slot, admitted(third)) == (0, names("b"))
     assert scheduler.commit(first, result(first)) == scheduler.commit(second, result(second)) == []
@@ -433,7 +433,7 @@ def test_lost_step_ends_its_requests_and_no_others() -> None:
     (update,) = scheduler.commit(second, result(second, [21, 22]))
     assert (update.request_id, update.token_ids) == ("b", [22])
     assert [update.request_id for update in scheduler.fail(third, "worker lost")] == ["b", "c"]
-    assert not scheduler.has_unfinished and scheduler.num_free_blocks == scheduler.num_blocks
+    assert not scheduler.has_unfinished and scheduler.num_free_blocks == scheduler.limits.num_blocks
 
 
 # Log-probabilities.

@@ -314,7 +314,7 @@ class Trace:
     def check_counters(self) -> None:
         scheduler = self.scheduler
         held = [block for sequence in scheduler._running for block in sequence.block_ids]
-        assert scheduler.num_free_blocks == scheduler.num_blocks - len(set(held))
+        assert scheduler.num_free_blocks == scheduler.limits.num_blocks - len(set(held))
         for block in set(held):
             assert scheduler._pool.ref_count(block) == held.count(block)
         live = [name for name in self.requests if not self.ended(name)]
@@ -360,7 +360,7 @@ class Trace:
         assert self.scheduler.generated_tokens == sum(
             len(update.token_ids) for updates in self.updates.values() for update in updates
         )
-        assert self.scheduler.num_free_blocks == self.scheduler.num_blocks
+        assert self.scheduler.num_free_blocks == self.scheduler.limits.num_blocks
         assert sorted(self.scheduler._free_slots) == list(range(self.limits.max_num_seqs))
 
 

@@ -91,11 +91,6 @@ class EngineChannel:
         self._num_rounds = -1
 
     @property
-    def silent_seconds(self) -> float:
-        """Seconds since the engine's last sign of life."""
-        return time.monotonic() - self.last_beat
-
-    @property
     def can_send(self) -> bool:
         """Whether the engine has connected; before that, what is sent is lost."""
         return bool(self._to_engine.poll(0, zmq.POLLOUT))

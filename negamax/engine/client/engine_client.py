@@ -105,7 +105,7 @@ class AsyncEngine:
         self.check_alive()
         assert self._channel is not None
         silent = None
-        if self._channel.silent_seconds >= _RESPONSIVE_SECONDS:
+        if time.monotonic() - self._channel.last_beat >= _RESPONSIVE_SECONDS:
             silent = "the engine"
         elif self._channel.rank_silence >= _RESPONSIVE_SECONDS:
             silent = f"rank {self._channel.rank}"

@@ -102,7 +102,8 @@ class EngineLoop:
 
     def request_ids(self) -> list[str]:
         """The requests that run or wait."""
-        return [*self._grammars.opening_ids(), *self._scheduler.request_ids()]
+        running = (sequence.request_id for sequence in self._scheduler.sequences())
+        return [*self._grammars.opening_ids(), *running]
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, but for what running requests hold."""
@@ -151,7 +152,7 @@ class EngineLoop:
         return EngineStats(
             num_running=s.num_running,
             num_waiting=s.num_waiting + self._grammars.num_opening,
-            num_kv_blocks=s.num_blocks,
+            num_kv_blocks=s.limits.num_blocks,
             num_free_kv_blocks=s.num_free_blocks,
             step_count=self._step_count,
             preemption_count=s.preemption_count,

@@ -70,11 +70,8 @@ def _serve(
         from negamax.engine.core.setup import start_loop
 
         loop, info = start_loop(start.options)
-    except NegamaxError as error:
-        outbox.send_first(wire.EngineFailed(str(error), error.exit_code))
-        return error.exit_code
-    except OSError as system_error:
-        refusal = ResourceError.of_system(system_error)
+    except (NegamaxError, OSError) as error:
+        refusal = ResourceError.of_system(error) if isinstance(error, OSError) else error
         outbox.send_first(wire.EngineFailed(str(refusal), refusal.exit_code))
         return refusal.exit_code
     except Exception as error:
