@@ -151,7 +151,7 @@ def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
     shape = PagedShape(kv_heads=rng.choice((1, 2)), group=6, block_size=16)
     queries = attention_metadata(torch.zeros(count, 1, dtype=torch.int64), lengths, [1] * count)
     plan = kernels.plan_decode(queries, shape, dtype=torch.bfloat16)
-    sequences, records = plan.sequences.view(-1, 8).tolist(), plan.records.view(-1, 16).tolist()
+    sequences, records = plan.sequences.view(-1, 8).tolist(), plan.work.view(-1, 16).tolist()
     visits: dict[int, list[tuple[int, int, int]]] = {}  # of each sequence: program, first tile, end
     for program, (tile, stop, seq, _, *known) in enumerate(records):
         assert tile == stop or known[:6] == sequences[seq][:6]

@@ -11,30 +11,29 @@ from negamax.kernels import platform
 
 @dataclass(frozen=True)
 class DecodeSplit:
-    """How the keys of a decode step are cut up, before the dtype of the cache is known."""
+    """How the keys of a decode step are split, before the dtype of the cache is known."""
 
-    keys: int  # per tile
-    min_tiles: int  # that a program takes before another one helps it
+    block_n: int  # keys of a tile
+    min_tiles: int  # of a split
     programs: float  # per multiprocessor
-    # programs per multiprocessor that read fast enough, each with a piece of one sequence
-    few: float
+    split_programs: float  # per multiprocessor, where each has one split of one sequence
 
 
 @dataclass(frozen=True)
 class DecodeLaunch:
-    warps: int
-    stages: int
-    registers: int | None  # per thread at most
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None  # registers per thread at most
 
 
 @dataclass(frozen=True)
 class PrefillLaunch:
-    keys: int  # per tile
-    warps: int
-    stages: int
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int
 
 
-DECODE = DecodeSplit(keys=64, min_tiles=1, programs=3, few=1.5)
+DECODE = DecodeSplit(block_n=64, min_tiles=1, programs=3, split_programs=1.5)
 _SHORT = 4096  # tokens; beyond it large tiles read keys less often
 
 
@@ -46,17 +45,17 @@ class Tiles:
 
     def decode_launch(self, cache_bytes: int, *, split_kv: bool) -> DecodeLaunch:
         """For a cache of `cache_bytes` per element."""
-        return DecodeLaunch(warps=4, stages=2, registers=None)
+        return DecodeLaunch(num_warps=4, num_stages=2, maxnreg=None)
 
-    def prefill_queries(self, longest: int) -> int:
+    def prefill_block_m(self, longest: int) -> int:
         """Queries per program where the longest sequence has `longest` tokens: small tiles waste
         less at the diagonal.
         """
         return 64
 
-    def prefill_launch(self, queries: int, cache_bytes: int) -> PrefillLaunch:
-        """For tiles of `queries` and a cache of `cache_bytes` per element."""
-        return PrefillLaunch(keys=32, warps=4, stages=2)
+    def prefill_launch(self, block_m: int, cache_bytes: int) -> PrefillLaunch:
+        """For tiles of `block_m` queries and a cache of `cache_bytes` per element."""
+        return PrefillLaunch(block_n=32, num_warps=4, num_stages=2)
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,16 @@ class H200(Tiles):
 
     def decode_launch(self, cache_bytes: int, *, split_kv: bool) -> DecodeLaunch:
         if split_kv:
-            return DecodeLaunch(warps=4, stages=3, registers=255)
-        return DecodeLaunch(warps=4, stages=2 if cache_bytes > 1 else 3, registers=168)
+            return DecodeLaunch(num_warps=4, num_stages=3, maxnreg=255)
+        return DecodeLaunch(num_warps=4, num_stages=2 if cache_bytes > 1 else 3, maxnreg=168)
 
-    def prefill_queries(self, longest: int) -> int:
+    def prefill_block_m(self, longest: int) -> int:
         return 64 if longest <= _SHORT else 128
 
-    def prefill_launch(self, queries: int, cache_bytes: int) -> PrefillLaunch:
-        if queries == 64:
-            return PrefillLaunch(keys=32 if cache_bytes > 1 else 64, warps=4, stages=3)
-        return PrefillLaunch(keys=64, warps=8, stages=3)
+    def prefill_launch(self, block_m: int, cache_bytes: int) -> PrefillLaunch:
+        if block_m == 64:
+            return PrefillLaunch(block_n=32 if cache_bytes > 1 else 64, num_warps=4, num_stages=3)
+        return PrefillLaunch(block_n=64, num_warps=8, num_stages=3)
 
 
 _LIKE_H200 = H200(measured_on=None)  # as much shared memory, nothing measured
@@ -90,11 +89,9 @@ def tiles_for(device: torch.device) -> Tiles:
 
 
 def decode_programs(num_seqs: int, kv_heads: int, multiprocessors: int) -> tuple[int, bool]:
-    """Programs per KV head, and whether sequences are cut into pieces (of which a program has one)
-    or run together.
-    """
-    few, many = (
+    """Programs per KV head, and SPLIT_KV: whether each has one split of one sequence."""
+    split, many = (
         max(1, int(multiprocessors * number // kv_heads))
-        for number in (DECODE.few, DECODE.programs)
+        for number in (DECODE.split_programs, DECODE.programs)
     )
-    return (few, True) if num_seqs <= few else (many, False)
+    return (split, True) if num_seqs <= split else (many, False)

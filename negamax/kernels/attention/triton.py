@@ -12,7 +12,8 @@ from functools import partial
 import torch
 
 from negamax.kernels.attention.spec import prepare_qk_norm
-from negamax.kernels.attention.triton_decode import decode, plan_decode
+from negamax.kernels.attention.triton_decode import decode
+from negamax.kernels.attention.triton_decode_plan import plan_decode
 from negamax.kernels.attention.triton_prefill import plan_prefill, prefill
 from negamax.kernels.attention.triton_qk_norm import qk_norm_rope_write
 from negamax.kernels.op import Kernel

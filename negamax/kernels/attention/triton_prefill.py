@@ -20,11 +20,12 @@ from negamax.kernels.attention.spec import PagedShape
 from negamax.kernels.attention.tiles import tiles_for
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,
+    AttentionConstants,
     Output,
     dot_dtype,
     load_tile,
     softmax_step,
-    tile_start,
+    tile_offset,
     write_heads,
 )
 
@@ -36,7 +37,7 @@ class PrefillPlan:
     queries: AttentionMetadata
     shape: PagedShape
     quantize: bool
-    tile_queries: int  # per tile at most
+    block_m: int  # queries of a tile at most
     # [tiles, 4] int32: first query among the T, queries, position of the first, sequence
     tiles: Tensor
 
@@ -48,12 +49,12 @@ def plan_prefill(
     device = queries.seq_lens.device
     tiles_here = tiles_for(device)
     if queries.is_captured:
-        size = tiles_here.prefill_queries(queries.positions.shape[0])
+        size = tiles_here.prefill_block_m(queries.positions.shape[0])
         return PrefillPlan(queries, shape, quantize, size, _tiles_on_device(queries, size))
     rows, first, size = (
         [np.empty((0, 4), dtype=np.int32)],
         0,
-        tiles_here.prefill_queries(max(queries.host_seq_lens, default=0)),
+        tiles_here.prefill_block_m(max(queries.host_seq_lens, default=0)),
     )
     for seq, (length, count) in enumerate(
         zip(queries.host_seq_lens, queries.host_query_lens, strict=True)
@@ -98,33 +99,27 @@ def _tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
 
 @triton.jit
 def _prefill_kernel(
-    q,
-    k_cache,
+    q,  # [T, KV_HEADS * GROUP, DIM]
+    k_cache,  # [blocks, KV_HEADS, BLOCK_SIZE, DIM]
     v_cache,
-    tables,
-    block_table_indices,
-    tiles,
-    out,
-    values,
-    scales,
+    tables,  # [slots, table_stride] int32, blocks
+    block_table_indices,  # [S] int64
+    tiles,  # [tiles, 4] int32: `PrefillPlan.tiles`
+    out,  # [T, KV_HEADS * GROUP * DIM], written; likewise
+    values,  # e4m3 and
+    scales,  # [T, KV_HEADS * GROUP] fp32, None unless QUANTIZE
     qk_scale,  # softmax scale * scale of the keys * log2(e)
     v_scale,
     table_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    DOT: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """One tile of queries of one head. Program 0 is the query head, so that the heads of a KV head
-    run side by side.
+    """One tile of queries of one head. Axis 0 is the query head, so that the heads of a KV head run
+    side by side.
     """
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_D: tl.constexpr = C.BLOCK_D
     query_head = tl.program_id(0)
-    head = query_head // GROUP
+    head = query_head // C.GROUP
     record = tiles + tl.program_id(1) * 4
     first, count, start, seq = (
         tl.load(record),
@@ -134,33 +129,32 @@ def _prefill_kernel(
     )
     table = tables + tl.load(block_table_indices + seq).to(tl.int64) * table_stride
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    out_row = (first + row) * (KV_HEADS * GROUP) + query_head
-    mask = (row < count)[:, None] & (column < DIM)[None, :]
-    queries = tl.load(
-        q + out_row.to(tl.int64)[:, None] * DIM + column[None, :], mask=mask, other=0.0
-    ).to(DOT)
+    out_row = (first + row) * (C.KV_HEADS * C.GROUP) + query_head
+    mask = (row < count)[:, None] & (column < C.DIM)[None, :]
+    q_tile = tl.load(
+        q + out_row.to(tl.int64)[:, None] * C.DIM + column[None, :], mask=mask, other=0.0
+    ).to(C.DOT)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     position, end = start + row, start + count
-    lane = tl.arange(0, BLOCK_N)[:, None]
-    key_start = tile_start(table, 0, lane, end, head, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N)
-    for t in range(0, tl.cdiv(end, BLOCK_N)):
-        k = load_tile(k_cache, key_start, lane, column[None, :], DIM, BLOCK_SIZE, BLOCK_N).to(DOT)
-        v = load_tile(v_cache, key_start, lane, column[None, :], DIM, BLOCK_SIZE, BLOCK_N).to(DOT)
-        key_start = tile_start(table, t + 1, lane, end, head, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N)
-        scores = tl.dot(queries, tl.trans(k))
-        if (t + 1) * BLOCK_N > start:
-            visible = position - t * BLOCK_N
+    lane = tl.arange(0, C.BLOCK_N)[:, None]
+    offset = tile_offset(table, 0, lane, end, head, C)
+    for t in range(0, tl.cdiv(end, C.BLOCK_N)):
+        k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
+        v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
+        offset = tile_offset(table, t + 1, lane, end, head, C)
+        scores = tl.dot(q_tile, tl.trans(k))
+        if (t + 1) * C.BLOCK_N > start:
+            visible = position - t * C.BLOCK_N
             scores = tl.where(
-                tl.arange(0, BLOCK_N)[None, :] <= visible[:, None], scores, float("-inf")
+                tl.arange(0, C.BLOCK_N)[None, :] <= visible[:, None], scores, float("-inf")
             )
-        p, alpha, m_i, l_i = softmax_step(scores, qk_scale, m_i, l_i)
-        acc = tl.dot(p.to(DOT), v, acc * alpha[:, None])
-    result = acc * (v_scale / l_i)[:, None]
-    write_heads(
-        result, out_row.to(tl.int64), column, row < count, out, values, scales, DIM, QUANTIZE
-    )
+        p, alpha, m_i = softmax_step(scores, qk_scale, m_i)
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(C.DOT), v, acc * alpha[:, None])
+    acc *= (v_scale / l_i)[:, None]
+    write_heads(acc, out_row.to(tl.int64), column, row < count, (out, values, scales), C)
 
 
 def prefill(
@@ -180,7 +174,7 @@ def prefill(
         return output.result()
     _, heads, head_dim = q.shape
     shape, tables = plan.shape, plan.queries.block_tables
-    launch = tiles_for(q.device).prefill_launch(plan.tile_queries, k_cache.element_size())
+    launch = tiles_for(q.device).prefill_launch(plan.block_m, k_cache.element_size())
     _prefill_kernel[(heads, plan.tiles.shape[0])](
         q,
         k_cache,
@@ -194,16 +188,18 @@ def prefill(
         head_dim**-0.5 * kv_scales[0] * LOG2_E,
         kv_scales[1],
         tables.stride(0),
-        KV_HEADS=shape.kv_heads,
-        GROUP=shape.group,
-        DIM=head_dim,
-        BLOCK_SIZE=shape.block_size,
-        BLOCK_M=plan.tile_queries,
-        BLOCK_N=launch.keys,
-        BLOCK_D=triton.next_power_of_2(max(16, head_dim)),
-        QUANTIZE=plan.quantize,
-        DOT=dot_dtype(q.dtype, k_cache.dtype),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        AttentionConstants(
+            KV_HEADS=shape.kv_heads,
+            GROUP=shape.group,
+            DIM=head_dim,
+            BLOCK_SIZE=shape.block_size,
+            BLOCK_M=plan.block_m,
+            BLOCK_N=launch.block_n,
+            BLOCK_D=triton.next_power_of_2(max(16, head_dim)),
+            QUANTIZE=plan.quantize,
+            DOT=dot_dtype(q.dtype, k_cache.dtype),
+        ),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )
     return output.result()

@@ -1,9 +1,12 @@
-"""What decode and prefill share: the output, tiles of the paged cache, a step of the softmax."""
+"""What the decode and prefill kernels share: their constants, the output, tiles of the paged cache,
+a step of the softmax.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,11 +15,32 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.kvcache.spec import FP8
+from negamax.kernels.launch.triton import INTERPRETED
 from negamax.kernels.quantize.native import native_e4m3
 from negamax.kernels.quantize.triton import e4m3_max
 
 LOG2_E = math.log2(math.e)
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+class AttentionConstants(NamedTuple):
+    """Constants of a decode or prefill kernel, one argument `C: tl.constexpr`."""
+
+    KV_HEADS: int
+    GROUP: int  # query heads per KV head
+    DIM: int  # of a head
+    BLOCK_SIZE: int  # tokens of a block of the cache
+    BLOCK_M: int  # queries of a tile: GROUP, padded to what tl.dot takes, or those of a prefill
+    BLOCK_N: int  # keys of a tile
+    BLOCK_D: int  # DIM, padded to a power of two
+    QUANTIZE: bool  # the output in FP8 too
+    DOT: tl.dtype  # of what is multiplied
+    # decode: see triton_decode
+    WARPS: int = 0
+    PARTIAL_ROWS: int = 0  # GROUP, padded to what a partial result holds
+    SPLIT_KV: bool = False
+    PREFETCH_KV: bool = False
+    PARALLEL_REDUCE: bool = False
+    REDUCE_LATER: bool = False
 
 
 def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
@@ -54,15 +78,16 @@ class Output:
 
 
 @triton.jit
-def write_heads(
-    x, row, column, mask, out, values, scales, DIM: tl.constexpr, QUANTIZE: tl.constexpr
-):
-    """x [rows, columns] fp32 to the heads `row` (token * heads + head) of the output."""
-    at = row[:, None] * DIM + column[None, :]
-    inside = mask[:, None] & (column < DIM)[None, :]
+def write_heads(x, row, column, mask, output, C: tl.constexpr):
+    """x [rows, BLOCK_D] fp32 to the heads `row` (token * heads + head) of `output`, a tuple of the
+    pointers to `Output.plain`, `values` and `scales`.
+    """
+    out, values, scales = output
+    at = row[:, None] * C.DIM + column[None, :]
+    inside = mask[:, None] & (column < C.DIM)[None, :]
     x = x.to(out.dtype.element_ty)
     tl.store(out + at, x, mask=inside)
-    if QUANTIZE:
+    if C.QUANTIZE:
         dtype: tl.constexpr = values.dtype.element_ty
         x = x.to(tl.float32)
         largest = tl.max(tl.abs(x), axis=1)
@@ -73,48 +98,48 @@ def write_heads(
 
 
 @triton.jit
-def tile_start(
-    table,
-    tile,
-    lane,
-    length,
-    head,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Where a tile of BLOCK_N keys begins in a cache, of which `table` lists the sequence's blocks:
-    one offset where a block holds the whole tile, else one for each key of `lane`. Keys that the
-    sequence does not have are read from block 0.
+def key_offset(table, key, length, head, C: tl.constexpr):
+    """Where keys `key` of one KV head begin in a cache [blocks, KV_HEADS, BLOCK_SIZE, DIM] of which
+    `table` lists the sequence's blocks. Keys from `length` on are those of block 0.
     """
-    key = tile * BLOCK_N if BLOCK_SIZE % BLOCK_N == 0 else tile * BLOCK_N + lane
-    block = tl.load(table + key // BLOCK_SIZE, mask=key < length, other=0).to(tl.int64)
-    return (block * KV_HEADS + head) * (BLOCK_SIZE * DIM) + (key % BLOCK_SIZE) * DIM
+    block = tl.load(table + key // C.BLOCK_SIZE, mask=key < length, other=0).to(tl.int64)
+    return (block * C.KV_HEADS + head) * (C.BLOCK_SIZE * C.DIM) + (key % C.BLOCK_SIZE) * C.DIM
 
 
 @triton.jit
-def load_tile(
-    cache, start, lane, column, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """The tile that begins at `start`: rows `lane`, which are 0 to BLOCK_N - 1 in any shape, of
-    columns `column`.
-
-    No key is masked: a cache holds finite values everywhere, and who reads it masks the scores.
+def tile_offset(table, tile, lane, length, head, C: tl.constexpr):
+    """Where tile number `tile` of BLOCK_N keys begins: one offset where a block holds the whole
+    tile, else one for each key of `lane`.
     """
-    at = cache + start + (lane * DIM + column if BLOCK_SIZE % BLOCK_N == 0 else column)
-    if column.shape[len(column.shape) - 1] == DIM:
+    key = tile * C.BLOCK_N if C.BLOCK_SIZE % C.BLOCK_N == 0 else tile * C.BLOCK_N + lane
+    return key_offset(table, key, length, head, C)
+
+
+@triton.jit
+def load_tile(cache, offset, lane, column, C: tl.constexpr):
+    """The tile at `offset`: rows `lane`, which are 0 to BLOCK_N - 1 in any shape, of columns
+    `column`. No key is masked: a cache holds finite values everywhere, and the scores are masked.
+    """
+    at = cache + offset + (lane * C.DIM + column if C.BLOCK_SIZE % C.BLOCK_N == 0 else column)
+    if column.shape[len(column.shape) - 1] == C.DIM:
         return tl.load(at)
-    return tl.load(at, mask=(column < DIM) & (lane >= 0), other=0.0)
+    return tl.load(at, mask=(column < C.DIM) & (lane >= 0), other=0.0)
 
 
 @triton.jit
-def softmax_step(scores, scale, m_i, l_i):
-    """A tile of scores into the running maximum (times `scale`) and sum; returns what exp2 makes of
-    it, and of the old ones.
+def nonempty_max(m_i):
+    """m_i, and 0 in rows that have seen no key, where exp2(-inf - m_i) would be NaN."""
+    return tl.where(m_i == float("-inf"), 0.0, m_i)
+
+
+@triton.jit
+def softmax_step(scores, scale, m_i):
+    """The scores [..., rows, keys] of a tile and m_i [..., rows] -> p, alpha and the new m_i, in
+    units of scores * scale and with base 2.
     """
-    new = tl.maximum(m_i, tl.max(scores, axis=1) * scale)
-    safe = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
-    p = tl.exp2(scores * scale - safe[:, None])
+    axis: tl.constexpr = len(scores.shape) - 1
+    new = tl.maximum(m_i, tl.max(scores, axis=axis) * scale)
+    safe = nonempty_max(new)
+    p = tl.exp2(scores * scale - tl.expand_dims(safe, axis))
     alpha = tl.exp2(m_i - safe)
-    return p, alpha, new, l_i * alpha + tl.sum(p, axis=1)
+    return p, alpha, new

@@ -1,0 +1,213 @@
+"""Which program of a decode step attends to which keys: planned once per step, on the device.
+
+The keys of every sequence are tiles of BLOCK_N, numbered through all sequences. Each KV head has
+the same number of programs, and each program a run of tiles:
+
+    sequences    |----- A -----|-- B --|---------- C ----------|    num_splits: A 3, B 1, C 4
+    SPLIT_KV     |  0 |  1 | 2 |   3   |  4  |  5  |  6  |  7  |    one split of one sequence each
+    else         |     0     |     1     |     2     |    3    |    equal runs of all tiles
+
+SPLIT_KV where there are more programs than sequences: the splits are the shortest for which there
+are programs enough. One sequence of 100,000 tokens keeps all multiprocessors busy, and so do a
+hundred short ones; the lengths stay on the device.
+
+    sequences [S, SEQUENCE_WORDS] int32    the fields of `Sequence`
+    work [programs, WORK_WORDS] int32      first tile, end (0: none), sequence, -, its `Sequence`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels import platform
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.spec import PagedShape
+from negamax.kernels.attention.tiles import DECODE, decode_programs
+
+SEQUENCE_WORDS = tl.constexpr(8)
+WORK_WORDS = tl.constexpr(16)
+_BLOCK_S = tl.constexpr(128)  # sequences that the planning program loads together
+EMPTY = tl.constexpr(-1)  # a word of the workspace that holds no part of a partial result
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The work of each program, and the workspace for partial results; all layers of a step share
+    both.
+    """
+
+    queries: AttentionMetadata
+    shape: PagedShape
+    quantize: bool
+    sequences: Tensor  # [S, SEQUENCE_WORDS] int32
+    work: Tensor  # [programs, WORK_WORDS] int32
+    programs: int  # per KV head
+    split_kv: bool
+    reduce_later: bool  # by a second launch
+    workspaces: dict[int, Tensor] = field(default_factory=dict)  # by size; made for the first layer
+
+    def workspace(self, words: int, device: torch.device) -> Tensor:
+        """[words] int32, EMPTY between launches."""
+        if words not in self.workspaces:
+            self.workspaces[words] = torch.full(
+                (words,), EMPTY.value, dtype=torch.int32, device=device
+            )
+        return self.workspaces[words]
+
+
+class Sequence(NamedTuple):
+    """What a program reads of a sequence."""
+
+    first_tile: tl.tensor
+    end_tile: tl.tensor
+    length: tl.tensor  # tokens
+    table_index: tl.tensor  # row of the block tables
+    first_program: tl.tensor
+    num_splits: tl.tensor
+
+
+@triton.jit
+def _store_sequence(to, sequence, mask):
+    for i in tl.static_range(6):
+        tl.store(to + i, sequence[i], mask=mask)
+
+
+@triton.jit
+def load_sequence(at):
+    """What `_store_sequence` wrote."""
+    first_tile, end_tile, length = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    return Sequence(first_tile, end_tile, length, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
+
+
+@triton.jit
+def _load_tiles(seq_lens, start, num_seqs, BLOCK_N: tl.constexpr):
+    """The _BLOCK_S sequences from `start` on: their numbers, which of them exist, lengths, and
+    tiles; one tile where there is no key, whose program writes zeros.
+    """
+    seq = start + tl.arange(0, _BLOCK_S)
+    live = seq < num_seqs
+    length = tl.load(seq_lens + seq, mask=live, other=0)
+    return seq, live, length, tl.where(live, tl.maximum(tl.cdiv(length, BLOCK_N), 1), 0)
+
+
+@triton.jit
+def _tiles_per_program(
+    seq_lens, num_seqs, programs, split_kv, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Tiles of a program at most, and of all sequences. With `split_kv` the least for which the
+    splits are no more than the programs, by bisection.
+    """
+    _, _, _, tiles = _load_tiles(seq_lens, 0, num_seqs, BLOCK_N)
+    total, most = tl.sum(tiles, axis=0), tl.max(tiles, axis=0)
+    for start in range(_BLOCK_S, num_seqs, _BLOCK_S):
+        _, _, _, others = _load_tiles(seq_lens, start, num_seqs, BLOCK_N)
+        total += tl.sum(others, axis=0)
+        most = tl.maximum(most, tl.max(others, axis=0))
+    low = tl.maximum(tl.cdiv(total, programs), MIN_TILES)
+    high = tl.where(split_kv != 0, tl.maximum(most, low), low)
+    while low < high:
+        middle = (low + high) // 2
+        splits = tl.sum(tl.cdiv(tiles, middle), axis=0)
+        for start in range(_BLOCK_S, num_seqs, _BLOCK_S):
+            _, _, _, others = _load_tiles(seq_lens, start, num_seqs, BLOCK_N)
+            splits += tl.sum(tl.cdiv(others, middle), axis=0)
+        fits = splits <= programs
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle + 1)
+    return low, total
+
+
+@triton.jit(do_not_specialize=["num_seqs", "programs", "split_kv"])
+def _plan_decode_kernel(
+    seq_lens,  # [S] int32
+    block_table_indices,  # [S] int64
+    sequences,  # written, and
+    work,  # written
+    num_seqs,
+    programs,
+    split_kv,  # 0 or 1
+    BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PROGRAMS_POW2: tl.constexpr,
+):
+    """Grid (1,): one program writes `sequences` and `work`, _BLOCK_S sequences at a time."""
+    program = tl.arange(0, PROGRAMS_POW2)
+    for word in tl.static_range(3):
+        # no work
+        tl.store(
+            work + program * WORK_WORDS + word, tl.zeros_like(program), mask=program < programs
+        )
+    tl.debug_barrier()
+    most, total = _tiles_per_program(seq_lens, num_seqs, programs, split_kv, MIN_TILES, BLOCK_N)
+    tiles_before, programs_before = 0, 0
+    for start in range(0, num_seqs, _BLOCK_S):
+        seq, live, length, tiles = _load_tiles(seq_lens, start, num_seqs, BLOCK_N)
+        table_index = tl.load(block_table_indices + seq, mask=live, other=0).to(tl.int32)
+        end = tiles_before + tl.cumsum(tiles, axis=0)
+        first = end - tiles
+        splits = tl.cdiv(tiles, most)
+        first_program = programs_before + tl.cumsum(splits, axis=0) - splits
+        tiles_before += tl.sum(tiles, axis=0)
+        programs_before += tl.sum(splits, axis=0)
+        first_program = tl.where(split_kv != 0, first_program, first // most)
+        num_splits = tl.where(split_kv != 0, splits, (end - 1) // most - first_program + 1)
+        sequence = Sequence(first, end, length, table_index, first_program, num_splits)
+        _store_sequence(sequences + seq * SEQUENCE_WORDS, sequence, live)
+        # The programs whose work begins in a sequence: without SPLIT_KV its first tiles may belong
+        # to a program that began in the one before.
+        begins = tl.where(split_kv != 0, first_program, tl.cdiv(first, most))
+        number = tl.where(live, first_program + num_splits - begins, 0)
+        size = tl.where(split_kv != 0, tl.cdiv(tiles, tl.maximum(splits, 1)), most)
+        offset = tl.where(split_kv != 0, first, begins * most)
+        for i in range(0, tl.max(number, axis=0)):
+            to = work + (begins + i) * WORK_WORDS
+            tile = offset + i * size
+            last = tl.minimum(tile + size, tl.where(split_kv != 0, end, total))
+            tl.store(to, tile, mask=i < number)
+            tl.store(to + 1, last, mask=i < number)
+            tl.store(to + 2, seq, mask=i < number)
+            _store_sequence(to + 4, sequence, i < number)
+
+
+def plan_decode(
+    queries: AttentionMetadata,
+    shape: PagedShape,
+    *,
+    dtype: torch.dtype,
+    quantize: bool = False,
+    reduce_later: bool = False,
+) -> DecodePlan:
+    """One query per sequence, at position seq_len - 1. Reads the lengths on the device only.
+
+    `reduce_later`: no program waits for another one; a second launch reduces the partial results.
+    """
+    num_seqs, device = queries.seq_lens.shape[0], queries.seq_lens.device
+    multiprocessors = platform.platform_of(device).multiprocessors
+    programs, split_kv = decode_programs(num_seqs, shape.kv_heads, multiprocessors)
+    most = int(multiprocessors * DECODE.programs)
+    if reduce_later:  # a program writes one partial result
+        programs, split_kv = max(programs, num_seqs), True
+        most = max(most, programs)
+    sizes = (num_seqs * SEQUENCE_WORDS.value, programs * WORK_WORDS.value)
+    sequences, work = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    if num_seqs:
+        _plan_decode_kernel[(1,)](
+            queries.seq_lens,
+            queries.block_table_indices,
+            sequences,
+            work,
+            num_seqs,
+            programs,
+            int(split_kv),
+            BLOCK_N=DECODE.block_n,
+            MIN_TILES=DECODE.min_tiles,
+            PROGRAMS_POW2=triton.next_power_of_2(most),
+            num_warps=4,
+        )
+    return DecodePlan(queries, shape, quantize, sequences, work, programs, split_kv, reduce_later)

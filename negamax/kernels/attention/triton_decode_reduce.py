@@ -1,0 +1,150 @@
+"""Partial results of the splits of a sequence, and their reduction.
+
+A split writes its partial result, normalised, and the log2-sum-exp2 of its scores to the workspace:
+
+    partials [kv_heads, programs, PARTIAL_ROWS * (BLOCK_D + 4)] int32, of which a program writes
+        acc / l_i         [PARTIAL_ROWS, BLOCK_D]   bits of fp32
+        m_i + log2(l_i)   [PARTIAL_ROWS]            likewise; the rest of its 4 columns is not used
+
+As in the LL protocol a word says by itself that it has arrived: it is not EMPTY, which is no
+number's bits. So there is no counter and no fence. The reader makes words EMPTY again for the next
+layer.
+
+Who reduces the splits of a sequence: the program of its first tile, which waits for the others; or
+with PARALLEL_REDUCE all of its programs, each some of the GROUP rows, so that each reads less; or
+with REDUCE_LATER `_reduce_kernel`, and no program waits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from negamax.kernels.attention.triton_decode_plan import (
+    EMPTY,
+    SEQUENCE_WORDS,
+    load_sequence,
+)
+from negamax.kernels.attention.triton_shared import nonempty_max, write_heads
+
+
+@triton.jit
+def store_partial(partials, slot, m_i, l_i, acc, C: tl.constexpr):
+    """m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D] to partial result `slot`."""
+    row, column = tl.arange(0, C.PARTIAL_ROWS), tl.arange(0, C.BLOCK_D)
+    partial = partials + slot * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
+    result = (acc * tl.where(l_i == 0.0, 0.0, 1.0 / l_i)[:, None]).to(tl.int32, bitcast=True)
+    lse = (m_i + tl.log2(l_i)).to(tl.int32, bitcast=True)
+    at = partial + row[:, None] * C.BLOCK_D + column[None, :]
+    tl.store(at, tl.where(result == EMPTY, 0, result), mask=(row < C.GROUP)[:, None])
+    tl.store(
+        partial + C.PARTIAL_ROWS * C.BLOCK_D + row,
+        tl.where(lse == EMPTY, 0, lse),
+        mask=row < C.GROUP,
+    )
+
+
+@triton.jit
+def _is_incomplete(words):
+    """Whether one of the words is EMPTY, the largest there is without a sign."""
+    return tl.max(words.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True) == EMPTY
+
+
+@triton.jit
+def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
+    """Rows `row` [rows] of partial results slot + start to slot + count, and m_i, l_i [rows] and
+    acc [rows, BLOCK_D] of what the caller has itself -> l_i, and acc, still to be divided by it.
+
+    Reading is all latency, so 32 rows of partial results are read at a time. Of their lse every
+    warp reads all, one a lane, and waits for itself; so the results come first.
+    """
+    PARTIALS: tl.constexpr = 32 // row.shape[0]
+    column = tl.arange(0, C.BLOCK_D)
+    for first in range(start, count, PARTIALS):
+        index = first + tl.arange(0, PARTIALS)
+        partial = partials + (slot + index) * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
+        result_at = partial[None, :, None] + row[:, None, None] * C.BLOCK_D + column[None, None, :]
+        lse_at = partial[None, :] + C.PARTIAL_ROWS * C.BLOCK_D + row[:, None]
+        live = (index < count)[None, :] & (row < C.GROUP)[:, None]
+        result = tl.load(result_at, mask=live[:, :, None], other=0, volatile=True)
+        lse = tl.load(lse_at, mask=live, other=0, volatile=True)
+        while _is_incomplete(result):
+            result = tl.load(result_at, mask=live[:, :, None], other=0, volatile=True)
+        while _is_incomplete(lse):
+            lse = tl.load(lse_at, mask=live, other=0, volatile=True)
+        tl.debug_barrier()
+        tl.store(result_at, tl.full(result.shape, EMPTY, tl.int32), mask=live[:, :, None])
+        tl.store(lse_at, tl.full(lse.shape, EMPTY, tl.int32), mask=live)
+        lse = tl.where(live, lse.to(tl.float32, bitcast=True), float("-inf"))
+        new = tl.maximum(m_i, tl.max(lse, axis=1))
+        safe = nonempty_max(new)
+        alpha, weight = tl.exp2(m_i - safe), tl.exp2(lse - safe[:, None])
+        l_i = l_i * alpha + tl.sum(weight, axis=1)
+        acc = acc * alpha[:, None] + tl.sum(
+            weight[:, :, None] * result.to(tl.float32, bitcast=True), axis=1
+        )
+        m_i = new
+    return l_i, acc
+
+
+@triton.jit
+def finish_split(
+    m_i, l_i, acc, row, column, partials, output, v_scale, head, program, programs, is_first,
+    first_row, sequence, C: tl.constexpr,
+):  # fmt: skip
+    """m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D] of a split: to the output if it is
+    the only one of its sequence, else to `partials`, and what this program has to reduce of them.
+    `row`, `column`: of acc; `first_row`: token * heads + head of row 0.
+    """
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    slot = head * programs + sequence.first_program
+    if (sequence.num_splits == 1) if (C.PARALLEL_REDUCE or C.REDUCE_LATER) else is_first:
+        if not (C.PARALLEL_REDUCE or C.REDUCE_LATER):
+            l_i, acc = _reduce(partials, slot, row, 1, sequence.num_splits, m_i, l_i, acc, C)
+        acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
+        write_heads(acc, first_row + row, column, row < C.GROUP, output, C)
+    else:
+        store_partial(partials, head * programs + program, m_i, l_i, acc, C)
+        if C.PARALLEL_REDUCE:
+            one = tl.arange(0, 1)
+            for i in range(program - sequence.first_program, C.GROUP, sequence.num_splits):
+                m_row, acc_row = (
+                    tl.full([1], float("-inf"), tl.float32),
+                    tl.zeros([1, BLOCK_D], tl.float32),
+                )
+                l_row, acc_row = _reduce(
+                    partials, slot, one + i, 0, sequence.num_splits, m_row,
+                    tl.zeros([1], tl.float32), acc_row, C,
+                )  # fmt: skip
+                acc_row *= (v_scale / l_row)[:, None]
+                write_heads(acc_row, first_row + one + i, column, one + i < C.GROUP, output, C)
+
+
+@triton.jit
+def reduce_kernel(
+    sequences,  # [S, SEQUENCE_WORDS]
+    partials,
+    out,  # [S, kv_heads * GROUP * DIM], written; likewise
+    values,  # e4m3 and
+    scales,  # [S, kv_heads * GROUP] fp32, None unless QUANTIZE
+    v_scale,
+    programs,
+    C: tl.constexpr,
+):
+    """Grid (kv_heads, S): the rows of one sequence and KV head, where the launch before has written
+    partial results of them.
+    """
+    ROWS: tl.constexpr = C.PARTIAL_ROWS
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    head, seq = tl.program_id(0), tl.program_id(1)
+    sequence = load_sequence(sequences + seq * SEQUENCE_WORDS)
+    if sequence.num_splits > 1:
+        row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+        l_i, acc = _reduce(
+            partials, head * programs + sequence.first_program, row, 0, sequence.num_splits,
+            tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
+            tl.zeros([ROWS, BLOCK_D], tl.float32), C,
+        )  # fmt: skip
+        acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
+        first_row = (seq * C.KV_HEADS + head) * C.GROUP
+        write_heads(acc, first_row + row, column, row < C.GROUP, (out, values, scales), C)
