@@ -28,7 +28,7 @@ from negamax.text.formats.family import ChatFamily
 from negamax.text.grammar.json_schema import Budget
 from negamax.text.grammar.tag_formats import Format, const, marker, newlines, sequence
 from negamax.text.grammar.tool_calls import NAME, CallStyle
-from negamax.text.parser.output_format import CallWriter, OutputFormat
+from negamax.text.parser.output_format import CallBlock, CallWriter, OutputFormat
 from negamax.text.parser.schema_values import TEXT_TYPES, ToolSchemas, json_value
 from negamax.text.parser.tag_lexer import (
     MAX_ATTRIBUTE_CHARS,
@@ -68,19 +68,16 @@ class _State(enum.Enum):
 _BLOCK, _INVOKE, _VALUE = _State.BLOCK, _State.INVOKE, _State.VALUE
 
 
-class MiniMaxM2Block:
-    """One call block, from its opener on. Fed with lexemes by the parser, its single writer."""
+class MiniMaxM2Block(CallBlock):
+    """A call block of the family."""
 
     __slots__ = (
         "_arguments",
-        "_calls",
         "_closer",
-        "_has_opener",
         "_is_declared",
         "_is_written",
         "_key",
         "_keys",
-        "_schemas",
         "_space",
         "_state",
         "_types",
@@ -88,12 +85,7 @@ class MiniMaxM2Block:
     )
 
     def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
-        """`has_opener` is False for a bare `<invoke …>` without the block around it; such a block
-        ends with that invoke.
-        """
-        self._calls = calls
-        self._schemas = schemas
-        self._has_opener = has_opener
+        super().__init__(calls, schemas=schemas, has_opener=has_opener)
         self._state = _BLOCK
         self._arguments = schemas.arguments("")  # of the open call
         self._is_declared = False
@@ -104,6 +96,10 @@ class MiniMaxM2Block:
         self._is_written = False  # whether the open value has begun to stream as a string
         self._closer: Lexeme | None = None  # met in the open value, still undecided
         self._space: list[str] = []  # white space after it
+
+    @staticmethod
+    def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
+        return at_line_start and schemas.declares(quoted_name(lexeme.text))
 
     def take(self, lexeme: Lexeme) -> bool:
         """Process one lexeme; True when it ended the block."""
@@ -233,10 +229,6 @@ class MiniMaxM2Block:
         self._state = _INVOKE
 
 
-def _is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-    return at_line_start and schemas.declares(quoted_name(lexeme.text))
-
-
 class M2Calls(CallStyle):
     """The M2 family. Tags of `tag_ids` are written as these tokens."""
 
@@ -321,7 +313,6 @@ MINIMAX_M2 = OutputFormat(
         inside=r"<(?:invoke|parameter)\s[^<>]*",
     ),
     new_block=MiniMaxM2Block,
-    is_bare_call=_is_bare_call,
     may_think_again=False,
     call_closers=("</invoke>",),
 )

@@ -30,7 +30,7 @@ from negamax.text.formats.family import ChatFamily
 from negamax.text.grammar.tag_formats import Format, const, sequence
 from negamax.text.grammar.tool_calls import CallStyle, count
 from negamax.text.parser.element_arguments import ElementArguments
-from negamax.text.parser.output_format import CallWriter, OutputFormat
+from negamax.text.parser.output_format import CallBlock, CallWriter, OutputFormat
 from negamax.text.parser.schema_values import ToolSchemas
 from negamax.text.parser.tag_lexer import (
     MAX_ATTRIBUTE_CHARS,
@@ -57,19 +57,19 @@ _PARTIAL_M = (
 )
 
 
-class MiniMaxM3Block:
-    """One call block, from its opener on. Fed with lexemes by the parser, its single writer."""
+class MiniMaxM3Block(CallBlock):
+    """A call block of the family."""
 
-    __slots__ = ("_arguments", "_calls", "_has_opener", "_schemas")
+    __slots__ = ("_arguments",)
 
     def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
-        """`has_opener` is False for a bare invoke without the block around it; such a block ends
-        with that invoke.
-        """
-        self._calls = calls
-        self._schemas = schemas
-        self._has_opener = has_opener
+        super().__init__(calls, schemas=schemas, has_opener=has_opener)
         self._arguments: ElementArguments | None = None  # of the open call
+
+    @staticmethod
+    def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
+        """With its marker it is no quotation; the family puts no line break before calls."""
+        return schemas.declares(_tool_name(lexeme.text, schemas))
 
     def take(self, lexeme: Lexeme) -> bool:
         """Process one lexeme; True when it ended the block."""
@@ -196,11 +196,6 @@ def _tool_name(tag: str, schemas: ToolSchemas) -> str:
     return tool_name(["".join(parts), " ".join(parts)], schemas)
 
 
-def _is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-    """The marker tells that it is no quotation; the family puts no line break before calls."""
-    return schemas.declares(_tool_name(lexeme.text, schemas))
-
-
 class M3Calls(CallStyle):
     """M3, whose tags all begin with the marker, however it is cut into tokens."""
 
@@ -320,7 +315,6 @@ MINIMAX_M3 = OutputFormat(
         inside=rf"(?:{_M}{_SPACE})?<[^<>]+",
     ),
     new_block=MiniMaxM3Block,
-    is_bare_call=_is_bare_call,
     may_think_again=True,
     call_closers=("</tool_call>", "</invoke>"),
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from negamax.text.parser.events import (
     ParserEvent,
@@ -93,32 +93,36 @@ class CallWriter:
         self._emit(ToolArgumentsDelta(self._index, text))
 
 
-class CallBlock(Protocol):
-    """The inside of one call block, as a format reads it."""
+class CallBlock(ABC):
+    """One call block, from its opener on, as a format reads it. Fed with lexemes by the parser, its
+    single writer."""
 
+    __slots__ = ("_calls", "_has_opener", "_schemas")
+
+    def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
+        """`has_opener` is False for a bare invoke without the block around it; such a block ends
+        with that invoke.
+        """
+        self._calls = calls
+        self._schemas = schemas
+        self._has_opener = has_opener
+
+    @staticmethod
+    @abstractmethod
+    def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
+        """Whether an invoke without a block around it is a call; `at_line_start`: only white space
+        stands before it in its line.
+        """
+
+    @abstractmethod
     def take(self, lexeme: Lexeme) -> bool:
         """Process one lexeme; True when it ended the block."""
 
+    @abstractmethod
     def finish(self, *, is_cut: bool) -> None:
         """The output is over: a call that is still open was cut. `is_cut`: not the model ended
         it.
         """
-
-
-class IsBareCall(Protocol):
-    """Whether an invoke without a block around it is a call; `at_line_start`: only white space
-    stands before it in its line.
-    """
-
-    def __call__(self, lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool: ...
-
-
-class NewBlock(Protocol):
-    """Makes the reader of a block that opens; `has_opener` is False for a bare call."""
-
-    def __call__(
-        self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool
-    ) -> CallBlock: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +136,7 @@ class OutputFormat:
     literals: Mapping[str, TagKind]  # tags with a fixed text, which may be one token each
     patterns: tuple[TagPattern, ...]
     beginnings: TagBeginnings
-    new_block: NewBlock
-    is_bare_call: IsBareCall  # whether an invoke without a block around it is a call
+    new_block: type[CallBlock]
     may_think_again: bool  # whether a think opener within content begins reasoning
     call_closers: tuple[str, ...]  # closers within and after calls that are no literals
     turn_open: str = "]~b]"  # in rendered prompts: what a turn begins with, before its role

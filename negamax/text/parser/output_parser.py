@@ -270,7 +270,7 @@ class OutputParser:
         return self._format.may_think_again and not self._content.ends_in_quote()
 
     def _take_bare_invoke(self, lexeme: Lexeme) -> None:
-        is_call = self._state is _CONTENT and self._format.is_bare_call(
+        is_call = self._state is _CONTENT and self._format.new_block.is_bare_call(
             lexeme, self._schemas, at_line_start=self._content.is_at_line_start()
         )
         if not is_call:
