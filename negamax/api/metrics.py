@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from negamax.api.histogram import Histogram
 from negamax.api.http.lifecycle import Lifecycle
 from negamax.api.load_report import LoadReport
 from negamax.base.shared_numbers import SharedNumbers
@@ -31,72 +34,16 @@ from negamax.engine.wire import EngineStats
 from negamax.scheduler.request import SamplingParams
 
 _TTFT_SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640,
+)  # fmt: skip
 _TOKEN_SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    40,
-)
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5,
+    10, 40,
+)  # fmt: skip
 _REQUEST_SECONDS = (
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
-    960,
-    1920,
-)
+    0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
+)  # fmt: skip
 _TOKEN_COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _STEP_TOKENS = tuple(float(2**power) for power in range(15))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
@@ -116,6 +63,46 @@ _REJECTIONS = (  # codes of refusals with a time to come back
     _OTHER,
 )
 _EVENTS = ("requests", "tool_calls")
+
+
+class Histogram:
+    """Counts of values by bucket, and their sum, of all server processes. Single writer of a
+    process's own: its event loop. A value costs a binary search: for every token there are two.
+    """
+
+    __slots__ = ("_bounds", "_numbers", "_row", "_start")
+
+    def __init__(
+        self, bounds: Sequence[float], *, numbers: SharedNumbers, index: int, start: int
+    ) -> None:
+        """`bounds`: upper bounds of the buckets, rising; one more bucket takes what is larger. What
+        process `index` counts is kept in its row of `numbers` from column `start` on, and the sum
+        behind it."""
+        self._bounds = tuple(bounds)
+        self._numbers = numbers
+        self._start = start
+        self._row = numbers.row(index, start=start, count=self.num_columns(bounds))
+
+    @staticmethod
+    def num_columns(bounds: Sequence[float]) -> int:
+        """Numbers that a histogram keeps."""
+        return len(bounds) + 2
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add `value`, `count` times."""
+        self._row[bisect_left(self._bounds, value)] += count
+        self._row[-1] += value * count
+
+    def family(self, name: str, text: str, *, model_name: str) -> HistogramMetricFamily:
+        """The histogram as Prometheus reads it, under `name`."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        *counts, total = (
+            self._numbers.total(self._start + column) for column in range(len(bounds) + 1)
+        )
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([model_name], list(zip(bounds, accumulate(counts), strict=True)), total)
+        return family
+
 
 # Histogram: its buckets, its help, and all names it is sent under. Where there are several,
 # dashboards of another generation or of SGLang ask for the later ones.

@@ -390,7 +390,8 @@ class HttpServer(uvicorn.Server):
         for task in self._tasks:
             task.cancel()
         await super().shutdown(sockets)
-        await self._context.close()
+        if self._context.tracer is not None:
+            await self._context.tracer.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

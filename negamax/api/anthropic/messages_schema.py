@@ -9,9 +9,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
-from negamax.api.schemas.conversation import TurnRequest, check_messages
 from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
-from negamax.api.schemas.sampled_request import StopStrings
+from negamax.api.schemas.sampled_request import StopStrings, TurnRequest, check_messages
 from negamax.api.schemas.structure import form_grammar
 from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, template_switch
 from negamax.api.schemas.tools import CallChoice, call_choice, check_function, check_tool_count

@@ -53,6 +53,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.id = request_id
         self.source = source
         self.choices = choices
+        self.created = int(time.time())
         self._meter = UsageMeter()
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:

@@ -36,7 +36,7 @@ from negamax.text.chat_format import ChatFormat
 
 FINGERPRINT = f"negamax-{__version__}"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
-_WHOLE_INTERVAL = 32  # tokens that are read at a time where nobody waits for the next one
+_WHOLE_INTERVAL = 32  # tokens that are read at a time for an answer in one piece
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ApiContext:
 
     @property
     def request_ended(self) -> list[Callable[[RequestRecord], None]]:
-        """Who takes the record of a request that is over; usually nobody."""
+        """What takes the record of a request that is over: nothing without options for it."""
         takers = (self.request_log, self.tracer)
         return [taker.ended for taker in takers if taker is not None]
 
@@ -172,7 +172,7 @@ class ApiContext:
     ) -> OpenRequest:
         """A request to the engine, measured. Errors at the call are the engine's; `arrival` is a
         `time.monotonic()`. The server's own limit of time counts beside the request's; its interval
-        where the request has none. `http` is where it came from; `names` are what the client may
+        where the request has none. `http` is the HTTP request; `names` are what the client may
         call it, `readers` are as of `AsyncEngine.generate`.
         """
         observer: Observer = self.metrics.meter(sampling, arrival=arrival)
@@ -220,16 +220,10 @@ class ApiContext:
             self.request_log.began(record, prompt_token_ids)
         return generation
 
-    async def close(self) -> None:
-        """Nothing more is served."""
-        if self.tracer is not None:
-            await self.tracer.close()
-
     def event_stream(
         self, write_events: Callable[[Write], Awaitable[None]], *, source: Source
     ) -> EventStream:
         """The response that sends what `write_events` says, with comments in its pauses."""
         seconds = self.options.sse_keep_alive_interval
-        if not seconds:
-            return EventStream(write_events, source=source)
-        return EventStream(write_events, source=source, ping=KEEP_ALIVE, ping_seconds=seconds)
+        ping = KEEP_ALIVE if seconds else b""
+        return EventStream(write_events, source=source, ping=ping, ping_seconds=seconds)

@@ -17,7 +17,9 @@ from negamax.api.schemas.answers import (
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.tokenizer import Tokenizer
 
-_LEAST = -9999.0  # JSON has no infinity; this is what vLLM sends for a token that cannot be chosen
+LEAST_LOGPROB = (
+    -9999.0
+)  # JSON has no infinity; this is what vLLM sends for a token that cannot be chosen
 
 
 def _text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
@@ -33,12 +35,12 @@ def chat_logprobs(
     return [
         ChatLogprob(
             token=_text(tokenizer, entry.token_id, as_ids=as_ids),
-            logprob=max(entry.logprob, _LEAST),
+            logprob=max(entry.logprob, LEAST_LOGPROB),
             bytes=list(tokenizer.token_bytes(entry.token_id)),
             top_logprobs=[
                 TopLogprob(
                     _text(tokenizer, token_id, as_ids=as_ids),
-                    max(logprob, _LEAST),
+                    max(logprob, LEAST_LOGPROB),
                     list(tokenizer.token_bytes(token_id)),
                 )
                 for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
@@ -57,7 +59,7 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> P
         answer.append(
             {
                 str(token_id): PromptLogprob(
-                    max(logprob, _LEAST), rank, tokenizer.token_text(token_id)
+                    max(logprob, LEAST_LOGPROB), rank, tokenizer.token_text(token_id)
                 )
                 for token_id, (rank, logprob) in ranked.items()
             }
@@ -75,37 +77,32 @@ class TextLogprobWriter:
         self._as_ids = as_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
-        self._start_over()
+        self._taken = TextLogprobs([], [], [], [])
 
     def push(self, entry: TokenLogprobs) -> None:
         """Add a token with its probabilities; the chosen token is always among the top ones."""
         top = dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
         top.setdefault(entry.token_id, entry.logprob)
-        texts = {self._text(token_id): max(logprob, _LEAST) for token_id, logprob in top.items()}
-        self._add(entry.token_id, max(entry.logprob, _LEAST), texts)
+        texts = {
+            self._text(token_id): max(logprob, LEAST_LOGPROB) for token_id, logprob in top.items()
+        }
+        self._add(entry.token_id, max(entry.logprob, LEAST_LOGPROB), texts)
 
     def push_first(self, token_id: int) -> None:
         """Add the first token of a prompt, which nothing comes before."""
         self._add(token_id, None, None)
 
     def take(self) -> TextLogprobs:
-        """What came since the last call."""
-        taken = TextLogprobs(self._tokens, self._logprobs, self._tops, self._offsets)
-        self._start_over()
+        """The logprobs since the last call."""
+        taken, self._taken = self._taken, TextLogprobs([], [], [], [])
         return taken
 
     def _text(self, token_id: int) -> str:
         return _text(self._tokenizer, token_id, as_ids=self._as_ids)
 
-    def _start_over(self) -> None:
-        self._tokens: list[str] = []
-        self._logprobs: list[float | None] = []
-        self._tops: list[dict[str, float] | None] = []
-        self._offsets: list[int] = []
-
     def _add(self, token_id: int, logprob: float | None, top: dict[str, float] | None) -> None:
-        self._tokens.append(self._text(token_id))
-        self._logprobs.append(logprob)
-        self._tops.append(top)
-        self._offsets.append(self._offset)
+        self._taken.tokens.append(self._text(token_id))
+        self._taken.token_logprobs.append(logprob)
+        self._taken.top_logprobs.append(top)
+        self._taken.text_offset.append(self._offset)
         self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))

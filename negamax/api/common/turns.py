@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from negamax.api.access import salt_of
 from negamax.api.common.answering import AnswerWriter, Choice, ResponseT, start_source
 from negamax.api.common.blocks import Block, BlockEvent, BlockWriter
-from negamax.api.common.constraints import answer_grammar, constrained
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import (
     ChatPrompt,
@@ -24,8 +24,8 @@ from negamax.api.common.conversation import (
     ReadingRules,
     off_loop,
 )
-from negamax.api.schemas.conversation import TurnRequest
-from negamax.api.schemas.sampled_request import SampledRequest
+from negamax.api.schemas.request_model import refuse
+from negamax.api.schemas.sampled_request import SampledRequest, TurnRequest
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice, other_variables
 from negamax.api.schemas.tools import CallChoice
 from negamax.base.errors import AbortedError, InvalidRequestError
@@ -34,7 +34,8 @@ from negamax.engine.client.open_request import OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
-from negamax.text.chat_format import may_call
+from negamax.text.chat_format import ChatFormat, ReasoningState, may_call
+from negamax.text.grammar.tool_calls import tool_grammar
 from negamax.text.parser.events import ParserEvent
 
 _MESSAGE_PLACE = re.compile(r"messages\[(\d+)\]")
@@ -161,6 +162,57 @@ async def start_turn(
     source = OpenRequests([generation])
     await start_source(request, params, source, has_grammar=grammar is not None)
     return StartedTurn(prompt, readers, source, turn.is_prompt_only)
+
+
+def answer_grammar(
+    chat_format: ChatFormat,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    choice: CallChoice,
+    content: Grammar | None,
+) -> Grammar | None:
+    """The grammar of an answer that may or must call `tools`, and whose content has the form
+    `content` otherwise.
+
+    Errors: `InvalidRequestError` for a call that is forced but cannot be made.
+    """
+    if choice.mode == "none":
+        return content
+    if choice.is_forced and not chat_format.reads_calls:
+        refuse(
+            "tool_choice",
+            "this server reads no calls (--tool-call-parser none); allowed: 'auto', 'none'",
+        )
+    return tool_grammar(
+        tools or (),
+        chat_format.call_style(),
+        choice=choice.mode,
+        name=choice.name,
+        allowed=choice.allowed,
+        parallel=choice.parallel,
+        content=content,
+    )
+
+
+def constrained(
+    sampling: SamplingParams,
+    chat_format: ChatFormat,
+    *,
+    reasoning: ReasoningState,
+    grammar: Grammar | None,
+    budget: int | None,
+) -> SamplingParams:
+    """`sampling` with the grammar, which begins after the reasoning, and with a budget of reasoning
+    tokens.
+    """
+    if grammar is None and budget is None:
+        return sampling
+    return replace(
+        sampling,
+        grammar=grammar,
+        reasoning=chat_format.reasoning(reasoning),
+        thinking_token_budget=budget,
+    )
 
 
 class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):

@@ -169,7 +169,6 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
             for index, reader in enumerate(started.readers)
         ]
         super().__init__(answer_id, started.source, choices)
-        self._created = int(time.time())
         self._tokenizer = context.engine.tokenizer
         self._metrics = context.metrics
         self._chat = chat
@@ -186,7 +185,7 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
     def response(self) -> ChatAnswer:
         return ChatAnswer(
             id=self.id,
-            created=self._created,
+            created=self.created,
             model=self._model,
             choices=[self._whole_choice(choice) for choice in self.choices],
             usage=self.usage,
@@ -297,7 +296,7 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
     ) -> ChatChunk:
         return ChatChunk(
             id=self.id,
-            created=self._created,
+            created=self.created,
             model=self._model,
             choices=choices,
             system_fingerprint=FINGERPRINT,

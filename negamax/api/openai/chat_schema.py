@@ -9,8 +9,8 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
 from negamax.api.schemas.answers import ChatLogprobs, CompletionAnswer, PromptLogprobs, Usage
-from negamax.api.schemas.conversation import check_messages, check_template_kwargs
 from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
+from negamax.api.schemas.sampled_request import check_messages, check_template_kwargs
 from negamax.api.schemas.structure import StructuredRequest
 from negamax.api.schemas.thinking import (
     EFFORTS,

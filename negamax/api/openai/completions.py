@@ -115,7 +115,6 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
         prompts: list[list[int]],
     ) -> None:
         super().__init__(answer_id, source, choices)
-        self._created = int(time.time())
         self._tokenizer = context.engine.tokenizer
         self._params = params
         options = params.stream_options
@@ -195,7 +194,7 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
     ) -> TextAnswer:
         return TextAnswer(
             id=self.id,
-            created=self._created,
+            created=self.created,
             model=self._model,
             choices=choices,
             system_fingerprint=FINGERPRINT,

@@ -36,7 +36,7 @@ def _as_prompts(value: object) -> list[Prompt]:
             f"must be a string, strings, token ids or lists of token ids; got {shown(value)}",
         )
     if type(value[0]) is int:
-        return [_token_ids(value, "prompt")]
+        return [check_token_ids(value, "prompt")]
     if len(value) > MAX_PROMPTS:
         refuse("prompt", f"{len(value)} prompts; allowed: at most {MAX_PROMPTS} in one request")
     prompts: list[Prompt] = []
@@ -44,7 +44,7 @@ def _as_prompts(value: object) -> list[Prompt]:
         if isinstance(part, str):
             prompts.append(part)
         elif isinstance(part, list):
-            prompts.append(_token_ids(part, f"prompt[{index}]"))
+            prompts.append(check_token_ids(part, f"prompt[{index}]"))
         else:
             refuse(
                 f"prompt[{index}]", f"must be a string or a list of token ids; got {shown(part)}"
@@ -52,7 +52,8 @@ def _as_prompts(value: object) -> list[Prompt]:
     return prompts
 
 
-def _token_ids(values: list[Any], where: str) -> list[int]:
+def check_token_ids(values: list[Any], where: str) -> list[int]:
+    """Refuse what is no integer among `values`, which stand at `where` in the request."""
     for index, value in enumerate(values):
         if type(value) is not int:
             refuse(f"{where}[{index}]", f"must be a token id; got {shown(value)}")

@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
-from negamax.api.schemas.conversation import MAX_MESSAGES, TurnRequest
 from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
-from negamax.api.schemas.sampled_request import StopStrings
+from negamax.api.schemas.sampled_request import MAX_MESSAGES, StopStrings, TurnRequest
 from negamax.api.schemas.structure import form_grammar
 from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, template_switch
 from negamax.api.schemas.tools import (

@@ -9,8 +9,9 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, PlainValidator, WithJsonSchema
 
 from negamax.api.openai.chat_schema import Tools
-from negamax.api.schemas.conversation import check_messages, check_template_kwargs
+from negamax.api.openai.completions_schema import check_token_ids
 from negamax.api.schemas.request_model import RequestModel, refuse, shown
+from negamax.api.schemas.sampled_request import check_messages, check_template_kwargs
 
 MAX_TEXTS = 1024
 _LIST_OF_IDS = {"type": "array", "items": {"type": "integer"}}
@@ -35,16 +36,10 @@ def _as_ids(value: object) -> list[int] | list[list[int]]:
         for index, ids in enumerate(value):
             if not isinstance(ids, list):
                 refuse(f"tokens[{index}]", f"must be a list of token ids; got {shown(ids)}")
-            _check_ids(ids, f"tokens[{index}]")
+            check_token_ids(ids, f"tokens[{index}]")
     else:
-        _check_ids(value, "tokens")
+        check_token_ids(value, "tokens")
     return value
-
-
-def _check_ids(ids: list[object], where: str) -> None:
-    for index, token_id in enumerate(ids):
-        if type(token_id) is not int:
-            refuse(f"{where}[{index}]", f"must be a token id; got {shown(token_id)}")
 
 
 class TokenizeRequest(RequestModel):

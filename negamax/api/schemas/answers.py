@@ -6,8 +6,6 @@ the JSON, None is `null`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
@@ -133,12 +131,7 @@ class ServerAnswer(Struct, frozen=True):
     openapi: str = "/openapi.json"  # path of the OpenAPI document
 
 
-_encoder = msgspec.json.Encoder()
-
-
-def encode(answer: Struct | Sequence[Struct]) -> bytes:
-    """The answer as UTF-8 JSON."""
-    return _encoder.encode(answer)
+encode = msgspec.json.Encoder().encode  # an answer, or several, as UTF-8 JSON
 
 
 def error_answer(

@@ -1,13 +1,13 @@
-"""The fields that requests for generated text share."""
+"""The fields that requests for generated text share, and those with a conversation."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from msgspec.structs import replace
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from negamax.api.schemas.request_model import RequestModel, refuse, shown
 from negamax.scheduler.request import (
@@ -16,7 +16,9 @@ from negamax.scheduler.request import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from negamax.text.chat_template import RESERVED_KWARGS
 
+MAX_MESSAGES = 16_384
 MAX_PROMPTS = 128
 _PRIORITY_LIMIT = 2**31
 
@@ -77,6 +79,27 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 LogitBias = Annotated[
     dict[int, float], BeforeValidator(_bounded_bias), WithJsonSchema(_BIAS_SCHEMA)
 ]
+
+
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Refuse no messages, and more of them than a conversation has."""
+    if not messages:
+        refuse("messages", "the list is empty; send at least one message")
+    if len(messages) > MAX_MESSAGES:
+        refuse("messages", f"{len(messages)} messages; allowed: at most {MAX_MESSAGES}")
+    return messages
+
+
+def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Refuse template variables that are none, or that the request itself sets."""
+    for name in kwargs:
+        if name in RESERVED_KWARGS:
+            refuse(
+                "chat_template_kwargs", f"{name!r} is a field of the request itself; set it there"
+            )
+        if not name.isidentifier():
+            refuse("chat_template_kwargs", f"{shown(name)} is not a variable name")
+    return kwargs
 
 
 class StreamOptions(RequestModel):
@@ -158,6 +181,17 @@ class SampledRequest(EngineRequest, SamplingFields):
     model: str | None = None  # a name from /v1/models; left out: the first of them
     seed: int | None = None  # the same seed gives the same draws
     min_tokens: int = 0  # before so many, no end token is sampled and no stop counts
+
+
+class TurnRequest(SampledRequest):
+    """One answer to a conversation. What its dialect does not know itself is an extension, named as
+    in chat completions.
+    """
+
+    # variables of the chat template
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None
+    ) = None
 
 
 class GenerationRequest(SampledRequest):

@@ -19,6 +19,7 @@ from negamax.api.access import check_admin, is_admin, tenant_of
 from negamax.api.common.answering import AnswerWriter, Choice, respond
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import PlainReader
+from negamax.api.common.logprobs import LEAST_LOGPROB
 from negamax.api.common.plain_prompts import PlainPrompt, start_prompts
 from negamax.api.errors import json_response
 from negamax.api.http.request_body import read_request
@@ -45,7 +46,6 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.events import ParserEvent
 
-_LEAST = -9999.0  # JSON has no infinity
 _ABORT = "abort"  # what server processes ask of each other
 
 
@@ -308,7 +308,7 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
         text = (
             self._tokenizer.token_text(token_id) if self._params.return_text_in_logprobs else None
         )
-        return None if entry is None else max(entry.logprob, _LEAST), token_id, text
+        return None if entry is None else max(entry.logprob, LEAST_LOGPROB), token_id, text
 
     def _top(self, entry: TokenLogprobs | None) -> list[LogprobEntry] | None:
         if entry is None:
@@ -316,7 +316,7 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
         with_text = self._params.return_text_in_logprobs
         pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
         return [
-            (max(logprob, _LEAST), i, self._tokenizer.token_text(i) if with_text else None)
+            (max(logprob, LEAST_LOGPROB), i, self._tokenizer.token_text(i) if with_text else None)
             for i, logprob in pairs
         ]
 
