@@ -17,6 +17,7 @@ from negamax.kernels.attention import spec as attention
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.formats import E4M3_BLOCKS, e4m3_blocks
 from negamax.kernels.gemm.cases import fp8_case
+from negamax.kernels.launch.tile import Tile
 from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.moe import tiles as moe_tiles
 from negamax.kernels.quantize.native import to_native
@@ -90,13 +91,15 @@ def test_products_of_fnuz_values(num_tokens: int) -> None:
     assert error(got, want @ dequantize_block(weight, scale).T) < 4e-3
 
 
-@pytest.mark.parametrize("path", ["token", "scan", "sorted"])
+@pytest.mark.parametrize("path", ["gemv", "small_m", "large_m"])
 def test_experts_of_fnuz_values(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = {"token": 9, "scan": 0, "sorted": 0}[path]
-    monkeypatch.setattr(moe_tiles.Tiles, "max_token", lambda self, width: most)
-    monkeypatch.setattr(moe_tiles, "MAX_SCAN", 9 if path == "scan" else 0)
-    few = moe_tiles.TokenTile(16, 256, 4, 2, 32, 128, 4)  # programs
-    monkeypatch.setattr(moe_tiles.Tiles, "token", lambda self, width: few)
+    most = {"gemv": 9, "small_m": 0, "large_m": 0}[path]
+    monkeypatch.setattr(moe_tiles.Tiles, "gemv_max_m", lambda self, width: most)
+    monkeypatch.setattr(moe_tiles, "SMALL_M_MAX_M", 9 if path == "small_m" else 0)
+    few = moe_tiles.ExpertTiles(
+        Tile(1, 16, 256, num_warps=4), Tile(1, 32, 128, num_warps=4), choices=2
+    )  # programs
+    monkeypatch.setattr(moe_tiles.Tiles, "gemv", lambda self, width: few)
     generator = torch.Generator().manual_seed(2)
     stored = {}
     for name, shape in (("gate_up", (3, 256, 128)), ("down", (3, 128, 128))):

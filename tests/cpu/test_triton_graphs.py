@@ -12,7 +12,7 @@ import triton_support  # noqa: F401  before the kernels
 from graph_support import RepeatedSteps
 from m2_checkpoints import to_fp8
 from model_support import random_weights
-from test_triton_model import SPEC, errors, gpu_model, kernel_table
+from test_triton_model import FEW_PROGRAMS, SPEC, errors, gpu_model, kernel_table
 from torch import Tensor
 
 from negamax.kernels.moe import tiles as moe_tiles
@@ -89,9 +89,7 @@ def assert_alike(one: Side, other: Side) -> None:
 def test_captured_steps_compute_what_the_same_kernels_compute_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # the interpreter runs programs one by one
-    few_programs = moe_tiles.TokenTile(128, 128, 4, 8, 128, 128, 4)
-    monkeypatch.setattr(moe_tiles.H200, "token", lambda self, width: few_programs)
+    monkeypatch.setattr(moe_tiles.H200, "gemv", lambda self, width: FEW_PROGRAMS)
     weights = {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
     model = gpu_model(to_fp8(weights), keep_quantized=True)
     alone, captured, pool = side(), side(), RepeatedSteps()

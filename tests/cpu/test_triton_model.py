@@ -15,6 +15,7 @@ from torch import Tensor
 
 from negamax.config.families import read_spec
 from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe import tiles as moe_tiles
 from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
@@ -36,6 +37,10 @@ SIZES = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+# the interpreter runs programs one by one
+FEW_PROGRAMS = moe_tiles.ExpertTiles(
+    Tile(1, 128, 128, num_warps=4), Tile(1, 128, 128, num_warps=4), choices=8
+)
 SPEC = read_spec(
     {**tiny_config(0, **SIZES), "quantization_config": FP8_CONFIG, "dtype": "bfloat16"}
 )
@@ -83,9 +88,7 @@ def compare(run: PagedRun, reference: PagedRun, steps: Steps) -> float:
 def test_stored_fp8_weights_and_plain_ones_give_the_logits_of_the_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # the interpreter runs them one by one
-    few_programs = moe_tiles.TokenTile(128, 128, 4, 8, 128, 128, 4)
-    monkeypatch.setattr(moe_tiles.H200, "token", lambda self, width: few_programs)
+    monkeypatch.setattr(moe_tiles.H200, "gemv", lambda self, width: FEW_PROGRAMS)
     stored = to_fp8(
         {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
     )

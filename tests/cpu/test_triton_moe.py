@@ -12,6 +12,7 @@ import torch
 import triton_support  # noqa: F401  before the kernels
 
 from negamax.kernels.formats import E4M3_BLOCKS, e4m3_blocks
+from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe import spec, tiles
 from negamax.kernels.moe import triton as kernels
 from negamax.kernels.moe import triton_prefill as prefill
@@ -22,17 +23,19 @@ from negamax.kernels.quantize.spec import quantize_activations
 OPS = {op.name: op for op in spec.OPS}
 ROUTE, _, EXPERTS, _ = kernels.KERNELS
 DTYPES = (torch.bfloat16, torch.float16)
-# (MAX_TOKEN, MAX_SCAN)
-PATHS = {"token": (1 << 20, 1 << 20), "scan": (0, 1 << 20), "sorted": (0, 0)}
+# (gemv_max_m, SMALL_M_MAX_M)
+PATHS = {"gemv": (1 << 20, 1 << 20), "small_m": (0, 1 << 20), "large_m": (0, 0)}
 
 
 def choose_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    most_token, most_scan = PATHS[path]
-    monkeypatch.setattr(tiles.H200, "max_token", lambda self, width: most_token)
-    monkeypatch.setattr(tiles, "MAX_SCAN", most_scan)
+    gemv_max_m, small_m_max_m = PATHS[path]
+    monkeypatch.setattr(tiles.H200, "gemv_max_m", lambda self, width: gemv_max_m)
+    monkeypatch.setattr(tiles, "SMALL_M_MAX_M", small_m_max_m)
     # the interpreter runs them one by one
-    few_programs = tiles.TokenTile(16, 256, 4, 2, 32, 128, 4)
-    monkeypatch.setattr(tiles.H200, "token", lambda self, width: few_programs)
+    few_programs = tiles.ExpertTiles(
+        Tile(1, 16, 256, num_warps=4), Tile(1, 32, 128, num_warps=4), choices=2
+    )
+    monkeypatch.setattr(tiles.H200, "gemv", lambda self, width: few_programs)
 
 
 def compare(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
@@ -98,14 +101,14 @@ def test_route_marks_padding_and_leaves_its_counters_at_whole_rounds() -> None:
     again, some = kernels.route(x, prepared, top_k=2, active=torch.tensor([5], dtype=torch.int32))
     assert torch.equal(again[:5], ids[:5]) and torch.equal(some[:5], weights[:5])
     assert (again[5:] == -1).all() and (some[5:] == 0).all()
-    assert prepared.arrived.max() == 2 * 1024 and (prepared.arrived % 1024 == 0).all()
+    assert prepared.arrivals.max() == 2 * 1024 and (prepared.arrivals % 1024 == 0).all()
 
 
 @pytest.mark.parametrize("most_few", [0, 4])
 def test_route_prefers_the_lower_id_among_equals_and_survives_nan(
     monkeypatch: pytest.MonkeyPatch, most_few: int
 ) -> None:
-    monkeypatch.setattr(tiles, "MAX_ROUTE_FEW", most_few)
+    monkeypatch.setattr(tiles, "ROUTE_SMALL_M_MAX_M", most_few)
     prepared = kernels.prepare_gate(torch.zeros(8, 32), torch.zeros(8))
     x = torch.ones(2, 32).bfloat16()
     x[1, 0] = float("nan")
@@ -128,16 +131,16 @@ def test_few_tokens_are_routed_as_many_are(
         rows = torch.tensor([active], dtype=torch.int32)
         ids, weights = kernels.route(x, prepared, top_k=6, active=rows)
         with monkeypatch.context() as patch:
-            patch.setattr(tiles, "MAX_ROUTE_FEW", 0)
+            patch.setattr(tiles, "ROUTE_SMALL_M_MAX_M", 0)
             many_ids, many_weights = kernels.route(x, prepared, top_k=6, active=rows)
         assert torch.equal(ids, many_ids) and (ids[active:] == -1).all()
         torch.testing.assert_close(weights, many_weights)
-    assert prepared.epoch.tolist() == [2]
+    assert prepared.flag.tolist() == [2]
 
 
 def test_pieces_of_the_gate_add_up_to_it_exactly() -> None:
     gate = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
-    pieces = kernels.prepare_gate(gate, torch.zeros(16)).pieces.float()
+    pieces = kernels.prepare_gate(gate, torch.zeros(16)).gate_bf16x3.float()
     assert torch.equal((pieces[0] + pieces[1]) + pieces[2], gate)
 
 
@@ -153,13 +156,13 @@ def test_experts_on_every_case_of_the_op(
             compare(EXPERTS, case, dtype)
 
 
-@pytest.mark.parametrize(("path", "bound"), [("token", 0.01), ("scan", 0.1), ("sorted", 0.1)])
+@pytest.mark.parametrize(("path", "bound"), [("gemv", 0.01), ("small_m", 0.1), ("large_m", 0.1)])
 def test_fp8_experts(monkeypatch: pytest.MonkeyPatch, path: str, bound: float) -> None:
     choose_path(monkeypatch, path)
     assert experts_error(fp8_case(5)) < bound
 
 
-@pytest.mark.parametrize("path", ["scan", "sorted"])
+@pytest.mark.parametrize("path", ["small_m", "large_m"])
 def test_one_expert_with_more_tokens_than_a_tile_holds(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
@@ -186,9 +189,9 @@ def test_choices_of_other_ranks_and_padding_add_nothing(
     assert (out[6:] == 0).all()
 
 
-def test_sorted_experts_write_all_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_large_m_write_all_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding and other ranks' choices included: memory is full of NaN before."""
-    choose_path(monkeypatch, "sorted")
+    choose_path(monkeypatch, "large_m")
     case = fp8_case(9, num_experts=3)
     case.tensors["ids"][4:] = torch.tensor([-1, 5], dtype=torch.int32)
     t, empty = case.tensors, torch.empty
@@ -213,12 +216,12 @@ def test_sorted_experts_write_all_that_is_read(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_h_kept_in_shared_memory_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_path(monkeypatch, "sorted")
-    tile = replace(tiles.H200().sort(width=128, num_tokens=5, fp8=True), down_repeat=2)
+    choose_path(monkeypatch, "large_m")
+    tile = replace(tiles.H200().large_m(width=128, fp8=True), repeat_n=2)
     case, outputs = fp8_case(5), []
     for resident in (False, True):
-        kept = replace(tile, down_resident=resident)
-        monkeypatch.setattr(tiles.H200, "sort", lambda self, kept=kept, **_: kept)
+        kept = replace(tile, resident=resident)
+        monkeypatch.setattr(tiles.H200, "large_m", lambda self, kept=kept, **_: kept)
         outputs += OPS["moe.experts"].apply(EXPERTS, case)
     assert torch.equal(*outputs)
 
@@ -232,7 +235,7 @@ def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(
     ids = torch.randint(
         -1, 9, (27, 3), generator=torch.Generator().manual_seed(4), dtype=torch.int32
     )
-    order, counts = prefill.expert_order(ids, first=2, count=5)
+    order, counts = prefill.sort_pairs(ids, first=2, count=5)
     flat = ids.flatten()
     mine = (flat >= 2) & (flat < 7)
     expected = torch.where(mine, flat, 7).argsort(stable=True)  # those of none of ours last

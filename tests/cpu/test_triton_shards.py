@@ -147,10 +147,10 @@ def test_products_in_fp8_need_no_plain_rows() -> None:
     )
     ids = torch.rand(num_rows, EXPERTS, generator=generator).topk(TOP_K).indices.int()
     weights = torch.rand(num_rows, TOP_K, generator=generator)
-    for most_scan in (0, 1 << 20):
+    for most_m in (0, 1 << 20):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(moe.tiles.H200, "max_token", lambda self, width: 0)
-            patch.setattr(moe.tiles, "MAX_SCAN", most_scan)
+            patch.setattr(moe.tiles.H200, "gemv_max_m", lambda self, width: 0)
+            patch.setattr(moe.tiles, "SMALL_M_MAX_M", most_m)
             got, want = (
                 moe.experts(x, ids, weights, experts, first=0, count=EXPERTS) for x in (part, whole)
             )
@@ -182,7 +182,7 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
     )
     weights = to_fp8(random_weights(spec, 3))
     # the token kernels read plain rows
-    monkeypatch.setattr(moe.tiles.H200, "max_token", lambda self, width: 0)
+    monkeypatch.setattr(moe.tiles.H200, "gemv_max_m", lambda self, width: 0)
     table = KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.float16)
 
     def logits(shard_rows: int) -> list[tuple[Tensor, ...]]:

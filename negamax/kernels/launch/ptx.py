@@ -1,5 +1,5 @@
-"""All that kernels say to NVIDIA GPUs alone, PTX and what Triton has for CUDA only, each with its
-portable form, which is also what the interpreter runs.
+"""PTX, and what Triton has for CUDA only; each with its portable form, which AMD GPUs and the
+interpreter run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ try:
 except ImportError:  # Triton as built for ROCm
     gdc_launch_dependents = gdc_wait = libdevice = None
 
-_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def pack_pair(even, odd, DTYPE: tl.constexpr):
     units. In the program that norms a row that is 36 conversions of 8 cycles a warp, one after the
     other.
     """
-    if _COMPILED and is_cuda():
+    if not INTERPRETED and is_cuda():
         convert: tl.constexpr = (
             "cvt.rn.bf16x2.f32 $0, $1, $2;"
             if tl.bfloat16 == DTYPE
@@ -60,7 +60,7 @@ def e4m3_to_fp16(x):
     where it is): the tensor cores take values of adjacent keys together, which would be gathered
     there byte by byte.
     """
-    if _COMPILED and cuda_capability_geq(8, 9):
+    if not INTERPRETED and cuda_capability_geq(8, 9):
         x = tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; "
             "cvt.rn.f16x2.e4m3x2 $1, high; }",
@@ -74,4 +74,4 @@ def e4m3_to_fp16(x):
 @triton.jit
 def fast_log(x):
     """log x; on NVIDIA GPUs the hardware's, good to 2^-22 beside a logarithm of 1 or less."""
-    return libdevice.fast_logf(x) if _COMPILED and is_cuda() else tl.log(x)
+    return libdevice.fast_logf(x) if not INTERPRETED and is_cuda() else tl.log(x)

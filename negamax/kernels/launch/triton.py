@@ -37,11 +37,8 @@ import triton
 import triton.language as tl
 
 from negamax.kernels import platform
-from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
+from negamax.kernels.launch.ptx import INTERPRETED, launch_dependents, wait_for_predecessor
 from negamax.kernels.platform import Feature
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-_FP32_DOT = tl.constexpr(INTERPRETED)
 
 # Triton's default may change; without it the kernels' last bits and speed are others
 triton.knobs.language.default_fp_fusion = True
@@ -81,7 +78,7 @@ def wait_then_launch_dependents(PDL: tl.constexpr):
 @triton.jit
 def dot(a, b, acc):
     """acc + a b; in fp32 in the interpreter, whose 16-bit products are wrong."""
-    if _FP32_DOT:
+    if INTERPRETED:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         acc = tl.dot(a, b, acc)

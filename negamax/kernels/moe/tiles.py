@@ -1,72 +1,49 @@
-"""Tile sizes of the Triton kernels by architecture."""
+"""Tile sizes of the Triton kernels by architecture. M is the number of tokens."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
 
 from negamax.kernels import platform
+from negamax.kernels.launch.tile import Tile
 
-MAX_SCAN = 256  # tokens up to which every expert looks for its tokens itself
-SCAN_CHUNK = 512  # pairs looked through at a time
-SORT_PROGRAMS = 128  # about as many as there are multiprocessors; each puts some
-SORT_CHUNK = 128  # pairs in place at a time,
-COUNT_CHUNK = 512  # counts so many,
-SORT_BLOCK = 32  # and adds up the counts of so many programs
-MAX_ROUTE_TILES = 4096
-MAX_ROUTE_FEW = 4  # tokens up to which the router multiplies on the CUDA cores, with
-ROUTE_FEW_ROWS = 2  # experts in one program
-ROUTE_FEW_WARPS = 4
+SMALL_M_MAX_M = 256  # up to here each expert searches topk_ids for its tokens
+SEARCH_CHUNK = 512  # pairs searched at a time
+# Sorting the pairs: programs (about as many as multiprocessors), and pairs that one
+SORT_PROGRAMS = 128
+SORT_CHUNK = 128  # puts in their places at a time,
+COUNT_CHUNK = 512  # counts at a time,
+SORT_BLOCK = 32  # and programs whose counts it adds up at a time
+ROUTE_MAX_TILES = 4096
+ROUTE_SMALL_M_MAX_M = 4  # up to here the router multiplies on the CUDA cores
+ROUTE_SMALL_M_BLOCK_N = 2
+ROUTE_SMALL_M_WARPS = 4
 
 
 @dataclass(frozen=True)
-class RouteTile:
-    """One program of the router: `rows` experts, one of `splits` parts of the columns, `tokens`
-    tokens.
+class RouteTile(Tile):
+    """One program of `_route_large_m_kernel`, whose weight is the gate. num_stages = 0: its part of
+    the gate is loaded at once, before the activations exist.
     """
 
-    tokens: int
-    rows: int
-    columns: int  # at a time
-    splits: int
-    choose: int  # tokens chosen for at a time
-    stages: int  # 0: the whole part at once
-    warps: int
+    topk_m: int = 1  # tokens whose experts are chosen at a time
 
 
 @dataclass(frozen=True)
-class TokenTile:
-    """One program of the token kernels: `rows` of one weight (of each half, in gate_up)."""
-
-    gate_up_rows: int
-    gate_up_columns: int
-    gate_up_warps: int
-    down_choices: int  # experts of a token summed up by one program; the next norm sums the rest
-    down_rows: int
-    down_columns: int
-    down_warps: int
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One program of the tile kernels: `rows` of the weight against `tokens` tokens, `columns` at a
-    time.
+class ExpertTiles:
+    """The two products of one of the three ways. With FP8, gate_up.block_n (large_m, small_m) and
+    down.block_k are the 128 columns of h that share a scale.
     """
 
-    tokens: int
-    # as many gate rows and up rows; with FP8 the columns of h that share a scale (in sorted: 128)
-    gate_up_rows: int
-    gate_up_columns: int
-    gate_up_stages: int
-    gate_up_warps: int
-    down_rows: int
-    down_columns: int  # without FP8; with it the columns of h that share a scale
-    down_stages: int
-    down_warps: int
-    down_repeat: int = 1  # row tiles that a program does one after another (sorted)
-    down_tokens: int = 64  # (sorted)
-    down_resident: bool = False  # keep the tokens' h in shared memory (sorted, FP8, narrow experts)
+    gate_up: Tile  # block_n gate rows and as many up rows
+    down: Tile
+    # gemv: choices of a token that one program of down adds up; the next norm adds up the rest
+    choices: int = 1
+    repeat_n: int = 1  # large_m: tiles that a program of down computes one after another
+    resident: bool = False  # large_m: h stays in shared memory (FP8, narrow experts)
 
 
 @dataclass(frozen=True)
@@ -75,40 +52,38 @@ class Tiles:
 
     measured_on: str | None = None
 
-    def route(self, num_tokens: int) -> RouteTile:
-        """By the number of tokens."""
-        tokens = 16 if num_tokens <= 16 else 64
-        return RouteTile(tokens, rows=32, columns=64, splits=8, choose=8, stages=2, warps=4)
+    def route(self, M: int) -> RouteTile:
+        block_m = 16 if M <= 16 else 64
+        return RouteTile(block_m, 32, 64, num_warps=4, num_stages=2, split_k=8, topk_m=8)
 
-    def max_token(self, width: int) -> int:
+    def gemv_max_m(self, width: int) -> int:
         """Tokens up to which each choice runs on its own; beyond, an expert's weights are better
         read once for all its tokens.
         """
         return 4
 
-    def token(self, width: int) -> TokenTile:
-        """By the experts' width."""
-        return TokenTile(2, 1024, 2, 4, 4, 128, 4)
+    def gemv(self, width: int) -> ExpertTiles:
+        return ExpertTiles(Tile(1, 2, 1024, num_warps=2), Tile(1, 4, 128, num_warps=4), choices=4)
 
-    def scan(self, *, width: int, num_tokens: int, fp8: bool) -> Tile:
-        """For a decode step's tokens."""
+    def small_m(self, *, M: int, width: int, fp8: bool) -> ExpertTiles:
         side = 128 if fp8 else 64
-        return Tile(16, side, side, 2, 4, side, side, 2, 4)
+        tile = Tile(16, side, side, num_warps=4, num_stages=2)
+        return ExpertTiles(tile, tile)
 
-    def sort(self, *, width: int, num_tokens: int, fp8: bool) -> Tile:
+    def large_m(self, *, width: int, fp8: bool) -> ExpertTiles:
         """Tiles of 64 tokens waste less than larger ones: of 8,192 tokens, an expert gets 256, give
         or take 16.
         """
-        if not fp8:
-            return Tile(64, 64, 64, 2, 4, 64, 64, 2, 4)
-        return Tile(64, 128, 128, 2, 4, 128, 128, 2, 4, down_repeat=8)
+        side = 128 if fp8 else 64
+        tile = Tile(64, side, side, num_warps=4, num_stages=2)
+        return ExpertTiles(tile, tile, repeat_n=8 if fp8 else 1)
 
 
 _ROUTE = (
-    (16, RouteTile(tokens=16, rows=16, columns=128, splits=8, choose=1, stages=0, warps=4)),
-    (256, RouteTile(tokens=64, rows=32, columns=128, splits=8, choose=1, stages=0, warps=4)),
-    (4096, RouteTile(tokens=128, rows=128, columns=64, splits=4, choose=4, stages=3, warps=8)),
-    (1 << 30, RouteTile(tokens=128, rows=128, columns=64, splits=1, choose=16, stages=3, warps=8)),
+    RouteTile(16, 16, 128, num_warps=4, num_stages=0, split_k=8),
+    RouteTile(64, 32, 128, num_warps=4, num_stages=0, split_k=8),
+    RouteTile(128, 128, 64, num_warps=8, num_stages=3, split_k=4, topk_m=4),
+    RouteTile(128, 128, 64, num_warps=8, num_stages=3, topk_m=16),
 )
 
 
@@ -118,34 +93,37 @@ class H200(Tiles):
 
     measured_on: str | None = "H200"
 
-    def route(self, num_tokens: int) -> RouteTile:
-        return next(tile for limit, tile in _ROUTE if num_tokens <= limit)
+    def route(self, M: int) -> RouteTile:
+        return _ROUTE[bisect_left((16, 256, 4096), M)]
 
-    def max_token(self, width: int) -> int:
+    def gemv_max_m(self, width: int) -> int:
         return 8 if width <= 384 else 4
 
-    def token(self, width: int) -> TokenTile:
+    def gemv(self, width: int) -> ExpertTiles:
+        gate_up = Tile(1, 2, 1024, num_warps=2)
         if width <= 384:
-            return TokenTile(2, 1024, 2, 4, 8, 128, 2)
+            return ExpertTiles(gate_up, Tile(1, 8, 128, num_warps=2), choices=4)
         if width <= 768:
-            return TokenTile(2, 1024, 2, 8, 4, 128, 4)
-        return TokenTile(2, 1024, 2, 4, 4, 512, 4)
+            return ExpertTiles(gate_up, Tile(1, 4, 128, num_warps=4), choices=8)
+        return ExpertTiles(gate_up, Tile(1, 4, 512, num_warps=4), choices=4)
 
-    def scan(self, *, width: int, num_tokens: int, fp8: bool) -> Tile:
+    def small_m(self, *, M: int, width: int, fp8: bool) -> ExpertTiles:
         """At width 384 and 13 to 20 tokens, three small programs on a multiprocessor leave a
         shorter tail than two large ones.
         """
-        if not fp8:
-            return Tile(16, 64, 64, 3, 4, 64, 64, 3, 4)
-        stages = 2 if width <= 384 and 12 < num_tokens <= 20 else 3
-        return Tile(16, 128, 128, stages, 4, 128, 128, 3, 4)
+        side = 128 if fp8 else 64
+        down = Tile(16, side, side, num_warps=4, num_stages=3)
+        stages = 2 if fp8 and width <= 384 and 12 < M <= 20 else 3
+        return ExpertTiles(Tile(16, side, side, num_warps=4, num_stages=stages), down)
 
-    def sort(self, *, width: int, num_tokens: int, fp8: bool) -> Tile:
+    def large_m(self, *, width: int, fp8: bool) -> ExpertTiles:
+        gate_up = Tile(64, 128, 128 if fp8 else 64, num_warps=4, num_stages=4)
         if not fp8:
-            return Tile(64, 128, 64, 4, 4, 64, 64, 3, 4)
+            return ExpertTiles(gate_up, Tile(64, 64, 64, num_warps=4, num_stages=3))
         if width <= 384:
-            return Tile(64, 128, 128, 4, 4, 64, 128, 3, 4, down_repeat=24, down_resident=True)
-        return Tile(64, 128, 128, 4, 4, 128, 128, 3, 4, down_repeat=8)
+            down = Tile(64, 64, 128, num_warps=4, num_stages=3)
+            return ExpertTiles(gate_up, down, repeat_n=24, resident=True)
+        return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
 
 _LIKE_H200 = H200(measured_on=None)  # as much shared memory, nothing measured

@@ -1,23 +1,27 @@
-"""Triton kernels of the mixture of experts: routing in one launch, the experts in two (four for
-prefills).
+"""Mixture of experts: routing in one launch, the experts in two (four for prefills).
 
-Three ways through the experts, by the number of tokens T (`tiles.py`):
+A pair is one choice of a token, pair = token * top_k + choice. The experts compute
 
-- *token* (a handful): one program per (choice, few rows), products on the CUDA cores, FP8 weights
-  against plain activations.
-- *scan* (decode): one program per (expert, rows). It finds the expert's tokens by looking through
-  `ids`, and multiplies W8A8 with the weights as the tall operand, so that few tokens waste no
-  tensor-core rows. No sorting launch.
-- *sorted* (prefill): the pairs (token, choice) are first put in expert order; then the same tiles
-  over many tokens.
+    h[pair]   = silu(gate x[token]) * (up x[token])       [M * top_k, width]
+    out[pair] = topk_weight[pair] * (down h[pair])        [M, P, hidden], the sum over P is pending
 
-The intermediate h = silu(gate x) * (up x) is kept per pair, in FP8 with one scale per GROUP columns
-where the weights are FP8. A pair is numbered token * top_k + choice.
+    way      M on an H200     launches  a program of the products
+    gemv     to 4 or 8        2         a pair and some rows of its expert, on the CUDA cores; plain
+                                        activations; P = top_k / choices
+    small_m  to 256           2         an expert and some of its rows: it finds the expert's tokens
+                                        in topk_ids, and the weights are the tall operand, so that
+                                        few tokens waste no tensor-core rows; P = top_k
+    large_m  the rest         4         pairs are sorted by expert first; the tokens are the tall
+                                        operand; P = top_k
+
+Each expert's gate and up lie in one weight [2 * width, hidden], gate rows first. FP8 weights have a
+scale per 128 x 128; h is then FP8 too, with a scale per pair and 128 columns (but in gemv). Tile
+sizes: `tiles.py`.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -32,52 +36,56 @@ from negamax.kernels.formats import (
     reads_e4m3_blocks,
 )
 from negamax.kernels.moe import tiles
-from negamax.kernels.moe.triton_decode import scan, token
-from negamax.kernels.moe.triton_prefill import experts_sorted
+from negamax.kernels.moe.triton_decode import experts_gemv, experts_small_m
+from negamax.kernels.moe.triton_prefill import experts_large_m
 from negamax.kernels.moe.triton_route import prepare_gate, route
-from negamax.kernels.moe.triton_shared import PreparedExperts
+from negamax.kernels.moe.triton_shared import ExpertConstants, PreparedExperts
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.signatures import EXPERTS, ROUTE
 
+# one object per shape: launches compare it, which takes 0.3 us unless it is the same
+_constants = cache(ExpertConstants)
+
 
 def prepare_experts(gate_up: StoredWeight, down: StoredWeight) -> PreparedExperts:
     """The stacked weights, plain or E4M3 blocks."""
-    tall, wide = gate_up.values, down.values
-    assert tall.is_contiguous() and wide.is_contiguous()
-    if gate_up.format is PLAIN:
-        return PreparedExperts(tall, wide, tall, wide, fp8=False)
-    hidden, width = wide.shape[1:]
-    assert hidden % GROUP == 0 and width % GROUP == 0, (
-        f"FP8 experts of hidden {hidden}, width {width}: not whole blocks"
+    w1, w2 = gate_up.values, down.values
+    assert w1.is_contiguous() and w2.is_contiguous()
+    constants = _constants(*w2.shape[1:], FP8=gate_up.format is not PLAIN)
+    if not constants.FP8:
+        return PreparedExperts(w1, w2, w1, w2, constants)
+    assert constants.HIDDEN % GROUP == 0 and constants.WIDTH % GROUP == 0, (
+        f"FP8 experts of hidden {constants.HIDDEN}, width {constants.WIDTH}: not whole blocks"
     )
-    tall, tall_scale = to_native(tall, gate_up.scale.contiguous())
-    wide, wide_scale = to_native(wide, down.scale.contiguous())
-    return PreparedExperts(tall, wide, tall_scale, wide_scale, fp8=True)
+    w1, w1_scale = to_native(w1, gate_up.scale.contiguous())
+    w2, w2_scale = to_native(w2, down.scale.contiguous())
+    return PreparedExperts(w1, w2, w1_scale, w2_scale, constants)
 
 
 def experts(
     x: Tensor | QuantizedActivations,
-    ids: Tensor,
-    weights: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     prepared: PreparedExperts,
     *,
     first: int,
     count: int,
 ) -> Tensor:
-    """x [T, hidden], ids [T, top_k] int32, weights [T, top_k] fp32 -> [T, P, hidden], to be summed
-    over P.
+    """x [M, hidden], topk_ids [M, top_k] int32, topk_weights [M, top_k] fp32 -> [M, P, hidden], to
+    be summed over P.
     """
-    num_tokens, width = ids.shape[0], prepared.down.shape[2]
-    assert ids.is_contiguous() and weights.is_contiguous() and ids.dtype == torch.int32
-    if num_tokens == 0:
+    M = topk_ids.shape[0]
+    assert topk_ids.is_contiguous() and topk_weights.is_contiguous()
+    assert topk_ids.dtype == torch.int32
+    if M == 0:
         return unquantized(x).unsqueeze(1)
-    if num_tokens <= tiles.tiles_for(ids.device).max_token(width):
-        return token(unquantized(x), ids, weights, prepared, first=first, count=count)
-    if num_tokens <= tiles.MAX_SCAN:
-        return scan(x, ids, weights, prepared, first=first, count=count)
-    return experts_sorted(x, ids, weights, prepared, first=first, count=count)
+    chosen = (topk_ids, topk_weights, prepared)
+    if tiles.tiles_for(topk_ids.device).gemv_max_m(prepared.constants.WIDTH) >= M:
+        return experts_gemv(unquantized(x), *chosen, first=first, count=count)
+    run = experts_small_m if M <= tiles.SMALL_M_MAX_M else experts_large_m
+    return run(x, *chosen, first=first, count=count)
 
 
 _GPU = frozenset({Feature.TRITON})
@@ -95,7 +103,7 @@ KERNELS = (
         ROUTE,
         "triton_last_arrival",
         route,
-        partial(prepare_gate, waits=False),
+        partial(prepare_gate, spin_wait=False),
         requires=_GPU,
         dtypes=_DTYPES,
     ),

@@ -1,4 +1,4 @@
-"""The experts for a decode step's tokens: *token* for a handful, *scan* for the rest
+"""The experts for a decode step's tokens: *gemv* for a handful, *small_m* for the rest
 (`kernels/moe/triton.py`).
 """
 
@@ -12,432 +12,481 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, model_dtype
-from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
+from negamax.kernels.launch.triton import dot, launch_options, wait_then_launch_dependents
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import (
     BLOCK,
-    INTERPRETED,
-    SMALLEST,
     PreparedExperts,
-    dot,
-    even,
+    empty_intermediate,
+    group_scale,
     operands,
+    silu_and_mul,
 )
-from negamax.kernels.quantize.triton import e4m3_max
 
-_UNIT = tl.constexpr(16)  # neighbouring columns one thread multiplies in the token kernels
-
-
-# --- experts, a handful of tokens ----------------------------------------------------------------
+_VECTOR = tl.constexpr(16)  # neighbouring columns that a thread multiplies in the gemv kernels
+_CHUNK = tl.constexpr(tiles.SEARCH_CHUNK)
+_ZERO_CHUNK = tl.constexpr(32)  # pairs whose results are zeroed at a time
 
 
-@triton.jit(do_not_specialize=["first", "count"])
-def _gate_up_token(
-    x, ids, weight, scale, h, first, count,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FP8: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """h of ROWS intermediate columns of one pair: silu(gate x) * (up x).
+# --- gemv: a handful of tokens -------------------------------------------------------------------
 
-    Tiles of the weights are [units, rows, _UNIT], not rows first: Triton lays the threads of a warp
-    along the axis that comes first, so they read neighbouring units of one row, and a thread uses
-    what it has of x for all its rows.
+
+@triton.jit(do_not_specialize=["first_expert", "num_experts"])
+def _gate_up_gemv_kernel(
+    x_ptr,  # [M, HIDDEN], unquantised
+    topk_ids_ptr,  # [M, TOP_K] int32
+    w_ptr,  # [num_experts, 2 * WIDTH, HIDDEN], gate rows first
+    w_scale_ptr,  # [num_experts, 2 * WIDTH / 128, HIDDEN / 128] fp32
+    h_ptr,  # [M * TOP_K, WIDTH], unquantised
+    first_expert,
+    num_experts,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N columns of h of one pair, on the CUDA cores: silu(gate x) * (up x).
+
+        grid: pairs * WIDTH / BLOCK_N
+        w of the pair's expert  gate [BLOCK_N, HIDDEN] and up [BLOCK_N, HIDDEN], all loaded first
+        x of the pair's token   [HIDDEN]              ->  h[pair, BLOCK_N]
+
+    Tiles of w are [BLOCK_K / 16, BLOCK_N, 16], not rows first: Triton lays the threads of a warp
+    along the first axis, so they read neighbouring vectors of one row, and a thread uses what it
+    has of x for all its rows.
     """
-    TILES: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
-    BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    pair, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    unit = tl.arange(0, COLUMNS // _UNIT)
-    at = unit[:, None] * _UNIT + tl.arange(0, _UNIT)[None, :]
-    x += (pair // TOP_K) * HIDDEN
+    EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
+    VECTORS: tl.constexpr = BLOCK_K // _VECTOR
+    STEPS: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_K)
+    TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
+    pair, tile = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    vector = tl.arange(0, VECTORS)
+    offs_k = vector[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
+    x_ptr += (pair // TOP_K) * E.HIDDEN
     wait_then_launch_dependents(PDL)
-    expert = tl.load(ids + pair) - first
-    if (expert < 0) | (expert >= count):
+    expert = tl.load(topk_ids_ptr + pair) - first_expert
+    if (expert < 0) | (expert >= num_experts):
         return
-    weight += expert.to(tl.int64) * (2 * WIDTH * HIDDEN)
-    scale += (expert * (2 * WIDTH // BLOCK) + tile * ROWS // BLOCK) * BLOCKS
+    w_ptr += expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
+    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + tile * BLOCK_N // BLOCK) * E.HIDDEN_BLOCKS
     xs, gates, ups, gate_scales, up_scales = (), (), (), (), ()
-    for start in tl.static_range(0, HIDDEN, COLUMNS):
-        k = start + at
-        inside = (rows < WIDTH)[None, :, None] & (k < HIDDEN)[:, None, :]
-        where = weight + rows[None, :, None] * HIDDEN + k[:, None, :]
-        gates = gates + (tl.load(where, mask=inside | EVEN, other=0.0),)
-        ups = ups + (tl.load(where + WIDTH * HIDDEN, mask=inside | EVEN, other=0.0),)
-        xs = xs + (tl.load(x + k, mask=(k < HIDDEN) | EVEN, other=0.0),)
-        if FP8:
-            block = (start + unit * _UNIT) // BLOCK
-            gate_scales = gate_scales + (tl.load(scale + block, mask=block < BLOCKS, other=0.0),)
-            up_scales = up_scales + (
-                tl.load(scale + (WIDTH // BLOCK) * BLOCKS + block, mask=block < BLOCKS, other=0.0),
-            )
-    gate = tl.zeros([COLUMNS // _UNIT, ROWS], tl.float32)
-    up = tl.zeros([COLUMNS // _UNIT, ROWS], tl.float32)
-    for step in tl.static_range((HIDDEN + COLUMNS - 1) // COLUMNS):
-        wide = xs[step].to(tl.float32)[:, None, :]
-        part_gate = tl.sum(gates[step].to(tl.float32) * wide, 2)
-        part_up = tl.sum(ups[step].to(tl.float32) * wide, 2)
-        if FP8:
-            part_gate *= gate_scales[step][:, None]
-            part_up *= up_scales[step][:, None]
-        gate += part_gate
-        up += part_up
-    g, u = tl.sum(gate, 0), tl.sum(up, 0)
-    y = g / (1.0 + tl.exp(-g)) * u
-    tl.store(h + pair * WIDTH + rows, y.to(h.dtype.element_ty), mask=rows < WIDTH)
+    for step in tl.static_range(STEPS):
+        k = step * BLOCK_K + offs_k
+        inside = (offs_n < E.WIDTH)[None, :, None] & (k < E.HIDDEN)[:, None, :]
+        w_ptrs = w_ptr + offs_n[None, :, None] * E.HIDDEN + k[:, None, :]
+        gates = gates + (tl.load(w_ptrs, mask=inside | EVEN, other=0.0),)
+        ups = ups + (tl.load(w_ptrs + E.WIDTH * E.HIDDEN, mask=inside | EVEN, other=0.0),)
+        xs = xs + (tl.load(x_ptr + k, mask=(k < E.HIDDEN) | EVEN, other=0.0),)
+        if E.FP8:
+            block = (step * BLOCK_K + vector * _VECTOR) // BLOCK
+            scale_ptrs = w_scale_ptr + block
+            fits = block < E.HIDDEN_BLOCKS
+            gate_scales = gate_scales + (tl.load(scale_ptrs, mask=fits, other=0.0),)
+            scale_ptrs += (E.WIDTH // BLOCK) * E.HIDDEN_BLOCKS
+            up_scales = up_scales + (tl.load(scale_ptrs, mask=fits, other=0.0),)
+    gate = tl.zeros([VECTORS, BLOCK_N], tl.float32)
+    up = tl.zeros([VECTORS, BLOCK_N], tl.float32)
+    for step in tl.static_range(STEPS):
+        x = xs[step].to(tl.float32)[:, None, :]
+        step_gate = tl.sum(gates[step].to(tl.float32) * x, 2)
+        step_up = tl.sum(ups[step].to(tl.float32) * x, 2)
+        if E.FP8:
+            step_gate *= gate_scales[step][:, None]
+            step_up *= up_scales[step][:, None]
+        gate += step_gate
+        up += step_up
+    y = silu_and_mul(tl.sum(gate, 0), tl.sum(up, 0))
+    h_ptrs = h_ptr + pair * E.WIDTH + offs_n
+    tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=offs_n < E.WIDTH)
 
 
-@triton.jit(do_not_specialize=["first", "count"])
-def _down_token(
-    h, ids, weights, weight, scale, out, first, count,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """ROWS outputs of one token: the weighted sum over CHOICES of its experts. The weights are in
-    flight before h is finished.
+@triton.jit(do_not_specialize=["first_expert", "num_experts"])
+def _down_gemv_kernel(
+    h_ptr,  # [M * TOP_K, WIDTH], unquantised
+    topk_ids_ptr,  # [M, TOP_K] int32
+    topk_weights_ptr,  # [M, TOP_K] fp32
+    w_ptr,  # [num_experts, HIDDEN, WIDTH]
+    w_scale_ptr,  # [num_experts, HIDDEN / 128, WIDTH / 128] fp32
+    out_ptr,  # [M, TOP_K / CHOICES, HIDDEN]
+    first_expert,
+    num_experts,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N outputs of one token, the weighted sum over CHOICES of its experts; CUDA cores.
 
-    `ids` and `weights` are older than the kernel before this one, so they may be read ahead of it
-    (past L1).
+        grid: M * TOP_K / CHOICES * HIDDEN / BLOCK_N
+        w   [CHOICES experts, BLOCK_N, WIDTH]      all loaded before h is finished
+        h   [CHOICES pairs, WIDTH]                 ->  out[token, part, BLOCK_N]
+
+    `topk_ids` and `topk_weights` are older than the kernel before this one, so they may be read
+    ahead of it (past L1).
     """
-    TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
-    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    PARTS: tl.constexpr = (TOP_K + CHOICES - 1) // CHOICES
-    UNITS: tl.constexpr = COLUMNS // _UNIT  # of one choice in one step
-    STEPS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    slot, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    unit = tl.arange(0, CHOICES * UNITS)
-    choice = slot % PARTS * CHOICES + unit // UNITS
-    pair = slot // PARTS * TOP_K + choice
-    expert = tl.load(ids + pair, mask=choice < TOP_K, other=-1, cache_modifier=".cg") - first
-    known = (expert >= 0) & (expert < count)
-    expert = tl.where(known, expert, 0)
-    share = tl.load(weights + pair, mask=known, other=0.0, cache_modifier=".cg")
-    w_base = (
-        weight + expert.to(tl.int64)[:, None, None] * (HIDDEN * WIDTH) + rows[None, :, None] * WIDTH
-    )
-    s_base = scale + (expert * ((HIDDEN + BLOCK - 1) // BLOCK) + tile * ROWS // BLOCK) * BLOCKS
-    inner = tl.arange(0, _UNIT)
+    EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
+    PARTS: tl.constexpr = triton.cdiv(TOP_K, CHOICES)
+    VECTORS: tl.constexpr = BLOCK_K // _VECTOR  # of one choice in one step
+    STEPS: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_K)
+    TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N)
+    part, tile = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    vector = tl.arange(0, CHOICES * VECTORS)
+    choice = part % PARTS * CHOICES + vector // VECTORS
+    pair = part // PARTS * TOP_K + choice
+    expert_id = tl.load(topk_ids_ptr + pair, mask=choice < TOP_K, other=-1, cache_modifier=".cg")
+    expert = expert_id - first_expert
+    is_local = (expert >= 0) & (expert < num_experts)
+    expert = tl.where(is_local, expert, 0)
+    weight = tl.load(topk_weights_ptr + pair, mask=is_local, other=0.0, cache_modifier=".cg")
+    w_ptr += expert.to(tl.int64)[:, None, None] * (E.HIDDEN * E.WIDTH)
+    w_ptr += offs_n[None, :, None] * E.WIDTH
+    w_scale_ptr += (expert * E.HIDDEN_BLOCKS + tile * BLOCK_N // BLOCK) * E.WIDTH_BLOCKS
+    inner = tl.arange(0, _VECTOR)
     ws, scales, hs = (), (), ()
     for step in tl.static_range(STEPS):
-        first_k = step * COLUMNS + (unit % UNITS) * _UNIT
+        first_k = step * BLOCK_K + (vector % VECTORS) * _VECTOR
         k = first_k[:, None] + inner[None, :]
-        inside = known[:, None, None] & (
-            ((rows < HIDDEN)[None, :, None] & (k < WIDTH)[:, None, :]) | EVEN
-        )
-        ws = ws + (tl.load(w_base + k[:, None, :], mask=inside, other=0.0),)
-        if FP8:
-            scales = scales + (
-                tl.load(s_base + first_k // BLOCK, mask=known & (first_k < WIDTH), other=0.0)
-                * share,
-            )
+        inside = (offs_n < E.HIDDEN)[None, :, None] & (k < E.WIDTH)[:, None, :]
+        inside = is_local[:, None, None] & (inside | EVEN)
+        ws = ws + (tl.load(w_ptr + k[:, None, :], mask=inside, other=0.0),)
+        if E.FP8:
+            w_scale_ptrs = w_scale_ptr + first_k // BLOCK
+            scale = tl.load(w_scale_ptrs, mask=is_local & (first_k < E.WIDTH), other=0.0)
+            scales = scales + (scale * weight,)
         else:
-            scales = scales + (share,)
+            scales = scales + (weight,)
     wait_then_launch_dependents(PDL)
     for step in tl.static_range(STEPS):
-        k = (step * COLUMNS + (unit % UNITS) * _UNIT)[:, None] + inner[None, :]
-        hs = hs + (
-            tl.load(
-                h + pair[:, None] * WIDTH + k, mask=known[:, None] & ((k < WIDTH) | EVEN), other=0.0
-            ),
-        )
-    acc = tl.zeros([CHOICES * UNITS, ROWS], tl.float32)
+        k = (step * BLOCK_K + (vector % VECTORS) * _VECTOR)[:, None] + inner[None, :]
+        h_ptrs = h_ptr + pair[:, None] * E.WIDTH + k
+        inside = is_local[:, None] & ((k < E.WIDTH) | EVEN)
+        hs = hs + (tl.load(h_ptrs, mask=inside, other=0.0),)
+    acc = tl.zeros([CHOICES * VECTORS, BLOCK_N], tl.float32)
     for step in tl.static_range(STEPS):
-        part = tl.sum(ws[step].to(tl.float32) * hs[step].to(tl.float32)[:, None, :], 2)
-        acc += part * scales[step][:, None]
-    tl.store(
-        out + slot * HIDDEN + rows, tl.sum(acc, 0).to(out.dtype.element_ty), mask=rows < HIDDEN
-    )
+        product = tl.sum(ws[step].to(tl.float32) * hs[step].to(tl.float32)[:, None, :], 2)
+        acc += product * scales[step][:, None]
+    out_ptrs = out_ptr + part * E.HIDDEN + offs_n
+    tl.store(out_ptrs, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=offs_n < E.HIDDEN)
 
 
-# --- experts, tiles of tokens --------------------------------------------------------------------
+# --- small_m: tiles of an expert's tokens --------------------------------------------------------
+
+
+@triton.jit
+def _find_pairs(topk_ids_ptr, num_pairs, expert_id, begin, BLOCK_M: tl.constexpr):
+    """The pairs that chose expert `expert_id`, in order: number begin .. begin + BLOCK_M - 1 of
+    them, and how many there are.
+    """
+    offs = begin + tl.arange(0, BLOCK_M)
+    found = tl.zeros([BLOCK_M], tl.int32)
+    total = tl.zeros([], tl.int32)
+    for start in range(0, num_pairs, _CHUNK):
+        pairs = start + tl.arange(0, _CHUNK)
+        ids = tl.load(topk_ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
+        hit = (ids == expert_id).to(tl.int32)
+        hits = tl.sum(hit, 0)
+        if hits > 0:
+            rank = total + tl.cumsum(hit, 0) - hit
+            match = (rank[None, :] == offs[:, None]) & (hit[None, :] > 0)
+            found += tl.sum(tl.where(match, pairs[None, :], 0), 1)
+            total += hits
+    return found, total
 
 
 @triton.jit
 def _gate_up_tile(
-    x, x_scale, weight, scale, h, h_scale, expert, column, tokens, places, valid,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert, first_n, pairs, valid,
+    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Intermediate columns column .. column + ROWS - 1 of `expert` for the rows `tokens` of x, into
-    the rows `places` of h.
-    """
-    rows = column + tl.arange(0, ROWS)
-    ks = tl.arange(0, COLUMNS)
-    BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    w = weight + expert.to(tl.int64) * (2 * WIDTH * HIDDEN) + rows[:, None] * HIDDEN + ks[None, :]
-    scale += (expert * (2 * WIDTH // BLOCK) + column // BLOCK) * BLOCKS
-    xs = x + tokens.to(tl.int64)[:, None] * HIDDEN + ks[None, :]
-    row_fits = (rows < WIDTH)[:, None]
-    gate = tl.zeros([ROWS, TOKENS], tl.float32)
-    up = tl.zeros([ROWS, TOKENS], tl.float32)
-    for k in tl.range(0, HIDDEN, COLUMNS, num_stages=STAGES):
+    """Columns first_n .. first_n + BLOCK_N - 1 of h of `pairs` [BLOCK_M], all of one expert."""
+    EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
+    tokens = pairs // TOP_K
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
+    w_ptrs = w_ptrs + offs_n[:, None] * E.HIDDEN + offs_k[None, :]
+    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + first_n // BLOCK) * E.HIDDEN_BLOCKS
+    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * E.HIDDEN + offs_k[None, :]
+    n_inside = (offs_n < E.WIDTH)[:, None]
+    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in tl.range(0, E.HIDDEN, BLOCK_K, num_stages=NUM_STAGES):
         if EVEN:
-            w_gate, w_up = tl.load(w + k), tl.load(w + WIDTH * HIDDEN + k)
-            xt = tl.trans(tl.load(xs + k, mask=valid[:, None], other=0.0))
+            w_gate, w_up = tl.load(w_ptrs + k), tl.load(w_ptrs + E.WIDTH * E.HIDDEN + k)
+            x = tl.trans(tl.load(x_ptrs + k, mask=valid[:, None], other=0.0))
         else:
-            fits = (k + ks < HIDDEN)[None, :]
-            w_gate = tl.load(w + k, mask=row_fits & fits, other=0.0)
-            w_up = tl.load(w + WIDTH * HIDDEN + k, mask=row_fits & fits, other=0.0)
-            xt = tl.trans(tl.load(xs + k, mask=valid[:, None] & fits, other=0.0))
-        if FP8:
+            k_inside = (k + offs_k < E.HIDDEN)[None, :]
+            inside = n_inside & k_inside
+            w_gate = tl.load(w_ptrs + k, mask=inside, other=0.0)
+            w_up = tl.load(w_ptrs + E.WIDTH * E.HIDDEN + k, mask=inside, other=0.0)
+            x = tl.trans(tl.load(x_ptrs + k, mask=valid[:, None] & k_inside, other=0.0))
+        if E.FP8:
             block = k // BLOCK
-            s = tl.load(x_scale + tokens * BLOCKS + block, mask=valid, other=0.0)
-            gate += tl.dot(w_gate, xt) * (s * tl.load(scale + block))[None, :]
-            up += (
-                tl.dot(w_up, xt) * (s * tl.load(scale + (WIDTH // BLOCK) * BLOCKS + block))[None, :]
-            )
+            x_scale_ptrs = x_scale_ptr + tokens * E.HIDDEN_BLOCKS + block
+            x_scale = tl.load(x_scale_ptrs, mask=valid, other=0.0)
+            gate += tl.dot(w_gate, x) * (x_scale * tl.load(w_scale_ptr + block))[None, :]
+            up_product = tl.dot(w_up, x)
+            up_scale = tl.load(w_scale_ptr + (E.WIDTH // BLOCK) * E.HIDDEN_BLOCKS + block)
+            up += up_product * (x_scale * up_scale)[None, :]
         else:
-            gate = dot(w_gate, xt, gate, WIDE)
-            up = dot(w_up, xt, up, WIDE)
-    y = gate / (1.0 + tl.exp(-gate)) * up
-    out = h + places.to(tl.int64)[None, :] * WIDTH + rows[:, None]
-    if FP8:
-        largest = tl.max(tl.abs(y), 0)
-        s = tl.maximum(largest / e4m3_max(h.dtype.element_ty), SMALLEST)
-        tl.store(h_scale + places * (WIDTH // ROWS) + column // ROWS, s, mask=valid)
-        y = y / s[None, :]
-    tl.store(out, y.to(h.dtype.element_ty), mask=row_fits & valid[None, :])
+            gate = dot(w_gate, x, gate)
+            up = dot(w_up, x, up)
+    y = silu_and_mul(gate, up)
+    h_ptrs = h_ptr + pairs.to(tl.int64)[None, :] * E.WIDTH + offs_n[:, None]
+    if E.FP8:
+        scale = group_scale(y, 0, h_ptr.dtype.element_ty)
+        h_scale_ptrs = h_scale_ptr + pairs * (E.WIDTH // BLOCK_N) + first_n // BLOCK_N
+        tl.store(h_scale_ptrs, scale, mask=valid)
+        y = y / scale[None, :]
+    tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=n_inside & valid[None, :])
 
 
 @triton.jit
 def _down_tile(
-    h, h_scale, weights, weight, scale, out, expert, row, places, pairs, valid,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert, first_n, pairs,
+    valid,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Outputs row .. row + ROWS - 1 of `expert` for the rows `places` of h, times the routing
-    weight, into rows `pairs`.
-
-    FP8: COLUMNS is the group of columns that share a scale in h.
+    """Outputs first_n .. first_n + BLOCK_N - 1 of `pairs` [BLOCK_M], all of one expert, times their
+    routing weights.
     """
-    rows = row + tl.arange(0, ROWS)
-    ks = tl.arange(0, COLUMNS)
-    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    w = weight + expert.to(tl.int64) * (HIDDEN * WIDTH) + rows[:, None] * WIDTH + ks[None, :]
-    scale += (expert * ((HIDDEN + BLOCK - 1) // BLOCK) + row // BLOCK) * BLOCKS
-    hs = h + places.to(tl.int64)[:, None] * WIDTH + ks[None, :]
-    row_fits = (rows < HIDDEN)[:, None]
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    for k in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
+    EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + expert.to(tl.int64) * (E.HIDDEN * E.WIDTH)
+    w_ptrs = w_ptrs + offs_n[:, None] * E.WIDTH + offs_k[None, :]
+    w_scale_ptr += (expert * E.HIDDEN_BLOCKS + first_n // BLOCK) * E.WIDTH_BLOCKS
+    h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * E.WIDTH + offs_k[None, :]
+    n_inside = (offs_n < E.HIDDEN)[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in tl.range(0, E.WIDTH, BLOCK_K, num_stages=NUM_STAGES):
         if EVEN:
-            ws = tl.load(w + k)
-            ht = tl.trans(tl.load(hs + k, mask=valid[:, None], other=0.0))
+            w = tl.load(w_ptrs + k)
+            h = tl.trans(tl.load(h_ptrs + k, mask=valid[:, None], other=0.0))
         else:
-            fits = (k + ks < WIDTH)[None, :]
-            ws = tl.load(w + k, mask=row_fits & fits, other=0.0)
-            ht = tl.trans(tl.load(hs + k, mask=valid[:, None] & fits, other=0.0))
-        if FP8:
-            s = tl.load(h_scale + places * (WIDTH // COLUMNS) + k // COLUMNS, mask=valid, other=0.0)
-            acc += tl.dot(ws, ht) * (s * tl.load(scale + k // BLOCK))[None, :]
+            k_inside = (k + offs_k < E.WIDTH)[None, :]
+            w = tl.load(w_ptrs + k, mask=n_inside & k_inside, other=0.0)
+            h = tl.trans(tl.load(h_ptrs + k, mask=valid[:, None] & k_inside, other=0.0))
+        if E.FP8:
+            h_scale_ptrs = h_scale_ptr + pairs * (E.WIDTH // BLOCK_K) + k // BLOCK_K
+            h_scale = tl.load(h_scale_ptrs, mask=valid, other=0.0)
+            acc += tl.dot(w, h) * (h_scale * tl.load(w_scale_ptr + k // BLOCK))[None, :]
         else:
-            acc = dot(ws, ht, acc, WIDE)
-    acc *= tl.load(weights + pairs, mask=valid, other=0.0)[None, :]
-    to = out + pairs.to(tl.int64)[None, :] * HIDDEN + rows[:, None]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=row_fits & valid[None, :])
+            acc = dot(w, h, acc)
+    acc *= tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)[None, :]
+    out_ptrs = out_ptr + pairs.to(tl.int64)[None, :] * E.HIDDEN + offs_n[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=n_inside & valid[None, :])
 
 
-@triton.jit
-def _find_pairs(ids, num_pairs, wanted, begin, TOKENS: tl.constexpr, CHUNK: tl.constexpr):
-    """The pairs that chose expert `wanted`, in order: number begin .. begin + TOKENS - 1 of them,
-    and how many there are.
-    """
-    slots = begin + tl.arange(0, TOKENS)
-    found = tl.zeros([TOKENS], tl.int32)
-    total = tl.zeros([], tl.int32)
-    for start in range(0, num_pairs, CHUNK):
-        pairs = start + tl.arange(0, CHUNK)
-        hit = (tl.load(ids + pairs, mask=pairs < num_pairs, other=-1) == wanted).to(tl.int32)
-        here = tl.sum(hit, 0)
-        if here > 0:
-            rank = total + tl.cumsum(hit, 0) - hit
-            match = (rank[None, :] == slots[:, None]) & (hit[None, :] > 0)
-            found += tl.sum(tl.where(match, pairs[None, :], 0), 1)
-            total += here
-    return found, total
-
-
-@triton.jit(do_not_specialize=["num_pairs", "first", "count", "by_pair"])
-def _gate_up_scan(
-    x, x_scale, ids, weight, scale, h, h_scale, lists, counts, num_pairs, first, count, by_pair,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, STAGES: tl.constexpr,
+@triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_experts", "per_pair"])
+def _gate_up_small_m_kernel(
+    x_ptr,  # [M, HIDDEN]
+    x_scale_ptr,  # [M, HIDDEN / 128] fp32; scales are read and written with FP8 only
+    topk_ids_ptr,  # [M, TOP_K] int32
+    w_ptr,  # [num_experts, 2 * WIDTH, HIDDEN], gate rows first
+    w_scale_ptr,  # [num_experts, 2 * WIDTH / 128, HIDDEN / 128] fp32
+    h_ptr,  # [M * TOP_K, WIDTH] in the dtype of w
+    h_scale_ptr,  # [M * TOP_K, WIDTH / 128] fp32
+    expert_pairs_ptr,  # [num_experts, M] int32, the pairs of each expert
+    expert_counts_ptr,  # [num_experts] int32, how many these are
+    num_pairs,
+    first_expert,
+    num_experts,
+    per_pair,  # 0: a program stands for an expert; 1: for a pair
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """One (expert, ROWS columns), over all tokens that chose it. Leaves the expert's pairs in
-    `lists` for the down kernel.
+):
+    """BLOCK_N columns of h of all pairs of one expert, which the program finds in topk_ids; leaves
+    them in expert_pairs for the down kernel.
 
-    With `by_pair` a program stands for a pair and works for its expert if it is the first to name
-    it; else for an expert.
+        grid: (experts or pairs) * WIDTH / BLOCK_N
+        w of an expert, the tall operand    tokens of the expert, BLOCK_M at a time
+        gate [BLOCK_N, HIDDEN]              x [BLOCK_M, HIDDEN]^T  ->  h[pairs, BLOCK_N]
+        up   [BLOCK_N, HIDDEN]
+
+    With `per_pair` a program works for the expert of its pair if that is the first to name it.
     """
-    TILES: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
-    who, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
+    group, tile = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N
     wait_then_launch_dependents(PDL)
-    expert = who
-    if by_pair != 0:
-        expert = tl.load(ids + who) - first
-    if (expert < 0) | (expert >= count):
+    expert = group
+    if per_pair != 0:
+        expert = tl.load(topk_ids_ptr + group) - first_expert
+    if (expert < 0) | (expert >= num_experts):
         return
-    pairs, total = _find_pairs(ids, num_pairs, expert + first, 0, TOKENS, CHUNK)
-    if (by_pair != 0) & (tl.sum(tl.where(tl.arange(0, TOKENS) == 0, pairs, 0), 0) != who):
+    pairs, total = _find_pairs(topk_ids_ptr, num_pairs, expert + first_expert, 0, BLOCK_M)
+    is_first = tl.arange(0, BLOCK_M) == 0
+    if (per_pair != 0) & (tl.sum(tl.where(is_first, pairs, 0), 0) != group):
         return
     if tile == 0:
-        tl.store(counts + expert, total)
+        tl.store(expert_counts_ptr + expert, total)
     if total == 0:
         return
     begin = 0
     while begin < total:
-        slots = begin + tl.arange(0, TOKENS)
-        valid = slots < total
+        offs_m = begin + tl.arange(0, BLOCK_M)
+        valid = offs_m < total
         if tile == 0:
-            tl.store(lists + expert * (num_pairs // TOP_K) + slots, pairs, mask=valid)
-        _gate_up_tile(x, x_scale, weight, scale, h, h_scale, expert, tile * ROWS, pairs // TOP_K,
-            pairs, valid,
-                      HIDDEN, WIDTH, ROWS, TOKENS, COLUMNS, FP8, EVEN, WIDE, STAGES)  # fmt: skip
-        begin += TOKENS
+            tl.store(expert_pairs_ptr + expert * (num_pairs // TOP_K) + offs_m, pairs, mask=valid)
+        _gate_up_tile(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert,
+                      tile * BLOCK_N, pairs, valid,
+                      E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+        begin += BLOCK_M
         if begin < total:
-            pairs, _ = _find_pairs(ids, num_pairs, expert + first, begin, TOKENS, CHUNK)
+            pairs, _ = _find_pairs(topk_ids_ptr, num_pairs, expert + first_expert, begin, BLOCK_M)
 
 
 @triton.jit
-def _clear(
-    ids,
-    out,
-    num_pairs,
-    first,
-    count,
-    row,
-    HIDDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Zeros for columns row .. row + ROWS - 1 of the pairs that name no expert of ours."""
-    rows = row + tl.arange(0, ROWS)
-    for start in range(0, num_pairs, CHUNK):
-        pairs = start + tl.arange(0, CHUNK)
-        expert = tl.load(ids + pairs, mask=pairs < num_pairs, other=first) - first
-        empty = (expert < 0) | (expert >= count)
-        to = out + pairs.to(tl.int64)[:, None] * HIDDEN + rows[None, :]
-        zeros = tl.zeros([CHUNK, ROWS], tl.float32).to(out.dtype.element_ty)
-        tl.store(to, zeros, mask=empty[:, None] & (rows < HIDDEN)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_pairs", "first", "count", "by_pair"])
-def _down_scan(
-    h, h_scale, ids, weights, weight, scale, out, lists, counts, num_pairs, first, count, by_pair,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+def _zero_other_pairs(
+    topk_ids_ptr, out_ptr, num_pairs, first_expert, num_experts, first_n,
+    E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One (expert, ROWS outputs) over the pairs that `_gate_up_scan` listed; the first programs
-    write the zeros.
+    """Zeros for columns first_n .. first_n + BLOCK_N - 1 of the pairs of no expert of this rank."""
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    for start in range(0, num_pairs, _ZERO_CHUNK):
+        pairs = start + tl.arange(0, _ZERO_CHUNK)
+        ids = tl.load(topk_ids_ptr + pairs, mask=pairs < num_pairs, other=first_expert)
+        expert = ids - first_expert
+        is_other = (expert < 0) | (expert >= num_experts)
+        out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * E.HIDDEN + offs_n[None, :]
+        zeros = tl.zeros([_ZERO_CHUNK, BLOCK_N], tl.float32).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptrs, zeros, mask=is_other[:, None] & (offs_n < E.HIDDEN)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_experts", "per_pair"])
+def _down_small_m_kernel(
+    h_ptr,  # [M * TOP_K, WIDTH]
+    h_scale_ptr,  # [M * TOP_K, WIDTH / 128] fp32
+    topk_ids_ptr,  # [M, TOP_K] int32
+    topk_weights_ptr,  # [M, TOP_K] fp32
+    w_ptr,  # [num_experts, HIDDEN, WIDTH]
+    w_scale_ptr,  # [num_experts, HIDDEN / 128, WIDTH / 128] fp32
+    out_ptr,  # [M, TOP_K, HIDDEN]
+    expert_pairs_ptr,  # [num_experts, M] int32
+    expert_counts_ptr,  # [num_experts] int32
+    num_pairs,
+    first_expert,
+    num_experts,
+    per_pair,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N outputs of all pairs of one expert, as `_gate_up_small_m_kernel` has listed them; the
+    first HIDDEN / BLOCK_N programs write the zeros of other ranks' pairs.
+
+        grid: (1 + experts or pairs) * HIDDEN / BLOCK_N
+        w [BLOCK_N, WIDTH] of an expert    h [BLOCK_M, WIDTH]^T  ->  out[pairs, BLOCK_N]
     """
-    TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
-    who, tile = tl.program_id(0) // TILES - 1, tl.program_id(0) % TILES
+    TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N)
+    group, tile = tl.program_id(0) // TILES_N - 1, tl.program_id(0) % TILES_N
     wait_then_launch_dependents(PDL)
-    if who < 0:
-        _clear(ids, out, num_pairs, first, count, tile * ROWS, HIDDEN, ROWS, 32)
+    if group < 0:
+        _zero_other_pairs(topk_ids_ptr, out_ptr, num_pairs, first_expert, num_experts,
+                          tile * BLOCK_N, E, BLOCK_N)  # fmt: skip
         return
-    expert = who
-    if by_pair != 0:
-        expert = tl.load(ids + who) - first
-    if (expert < 0) | (expert >= count):
+    expert = group
+    if per_pair != 0:
+        expert = tl.load(topk_ids_ptr + group) - first_expert
+    if (expert < 0) | (expert >= num_experts):
         return
-    entries = lists + expert * (num_pairs // TOP_K)
-    total = tl.load(counts + expert)
-    if (by_pair != 0) & (tl.load(entries) != who):
+    pair_ptrs = expert_pairs_ptr + expert * (num_pairs // TOP_K)
+    total = tl.load(expert_counts_ptr + expert)
+    if (per_pair != 0) & (tl.load(pair_ptrs) != group):
         return
     begin = 0
     while begin < total:
-        slots = begin + tl.arange(0, TOKENS)
-        valid = slots < total
-        pairs = tl.load(entries + slots, mask=valid, other=0)
-        _down_tile(h, h_scale, weights, weight, scale, out, expert, tile * ROWS, pairs, pairs,
-            valid,
-                   HIDDEN, WIDTH, ROWS, TOKENS, COLUMNS, FP8, EVEN, WIDE, STAGES)  # fmt: skip
-        begin += TOKENS
+        offs_m = begin + tl.arange(0, BLOCK_M)
+        valid = offs_m < total
+        pairs = tl.load(pair_ptrs + offs_m, mask=valid, other=0)
+        _down_tile(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert,
+                   tile * BLOCK_N, pairs, valid,
+                   E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+        begin += BLOCK_M
 
 
 # --- host side -----------------------------------------------------------------------------------
 
 
-def token(
-    x: Tensor, ids: Tensor, weights: Tensor, prepared: PreparedExperts, *, first: int, count: int
-) -> Tensor:
-    (num_tokens, hidden), top_k, width = x.shape, ids.shape[1], prepared.down.shape[2]
-    assert x.is_contiguous()
-    tile = tiles.tiles_for(x.device).token(width)
-    shared = {
-        "HIDDEN": hidden,
-        "WIDTH": width,
-        "TOP_K": top_k,
-        "FP8": prepared.fp8,
-        **launch_options(x.device),
-    }
-    h = x.new_empty(num_tokens * top_k, width)
-    _gate_up_token[(num_tokens * top_k * triton.cdiv(width, tile.gate_up_rows),)](
-        x, ids, prepared.gate_up, prepared.gate_up_scale, h, first, count,
-        ROWS=tile.gate_up_rows, COLUMNS=tile.gate_up_columns, num_warps=tile.gate_up_warps,
-        EVEN=hidden % tile.gate_up_columns == 0 and width % tile.gate_up_rows == 0, **shared,
-    )  # fmt: skip
-    choices = min(tile.down_choices, triton.next_power_of_2(top_k))
-    parts = triton.cdiv(top_k, choices)
-    out = x.new_empty(num_tokens, parts, hidden)
-    _down_token[(num_tokens * parts * triton.cdiv(hidden, tile.down_rows),)](
-        h, ids, weights, prepared.down, prepared.down_scale, out, first, count,
-        CHOICES=choices, ROWS=tile.down_rows, COLUMNS=tile.down_columns, num_warps=tile.down_warps,
-        EVEN=width % tile.down_columns == 0 and hidden % tile.down_rows == 0, **shared,
-    )  # fmt: skip
-    return out
-
-
-def scan(
-    x: Tensor | QuantizedActivations,
-    ids: Tensor,
-    weights: Tensor,
+def experts_gemv(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     prepared: PreparedExperts,
     *,
     first: int,
     count: int,
 ) -> Tensor:
-    (num_tokens, top_k), (hidden, width), device = ids.shape, prepared.down.shape[1:], ids.device
-    values, scales = operands(x, prepared)
-    num_pairs = num_tokens * top_k
-    tile = tiles.tiles_for(device).scan(width=width, num_tokens=num_tokens, fp8=prepared.fp8)
-    by_pair = num_pairs < count
-    who = num_pairs if by_pair else count
-    columns = tile.gate_up_rows if prepared.fp8 else tile.down_columns
-    even_gate_up, even_down = even(prepared, tile, columns)
-    h = torch.empty(num_pairs, width, dtype=values.dtype, device=device)
-    h_scale = torch.empty(
-        num_pairs, triton.cdiv(width, tile.gate_up_rows), dtype=torch.float32, device=device
-    )
-    lists = torch.empty(count * (num_tokens + 1), dtype=torch.int32, device=device)
-    counts = lists[count * num_tokens :]
-    shared = {
-        "HIDDEN": hidden,
-        "WIDTH": width,
-        "TOP_K": top_k,
-        "TOKENS": tile.tokens,
-        "CHUNK": tiles.SCAN_CHUNK,
-    }
-    shared |= {"FP8": prepared.fp8, "WIDE": INTERPRETED, **launch_options(device)}
-    _gate_up_scan[(who * triton.cdiv(width, tile.gate_up_rows),)](
-        values, scales, ids, prepared.gate_up, prepared.gate_up_scale, h, h_scale, lists, counts,
-        num_pairs, first, count, int(by_pair), ROWS=tile.gate_up_rows, COLUMNS=tile.gate_up_columns,
-        EVEN=even_gate_up, STAGES=tile.gate_up_stages, num_warps=tile.gate_up_warps, **shared,
+    """-> [M, P, hidden], P = top_k / choices of the tile."""
+    (num_tokens, top_k), E = topk_ids.shape, prepared.constants
+    assert x.is_contiguous()
+    tile = tiles.tiles_for(x.device).gemv(E.WIDTH)
+    gate_up, down = tile.gate_up, tile.down
+    shared = {"E": E, "TOP_K": top_k, **launch_options(x.device)}
+    h = x.new_empty(num_tokens * top_k, E.WIDTH)
+    _gate_up_gemv_kernel[(num_tokens * top_k * triton.cdiv(E.WIDTH, gate_up.block_n),)](
+        x, topk_ids, prepared.gate_up, prepared.gate_up_scale, h, first, count,
+        BLOCK_N=gate_up.block_n, BLOCK_K=gate_up.block_k, num_warps=gate_up.num_warps, **shared,
     )  # fmt: skip
-    out = torch.empty(num_tokens, top_k, hidden, dtype=model_dtype(x), device=device)
-    _down_scan[((who + 1) * triton.cdiv(hidden, tile.down_rows),)](
-        h, h_scale, ids, weights, prepared.down, prepared.down_scale, out, lists, counts,
-        num_pairs, first, count, int(by_pair), ROWS=tile.down_rows, COLUMNS=columns,
-        EVEN=even_down, STAGES=tile.down_stages, num_warps=tile.down_warps, **shared,
+    choices = min(tile.choices, triton.next_power_of_2(top_k))
+    parts = triton.cdiv(top_k, choices)
+    out = x.new_empty(num_tokens, parts, E.HIDDEN)
+    _down_gemv_kernel[(num_tokens * parts * triton.cdiv(E.HIDDEN, down.block_n),)](
+        h, topk_ids, topk_weights, prepared.down, prepared.down_scale, out, first, count,
+        CHOICES=choices, BLOCK_N=down.block_n, BLOCK_K=down.block_k, num_warps=down.num_warps,
+        **shared,
+    )  # fmt: skip
+    return out
+
+
+def experts_small_m(
+    x: Tensor | QuantizedActivations,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    prepared: PreparedExperts,
+    *,
+    first: int,
+    count: int,
+) -> Tensor:
+    """-> [M, top_k, hidden]."""
+    (num_tokens, top_k), device, E = topk_ids.shape, topk_ids.device, prepared.constants
+    q, scale = operands(x, prepared)
+    num_pairs = num_tokens * top_k
+    tile = tiles.tiles_for(device).small_m(M=num_tokens, width=E.WIDTH, fp8=E.FP8)
+    gate_up, down = tile.gate_up, tile.down
+    per_pair = num_pairs < count
+    groups = num_pairs if per_pair else count
+    h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
+    expert_pairs = torch.empty(count * (num_tokens + 1), dtype=torch.int32, device=device)
+    expert_counts = expert_pairs[count * num_tokens :]
+    shared = {"E": E, "TOP_K": top_k, **launch_options(device)}
+    _gate_up_small_m_kernel[(groups * triton.cdiv(E.WIDTH, gate_up.block_n),)](
+        q, scale, topk_ids, prepared.gate_up, prepared.gate_up_scale, h, h_scale, expert_pairs,
+        expert_counts, num_pairs, first, count, int(per_pair),
+        BLOCK_M=gate_up.block_m, BLOCK_N=gate_up.block_n, BLOCK_K=gate_up.block_k,
+        NUM_STAGES=gate_up.num_stages, num_warps=gate_up.num_warps, **shared,
+    )  # fmt: skip
+    out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
+    _down_small_m_kernel[((groups + 1) * triton.cdiv(E.HIDDEN, down.block_n),)](
+        h, h_scale, topk_ids, topk_weights, prepared.down, prepared.down_scale, out, expert_pairs,
+        expert_counts, num_pairs, first, count, int(per_pair),
+        BLOCK_M=down.block_m, BLOCK_N=down.block_n, BLOCK_K=down.block_k,
+        NUM_STAGES=down.num_stages, num_warps=down.num_warps, **shared,
     )  # fmt: skip
     return out

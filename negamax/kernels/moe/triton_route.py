@@ -1,7 +1,14 @@
 """Routing in one launch: gate product, sigmoid, top-k and renormalisation.
 
-Two kernels by the number of tokens: `_route_few` on the CUDA cores for up to MAX_ROUTE_FEW,
-`_route` on the tensor cores.
+    gate [NUM_EXPERTS, HIDDEN] fp32, stored as gate_bf16x3 [3, NUM_EXPERTS, HIDDEN]: hi + mid + lo
+    x [M, HIDDEN] -> logits [M, NUM_EXPERTS] fp32 -> topk_ids, topk_weights [M, TOP_K]
+
+    kernel         M         grid                                            gate product
+    route_small_m  to 4      NUM_EXPERTS / BLOCK_N                           CUDA cores, fp32
+    route_large_m  the rest  M / BLOCK_M * NUM_EXPERTS / BLOCK_N * SPLIT_K   tensor cores, bf16x3
+
+All programs of a launch write logits; those that choose experts wait for the rest of their tokens'
+(or, without spin waits, the last program to arrive chooses).
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -18,325 +25,345 @@ from torch import Tensor
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives.triton import gather_rows, poll, tagged
-from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
+from negamax.kernels.launch.ptx import INTERPRETED
+from negamax.kernels.launch.triton import (
+    launch_options,
+    sum_over_threads,
+    wait_then_launch_dependents,
+)
 from negamax.kernels.moe import tiles
-from negamax.kernels.moe.triton_shared import INTERPRETED, dot
 
-# what one launch of `_route` adds to a counter; at least the programs of a token tile
+# what one launch of `_route_large_m_kernel` adds to a counter; at least the programs of a tile
 _ROUND = tl.constexpr(1024)
-_CHOICE_GROUP = tl.constexpr(32)  # experts whose places are found together
+_GROUP = tl.constexpr(32)  # experts that `_topk_of_token` ranks together
 _VECTOR = tl.constexpr(8)  # bf16 values of one load of a thread
 
 
 @triton.jit
-def _choose(
-    partial, biases, ids, weights, tokens, num_tokens, num_active,
-    EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
-    COUNT: tl.constexpr,
+def _topk_of_tokens(
+    partials_ptr, bias, topk_ids_ptr, topk_weights_ptr, offs_m, M, num_active,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    TOPK_M: tl.constexpr,
 ):  # fmt: skip
-    """Sum the partial logits of COUNT `tokens`, then sigmoid, top-k of score + bias (lower id
+    """Sums the partial logits of TOPK_M tokens, then sigmoid, top-k of score + bias (lower id
     first) and renormalisation.
     """
-    expert = tl.arange(0, EXPERTS_2)
-    inside = (tokens < num_tokens)[:, None] & (expert < EXPERTS)[None, :]
-    logits = tl.zeros([COUNT, EXPERTS_2], tl.float32)
-    for split in tl.static_range(SPLITS):
-        rows = partial + (split * num_tokens + tokens)[:, None] * EXPERTS + expert[None, :]
+    EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
+    expert = tl.arange(0, EXPERTS_POW2)
+    inside = (offs_m < M)[:, None] & (expert < NUM_EXPERTS)[None, :]
+    logits = tl.zeros([TOPK_M, EXPERTS_POW2], tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        rows = partials_ptr + (split * M + offs_m)[:, None] * NUM_EXPERTS + expert[None, :]
         logits += tl.load(rows, mask=inside, other=0.0, cache_modifier=".cg")
     score = 1.0 / (1.0 + tl.exp(-logits))
-    rank = score + biases[None, :]
+    key = score + bias[None, :]
     # NaN first, as in torch.topk, and each expert once all the same
-    rank = tl.where(rank == rank, rank, 1e30)
-    rank = tl.where((expert < EXPERTS)[None, :], rank, float("-inf"))
-    place = tl.full([COUNT, EXPERTS_2], -1, tl.int32)
+    key = tl.where(key == key, key, 1e30)
+    key = tl.where((expert < NUM_EXPERTS)[None, :], key, float("-inf"))
+    rank = tl.full([TOPK_M, EXPERTS_POW2], -1, tl.int32)
     for j in tl.static_range(TOP_K):
-        here = expert[None, :] == tl.argmax(rank, 1, tie_break_left=True)[:, None]
-        rank = tl.where(here, float("-inf"), rank)
-        place = tl.where(here, j, place)
-    chosen = place >= 0
-    share = score / tl.sum(tl.where(chosen, score, 0.0), 1)[:, None]
-    real = (tokens < num_active)[:, None]
-    out = tokens[:, None] * TOP_K + place
-    tl.store(ids + out, tl.where(real, expert[None, :], -1), mask=chosen & inside)
-    tl.store(weights + out, tl.where(real, share, 0.0), mask=chosen & inside)
+        best = expert[None, :] == tl.argmax(key, 1, tie_break_left=True)[:, None]
+        key = tl.where(best, float("-inf"), key)
+        rank = tl.where(best, j, rank)
+    chosen = rank >= 0
+    topk_weight = score / tl.sum(tl.where(chosen, score, 0.0), 1)[:, None]
+    active = (offs_m < num_active)[:, None]
+    offs = offs_m[:, None] * TOP_K + rank
+    tl.store(topk_ids_ptr + offs, tl.where(active, expert[None, :], -1), mask=chosen & inside)
+    tl.store(topk_weights_ptr + offs, tl.where(active, topk_weight, 0.0), mask=chosen & inside)
 
 
 @triton.jit
-def _in_groups(EXPERTS_2: tl.constexpr):
-    """0 .. EXPERTS_2 - 1 in groups of one per thread of a warp, where there are as many."""
-    GROUP: tl.constexpr = _CHOICE_GROUP if EXPERTS_2 > _CHOICE_GROUP else EXPERTS_2
-    return tl.arange(0, EXPERTS_2 // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-
-
-@triton.jit
-def _choose_one(
-    logits, biases, expert, ids, weights, token, num_active,
-    EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """`_choose` for one token, its experts in groups: logits, biases and `expert` [groups, of a
-    group].
-
-    An expert's place is the number of those ahead of it: all are found at once, in its group first
-    and then among the best PLACES of all groups. A search for one maximum after the other is a
-    chain of TOP_K reductions, twice as long.
+def _experts_in_groups(NUM_EXPERTS: tl.constexpr):
+    """0, 1, ... up to a power of 2, as [groups, _GROUP]: a group is one expert per thread of a
+    warp, where there are as many.
     """
-    GROUPS: tl.constexpr = logits.shape[0]
+    EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
+    GROUP: tl.constexpr = _GROUP if EXPERTS_POW2 > _GROUP else EXPERTS_POW2
+    return tl.arange(0, EXPERTS_POW2 // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _topk_of_token(
+    logits, bias, expert, topk_ids_ptr, topk_weights_ptr, token, num_active,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """`_topk_of_tokens` for one token: logits, bias and `expert` [groups, _GROUP].
+
+    An expert's rank is the number of keys above its own: all ranks are counted at once, in each
+    group first and then among the best TOP_K_POW2 of all groups. A search for one maximum after the
+    other is a chain of TOP_K reductions, twice as long.
+    """
+    EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
+    TOP_K_POW2: tl.constexpr = triton.next_power_of_2(TOP_K)
+    NUM_GROUPS: tl.constexpr = logits.shape[0]
     score = 1.0 / (1.0 + tl.exp(-logits))
-    rank = score + biases
-    rank = tl.where(rank == rank, rank, 1e30)  # NaN first, as in torch.topk
-    rank = tl.where(expert < EXPERTS, rank, float("-inf"))
-    bits = rank.to(tl.int32, bitcast=True)
+    biased = score + bias
+    biased = tl.where(biased == biased, biased, 1e30)  # NaN first, as in torch.topk
+    biased = tl.where(expert < NUM_EXPERTS, biased, float("-inf"))
+    bits = biased.to(tl.int32, bitcast=True)
     bits ^= (bits >> 31) & 0x7FFFFFFF  # in the order of the fp32 values
     # among equals the lower id first
-    key = (bits.to(tl.int64) << 32) | (EXPERTS_2 - 1 - expert).to(tl.int64)
+    key = (bits.to(tl.int64) << 32) | (EXPERTS_POW2 - 1 - expert).to(tl.int64)
     # the axis summed over is first: each thread then adds up its own
     key_of = tl.trans(key)[:, :, None]
-    place = tl.sum((key_of > key[None, :, :]).to(tl.int32), 0)
-    here = tl.trans(place)[:, :, None] == tl.arange(0, PLACES)[None, None, :]
-    best = tl.reshape(tl.sum(tl.where(here, key_of, 0), 0), [GROUPS * PLACES])
-    share = tl.reshape(
-        tl.sum(tl.where(here, tl.trans(score)[:, :, None], 0.0), 0), [GROUPS * PLACES]
+    rank = tl.sum((key_of > key[None, :, :]).to(tl.int32), 0)
+    has_rank = tl.trans(rank)[:, :, None] == tl.arange(0, TOP_K_POW2)[None, None, :]
+    best = tl.reshape(tl.sum(tl.where(has_rank, key_of, 0), 0), [NUM_GROUPS * TOP_K_POW2])
+    best_score = tl.reshape(
+        tl.sum(tl.where(has_rank, tl.trans(score)[:, :, None], 0.0), 0), [NUM_GROUPS * TOP_K_POW2]
     )
-    place = tl.sum((best[:, None] > best[None, :]).to(tl.int32), 0)
-    chosen = place < TOP_K
-    share /= tl.sum(tl.where(chosen, share, 0.0), 0)
-    out = token * TOP_K + place
-    best_expert = EXPERTS_2 - 1 - (best & 0xFFFFFFFF).to(tl.int32)
-    tl.store(ids + out, tl.where(token < num_active, best_expert, -1), mask=chosen)
-    tl.store(weights + out, tl.where(token < num_active, share, 0.0), mask=chosen)
+    rank = tl.sum((best[:, None] > best[None, :]).to(tl.int32), 0)
+    chosen = rank < TOP_K
+    topk_weight = best_score / tl.sum(tl.where(chosen, best_score, 0.0), 0)
+    offs = token * TOP_K + rank
+    best_expert = EXPERTS_POW2 - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+    tl.store(topk_ids_ptr + offs, tl.where(token < num_active, best_expert, -1), mask=chosen)
+    topk_weight = tl.where(token < num_active, topk_weight, 0.0)
+    tl.store(topk_weights_ptr + offs, topk_weight, mask=chosen)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _route_few(
-    x, pieces, bias, active, words, epoch, ids, weights, num_tokens,
-    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, TOP_K: tl.constexpr,
-    PLACES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
-    THREADS: tl.constexpr,
-    SPREAD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """All columns of ROWS experts for a handful of tokens, in fp32 on the CUDA cores; then the
-    choice.
+@triton.jit(do_not_specialize=["M"])
+def _route_small_m_kernel(
+    x_ptr,  # [M, HIDDEN]
+    gate_ptr,  # [3, NUM_EXPERTS, HIDDEN] bf16
+    bias_ptr,  # [NUM_EXPERTS] fp32
+    num_active_ptr,  # [1] int32
+    logits_ptr,  # [ROUTE_SMALL_M_MAX_M, NUM_EXPERTS] int64, LL protocol: (flag << 32) | fp32 bits
+    flag_ptr,  # [1] int32, that of the launch before this one
+    topk_ids_ptr,  # [M, TOP_K] int32
+    topk_weights_ptr,  # [M, TOP_K] fp32
+    M,
+    HIDDEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # threads of a program * 8
+    PARALLEL_TOPK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All columns of BLOCK_N experts for up to BLOCK_M tokens, in fp32 on the CUDA cores; then the
+    choice. A program loads its rows of the gate before the activations exist.
 
-    A program has its rows of the gate in flight before the activations exist, and leaves its logits
-    in `words`, each beside the tag of this launch: whoever reads a word knows whether it is there,
-    without a counter or a fence, and nothing has to be set back. With SPREAD each token has a
-    program that waits for its logits and chooses, while the rest end; in the interpreter, which
-    runs one program after another, the last one chooses for all.
+        gate rows        x                 logits_ptr [M, NUM_EXPERTS]
+        [BLOCK_N, K]  .  [M, K]    ->   program p writes columns p * BLOCK_N ..., data and flag in
+                                        one word; program t < M reads row t
+
+    Whoever reads a word sees by its flag whether this launch has written it: no counter, no fence,
+    nothing to set back. With PARALLEL_TOPK program t waits for the logits of token t and chooses,
+    while the rest end; in the interpreter, which runs one program after another, the last one
+    chooses for all.
     """
-    PIECE: tl.constexpr = EXPERTS * HIDDEN
-    SPAN: tl.constexpr = THREADS * _VECTOR
-    STEPS: tl.constexpr = (HIDDEN + SPAN - 1) // SPAN
-    first = tl.program_id(0) * ROWS
-    columns = (tl.arange(0, THREADS) * _VECTOR)[:, None] + tl.arange(0, _VECTOR)[None, :]
-    his, mids, los, gates, xs = (), (), (), (), ()
+    GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
+    STEPS: tl.constexpr = triton.cdiv(HIDDEN, BLOCK_K)
+    first_n = tl.program_id(0) * BLOCK_N
+    thread = tl.arange(0, BLOCK_K // _VECTOR)
+    offs_k = (thread * _VECTOR)[:, None] + tl.arange(0, _VECTOR)[None, :]
+    hi, mid, lo, gate, x = (), (), (), (), ()
     for step in tl.static_range(STEPS):
-        k = step * SPAN + columns
-        for row in tl.static_range(ROWS):
-            at = pieces + tl.minimum(first + row, EXPERTS - 1) * HIDDEN + k
-            his += (tl.load(at, mask=k < HIDDEN, other=0.0),)
-            mids += (tl.load(at + PIECE, mask=k < HIDDEN, other=0.0),)
-            los += (tl.load(at + 2 * PIECE, mask=k < HIDDEN, other=0.0),)
-    expert = _in_groups(EXPERTS_2)
-    biases = tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
+        k = step * BLOCK_K + offs_k
+        for row in tl.static_range(BLOCK_N):
+            gate_ptrs = gate_ptr + tl.minimum(first_n + row, NUM_EXPERTS - 1) * HIDDEN + k
+            hi += (tl.load(gate_ptrs, mask=k < HIDDEN, other=0.0),)
+            mid += (tl.load(gate_ptrs + GATE_SIZE, mask=k < HIDDEN, other=0.0),)
+            lo += (tl.load(gate_ptrs + 2 * GATE_SIZE, mask=k < HIDDEN, other=0.0),)
+    expert = _experts_in_groups(NUM_EXPERTS)
+    bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     wait_then_launch_dependents(PDL)
     # volatile, as x is: else ptxas puts it off until it is needed
-    tag = tl.load(epoch, volatile=True) + 1
-    for t in tl.static_range(TOKENS):
+    flag = tl.load(flag_ptr, volatile=True) + 1
+    for m in tl.static_range(BLOCK_M):
         for step in tl.static_range(STEPS):
-            k = step * SPAN + columns
-            xs += (
-                tl.load(
-                    x + t * HIDDEN + k,
-                    mask=(k < HIDDEN) & (t < num_tokens),
-                    other=0.0,
-                    volatile=True,
-                ),
-            )
-    for i in tl.static_range(STEPS * ROWS):
-        gates += ((his[i].to(tl.float32) + mids[i].to(tl.float32)) + los[i].to(tl.float32),)
+            k = step * BLOCK_K + offs_k
+            inside = (k < HIDDEN) & (m < M)
+            x += (tl.load(x_ptr + m * HIDDEN + k, mask=inside, other=0.0, volatile=True),)
+    for i in tl.static_range(STEPS * BLOCK_N):
+        gate += ((hi[i].to(tl.float32) + mid[i].to(tl.float32)) + lo[i].to(tl.float32),)
     sums = ()
-    for t in tl.static_range(TOKENS):
-        for row in tl.static_range(ROWS):
-            acc = tl.zeros((THREADS,), tl.float32)
+    for m in tl.static_range(BLOCK_M):
+        for row in tl.static_range(BLOCK_N):
+            acc = tl.zeros((BLOCK_K // _VECTOR,), tl.float32)
             for step in tl.static_range(STEPS):
-                acc += tl.sum(
-                    gates[step * ROWS + row] * xs[t * STEPS + step].to(tl.float32), axis=1
-                )
+                product = gate[step * BLOCK_N + row] * x[m * STEPS + step].to(tl.float32)
+                acc += tl.sum(product, axis=1)
             sums += (acc,)
-    # one reduction over the threads for all sums: [threads, 2, 2, ...]
-    for level in tl.static_range(LEVELS):
-        more = ()
-        for i in tl.static_range((TOKENS * ROWS) >> (level + 1)):
-            more += (tl.join(sums[i], sums[i + ((TOKENS * ROWS) >> (level + 1))]),)
-        sums = more
-    logits = tl.sum(tl.reshape(sums[0], (THREADS, TOKENS * ROWS)), axis=0)
-    pair = tl.arange(0, TOKENS * ROWS)
-    rows = first + pair % ROWS
-    at = words + pair // ROWS * EXPERTS + rows
-    tl.store(
-        at,
-        tagged(logits.to(tl.int32, bitcast=True), tag),
-        mask=(pair // ROWS < num_tokens) & (rows < EXPERTS),
-    )
-    token, step = tl.program_id(0), tl.num_programs(0)
-    if not SPREAD:
-        token, step = tl.where(token == step - 1, 0, num_tokens), 1
-    for t in range(token, num_tokens, step):
-        num_active = tl.load(active)
-        payload = poll(words, t * EXPERTS + expert, tag, expert < EXPERTS, None)
-        _choose_one(payload.to(tl.float32, bitcast=True), biases, expert, ids, weights, t,
-            num_active,
-                    EXPERTS, EXPERTS_2, TOP_K, PLACES)  # fmt: skip
-        if t == num_tokens - 1:
-            tl.store(epoch, tag)  # all programs have read it: their words have arrived
+    logits = sum_over_threads(sums, BLOCK_M * BLOCK_N)
+    i = tl.arange(0, BLOCK_M * BLOCK_N)
+    offs_n = first_n + i % BLOCK_N
+    logits_ptrs = logits_ptr + i // BLOCK_N * NUM_EXPERTS + offs_n
+    inside = (i // BLOCK_N < M) & (offs_n < NUM_EXPERTS)
+    tl.store(logits_ptrs, tagged(logits.to(tl.int32, bitcast=True), flag), mask=inside)
+    first_m, step_m = tl.program_id(0), tl.num_programs(0)
+    if not PARALLEL_TOPK:
+        first_m, step_m = tl.where(first_m == step_m - 1, 0, M), 1
+    for m in range(first_m, M, step_m):
+        num_active = tl.load(num_active_ptr)
+        payload = poll(logits_ptr, m * NUM_EXPERTS + expert, flag, expert < NUM_EXPERTS, None)
+        _topk_of_token(payload.to(tl.float32, bitcast=True), bias, expert, topk_ids_ptr,
+                       topk_weights_ptr, m, num_active, NUM_EXPERTS, TOP_K)  # fmt: skip
+        if m == M - 1:
+            tl.store(flag_ptr, flag)  # all programs have read it: their logits have arrived
 
 
 @triton.jit
-def _gate_product(hi, mid, lo, xs, acc, WIDE: tl.constexpr):
-    """acc [experts, tokens] + (hi + mid + lo) [experts, columns] . xs [tokens, columns]."""
-    if WIDE:
-        acc = dot(
-            (hi.to(tl.float32) + mid.to(tl.float32)) + lo.to(tl.float32), tl.trans(xs), acc, WIDE
-        )
+def _gate_product(hi, mid, lo, x, acc):
+    """acc [experts, tokens] + (hi + mid + lo) [experts, columns] x [tokens, columns]^T. The
+    products of bf16 are exact, and the tensor cores add up in fp32; other activations (and the
+    interpreter) take fp32 products.
+    """
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        gate = (hi.to(tl.float32) + mid.to(tl.float32)) + lo.to(tl.float32)
+        acc = tl.dot(gate, tl.trans(x).to(tl.float32), acc, input_precision="ieee")
     else:
-        small = tl.dot(lo, tl.trans(xs)) + tl.dot(mid, tl.trans(xs))
-        acc += small + tl.dot(hi, tl.trans(xs))
+        small = tl.dot(lo, tl.trans(x)) + tl.dot(mid, tl.trans(x))
+        acc += small + tl.dot(hi, tl.trans(x))
     return acc
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _route(
-    x, pieces, bias, active, partial, arrived, ids, weights, num_tokens,
-    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, TOP_K: tl.constexpr,
-    PLACES: tl.constexpr,
-    SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CHOOSE: tl.constexpr,
-    SPREAD: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+@triton.jit(do_not_specialize=["M"])
+def _route_large_m_kernel(
+    x_ptr,  # [M, HIDDEN]
+    gate_ptr,  # [3, NUM_EXPERTS, HIDDEN] bf16
+    bias_ptr,  # [NUM_EXPERTS] fp32
+    num_active_ptr,  # [1] int32
+    partials_ptr,  # [SPLIT_K, M, NUM_EXPERTS] fp32
+    arrivals_ptr,  # [ROUTE_MAX_TILES] int32, multiples of _ROUND between launches
+    topk_ids_ptr,  # [M, TOP_K] int32
+    topk_weights_ptr,  # [M, TOP_K] fp32
+    M,
+    HIDDEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    TOPK_M: tl.constexpr,  # tokens whose experts are chosen at a time
+    PARALLEL_TOPK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,  # 0: the part of the gate is loaded before the activations exist
     PDL: tl.constexpr,
-):  # fmt: skip
-    """Partial logits of one (token tile, expert tile, split of the columns), then the choice of the
-    experts.
+):
+    """Partial logits [BLOCK_M, BLOCK_N] of one split of the columns, then the choice of experts.
 
-    The gate comes as three bf16 addends, hi + mid + lo, which hold all 24 bits of its fp32; their
-    products with bf16 activations are exact, and the tensor cores add up in fp32. With STAGES = 0 a
-    program has its part of the gate in flight before the activations exist. The programs of a token
-    tile count themselves in; with SPREAD those that have tokens to choose for wait for the others,
-    else the last one chooses for all. A launch adds _ROUND to each tile's counter in `arrived`, so
-    nothing has to be set back; the programs of a tile are launched one after another, so those
-    waiting keep no other out.
+        programs of a tile of tokens        partials [SPLIT_K, M, NUM_EXPERTS]
+        experts 0 ..   split 0, 1, ..  ->   +-------- BLOCK_M x BLOCK_N --------+
+        experts 32 ..  split 0, 1, ..       each counts itself in arrivals[tile]
+
+    With PARALLEL_TOPK the programs of a tile share out its tokens, TOPK_M at a time, and wait until
+    all have arrived; else the last to arrive chooses for all. A launch adds _ROUND to each counter,
+    so nothing is set back. The programs of a tile are launched one after another, so those that
+    wait keep no other out.
     """
-    PROGRAMS: tl.constexpr = ((EXPERTS + ROWS - 1) // ROWS) * SPLITS
-    STEPS: tl.constexpr = ((HIDDEN + COLUMNS - 1) // COLUMNS + SPLITS - 1) // SPLITS
-    tile, part = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
-    split = part % SPLITS
-    tokens = tile * TOKENS + tl.arange(0, TOKENS)
-    rows = part // SPLITS * ROWS + tl.arange(0, ROWS)
-    first_column = split * STEPS * COLUMNS
-    columns = tl.arange(0, COLUMNS)
-    gate = pieces + rows[:, None] * HIDDEN
-    PIECE: tl.constexpr = EXPERTS * HIDDEN
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    if STAGES == 0:
+    PROGRAMS: tl.constexpr = triton.cdiv(NUM_EXPERTS, BLOCK_N) * SPLIT_K  # of a tile
+    STEPS: tl.constexpr = triton.cdiv(triton.cdiv(HIDDEN, BLOCK_K), SPLIT_K)
+    EVEN_K: tl.constexpr = HIDDEN % (BLOCK_K * SPLIT_K) == 0
+    GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
+    tile, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
+    split = program % SPLIT_K
+    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_k = split * STEPS * BLOCK_K
+    offs_k = tl.arange(0, BLOCK_K)
+    gate_ptrs = gate_ptr + offs_n[:, None] * HIDDEN
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if NUM_STAGES == 0:
         his, mids, los, xs = (), (), (), ()
         for step in tl.static_range(STEPS):
-            k = first_column + step * COLUMNS + columns
-            inside = (rows < EXPERTS)[:, None] & (k < HIDDEN)[None, :]
-            his = his + (tl.load(gate + k[None, :], mask=inside, other=0.0),)
-            mids = mids + (tl.load(gate + PIECE + k[None, :], mask=inside, other=0.0),)
-            los = los + (tl.load(gate + 2 * PIECE + k[None, :], mask=inside, other=0.0),)
+            k = first_k + step * BLOCK_K + offs_k
+            inside = (offs_n < NUM_EXPERTS)[:, None] & (k < HIDDEN)[None, :]
+            his = his + (tl.load(gate_ptrs + k[None, :], mask=inside, other=0.0),)
+            mids = mids + (tl.load(gate_ptrs + GATE_SIZE + k[None, :], mask=inside, other=0.0),)
+            los = los + (tl.load(gate_ptrs + 2 * GATE_SIZE + k[None, :], mask=inside, other=0.0),)
         wait_then_launch_dependents(PDL)
         for step in tl.static_range(STEPS):
-            k = first_column + step * COLUMNS + columns
-            inside = (tokens < num_tokens)[:, None] & (k < HIDDEN)[None, :]
-            xs = xs + (tl.load(x + tokens[:, None] * HIDDEN + k[None, :], mask=inside, other=0.0),)
+            k = first_k + step * BLOCK_K + offs_k
+            inside = (offs_m < M)[:, None] & (k < HIDDEN)[None, :]
+            x_ptrs = x_ptr + offs_m[:, None] * HIDDEN + k[None, :]
+            xs = xs + (tl.load(x_ptrs, mask=inside, other=0.0),)
         for step in tl.static_range(STEPS):
-            acc = _gate_product(his[step], mids[step], los[step], xs[step], acc, WIDE)
+            acc = _gate_product(his[step], mids[step], los[step], xs[step], acc)
     else:
         wait_then_launch_dependents(PDL)
-        for start in tl.range(
-            first_column, first_column + STEPS * COLUMNS, COLUMNS, num_stages=STAGES
-        ):
-            k = start + columns
-            fits = (k < HIDDEN)[None, :] | EVEN
-            inside = (rows < EXPERTS)[:, None] & fits
-            hi = tl.load(gate + k[None, :], mask=inside, other=0.0)
-            mid = tl.load(gate + PIECE + k[None, :], mask=inside, other=0.0)
-            lo = tl.load(gate + 2 * PIECE + k[None, :], mask=inside, other=0.0)
-            inside = (tokens < num_tokens)[:, None] & fits
-            xt = tl.load(x + tokens[:, None] * HIDDEN + k[None, :], mask=inside, other=0.0)
-            acc = _gate_product(hi, mid, lo, xt, acc, WIDE)
-    out = partial + (split * num_tokens + tokens)[None, :] * EXPERTS + rows[:, None]
-    tl.store(out, acc, mask=(rows < EXPERTS)[:, None] & (tokens < num_tokens)[None, :])
-    expert = _in_groups(EXPERTS_2) if CHOOSE == 1 else tl.arange(0, EXPERTS_2)
-    biases = tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
-    num_active = tl.load(active)
+        for start in tl.range(first_k, first_k + STEPS * BLOCK_K, BLOCK_K, num_stages=NUM_STAGES):
+            k = start + offs_k
+            k_inside = (k < HIDDEN)[None, :] | EVEN_K
+            inside = (offs_n < NUM_EXPERTS)[:, None] & k_inside
+            hi = tl.load(gate_ptrs + k[None, :], mask=inside, other=0.0)
+            mid = tl.load(gate_ptrs + GATE_SIZE + k[None, :], mask=inside, other=0.0)
+            lo = tl.load(gate_ptrs + 2 * GATE_SIZE + k[None, :], mask=inside, other=0.0)
+            inside = (offs_m < M)[:, None] & k_inside
+            x_ptrs = x_ptr + offs_m[:, None] * HIDDEN + k[None, :]
+            acc = _gate_product(hi, mid, lo, tl.load(x_ptrs, mask=inside, other=0.0), acc)
+    out_ptrs = partials_ptr + (split * M + offs_m)[None, :] * NUM_EXPERTS + offs_n[:, None]
+    tl.store(out_ptrs, acc, mask=(offs_n < NUM_EXPERTS)[:, None] & (offs_m < M)[None, :])
+    EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
+    expert = _experts_in_groups(NUM_EXPERTS) if TOPK_M == 1 else tl.arange(0, EXPERTS_POW2)
+    bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
+    num_active = tl.load(num_active_ptr)
     tl.debug_barrier()
     SHARE: tl.constexpr = _ROUND // PROGRAMS
-    mine = SHARE + tl.where(part == 0, _ROUND - SHARE * PROGRAMS, 0)
-    before = tl.atomic_add(arrived + tile, mine, sem="acq_rel")
-    seen, complete = before + mine, (before & -_ROUND) + _ROUND
-    end = tl.minimum(tile * TOKENS + TOKENS, num_tokens)
-    group = tile * TOKENS + (part * CHOOSE if SPREAD else tl.where(seen == complete, 0, TOKENS))
-    if group < end:
-        while complete - seen > 0:
-            seen = tl.load(arrived + tile, volatile=True)
+    added = SHARE + tl.where(program == 0, _ROUND - SHARE * PROGRAMS, 0)
+    before = tl.atomic_add(arrivals_ptr + tile, added, sem="acq_rel")
+    arrived, complete = before + added, (before & -_ROUND) + _ROUND
+    end_m = tl.minimum(tile * BLOCK_M + BLOCK_M, M)
+    is_last = arrived == complete
+    first_m = tile * BLOCK_M + (
+        program * TOPK_M if PARALLEL_TOPK else tl.where(is_last, 0, BLOCK_M)
+    )
+    if first_m < end_m:
+        while complete - arrived > 0:
+            arrived = tl.load(arrivals_ptr + tile, volatile=True)
         tl.debug_barrier()
-        for begin in range(group, end, CHOOSE * (PROGRAMS if SPREAD else 1)):
-            if CHOOSE == 1:
+        for m in range(first_m, end_m, TOPK_M * (PROGRAMS if PARALLEL_TOPK else 1)):
+            if TOPK_M == 1:
                 logits = tl.zeros(expert.shape, tl.float32)
-                for part_of_columns in tl.static_range(SPLITS):
-                    at = partial + (part_of_columns * num_tokens + begin) * EXPERTS + expert
-                    logits += tl.load(at, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg")
-                _choose_one(
-                    logits,
-                    biases,
-                    expert,
-                    ids,
-                    weights,
-                    begin,
-                    num_active,
-                    EXPERTS,
-                    EXPERTS_2,
-                    TOP_K,
-                    PLACES,
-                )
+                for i in tl.static_range(SPLIT_K):
+                    row_ptrs = partials_ptr + (i * M + m) * NUM_EXPERTS + expert
+                    logits += tl.load(
+                        row_ptrs, mask=expert < NUM_EXPERTS, other=0.0, cache_modifier=".cg"
+                    )
+                _topk_of_token(logits, bias, expert, topk_ids_ptr, topk_weights_ptr, m, num_active,
+                               NUM_EXPERTS, TOP_K)  # fmt: skip
             else:
-                _choose(partial, biases, ids, weights, begin + tl.arange(0, CHOOSE), num_tokens,
-                    num_active,
-                        EXPERTS, EXPERTS_2, TOP_K, SPLITS, CHOOSE)  # fmt: skip
+                _topk_of_tokens(partials_ptr, bias, topk_ids_ptr, topk_weights_ptr,
+                                m + tl.arange(0, TOPK_M), M, num_active,
+                                NUM_EXPERTS, TOP_K, SPLIT_K, TOPK_M)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PreparedGate:
-    """The router's weights as `_route` reads them."""
+    """The router's weights, and what its kernels keep between launches."""
 
-    pieces: Tensor  # [3, experts, hidden] bf16, whose sum is the fp32 gate
+    gate_bf16x3: Tensor  # [3, experts, hidden] bf16, whose sum is the fp32 gate
     bias: Tensor  # [experts] fp32
-    arrived: Tensor  # [token tiles] int32, whole rounds between launches; `_route` alone writes it
-    # [MAX_ROUTE_FEW, experts] int64, logits beside the tag of the launch of `_route_few` that wrote
-    # them
-    words: Tensor
-    epoch: Tensor  # [1] int32, that tag
-    everything: Tensor  # [1] int32, the number of active rows where the caller names none
-    waits: bool  # programs of a launch may wait for each other
+    arrivals: Tensor  # [tiles of tokens] int32, of `_route_large_m_kernel`
+    # [ROUTE_SMALL_M_MAX_M, experts] int64, each with the flag of the launch that wrote it
+    logits: Tensor
+    flag: Tensor  # [1] int32, of the last launch of `_route_small_m_kernel`
+    all_active: Tensor  # [1] int32, the number of active rows where the caller names none
+    spin_wait: bool  # programs of a launch may wait for each other
 
 
-def prepare_gate(gate: Tensor, bias: Tensor, *, waits: bool = True) -> PreparedGate:
+def prepare_gate(gate: Tensor, bias: Tensor, *, spin_wait: bool = True) -> PreparedGate:
     """gate [experts, hidden] fp32, bias [experts] fp32. Splitting fp32 into three bf16 addends is
-    exact. Without `waits` the last program of a tile of tokens chooses for all of them.
+    exact. Without `spin_wait` the last program of a tile of tokens chooses for all of them.
     """
     hi = gate.float().bfloat16()
     rest = gate.float() - hi.float()
     mid = rest.bfloat16()
     lo = (rest - mid.float()).bfloat16()
-    arrived = torch.zeros(tiles.MAX_ROUTE_TILES, dtype=torch.int32, device=gate.device)
-    everything = torch.full((1,), 2**31 - 1, dtype=torch.int32, device=gate.device)
-    words = torch.zeros(tiles.MAX_ROUTE_FEW, gate.shape[0], dtype=torch.int64, device=gate.device)
+    arrivals = torch.zeros(tiles.ROUTE_MAX_TILES, dtype=torch.int32, device=gate.device)
+    logits_shape = (tiles.ROUTE_SMALL_M_MAX_M, gate.shape[0])
     return PreparedGate(
-        pieces=torch.stack((hi, mid, lo)), bias=bias.float().contiguous(), arrived=arrived,
-        words=words, epoch=torch.zeros_like(arrived[:1]), everything=everything,
-        waits=waits,
-    )  # fmt: skip
+        gate_bf16x3=torch.stack((hi, mid, lo)),
+        bias=bias.float().contiguous(),
+        arrivals=arrivals,
+        logits=torch.zeros(logits_shape, dtype=torch.int64, device=gate.device),
+        flag=torch.zeros_like(arrivals[:1]),
+        all_active=torch.full((1,), 2**31 - 1, dtype=torch.int32, device=gate.device),
+        spin_wait=spin_wait,
+    )
 
 
 def route(
@@ -346,71 +373,58 @@ def route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [T, hidden] -> ids [T, top_k] int32, weights [T, top_k] fp32; rows from active[0] on get -1
-    and 0.
+    """x [M, hidden] -> topk_ids [M, top_k] int32, topk_weights [M, top_k] fp32; rows from active[0]
+    on get -1 and 0.
 
     Where the ranks share out the rows, each routes its own and has the others' from them.
     """
     if isinstance(x, ShardedActivations):
-        mine = _route_rows(
-            x.hidden, prepared, top_k=top_k, active=None if active is None else active - x.first
-        )
-        return gather_rows(*mine, x)
+        own_active = None if active is None else active - x.first
+        return gather_rows(*_route_rows(x.hidden, prepared, top_k=top_k, active=own_active), x)
     return _route_rows(unquantized(x), prepared, top_k=top_k, active=active)
 
 
 def _route_rows(
     x: Tensor, prepared: PreparedGate, *, top_k: int, active: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    num_tokens, hidden = x.shape
-    experts = prepared.bias.shape[0]
-    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=x.device)
-    if num_tokens == 0:
-        return ids, weights
+    (M, hidden), num_experts, device = x.shape, prepared.bias.shape[0], x.device
+    topk_ids = torch.empty(M, top_k, dtype=torch.int32, device=device)
+    topk_weights = torch.empty(M, top_k, dtype=torch.float32, device=device)
+    if M == 0:
+        return topk_ids, topk_weights
     assert x.is_contiguous()
-    assert top_k <= _CHOICE_GROUP.value, f"top {top_k}: a group of experts is smaller"
-    active = prepared.everything if active is None else active
+    assert top_k <= _GROUP.value, f"top {top_k}: a group of experts is smaller"
+    inputs = (
+        x,
+        prepared.gate_bf16x3,
+        prepared.bias,
+        prepared.all_active if active is None else active,
+    )
     shared = {
         "HIDDEN": hidden,
-        "EXPERTS": experts,
-        "EXPERTS_2": triton.next_power_of_2(experts),
+        "NUM_EXPERTS": num_experts,
         "TOP_K": top_k,
+        "PARALLEL_TOPK": prepared.spin_wait and not INTERPRETED,
+        **launch_options(device),
     }
-    shared |= {
-        "PLACES": triton.next_power_of_2(top_k),
-        "SPREAD": prepared.waits and not INTERPRETED,
-        **launch_options(x.device),
-    }
-    if prepared.waits and num_tokens <= tiles.MAX_ROUTE_FEW:
-        tokens, rows, warps = (
-            triton.next_power_of_2(num_tokens),
-            tiles.ROUTE_FEW_ROWS,
-            tiles.ROUTE_FEW_WARPS,
-        )
-        _route_few[(triton.cdiv(experts, rows),)](
-            x, prepared.pieces, prepared.bias, active, prepared.words, prepared.epoch, ids, weights,
-            num_tokens,
-            TOKENS=tokens, ROWS=rows, LEVELS=(tokens * rows).bit_length() - 1,
-            THREADS=warps * platform.platform_of(x.device).warp_size,
-            num_warps=warps, **shared,
+    if prepared.spin_wait and tiles.ROUTE_SMALL_M_MAX_M >= M:
+        block_n, num_warps = tiles.ROUTE_SMALL_M_BLOCK_N, tiles.ROUTE_SMALL_M_WARPS
+        _route_small_m_kernel[(triton.cdiv(num_experts, block_n),)](
+            *inputs, prepared.logits, prepared.flag, topk_ids, topk_weights, M,
+            BLOCK_M=triton.next_power_of_2(M), BLOCK_N=block_n,
+            BLOCK_K=num_warps * platform.platform_of(device).warp_size * _VECTOR.value,
+            num_warps=num_warps, **shared,
         )  # fmt: skip
-        return ids, weights
-    tile = tiles.tiles_for(x.device).route(num_tokens)
-    token_tiles, programs = (
-        triton.cdiv(num_tokens, tile.tokens),
-        triton.cdiv(experts, tile.rows) * tile.splits,
-    )
-    assert token_tiles <= tiles.MAX_ROUTE_TILES, f"{num_tokens} tokens in one call"
-    assert programs <= _ROUND.value, f"{experts} experts"
-    partial = torch.empty(tile.splits, num_tokens, experts, dtype=torch.float32, device=x.device)
-    _route[(token_tiles * programs,)](
-        x, prepared.pieces, prepared.bias, active, partial, prepared.arrived, ids, weights,
-        num_tokens,
-        SPLITS=tile.splits, TOKENS=tile.tokens, ROWS=tile.rows, COLUMNS=tile.columns,
-        CHOOSE=tile.choose,
-        WIDE=INTERPRETED or x.dtype != torch.bfloat16,
-        EVEN=hidden % (tile.columns * tile.splits) == 0, STAGES=tile.stages,
-        num_warps=tile.warps, **shared,
+        return topk_ids, topk_weights
+    tile = tiles.tiles_for(device).route(M)
+    tiles_m = triton.cdiv(M, tile.block_m)
+    programs = triton.cdiv(num_experts, tile.block_n) * tile.split_k
+    assert tiles_m <= tiles.ROUTE_MAX_TILES, f"{M} tokens in one call"
+    assert programs <= _ROUND.value, f"{num_experts} experts"
+    partials = torch.empty(tile.split_k, M, num_experts, dtype=torch.float32, device=device)
+    _route_large_m_kernel[(tiles_m * programs,)](
+        *inputs, partials, prepared.arrivals, topk_ids, topk_weights, M,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLIT_K=tile.split_k,
+        TOPK_M=tile.topk_m, NUM_STAGES=tile.num_stages, num_warps=tile.num_warps, **shared,
     )  # fmt: skip
-    return ids, weights
+    return topk_ids, topk_weights

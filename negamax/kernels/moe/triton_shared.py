@@ -1,31 +1,40 @@
-"""What the ways through the experts share: the prepared weights and the product of two tiles."""
+"""What the three ways through the experts share: the prepared weights, their constants, the
+activation between the two products.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
-from negamax.kernels.moe import tiles
+from negamax.kernels.quantize.triton import e4m3_max
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 BLOCK = tl.constexpr(GROUP)  # columns that share a scale
-SMALLEST = tl.constexpr(1e-30)  # a scale's lower bound
+_MIN_SCALE = tl.constexpr(1e-30)
 
 
-@triton.jit
-def dot(a, b, acc, WIDE: tl.constexpr):
-    """acc + a b; WIDE multiplies in fp32 on the CUDA cores, for what the tensor cores (or the
-    interpreter) cannot do.
-    """
-    if WIDE:
-        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(a, b, acc)
-    return acc
+@dataclass(frozen=True)
+class ExpertConstants:
+    """Constants of all kernels of the experts, one argument `E: tl.constexpr`."""
+
+    HIDDEN: int
+    WIDTH: int  # of one expert, on this rank
+    FP8: bool
+
+    @property
+    def HIDDEN_BLOCKS(self) -> int:
+        """Scales of a row of gate_up."""
+        return -(-self.HIDDEN // GROUP)
+
+    @property
+    def WIDTH_BLOCKS(self) -> int:
+        """Scales of a row of down."""
+        return -(-self.WIDTH // GROUP)
 
 
 @dataclass(frozen=True)
@@ -37,24 +46,36 @@ class PreparedExperts:
     # [experts, 2 * width / 128, hidden / 128] fp32; without FP8 anything, it is not read
     gate_up_scale: Tensor
     down_scale: Tensor  # [experts, hidden / 128, width / 128] fp32; likewise
-    fp8: bool
+    constants: ExpertConstants
+
+
+@triton.jit
+def silu_and_mul(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def group_scale(y, axis: tl.constexpr, DTYPE: tl.constexpr):
+    """The scale with which the values of y along `axis` fit into DTYPE."""
+    return tl.maximum(tl.max(tl.abs(y), axis) / e4m3_max(DTYPE), _MIN_SCALE)
 
 
 def operands(x: Tensor | QuantizedActivations, prepared: PreparedExperts) -> tuple[Tensor, Tensor]:
-    """What the tile kernels multiply: values and scales, or the plain activations (twice; the
-    second is not read).
+    """What the tensor cores multiply: x and its scales, or the plain activations (twice; the second
+    is not read).
     """
-    if not prepared.fp8:
-        values = scales = unquantized(x)
+    if not prepared.constants.FP8:
+        q = scale = unquantized(x)
     else:
         assert isinstance(x, QuantizedActivations), "experts in FP8 need activations that carry FP8"
-        values, scales = x.q, x.scale
-    assert values.is_contiguous() and scales.is_contiguous()
-    return values, scales
+        q, scale = x.q, x.scale
+    assert q.is_contiguous() and scale.is_contiguous()
+    return q, scale
 
 
-def even(prepared: PreparedExperts, tile: tiles.Tile, columns: int) -> tuple[bool, bool]:
-    """Whether tiles cover the weights without a rest: gate and up, down (`columns` at a time)."""
-    hidden, width = prepared.down.shape[1:]
-    gate_up = hidden % tile.gate_up_columns == 0 and width % tile.gate_up_rows == 0
-    return gate_up, width % columns == 0 and hidden % tile.down_rows == 0
+def empty_intermediate(num_pairs: int, like: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """h [num_pairs, width] in the dtype of `like`, and room for its scales [num_pairs, width / 128]
+    fp32.
+    """
+    scale_shape = (num_pairs, triton.cdiv(width, GROUP))
+    return like.new_empty(num_pairs, width), like.new_empty(scale_shape, dtype=torch.float32)
