@@ -145,7 +145,7 @@ def _foreign() -> Iterator[str]:
     titles = {"ignored": "Without effect", "refused": "Refused", "by value": "By their value"}
     rows: dict[str, dict[tuple[str, str | None], list[str]]] = {title: {} for title in titles}
     for name, entry in TABLE.items():
-        rows[entry.treatment].setdefault(_reason(entry), []).append(name)
+        rows[_treatment(entry)].setdefault(_reason(entry), []).append(name)
     for treatment, title in titles.items():
         yield f"### {title}\n"
         refused = treatment == "refused"
@@ -162,6 +162,12 @@ def _foreign() -> Iterator[str]:
             ]
             yield f"| {' | '.join(map(_cell, cells))} |"
         yield ""
+
+
+def _treatment(entry: Foreign) -> str:
+    if entry.rule is not None:
+        return "by value"
+    return "ignored" if entry.remedy is None else "refused"
 
 
 def _reason(entry: Foreign) -> tuple[str, str | None]:

@@ -50,13 +50,13 @@ def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
         label = f"limit at {first['bandwidth_tb_s']:.2f} TB/s"
         axes.plot(*zip(*limits, strict=True), linestyle="--", color="grey", label=label)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     ticks = [run["concurrency"] for run in first["runs"]]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set_xlabel("requests in the batch")
-    axes.set_ylabel("ms per output token")
-    axes.set_title(
-        f"{first['model']}, {first['num_layers']} layers, TP{first['tensor_parallel_size']}"
+    axes.set(
+        yscale="log",
+        xlabel="requests in the batch",
+        ylabel="ms per output token",
+        title=f"{first['model']}, {first['num_layers']} layers, TP{first['tensor_parallel_size']}",
     )
     axes.grid(visible=True, which="both", alpha=0.2)
     axes.legend()
@@ -88,8 +88,7 @@ def plot_comparison(file: Path, series: Sequence[Series], *, title: str) -> None
     figure = blank_figure((11, 5))
     by_tpot, by_ttft = figure.subplots(1, 2, sharey=True)
     _throughput_over(by_tpot, series, value=lambda point: point.median_tpot)
-    by_tpot.set_xlabel("median time per output token (ms)")
-    by_tpot.set_ylabel("output tokens per second")
+    by_tpot.set(xlabel="median time per output token (ms)", ylabel="output tokens per second")
     _throughput_over(by_ttft, series, value=lambda point: point.median_ttft)
     by_ttft.set_xlabel("median time to first token (ms)")
     loads = "requests at once, or arrivals per second, beside each point"
@@ -125,16 +124,14 @@ def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
     """Counts on a logarithmic time axis, the share that is done as a line, median and p99
     marked.
     """
-    axes.set_title(title)
-    axes.set_xlabel("ms")
+    axes.set(title=title, xlabel="ms")
     ordered = sorted(1e3 * max(value, 1e-6) for value in seconds)
     if not ordered:
         return
     low, high = ordered[0] * 0.99, ordered[-1] * 1.01
     edges = [low * (high / low) ** (step / 50) for step in range(51)]
     axes.hist(ordered, bins=edges, color="tab:blue", alpha=0.6)
-    axes.set_xscale("log")
-    axes.set_ylabel("count")
+    axes.set(xscale="log", ylabel="count")
     share = axes.twinx()
     share.plot(
         ordered,
@@ -142,8 +139,7 @@ def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
         color="black",
         linewidth=1,
     )
-    share.set_ylim(0, 1.02)
-    share.set_ylabel("share at or below")
+    share.set(ylim=(0, 1.02), ylabel="share at or below")
     for percent, style in ((50, "--"), (99, ":")):
         value = serve_report.percentile(ordered, percent)
         share.axvline(
@@ -161,7 +157,6 @@ def _latency_over_time(axes: Any, measured: Measurement) -> None:
     good = [record for record in measured.records if record.error is None]
     failed = [record for record in measured.records if record.error is not None and record.started]
     sent = [record.started - begin for record in good]
-    axes.set_title("Latency by time of sending")
     for seconds, color, label in (
         (serve_report.e2el, "tab:green", "whole answer"),
         (serve_report.ttft, "tab:blue", "first token"),
@@ -177,9 +172,12 @@ def _latency_over_time(axes: Any, measured: Measurement) -> None:
             marker="x",
             label="failed",
         )
-    axes.set_xlabel("s since the start")
-    axes.set_ylabel("s")
-    axes.set_ylim(bottom=0)
+    axes.set(
+        title="Latency by time of sending",
+        xlabel="s since the start",
+        ylabel="s",
+        ylim=(0, None),
+    )
     axes.grid(visible=True, alpha=0.2)
     axes.legend(fontsize="small")
 
@@ -189,7 +187,6 @@ def _load_over_time(axes: Any, measured: Measurement) -> None:
     per_second = serve_report.output_per_second(
         [record for record in measured.records if record.error is None]
     )
-    axes.set_title("Output tokens and requests under way")
     axes.bar(
         [second + 0.5 for second in range(len(per_second))],
         per_second,
@@ -197,8 +194,11 @@ def _load_over_time(axes: Any, measured: Measurement) -> None:
         color="tab:orange",
         alpha=0.6,
     )
-    axes.set_xlabel("s since the start")
-    axes.set_ylabel("output tokens in the second")
+    axes.set(
+        title="Output tokens and requests under way",
+        xlabel="s since the start",
+        ylabel="output tokens in the second",
+    )
     running = axes.twinx()
     steps = serve_report.concurrency_steps(measured.records)
     running.step(
@@ -208,5 +208,4 @@ def _load_over_time(axes: Any, measured: Measurement) -> None:
         color="black",
         linewidth=1,
     )
-    running.set_ylabel("requests under way")
-    running.set_ylim(bottom=0)
+    running.set(ylabel="requests under way", ylim=(0, None))

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,14 +43,6 @@ ShowProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 PLAIN_DTYPES = ("BF16", "F16", "F32")
 READ_THREADS = 4  # that bring tensors into pinned memory
 READ_AHEAD = 16  # tensors
-
-
-class HasWeightSlots(Protocol):
-    """What the loader needs of a model."""
-
-    def weight_slots(self) -> Mapping[str, WeightSlot]:
-        """The slots by checkpoint name."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -120,9 +111,13 @@ class _Move:
 
 
 def load_weights(
-    model: HasWeightSlots, spec: ModelSpec, folder: Path, *, progress: ShowProgress | None = None
+    slots: Mapping[str, WeightSlot],
+    spec: ModelSpec,
+    folder: Path,
+    *,
+    progress: ShowProgress | None = None,
 ) -> CheckpointReport:
-    """Fill the slots of `model` from the safetensors files in `folder`. The caller packs the model
+    """Fill the `slots` of a model from the safetensors files in `folder`. The caller packs it
     afterwards.
 
     `progress` is called after each tensor.
@@ -130,7 +125,6 @@ def load_weights(
     mis-shaped, of a wrong dtype, or with values that are NaN or infinite.
     """
     began = time.perf_counter()
-    slots = model.weight_slots()
     with open_checkpoint(folder) as reader:
         moves, skipped = _plan(reader.entries, slots, names_of(spec), num_layers=spec.num_layers)
         needed = [move for move in moves if move.slot.needed]

@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.checkpoint.loader import HasWeightSlots, ShowProgress
+from negamax.checkpoint.loader import ShowProgress
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import E4M3, E4M3_MAX, PLAIN, Role, StoredTensor
 from negamax.layers.weights import WeightSlot
@@ -35,23 +35,20 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def fill_synthetic(
-    model: HasWeightSlots,
+    weight_slots: Mapping[str, WeightSlot],
     spec: ModelSpec,
     seed: int,
     *,
     device: torch.device | None = None,
     progress: ShowProgress | None = None,
 ) -> None:
-    """Write every slot of `model` that this rank needs, from draws made on `device` (None: the
-    CPU).
+    """Write the `weight_slots` of a model that this rank needs, drawn on `device` (None: the CPU).
 
     The caller packs the model afterwards. `progress` is called with the elements drawn and those in
     all, after each draw.
     """
     wanted = [
-        draw
-        for draw in _draws(model.weight_slots().values())
-        if any(slot.needed for slot in draw[2])
+        draw for draw in _draws(weight_slots.values()) if any(slot.needed for slot in draw[2])
     ]
     sizes = [sum(math.prod(slot.shape) for slot in slots) for _, _, slots in wanted]
     done, init = 0, init_of(spec)

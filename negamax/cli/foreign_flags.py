@@ -40,13 +40,6 @@ class Foreign:
     unless: tuple[str, ...] = _NOTHING
     rule: Rule | None = None
 
-    @property
-    def treatment(self) -> str:
-        """One word for people: by its value, ignored or refused."""
-        if self.rule is not None:
-            return "by value"
-        return "ignored" if self.remedy is None else "refused"
-
 
 def _group(
     reason: str,

@@ -30,72 +30,6 @@ class Part:
     rows: range
 
 
-class ColumnParallel:
-    """y = x W^T, where W stacks this rank's rows of one or more checkpoint tensors; no
-    communication.
-    """
-
-    def __init__(
-        self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, weights: WeightFormat
-    ) -> None:
-        names = [part.name for part in parts]
-        shape = (sum(len(part.rows) for part in parts), inputs)
-        self._linear = _Linear(names, shape, kernels=kernels, weights=weights)
-        self.activation = self._linear.activation
-        self.slots, first = [], 0
-        for part in parts:
-            self.slots += self._linear.matrix.slots(
-                part.name,
-                (part.total_rows, inputs),
-                region=(part.rows, range(inputs)),
-                at=(first,),
-            )
-            first += len(part.rows)
-
-    def finish_loading(self) -> None:
-        """Put the weight into the kernel's layout; the plain copy is freed."""
-        self._linear.finish_loading()
-
-    def __call__(
-        self,
-        x: Tensor | QuantizedActivations,
-        *,
-        out_dtype: torch.dtype | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """x [T, in] -> [T, this rank's rows of all parts], in `out_dtype` (None: that of x), in
-        `out` where given.
-        """
-        return self._linear(x, out_dtype=out_dtype, out=out)
-
-
-class RowParallel:
-    """y = x W^T, where x and W hold this rank's input columns: its part of a sum over `group`."""
-
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        *,
-        columns: range,
-        group: Collective,
-        kernels: KernelTable,
-        weights: WeightFormat,
-    ) -> None:
-        self._group = group
-        self._linear = _Linear([name], (shape[0], len(columns)), kernels=kernels, weights=weights)
-        self.activation = self._linear.activation
-        self.slots = self._linear.matrix.slots(name, shape, region=(range(shape[0]), columns))
-
-    def finish_loading(self) -> None:
-        """Put the weight into the kernel's layout; the plain copy is freed."""
-        self._linear.finish_loading()
-
-    def __call__(self, x: Tensor | QuantizedActivations) -> Partial:
-        """x [T, in of this rank] -> [T, out]."""
-        return Partial(self._linear(x), self._group)
-
-
 class _Linear:
     """A matrix and the kernel that multiplies with it."""
 
@@ -110,11 +44,33 @@ class _Linear:
         kernel, held = choose_kernel(LINEAR, names, kernels=kernels, weights=weights)
         self._run, self._prepare = kernel.run, kernel.prepare
         self.activation = kernel.activation  # what it wants of its input beside the plain values
-        self.matrix = MatrixWeight(shape, held, weights=weights)
+        self._matrix = MatrixWeight(shape, held, weights=weights)
         self._weight: Prepared = None
 
     def finish_loading(self) -> None:
-        self._weight = self._prepare(self.matrix.take())
+        """Put the weight into the kernel's layout; the plain copy is freed."""
+        self._weight = self._prepare(self._matrix.take())
+
+
+class ColumnParallel(_Linear):
+    """y = x W^T, where W stacks this rank's rows of one or more checkpoint tensors; no
+    communication.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, weights: WeightFormat
+    ) -> None:
+        shape = (sum(len(part.rows) for part in parts), inputs)
+        super().__init__([part.name for part in parts], shape, kernels=kernels, weights=weights)
+        self.slots, first = [], 0
+        for part in parts:
+            self.slots += self._matrix.slots(
+                part.name,
+                (part.total_rows, inputs),
+                region=(part.rows, range(inputs)),
+                at=(first,),
+            )
+            first += len(part.rows)
 
     def __call__(
         self,
@@ -123,4 +79,29 @@ class _Linear:
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
+        """x [T, in] -> [T, this rank's rows of all parts], in `out_dtype` (None: that of x), in
+        `out` where given.
+        """
         return self._run(x, self._weight, out_dtype=out_dtype, out=out)
+
+
+class RowParallel(_Linear):
+    """y = x W^T, where x and W hold this rank's input columns: its part of a sum over `group`."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        columns: range,
+        group: Collective,
+        kernels: KernelTable,
+        weights: WeightFormat,
+    ) -> None:
+        super().__init__([name], (shape[0], len(columns)), kernels=kernels, weights=weights)
+        self._group = group
+        self.slots = self._matrix.slots(name, shape, region=(range(shape[0]), columns))
+
+    def __call__(self, x: Tensor | QuantizedActivations) -> Partial:
+        """x [T, in of this rank] -> [T, out]."""
+        return Partial(self._run(x, self._weight, out_dtype=None, out=None), self._group)

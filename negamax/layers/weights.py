@@ -226,15 +226,3 @@ def slots_by_name(slots: Iterable[WeightSlot]) -> dict[str, WeightSlot]:
         assert slot.name not in table, f"two slots named {slot.name}"
         table[slot.name] = slot
     return table
-
-
-def check_all_written(slots: dict[str, WeightSlot]) -> None:
-    """Errors: `CheckpointError` that names the needed slots nothing was written to."""
-    missing = [
-        name for name, slot in slots.items() if slot.needed and not (slot.written or slot.optional)
-    ]
-    if missing:
-        shown = ", ".join(missing[:5]) + (
-            f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        )
-        raise CheckpointError(f"{len(missing)} tensors are missing from the checkpoint: {shown}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from negamax.base.errors import ConfigError
+from negamax.config import fields
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.formats import KEPT_FORMATS, PLAIN, Axis, TensorFormat
 
@@ -96,6 +96,4 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
 def refuse(spec: QuantizationSpec, name: str, value: Any, allowed: str) -> NoReturn:
     """Errors: `ConfigError`, always."""
     where = "quantization_config" if spec.source == "config.json" else spec.source
-    shown = repr(value)
-    shown = shown if len(shown) <= 200 else shown[:200] + "..."
-    raise ConfigError(f"model config: {where}.{name} is {shown}; supported: {allowed}")
+    fields.refuse(f"{where}.{name}", value, allowed)

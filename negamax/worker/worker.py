@@ -436,12 +436,14 @@ def _load(model: Decoder, config: WorkerConfig, *, device: torch.device) -> str:
     shown = config.show_progress and config.layout.rank == 0
     if config.folder is None:
         with Progress("drawing synthetic weights", unit=_millions, enabled=shown) as progress:
-            fill_synthetic(model, config.spec, config.seed, device=device, progress=progress)
+            fill_synthetic(
+                model.weight_slots(), config.spec, config.seed, device=device, progress=progress
+            )
         summary = f"synthetic weights, seed {config.seed}"
     else:
         with Progress("loading weights", unit=format_bytes, enabled=shown) as progress:
             summary = load_weights(
-                model, config.spec, Path(config.folder), progress=progress
+                model.weight_slots(), config.spec, Path(config.folder), progress=progress
             ).summary()
     model.finish_loading()
     torch.set_num_threads(config.num_threads)

@@ -96,7 +96,7 @@ def test_checkpoint_saved_by_transformers(tmp_path: Path, shard_size: str, num_f
     spec = read_spec(json.loads((tmp_path / "config.json").read_text()))
     assert (spec.rotary_dim, spec.rope_theta, spec.dtype, spec.notes) == (8, 10000.0, "float32", ())
     model = SlotModel(spec)
-    report = load_weights(model, spec, tmp_path)
+    report = load_weights(model.weight_slots(), spec, tmp_path)
     assert_same(model, expected)
     assert report.num_tensors == len(expected)
     assert report.num_bytes == 4 * sum(tensor.numel() for tensor in expected.values())
@@ -110,7 +110,7 @@ def test_every_plain_dtype_is_cast_to_the_compute_dtype(
 ) -> None:
     tensors = random_tensors(SPEC, dtype=stored)
     model = SlotModel(SPEC, dtype=compute)
-    load_weights(model, SPEC, save_single(tmp_path, tensors))
+    load_weights(model.weight_slots(), SPEC, save_single(tmp_path, tensors))
     assert_same(model, tensors)
 
 
@@ -122,7 +122,7 @@ def test_fp8_blocks_are_dequantised_and_the_log_says_so(
     stored = to_fp8(random_tensors(spec))
     model = SlotModel(spec, dtype=torch.bfloat16)
     with caplog.at_level(logging.INFO, logger="negamax"):
-        report = load_weights(model, spec, save_single(tmp_path, stored))
+        report = load_weights(model.weight_slots(), spec, save_single(tmp_path, stored))
     expected = {
         name: dequantize_block(tensor, stored[name + "_scale_inv"])
         if tensor.dtype == torch.float8_e4m3fn
@@ -150,7 +150,7 @@ def test_quantised_checkpoint_may_hold_some_layers_in_bf16(tmp_path: Path) -> No
     stored[name] = tensors[name].to(torch.bfloat16)
     del stored[name + "_scale_inv"]
     model = SlotModel(FP8_SPEC)
-    load_weights(model, FP8_SPEC, save_single(tmp_path, stored))
+    load_weights(model.weight_slots(), FP8_SPEC, save_single(tmp_path, stored))
     assert torch.equal(model.parameters[name], stored[name].float())
 
 
@@ -162,14 +162,16 @@ def test_weight_and_scale_may_lie_in_different_files_with_a_wrong_count_in_their
         tmp_path, stored, names=[f"model-{number:05}-of-00130.safetensors" for number in range(3)]
     )
     model = SlotModel(FP8_SPEC)
-    assert load_weights(model, FP8_SPEC, tmp_path).num_tensors == len(stored)
+    assert load_weights(model.weight_slots(), FP8_SPEC, tmp_path).num_tensors == len(stored)
 
 
 def test_shards_without_an_index_are_found(tmp_path: Path) -> None:
     tensors = random_tensors(SPEC)
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     model = SlotModel(SPEC)
-    load_weights(model, SPEC, save_sharded(tmp_path, tensors, names=files, with_index=False))
+    load_weights(
+        model.weight_slots(), SPEC, save_sharded(tmp_path, tensors, names=files, with_index=False)
+    )
     assert_same(model, tensors)
 
 
@@ -178,7 +180,7 @@ def test_stray_file_beside_an_index_is_not_read(tmp_path: Path) -> None:
     save_sharded(tmp_path, tensors, names=["model-00001-of-00001.safetensors"])
     (tmp_path / "consolidated.safetensors").write_bytes(b"not a tensor file")
     model = SlotModel(SPEC)
-    load_weights(model, SPEC, tmp_path)
+    load_weights(model.weight_slots(), SPEC, tmp_path)
     assert_same(model, tensors)
 
 
@@ -187,7 +189,7 @@ def test_each_rank_gets_its_part(tmp_path: Path) -> None:
     save_single(tmp_path, tensors)
     ranks = [SlotModel(SPEC, rank=rank, size=4) for rank in range(4)]
     for model in ranks:
-        report = load_weights(model, SPEC, tmp_path)
+        report = load_weights(model.weight_slots(), SPEC, tmp_path)
         assert report.num_bytes == sum(tensor.nbytes for tensor in tensors.values()) // 4
     for name, tensor in tensors.items():
         assert torch.equal(torch.cat([model.parameters[name] for model in ranks]), tensor)
@@ -203,12 +205,12 @@ def test_slot_that_the_rank_does_not_need_is_not_read_but_must_be_there(tmp_path
             )
 
     tensors = random_tensors(SPEC)
-    report = load_weights(Partial(SPEC), SPEC, save_single(tmp_path, tensors))
+    report = load_weights(Partial(SPEC).weight_slots(), SPEC, save_single(tmp_path, tensors))
     unread = sum(4 * tensor.numel() for name, tensor in tensors.items() if ".experts.3." in name)
     assert report.num_bytes == sum(4 * tensor.numel() for tensor in tensors.values()) - unread
     del tensors["model.layers.0.block_sparse_moe.experts.3.w2.weight"]
     with pytest.raises(CheckpointError, match=r"missing .*experts\.3\.w2"):
-        load_weights(Partial(SPEC), SPEC, save_single(tmp_path, tensors))
+        load_weights(Partial(SPEC).weight_slots(), SPEC, save_single(tmp_path, tensors))
 
 
 def test_tensors_beside_the_model_are_skipped_and_reported(
@@ -225,7 +227,7 @@ def test_tensors_beside_the_model_are_skipped_and_reported(
     model = SlotModel(SPEC)
     save_single(tmp_path, {**tensors, **{name: torch.ones(3) for name in extra}})
     with caplog.at_level(logging.WARNING, logger="negamax"):
-        report = load_weights(model, SPEC, tmp_path)
+        report = load_weights(model.weight_slots(), SPEC, tmp_path)
     assert_same(model, tensors)
     assert sorted(name for names in report.skipped.values() for name in names) == sorted(extra)
     assert len(report.skipped) == 3
@@ -243,7 +245,7 @@ def test_other_spellings_of_the_same_tensors_are_understood(tmp_path: Path) -> N
         for name, tensor in tensors.items()
     }
     model = SlotModel(SPEC)
-    load_weights(model, SPEC, save_single(tmp_path, respelled))
+    load_weights(model.weight_slots(), SPEC, save_single(tmp_path, respelled))
     assert_same(model, tensors)
 
 
@@ -266,7 +268,7 @@ def test_progress_rises_layer_by_layer_to_the_total(tmp_path: Path) -> None:
     stored = to_fp8(random_tensors(SPEC))
     save_sharded(tmp_path, stored, names=["model-1.safetensors", "model-2.safetensors"])
     report = load_weights(
-        SlotModel(FP8_SPEC),
+        SlotModel(FP8_SPEC).weight_slots(),
         FP8_SPEC,
         tmp_path,
         progress=lambda done, total: seen.append((done, total)),
@@ -295,7 +297,7 @@ def test_layers_are_filled_in_order_so_that_memory_stays_small(tmp_path: Path) -
     save_sharded(
         tmp_path, random_tensors(SPEC), names=[f"model-{number}.safetensors" for number in range(7)]
     )
-    load_weights(Recording(SPEC), SPEC, tmp_path)
+    load_weights(Recording(SPEC).weight_slots(), SPEC, tmp_path)
     assert order == sorted(order) and set(order) == {0, 1}
 
 
@@ -312,7 +314,7 @@ def test_a_checkpoint_of_the_size_of_nano_loads_within_a_second(tmp_path: Path) 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # and processor time: neither depends on what else the machine does
     began = time.process_time()
-    load_weights(model, spec, tmp_path)
+    load_weights(model.weight_slots(), spec, tmp_path)
     seconds = time.process_time() - began
     torch.set_num_threads(num_threads)
     assert seconds < 1.0
@@ -322,7 +324,7 @@ def test_a_checkpoint_of_the_size_of_nano_loads_within_a_second(tmp_path: Path) 
 
 
 def load(folder: Path, spec: ModelSpec = SPEC) -> None:
-    load_weights(SlotModel(spec), spec, folder)
+    load_weights(SlotModel(spec).weight_slots(), spec, folder)
 
 
 def refused(
@@ -482,7 +484,7 @@ def test_fp8_bytes_that_are_no_number_are_found_in_weights_that_are_dequantised_
             )
 
     with pytest.raises(CheckpointError, match=message):
-        load_weights(Kept(FP8_SPEC), FP8_SPEC, tmp_path)
+        load_weights(Kept(FP8_SPEC).weight_slots(), FP8_SPEC, tmp_path)
 
 
 def test_every_broken_tensor_is_reported_at_once_and_a_flood_is_cut(tmp_path: Path) -> None:
@@ -507,7 +509,7 @@ def test_values_that_the_compute_dtype_cannot_hold_are_refused(tmp_path: Path) -
     with pytest.raises(
         CheckpointError, match=r"model\.norm\.weight, whose values are too large for the dtype"
     ):
-        load_weights(SlotModel(SPEC, dtype=torch.float16), SPEC, tmp_path)
+        load_weights(SlotModel(SPEC, dtype=torch.float16).weight_slots(), SPEC, tmp_path)
 
 
 def test_nothing_is_read_before_every_name_and_shape_is_checked(tmp_path: Path) -> None:
@@ -515,7 +517,7 @@ def test_nothing_is_read_before_every_name_and_shape_is_checked(tmp_path: Path) 
     tensors["zzz.unknown"] = torch.zeros(1)
     model = SlotModel(SPEC)
     with pytest.raises(CheckpointError):
-        load_weights(model, SPEC, save_single(tmp_path, tensors))
+        load_weights(model.weight_slots(), SPEC, save_single(tmp_path, tensors))
     assert all(torch.isnan(parameter).all() for parameter in model.parameters.values())
 
 
@@ -652,14 +654,16 @@ def test_slots_of_the_model_are_the_tensors_of_a_published_checkpoint() -> None:
 def test_model_takes_what_transformers_saves_and_what_minimax_publishes(tmp_path: Path) -> None:
     model = build(SPEC)
     save_transformers_model(tmp_path, shard_size="30KB")
-    load_weights(model, SPEC, tmp_path)
+    load_weights(model.weight_slots(), SPEC, tmp_path)
     model.finish_loading()
     model, folder = build(FP8_SPEC), tmp_path / "fp8"
     folder.mkdir()
-    load_weights(model, FP8_SPEC, save_single(folder, to_fp8(random_tensors(FP8_SPEC))))
+    load_weights(
+        model.weight_slots(), FP8_SPEC, save_single(folder, to_fp8(random_tensors(FP8_SPEC)))
+    )
     model.finish_loading()
     with pytest.raises(CheckpointError, match="is in the checkpoint twice"):
-        load_weights(model, FP8_SPEC, folder)
+        load_weights(model.weight_slots(), FP8_SPEC, folder)
 
 
 def scales(model: Decoder) -> list[tuple[float, float]]:
@@ -677,12 +681,12 @@ def test_scales_of_an_fp8_cache_are_read_where_the_checkpoint_has_them(
         f"{attention}{prefix.format('k')}k_scale": torch.tensor(0.5),
         f"{attention}{prefix.format('v')}v_scale": torch.tensor([0.25]),
     }
-    report = load_weights(model, SPEC, save_single(tmp_path, {**tensors, **extra}))
+    report = load_weights(model.weight_slots(), SPEC, save_single(tmp_path, {**tensors, **extra}))
     model.finish_loading()
     assert report.skipped == {} and scales(model) == [(1.0, 1.0), (0.5, 0.25)]
     model = build(SPEC)
     extra[f"{attention}{prefix.format('k')}k_scale"] = torch.tensor(0.0)
-    load_weights(model, SPEC, save_single(tmp_path, {**tensors, **extra}))
+    load_weights(model.weight_slots(), SPEC, save_single(tmp_path, {**tensors, **extra}))
     with pytest.raises(CheckpointError, match=r"layers\.1\.\S+v_scale are 0\.0 and 0\.25"):
         model.finish_loading()
 

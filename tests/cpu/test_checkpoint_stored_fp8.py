@@ -151,7 +151,7 @@ def ranks(tp: int, ep: int = 1) -> list[ParallelLayout]:
 
 
 def load(model: OneLayer, stored: dict[str, Tensor], folder: Path) -> CheckpointReport:
-    return load_weights(model, model.spec, save_single(folder, stored))
+    return load_weights(model.weight_slots(), model.spec, save_single(folder, stored))
 
 
 # What a rank holds
@@ -310,12 +310,12 @@ def test_only_fp8_values_with_finite_scales_are_taken(tmp_path: Path) -> None:
 
 def test_synthetic_fp8_weights_are_one_model_for_every_degree() -> None:
     whole = OneLayer(SPEC)
-    fill_synthetic(whole, SPEC, 5)
+    fill_synthetic(whole.weight_slots(), SPEC, 5)
     expected = whole.matrices()
     parts = []
     for layout in ranks(4):
         part = OneLayer(SPEC, layout)
-        fill_synthetic(part, SPEC, 5)
+        fill_synthetic(part.weight_slots(), SPEC, 5)
         parts.append(part.matrices())
     for name, axis in (("o_proj", 1), ("down", 1)):
         for index, (values, scale) in enumerate(expected[name]):
@@ -332,8 +332,8 @@ def test_synthetic_fp8_weights_are_one_model_for_every_degree() -> None:
 
 def test_synthetic_fp8_weights_have_the_magnitude_of_plain_ones() -> None:
     plain, stored = OneLayer(SPEC, keep_quantized=False), OneLayer(SPEC)
-    fill_synthetic(plain, SPEC, 0)
-    fill_synthetic(stored, SPEC, 0)
+    fill_synthetic(plain.weight_slots(), SPEC, 0)
+    fill_synthetic(stored.weight_slots(), SPEC, 0)
     expected = plain.matrices()
     for name, matrices in stored.matrices().items():
         for (values, scale), (weight, _) in zip(matrices, expected[name], strict=True):

@@ -24,7 +24,7 @@ SPEC = tiny_spec(hidden_size=64, num_local_experts=16, num_hidden_layers=3)
 
 def filled(*, seed: int = 0, rank: int = 0, size: int = 1) -> dict[str, torch.Tensor]:
     model = SlotModel(SPEC, rank=rank, size=size)
-    fill_synthetic(model, SPEC, seed)
+    fill_synthetic(model.weight_slots(), SPEC, seed)
     assert all(slot.written for slot in model.weight_slots().values())
     return model.parameters
 
@@ -78,7 +78,7 @@ def routed_model() -> tuple[ModelSpec, Decoder, torch.Tensor]:
     }  # fmt: skip
     spec = read_spec(tiny_config(0, **sizes))
     model = build(spec, loaded=False)
-    fill_synthetic(model, spec, 0)
+    fill_synthetic(model.weight_slots(), spec, 0)
     model.finish_loading()
     chosen = torch.full((spec.num_layers, 128, spec.experts_per_token), -1, dtype=torch.int32)
     for moe, ids in zip(mixtures(model.layers), chosen, strict=True):

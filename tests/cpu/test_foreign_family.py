@@ -200,5 +200,5 @@ def test_a_warmup_runs_a_layer_of_each_sort(spec: ForeignSpec) -> None:
 
 def test_synthetic_weights_follow_the_family(spec: ForeignSpec) -> None:
     model = new_model(spec)
-    fill_synthetic(model, spec, 0)
+    fill_synthetic(model.weight_slots(), spec, 0)
     model.finish_loading()

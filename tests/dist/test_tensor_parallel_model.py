@@ -85,9 +85,9 @@ def checkpoint_and_synthetic(context: ParallelContext) -> dict[str, torch.Tensor
     for source in ("checkpoint", "synthetic"):
         model = build(spec, context=context, loaded=False)
         if source == "checkpoint":
-            load_weights(model, spec, NANO)
+            load_weights(model.weight_slots(), spec, NANO)
         else:
-            fill_synthetic(model, spec, 3)
+            fill_synthetic(model.weight_slots(), spec, 3)
         model.finish_loading()
         results[source] = PagedRun(model, ranks=context.layout.tp).step([("a", TOKENS)])["a"]
     return results

@@ -59,7 +59,9 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     max_model_len = _context_length(options, spec)
     layout = ParallelLayout.of(options.parallel)
     check_split(layout, spec)
-    device = _settled_device(options, layout)
+    device = choose_device(options.device, num_ranks=layout.world_size)
+    if device == "cpu":
+        env.settle_cpu_products()
     if device == "cuda" and options.dtype != "float32":
         scheme = detect(spec.quantization)
         check_split(layout, spec, block=scheme.block if scheme else 1)
@@ -178,14 +180,6 @@ def default_threads(num_ranks: int) -> int:
     """
     cores = env.usable_cores()
     return max(1, (cores - (cores > 2)) // num_ranks)
-
-
-def _settled_device(options: EngineOptions, layout: ParallelLayout) -> str:
-    """The device, ready for its first product."""
-    device = choose_device(options.device, num_ranks=layout.world_size)
-    if device == "cpu":
-        env.settle_cpu_products()
-    return device
 
 
 def _cached_context_length(max_model_len: int, pool_tokens: int) -> int:
