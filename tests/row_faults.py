@@ -55,11 +55,9 @@ def install(rank: int, patch: Patch) -> None:
 
         patch(owner, name, faulty)
 
-    def in_edit(
-        _logits: object, slot: int, *, position: int, rows: RequestState, **_: object
-    ) -> bool:
+    def in_edit(_logits: object, slot: int, *, bound: int, rows: RequestState, **_: object) -> bool:
         state = rows.state(slot)
-        is_late = position >= state.prompt_len + LATE
+        is_late = bound >= state.prompt_len + LATE
         return asks(state.sampling, "edit") or (is_late and asks(state.sampling, "late edit"))
 
     def in_fill(_rows: RequestState, row: NewRow) -> bool:

@@ -1,11 +1,13 @@
-"""From a plan and the rows to the inputs of one forward pass: laid out on the host, then sent to
-the device at once.
+"""From a plan and the request state to the inputs of one forward pass: laid out on the host, sent
+to the device at once, and placed there behind the tokens that are computed, since how many these
+are the device alone may know.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,32 +27,27 @@ class SampleInputs:
     """Which rows of a step are sampled. R rows."""
 
     slots: list[int]  # [R] slot of each sampled row
-    positions: list[int]  # [R] where the sampled token lands in its row
+    bounds: list[int]  # [R] where the sampled token lands in its slot, at most
     slots_device: Tensor  # [R] int64
-    positions_device: Tensor  # [R] int64
+    positions_device: Tensor  # [R] int64, where it lands
 
 
 class StepColumns(NamedTuple):
-    """Where T tokens of S sequences stand, on the host."""
+    """T tokens of S sequences, on the host. Offsets count from the first token of a slot that is
+    not computed.
+    """
 
     token_slots: Column  # [T]
-    token_positions: Column  # [T]
     slots: Column  # [S]
-    seq_lens: Column  # [S] tokens including this step
+    token_offsets: Column  # [T]
+    end_offsets: Column  # [S] behind each sequence's last token
     query_starts: Column  # [S + 1]
 
     @classmethod
-    def empty(cls) -> StepColumns:
-        """No tokens of no sequence."""
-        nothing = np.empty(0, dtype=np.int64)
-        return cls(nothing, nothing, nothing, nothing, np.zeros(1, dtype=np.int64))
-
-    @classmethod
-    def of_decodes(cls, plan: StepPlan, rows: RequestState) -> StepColumns:
-        """One token of each row of `plan`."""
-        slots = np.array(plan.slots, dtype=np.int64)
-        positions = rows.num_computed[slots]
-        return cls(slots, positions, slots, positions + 1, np.arange(len(slots) + 1))
+    def of_decodes(cls, slots: Sequence[int]) -> StepColumns:
+        """The next token of each of `slots`."""
+        column, ones = np.array(slots, dtype=np.int64), np.ones(len(slots), dtype=np.int64)
+        return cls(column, column, ones - 1, ones, np.arange(len(slots) + 1))
 
 
 @dataclass(frozen=True)
@@ -60,17 +57,29 @@ class BatchLayout:
 
     num_decodes: int
     columns: StepColumns
+    seq_len_bounds: Column  # [S] tokens including this step, at most
     # per row of the plan: index of its first prompt token among the T (meaningless without any)
     prompt_starts: list[int]
     sample_rows: list[int]  # [R] row of the plan: one sample, and one for each of its draft tokens
     sample_slots: list[int]  # [R]
-    sample_positions: list[int]  # [R]
+    sample_offsets: list[int]  # [R] of the sampled token
     sample_tokens: list[int]  # [R] index among the T of the token whose hidden state is sampled
 
     @property
     def longest_decode(self) -> int:
         """Tokens of the longest sequence that runs a generated one."""
-        return int(self.columns.seq_lens[: self.num_decodes].max(initial=0))
+        return int(self.seq_len_bounds[: self.num_decodes].max(initial=0))
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Where T tokens of S sequences stand, on the device; int64 all."""
+
+    token_slots: Tensor  # [T]
+    slots: Tensor  # [S]
+    positions: Tensor  # [T]
+    seq_lens: Tensor  # [S] tokens including this step
+    query_starts: Tensor  # [S + 1]
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class ForwardBatch:
     attention: AttentionMetadata
 
 
-def is_decode(plan: StepPlan, rows: RequestState) -> bool:
+def is_decode(plan: StepPlan, requests: RequestState) -> bool:
     """Every row runs one generated token and samples the next: the step that a captured graph can
     replay.
     """
@@ -89,11 +98,13 @@ def is_decode(plan: StepPlan, rows: RequestState) -> bool:
         bool(plan.slots)
         and all(plan.needs_sampling)
         and max(plan.num_scheduled) == 1
-        and bool((rows.num_computed >= rows.prompt_lens)[plan.slots].all())
+        and bool((requests.num_computed_bound >= requests.prompt_lens)[plan.slots].all())
     )
 
 
-def build_batch_layout(plan: StepPlan, rows: RequestState, *, generated_apart: bool) -> BatchLayout:
+def build_batch_layout(
+    plan: StepPlan, requests: RequestState, *, generated_apart: bool
+) -> BatchLayout:
     """Cut `plan` into single generated tokens and runs of prompt tokens.
 
     `generated_apart`: generated tokens run one by one as decodes, prompt tokens as prefills,
@@ -101,26 +112,28 @@ def build_batch_layout(plan: StepPlan, rows: RequestState, *, generated_apart: b
     decodes of one step may belong to one sequence: a layer writes all keys and values before it
     attends, and each sees only its own. Without it a resumed sequence is one run of tokens.
     """
-    decodes: list[tuple[int, int, int]] = []  # slot, first position, tokens
+    decodes: list[tuple[int, int, int]] = []  # slot, first offset, tokens
     prefills: list[tuple[int, int, int]] = []
-    # of a row that ends in its prompt: minus the prompt tokens up to its last one
-    last_tokens: list[int] = []
-    prompt_starts: list[int] = []
     num_prompt_tokens = 0
-    num_computed = rows.num_computed[plan.slots].tolist()
-    for slot, start, count in zip(plan.slots, num_computed, plan.num_scheduled, strict=True):
-        end = start + count
-        split = min(max(rows.state(slot).prompt_len, start), end)
+    prompt_starts: list[int] = []
+    # per row: whether its last token is one of a run, and which one of all single tokens or of all
+    # in runs
+    last_tokens: list[tuple[bool, int]] = []
+    bounds = requests.num_computed_bound[plan.slots]
+    left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # of the prompt
+    for slot, count, num_left in zip(plan.slots, plan.num_scheduled, left, strict=True):
+        in_prompt = min(max(num_left, 0), count)
         if count > 1 and not generated_apart:
-            split = end
+            in_prompt = count
         prompt_starts.append(num_prompt_tokens)
-        if split > start:
-            prefills.append((slot, start, split - start))
-            num_prompt_tokens += split - start
-        decodes += ((slot, position, 1) for position in range(split, end))
-        last_tokens.append(len(decodes) - 1 if split < end else -num_prompt_tokens)
+        if in_prompt:
+            prefills.append((slot, 0, in_prompt))
+            num_prompt_tokens += in_prompt
+        decodes += ((slot, offset, 1) for offset in range(in_prompt, count))
+        in_run = in_prompt == count
+        last_tokens.append((in_run, (num_prompt_tokens if in_run else len(decodes)) - 1))
     num_decodes = len(decodes)
-    slots, starts, counts = np.array(decodes + prefills, dtype=np.int64).T
+    slots, offsets, counts = np.array(decodes + prefills, dtype=np.int64).T
     ends = counts.cumsum()
     query_starts = np.concatenate(([0], ends))
     samples = [
@@ -133,47 +146,91 @@ def build_batch_layout(plan: StepPlan, rows: RequestState, *, generated_apart: b
         num_decodes=num_decodes,
         columns=StepColumns(
             token_slots=slots.repeat(counts),
-            token_positions=np.arange(ends[-1]) + (starts - query_starts[:-1]).repeat(counts),
             slots=slots,
-            seq_lens=starts + counts,
+            token_offsets=np.arange(ends[-1]) + (offsets - query_starts[:-1]).repeat(counts),
+            end_offsets=offsets + counts,
             query_starts=query_starts,
         ),
+        seq_len_bounds=requests.num_computed_bound[slots] + offsets + counts,
         prompt_starts=[num_decodes + start for start in prompt_starts],
         sample_rows=[row for row, _ in samples],
         sample_slots=[plan.slots[row] for row, _ in samples],
-        sample_positions=[
-            num_computed[row] + plan.num_scheduled[row] - place for row, place in samples
-        ],
+        sample_offsets=[plan.num_scheduled[row] - place for row, place in samples],
         sample_tokens=[
-            (last if (last := last_tokens[row]) >= 0 else num_decodes - last - 1) - place
+            num_decodes * in_run + last - place
             for row, place in samples
+            for in_run, last in [last_tokens[row]]
         ],
     )
 
 
-def build(layout: BatchLayout, rows: RequestState) -> ForwardBatch:
-    """The tokens, positions and cache slots of `layout`, gathered from `rows` (already holding the
-    plan's changes).
+def place(
+    columns: Tensor,
+    requests: RequestState,
+    *,
+    num_tokens: int,
+    num_seqs: int,
+    out: Tensor | None = None,
+) -> StepInputs:
+    """The step whose `StepColumns` stand in `columns` one behind the other; positions and lengths
+    are written to `out`, where given.
+    """
+    parts = [num_tokens, num_seqs]
+    slots, offsets, query_starts = columns.split([sum(parts), sum(parts), num_seqs + 1])
+    places = torch.add(requests.num_computed[slots], offsets, out=out)
+    return StepInputs(*slots.split(parts), *places.split(parts), query_starts)
+
+
+def forward_batch(
+    inputs: StepInputs,
+    requests: RequestState,
+    *,
+    query_starts: Tensor,
+    active: Tensor | None = None,
+    **host: Any,
+) -> ForwardBatch:
+    """What the model takes for the step `inputs`. `active` [1]: the tokens that are no padding;
+    `host`: what the host knows of the step (see `AttentionMetadata`).
+    """
+    metadata = AttentionMetadata(
+        positions=inputs.positions,
+        token_slots=inputs.token_slots,
+        block_tables=requests.block_tables,
+        block_table_indices=inputs.slots,
+        seq_lens=inputs.seq_lens.int(),
+        query_starts=query_starts.int(),
+        num_actual_tokens=None if active is None else active.int(),
+        **host,
+    )
+    return ForwardBatch(requests.tokens[inputs.token_slots, inputs.positions].long(), metadata)
+
+
+def build(layout: BatchLayout, requests: RequestState) -> ForwardBatch:
+    """The tokens, positions and cache slots of `layout`, gathered from `requests` (already holding
+    the plan's changes).
     """
     columns = layout.columns
-    token_slots, positions, slots, seq_lens, query_starts = upload(columns, rows.tokens.device)
-    return ForwardBatch(
-        token_ids=rows.tokens[token_slots, positions].long(),
-        attention=AttentionMetadata(
-            positions=positions,
-            token_slots=token_slots,
-            block_tables=rows.block_tables,
-            block_table_indices=slots,
-            seq_lens=seq_lens.int(),
-            query_starts=query_starts.int(),
-            num_decodes=layout.num_decodes,
-            host_seq_lens=tuple(columns.seq_lens.tolist()),
-            host_query_lens=tuple(np.diff(columns.query_starts).tolist()),
-        ),
+    (packed,) = upload([np.concatenate(columns)], requests.tokens.device)
+    num_tokens, num_seqs = len(columns.token_slots), len(columns.slots)
+    inputs = place(packed, requests, num_tokens=num_tokens, num_seqs=num_seqs)
+    return forward_batch(
+        inputs,
+        requests,
+        query_starts=inputs.query_starts,
+        num_decodes=layout.num_decodes,
+        host_seq_lens=tuple(layout.seq_len_bounds.tolist()),
+        host_query_lens=tuple(np.diff(columns.query_starts).tolist()),
+        is_exact=requests.are_bounds_exact(columns.slots),
     )
 
 
-def sample_inputs(slots: list[int], positions: list[int], *, device: torch.device) -> SampleInputs:
-    """The sampled rows `slots`, whose new tokens land at `positions`."""
-    columns = upload((np.array(slots, dtype=np.int64), np.array(positions, dtype=np.int64)), device)
-    return SampleInputs(slots, positions, slots_device=columns[0], positions_device=columns[1])
+def sample_inputs(slots: list[int], offsets: list[int], requests: RequestState) -> SampleInputs:
+    """The sampled rows `slots`, whose new tokens land so far behind those that are computed."""
+    columns = np.array(slots, dtype=np.int64), np.array(offsets, dtype=np.int64)
+    slots_device, offsets_device = upload(columns, requests.tokens.device)
+    return SampleInputs(
+        slots,
+        (requests.num_computed_bound[columns[0]] + columns[1]).tolist(),
+        slots_device,
+        requests.num_computed[slots_device] + offsets_device,
+    )

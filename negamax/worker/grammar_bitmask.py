@@ -125,4 +125,4 @@ class PendingBitmask:
             mask = self._by_row().get(row)
             return {} if mask is None else {0: mask}
 
-        return PendingBitmask(by_row)
+        return PendingBitmask(by_row, lambda: [0] if row in self.postponed else [])

@@ -2,9 +2,9 @@
 tokens of one sequence at most.
 
 Launching sixty layers kernel by kernel takes a host several times as long as a GPU takes to run
-them. A replay reads its rows' slots and positions from fixed buffers and everything else from the
-persistent request state, so the host sends a few integers and one launch per step, and may do so
-before the step before it has ended. A step is padded to the next captured shape of its kind:
+them. A replay reads from a fixed buffer which slots run how many tokens, and everything else from
+the persistent request state, so the host sends a few integers and one launch per step, and may do
+so before the step before it has ended. A step is padded to the next captured shape of its kind:
 
     kind     shape          what is captured
     rows     (n, n, 1)      decodes: the whole step, from the rows' tokens to the sampled ones
@@ -25,13 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
-from negamax.worker.batch import StepColumns
+from negamax.worker.batch import Column, StepColumns, forward_batch, place
 from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.request_state import RequestState
 
@@ -121,8 +120,14 @@ class StepGraphs:
         num_tokens = max(shape.num_tokens for shape in every)
         num_sampled = max(shape.num_tokens for shape in every if shape.is_sampled)
         device = requests.tokens.device
-        self._inputs = torch.zeros(
+        # the `StepColumns` of a step, padded, and the number of its tokens
+        self._columns = torch.zeros(
             max(sum(_widths(shape)) for shape in every), dtype=torch.int64, device=device
+        )
+        self._places = torch.zeros(
+            max(shape.num_tokens + shape.num_seqs for shape in every),
+            dtype=torch.int64,
+            device=device,
         )
         # of decodes
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
@@ -137,13 +142,14 @@ class StepGraphs:
         )
         # the step, and where it is sampled what `draw` replays
         self._graphs: dict[StepShape, list[Graph]] = {}
-        self._latest: dict[StepShape, StepColumns] = {}
+        # the step that was prepared last, and where its slots began
+        self._latest: dict[StepShape, tuple[StepColumns, Column]] = {}
 
     def warmup(self, layers: int) -> None:
         """Launch what every shape launches, of the first `layers` alone."""
         for shapes in self.shapes.values():
             for shape in shapes:
-                self._send(shape, StepColumns.empty())
+                self._send(shape, StepColumns.of_decodes([]))
                 for step in self._steps(shape, self._kv[:layers]):
                     step()
 
@@ -154,7 +160,7 @@ class StepGraphs:
         started, before, shapes = time.monotonic(), pool.num_bytes(), self.shapes[kind]
         for number, shape in enumerate(reversed(shapes)):
             progress(number, len(shapes))
-            self._send(shape, StepColumns.empty())
+            self._send(shape, StepColumns.of_decodes([]))
             self._graphs[shape] = [pool.capture(step) for step in self._steps(shape, self._kv)]
         taken = (pool.num_bytes() - before) / 2**20
         return (
@@ -171,7 +177,8 @@ class StepGraphs:
 
     def prepare(self, shape: StepShape, columns: StepColumns) -> None:
         """Send the inputs of a step, to be replayed as `shape`."""
-        self._latest[shape] = columns
+        starts = self._requests.num_computed_bound[columns.slots]
+        self._latest[shape] = columns, starts
         self._send(shape, columns)
 
     def replay(self, shape: StepShape) -> StepBuffers:
@@ -180,6 +187,11 @@ class StepGraphs:
         """
         self._graphs[shape][0].replay()
         return self.buffers
+
+    def counts(self, shape: StepShape, num_rows: int) -> tuple[Tensor, Tensor]:
+        """The slots of the prepared step's first rows, and how many tokens each runs. [num_rows]"""
+        first = 2 * shape.num_tokens + shape.num_seqs
+        return self._columns[:num_rows], self._columns[first : first + num_rows]
 
     def draw(self, shape: StepShape) -> None:
         """Choose again for those rows of the step that have a small top_k."""
@@ -192,13 +204,18 @@ class StepGraphs:
         shape = self.find(ROWS, num_rows, num_rows)
         if shape is None or shape not in self._latest:
             return None
-        self._send(shape, self._latest[shape])
-        graph = self._graphs[shape][0]
+        columns, starts = self._latest[shape]
+        self._send(shape, columns)
+        num_computed, graph = self._requests.num_computed, self._graphs[shape][0]
+        before = num_computed.clone()
+        slots, lengths = upload((columns.slots, starts), num_computed.device)
+        num_computed[slots] = lengths
         graph.replay()
         began = self._runtime.record_event()
         for _ in range(repeats):
             graph.replay()
         ended = self._runtime.record_event()
+        num_computed.copy_(before)
         if began is None or ended is None:
             return None
         ended.synchronize()
@@ -208,63 +225,60 @@ class StepGraphs:
     def _send(self, shape: StepShape, columns: StepColumns) -> None:
         """Fill the inputs of `shape` with `columns` and padding."""
         slot, num_tokens = self._requests.padding_slot, len(columns.token_slots)
-        values = zip(columns, (slot, 0, slot, 0, num_tokens), _widths(shape), strict=False)
+        values = zip(columns, (slot, slot, 0, 0, num_tokens), _widths(shape), strict=False)
         padded = [
             np.concatenate((column, np.full(width - len(column), value)))
             for column, value, width in values
         ]
-        upload([*padded, np.array([num_tokens])], self._inputs.device, out=self._inputs)
+        upload([*padded, np.array([num_tokens])], self._columns.device, out=self._columns)
 
     def _steps(self, shape: StepShape, kv: Sequence[KvCaches]) -> list[Callable[[], None]]:
         """What is captured for `shape`, each as a graph of its own."""
         run: list[Callable[[], None]] = [partial(self._run, shape, kv)]
         return [*run, partial(self._draw, shape)] if shape.is_sampled else run
 
-    def _columns(self, shape: StepShape) -> Sequence[Tensor]:
-        """The inputs: as in `StepColumns`, and the number of tokens that are not padding."""
-        widths = _widths(shape)
-        return torch.split(self._inputs[: sum(widths)], widths)
-
     def _run(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
         """A step, as it is captured. Results are copied out, so that other graphs may use its
         memory.
         """
-        requests, num_tokens = self._requests, shape.num_tokens
-        token_slots, positions, slots, seq_lens, query_starts, active = self._columns(shape)
-        metadata = AttentionMetadata(
-            positions=positions,
-            token_slots=token_slots,
-            block_tables=requests.block_tables,
-            block_table_indices=slots,
-            seq_lens=seq_lens.int(),
-            query_starts=self._query_starts[: num_tokens + 1]
-            if shape.max_query_len == 1
-            else query_starts.int(),
-            num_decodes=num_tokens if shape.max_query_len == 1 else 0,
+        requests, (num_tokens, num_seqs, _) = self._requests, shape
+        *widths, _ = _widths(shape)
+        columns, active = self._columns.split([sum(widths), len(self._columns) - sum(widths)])
+        inputs = place(
+            columns,
+            requests,
+            num_tokens=num_tokens,
+            num_seqs=num_seqs,
+            out=self._places[: num_tokens + num_seqs],
+        )
+        is_decode = shape.max_query_len == 1
+        batch = forward_batch(
+            inputs,
+            requests,
+            query_starts=self._query_starts[: num_seqs + 1] if is_decode else inputs.query_starts,
+            active=active[:1],
+            num_decodes=num_seqs if is_decode else 0,
             host_seq_lens=(),
             host_query_lens=(),
-            num_actual_tokens=active.int(),
         )
-        token_ids = requests.tokens[token_slots, positions].long()
-        hidden, _ = self._model.forward(token_ids, metadata, kv)
+        hidden, _ = self._model.forward(batch.token_ids, batch.attention, kv)
         if not shape.is_sampled:
             self.buffers.hidden[:num_tokens].copy_(hidden)
             return
-        logits = self._model.local_logits(hidden, out=self.buffers.logits[:num_tokens])
         token_ids = self._pick(
-            logits,
+            self._model.local_logits(hidden, out=self.buffers.logits[:num_tokens]),
             first_id=self._model.vocab_range.start,
-            temperature=requests.sampling[slots, 0],
-            seeds=requests.seeds[slots],
-            positions=seq_lens,
+            temperature=requests.sampling[inputs.slots, 0],
+            seeds=requests.seeds[inputs.slots],
+            positions=inputs.seq_lens,
             group=self._group,
         )
-        self._store(token_ids, slots, seq_lens)
+        self._store(token_ids, inputs.slots, inputs.seq_lens)
 
     def _draw(self, shape: StepShape) -> None:
-        """What `draw` replays."""
+        """What `draw` replays, behind the step."""
         requests, num_rows = self._requests, shape.num_tokens
-        _, _, slots, seq_lens, _, _ = self._columns(shape)
+        slots, seq_lens = self._columns[:num_rows], self._places[num_rows : 2 * num_rows]
         token_ids = self._draw_leading(
             self.buffers.logits[:num_rows],
             first_id=self._model.vocab_range.start,
@@ -284,6 +298,6 @@ class StepGraphs:
 
 
 def _widths(shape: StepShape) -> list[int]:
-    """Of the inputs."""
+    """Of the `StepColumns`, and of the number of tokens behind them."""
     num_tokens, num_seqs, _ = shape
-    return [num_tokens, num_tokens, num_seqs, num_seqs, num_seqs + 1, 1]
+    return [num_tokens, num_seqs, num_tokens, num_seqs, num_seqs + 1, 1]

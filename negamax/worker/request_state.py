@@ -5,6 +5,10 @@ here by the device, so the next step can run before the host has seen them), how
 computed, block table, and sampling state. On a GPU the last slot belongs to nobody: steps that are
 padded to a captured size run their padding on it.
 
+How many tokens are computed is the device's to know, since it decides which draft tokens are right.
+The host keeps a bound, which serves sizes: it counts drafts as right until their step's results
+have come, and is exact where none are on their way.
+
 What raises while one row is prepared, sampled or described is kept in `failures`, and the row stays
 in its steps as one that harms nobody: the steps of all ranks keep the same shape, and the request
 ends with an error.
@@ -70,7 +74,9 @@ class RequestState:
         self._spare_block = 0
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
         # tokens whose KV is in the cache: where the next step of a slot begins
-        self.num_computed = np.zeros(num_rows, dtype=np.int64)
+        self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # on the host: at most so many
+        self._unverified = np.zeros(num_rows, dtype=np.int64)  # drafts that the bound has as right
         self.prompt_lens = np.zeros(num_rows, dtype=np.int64)
         # [rows, 4] fp32: temperature, top_k, top_p, min_p
         self.sampling = torch.zeros(num_rows, 4, dtype=torch.float32, device=device)
@@ -105,24 +111,43 @@ class RequestState:
             rows, places, values = upload((slots, columns, blocks), self._device)
             self.block_tables[rows, places] = values.to(self.block_tables.dtype)
 
-    def advance(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
-        """The rows of `plan` have run. The last token of `postponed` ones will run again."""
-        self.num_computed[plan.slots] += plan.num_scheduled
-        self.num_computed[[plan.slots[row] for row in postponed]] -= 1
+    def advance(self, slots: Tensor, counts: Tensor) -> None:
+        """So many more tokens of `slots` are computed, as the device sees it. [R] int64 both."""
+        self.num_computed.index_add_(0, slots, counts)
 
-    def correct(self, plan: StepPlan, num_accepted: Mapping[int, int]) -> None:
-        """Of the draft tokens of `plan` so many were right, by row; the others have not run."""
+    def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
+        """The rows of `plan` have been launched; the last token of `postponed` ones will run
+        again.
+        """
+        self.num_computed_bound[plan.slots] += plan.num_scheduled
+        self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
+        self._unverified[plan.slots] += plan.num_draft_tokens
+
+    def lower_bounds(self, plan: StepPlan, num_accepted: Mapping[int, int]) -> None:
+        """Of the draft tokens of `plan` so many were right, by row; the others have not run. Slots
+        that have gone to other requests since are left alone.
+        """
         for row, num_drafts in enumerate(plan.num_draft_tokens):
-            if num_drafts:
-                self.num_computed[plan.slots[row]] -= num_drafts - num_accepted.get(row, 0)
+            slot = plan.slots[row]
+            if num_drafts and self._unverified[slot]:
+                self.num_computed_bound[slot] -= num_drafts - num_accepted.get(row, 0)
+                self._unverified[slot] -= num_drafts
+
+    def are_bounds_exact(self, slots: Sequence[int]) -> bool:
+        """Whether the host knows how many tokens of `slots` are computed."""
+        return not self._unverified[slots].any()
+
+    def restore_lengths(self) -> None:
+        """Forget what a step that failed has advanced; the bounds of its runtime are exact."""
+        self.num_computed.copy_(torch.from_numpy(self.num_computed_bound))
 
     def place_drafts(self, plan: StepPlan) -> None:
         """Write the draft tokens that `plan` verifies behind the known tokens of their slots."""
         counts = np.array(plan.num_draft_tokens, dtype=np.int64)
         slots = np.array(plan.slots, dtype=np.int64).repeat(counts)
         places = np.arange(len(slots)) - (counts.cumsum() - counts).repeat(counts)
-        columns = (slots, self.num_computed[slots] + 1 + places, places)
-        rows, positions, drafts = upload(columns, self._device)
+        rows, drafts = upload((slots, places), self._device)
+        positions = self.num_computed[rows] + 1 + drafts
         self.tokens[rows, positions] = self.drafts[rows, drafts].clamp_min(0).to(self.tokens.dtype)
 
     def state(self, slot: int) -> SlotState:
@@ -169,7 +194,8 @@ class RequestState:
         self.failures.pop(slot, None)
         self._num_blocks[slot] = len(row.block_ids)
         self.drafts[slot] = -1
-        self.num_computed[slot], self.prompt_lens[slot] = row.num_computed, row.prompt_len
+        self.num_computed[slot] = self.num_computed_bound[slot] = row.num_computed
+        self._unverified[slot], self.prompt_lens[slot] = 0, row.prompt_len
         try:
             blocked = self._blocked_ids(row.sampling)
             self._classify(slot, row.sampling, has_blocked_ids=bool(blocked))

@@ -43,7 +43,7 @@ class Runner:
         found: dict[int, list[LogprobEntries]] = {}
         columns = zip(plan.slots, plan.num_scheduled, layout.prompt_starts, strict=True)
         for row, (slot, count, first) in enumerate(columns):
-            state, start = rows.state(slot), int(rows.num_computed[slot])
+            state, start = rows.state(slot), int(rows.num_computed_bound[slot])
             predicted = min(start + count, state.prompt_len - 1) - start
             if slot in rows.prompt_logprob_slots and predicted > 0:
                 try:

@@ -154,7 +154,7 @@ class Sampler:
             index = indices(members, device)
             part = SampleInputs(
                 [inputs.slots[i] for i in members],
-                [inputs.positions[i] for i in members],
+                [inputs.bounds[i] for i in members],
                 inputs.slots_device[index],
                 inputs.positions_device[index],
             )
@@ -305,7 +305,8 @@ def _edit_rows(
                 _edit(
                     logits[i],
                     slot,
-                    position=inputs.positions[i],
+                    bound=inputs.bounds[i],
+                    position=inputs.positions_device[i],
                     rows=rows,
                     may_hold_back=not is_masked,
                 )
@@ -316,17 +317,25 @@ def _edit_rows(
 
 
 def _edit(
-    logits: Tensor, slot: int, *, position: int, rows: RequestState, may_hold_back: bool
+    logits: Tensor,
+    slot: int,
+    *,
+    bound: int,
+    position: Tensor,
+    rows: RequestState,
+    may_hold_back: bool,
 ) -> None:
     """Penalties, bias, the allowed tokens and the min_tokens block of one row; `logits` [V] is
-    changed in place, `position` is the new token's."""
+    changed in place, `position` [] int64 is the new token's, `bound` at least that."""
     state = rows.state(slot)
     params = state.sampling
     assert params.repetition_penalty is not None
+    outputs = rows.tokens[slot, state.prompt_len : bound].long()
+    places = torch.arange(state.prompt_len, bound, device=logits.device)
     ops.apply_penalties(
         logits,
         rows.tokens[slot, : state.prompt_len].long(),
-        rows.tokens[slot, state.prompt_len : position].long(),
+        outputs.where(places < position, -1),
         repetition=params.repetition_penalty,
         frequency=params.frequency_penalty,
         presence=params.presence_penalty,
@@ -337,9 +346,7 @@ def _edit(
         kept = logits[state.allowed_ids]
         logits.fill_(float("-inf"))
         logits[state.allowed_ids] = kept
-    if (
-        may_hold_back
-        and position - state.prompt_len < params.min_tokens
-        and state.blocked_ids.numel()
-    ):
-        logits[state.blocked_ids] = float("-inf")
+    if may_hold_back and state.blocked_ids.numel():
+        is_early = position < state.prompt_len + params.min_tokens
+        blocked = logits[state.blocked_ids]
+        logits[state.blocked_ids] = blocked.masked_fill(is_early, float("-inf"))

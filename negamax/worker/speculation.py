@@ -7,16 +7,14 @@ the output is that of a run without drafts, whatever the drafts are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from negamax.worker.config import WorkerConfig
-from negamax.worker.device import HostTensor, upload
+from negamax.worker.device import HostTensor
 from negamax.worker.request_state import RequestState
 
 
@@ -38,16 +36,17 @@ def load_proposer(config: WorkerConfig) -> Proposer | None:
 
 @dataclass(frozen=True)
 class Verification:
-    """What became of the drafts of a step. D rows of the plan have any."""
+    """What became of the drafts of a step that samples S rows."""
 
-    rows: list[int]  # [D] of the plan
-    num_drafts: list[int]  # [D]
-    first_samples: list[int]  # [D] index of each row's first sample among all of the step
-    num_accepted: HostTensor  # [D] int64
+    rows: list[int]  # [S] of the plan
+    num_drafts: list[int]  # [S]
+    first_samples: list[int]  # [S] index of each row's first sample among all of the step
+    num_accepted: HostTensor  # [S] int64
 
     def accepted(self) -> dict[int, int]:
-        """By row of the plan, how many of its drafts were right. Waits for the device."""
-        return dict(zip(self.rows, self.num_accepted.read().tolist(), strict=True))
+        """By row of the plan with drafts, how many of them were right. Waits for the device."""
+        columns = zip(self.rows, self.num_drafts, self.num_accepted.read().tolist(), strict=True)
+        return {row: right for row, num_drafts, right in columns if num_drafts}
 
     def dropped(self) -> set[int]:
         """The samples of the step that follow a wrong draft."""
@@ -60,17 +59,14 @@ class Verification:
         }
 
 
-def count_accepted(sampled: Tensor, drafts: Tensor, num_drafts: Sequence[int]) -> Tensor:
+def count_accepted(sampled: Tensor, drafts: Tensor, firsts: Tensor, num_drafts: Tensor) -> Tensor:
     """How many drafts of each row are the tokens sampled in their places, up to the first that is
     not.
 
-    Row i has the next 1 + num_drafts[i] of `sampled` [R] int64, and the first num_drafts[i] of
-    drafts[i]; drafts [rows, K] int64 -> [rows] int64.
+    Row i has the 1 + num_drafts[i] of `sampled` [R] from firsts[i] on, and the first num_drafts[i]
+    of drafts[i]; drafts [rows, K], firsts, num_drafts [rows] -> [rows], int64 all.
     """
-    counts = np.array(num_drafts, dtype=np.int64)
-    firsts = (counts + 1).cumsum() - counts - 1
-    first, count = upload((firsts, counts), sampled.device)
     places = torch.arange(drafts.shape[1], device=sampled.device)
-    is_draft = (places < count.unsqueeze(1)) & (drafts >= 0)
-    index = (first.unsqueeze(1) + places).clamp_max(sampled.shape[0] - 1)
+    is_draft = (places < num_drafts.unsqueeze(1)) & (drafts >= 0)
+    index = (firsts.unsqueeze(1) + places).clamp_max(sampled.shape[0] - 1)
     return ((sampled[index] == drafts) & is_draft).long().cumprod(dim=1).sum(dim=1)

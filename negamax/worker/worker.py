@@ -4,9 +4,10 @@ order.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections import deque
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from negamax.base.errors import EngineDeadError
@@ -126,8 +127,9 @@ class Worker:
             self._graphs: StepGraphs | None = None
             graph_summary = self._capture(kv)
         self._ended: torch.cuda.Event | None = None  # of the step before
-        # the step before, where it had draft tokens
-        self._unverified: tuple[StepPlan, StepOutput | StepResult] | None = None
+        # the last steps with draft tokens, and their number: their results may be on their way
+        self._unverified: deque[tuple[int, StepPlan, StepOutput]] = deque()
+        self._num_steps = 0
         self.ready = WorkerReady(
             num_kv_blocks=num_blocks,
             dtype=str(dtype).removeprefix("torch."),
@@ -148,18 +150,23 @@ class Worker:
         model raise. On a GPU a model that raises fails the whole step. Errors: `EngineDeadError`
         where another rank is gone.
         """
-        if self._unverified is not None:
-            verified, output = self._unverified
-            accepted = output.num_accepted if isinstance(output, StepResult) else output.accepted()
-            self._rows.correct(verified, accepted)
+        self._num_steps += 1
+        # The results of the step before the last one are there, or nearly; of the last one they
+        # are not waited for.
+        while self._unverified and self._unverified[0][0] < self._num_steps - 1:
+            _, verified, launched = self._unverified.popleft()
+            self._rows.lower_bounds(verified, launched.accepted())
         self._rows.apply(plan)
         vocab_size = self._config.spec.vocab_size
         bitmask = PendingBitmask.of_plan(
             plan, wait_for_bitmask, vocab_size=vocab_size, rows=self._rows
         )
         output = self._run_rows_together(plan, bitmask)
-        self._rows.advance(plan, postponed=bitmask.postponed)
-        self._unverified = (plan, output) if any(plan.num_draft_tokens) else None
+        self._rows.raise_bounds(plan, postponed=bitmask.postponed)
+        if isinstance(output, StepResult):
+            self._rows.lower_bounds(plan, output.num_accepted)
+        elif any(plan.num_draft_tokens):
+            self._unverified.append((self._num_steps, plan, output))
         return output
 
     def _run_rows_together(
@@ -245,15 +252,21 @@ class Worker:
             and batches.is_decode(plan, self._rows)
             and (shape := graphs.find(ROWS, num_rows, num_rows)) is not None
         ):
-            graphs.prepare(shape, batches.StepColumns.of_decodes(plan, self._rows))
+            graphs.prepare(shape, batches.StepColumns.of_decodes(plan.slots))
             began = self._runtime.record_event()
             buffers = graphs.replay(shape)
             masks = bitmask.of(range(num_rows), device=self._device)
             if masks is None and not self._rows.filtered_slots.isdisjoint(plan.slots):
                 graphs.draw(shape)
             outcome = self._decoded(plan, buffers, masks)
+            self._rows.advance(*graphs.counts(shape, num_rows))
         else:
             began, outcome = self._forward(plan, bitmask, graphs)
+            columns = np.array(plan.slots), np.array(plan.num_scheduled)
+            self._rows.advance(*batches.upload(columns, self._device))
+        if bitmask.postponed:
+            columns = np.array([plan.slots[row] for row in bitmask.postponed])
+            self._rows.advance(*batches.upload((columns, np.full_like(columns, -1)), self._device))
         outcome = outcome.failing(self._rows.failures_of(plan.slots))
         ended, previous = self._runtime.record_event(), self._ended
         if began is None or ended is None:
@@ -289,9 +302,7 @@ class Worker:
         rows = layout.sample_rows
         if not rows:
             return began, StepOutput(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
-        inputs = batches.sample_inputs(
-            layout.sample_slots, layout.sample_positions, device=self._device
-        )
+        inputs = batches.sample_inputs(layout.sample_slots, layout.sample_offsets, self._rows)
         hidden = hidden[indices(layout.sample_tokens, self._device)]
         failed = list(self._rows.failures_of(layout.sample_slots))
         if failed:  # on this rank, perhaps alone: no rank may find a token for these rows
@@ -305,35 +316,32 @@ class Worker:
             HostTensor(sampled.token_ids),
             sampled,
             prompt_logprobs,
-            verification=self._verify(plan, layout.sample_positions, sampled.token_ids),
+            verification=self._verify(plan, sampled.token_ids),
         )
 
-    def _verify(
-        self, plan: StepPlan, positions: list[int], token_ids: torch.Tensor
-    ) -> Verification | None:
-        """Compare the drafts of a step with what was sampled in their places, and have the next
-        ones proposed. `positions` and `token_ids` are those of all samples."""
+    def _verify(self, plan: StepPlan, token_ids: torch.Tensor) -> Verification | None:
+        """Compare the drafts of a step with what was sampled in their places, `token_ids` of all
+        samples; take back those that are wrong, and have the next ones proposed.
+        """
         if self._proposer is None:
             return None
-        rows = [row for row, samples in enumerate(plan.needs_sampling) if samples]
-        num_drafts = [plan.num_draft_tokens[row] for row in rows]
-        firsts = list(accumulate((1 + count for count in num_drafts), initial=0))[:-1]
-        slots = [plan.slots[row] for row in rows]
-        inputs = batches.sample_inputs(
-            slots, [positions[first] for first in firsts], device=self._device
+        rows = np.flatnonzero(plan.needs_sampling)
+        slots, num_scheduled, num_drafts = (
+            np.array(column)[rows]
+            for column in (plan.slots, plan.num_scheduled, plan.num_draft_tokens)
         )
-        accepted = count_accepted(token_ids, self._rows.drafts[inputs.slots_device], num_drafts)
-        self._rows.drafts[inputs.slots_device] = self._proposer.propose(
-            inputs.slots_device, inputs.positions_device + accepted + 1, self._rows
+        firsts = (num_drafts + 1).cumsum() - num_drafts - 1
+        columns = slots, num_scheduled - num_drafts, firsts, num_drafts
+        slot, offset, first, count = batches.upload(columns, self._device)
+        accepted = count_accepted(token_ids, self._rows.drafts[slot], first, count)
+        self._rows.drafts[slot] = self._proposer.propose(
+            slot, self._rows.num_computed[slot] + offset + accepted + 1, self._rows
         )
-        drafted = [i for i, count in enumerate(num_drafts) if count]
-        if not drafted:
+        self._rows.advance(slot, accepted - count)
+        if not num_drafts.any():
             return None
         return Verification(
-            [rows[i] for i in drafted],
-            [num_drafts[i] for i in drafted],
-            [firsts[i] for i in drafted],
-            HostTensor(accepted[indices(drafted, self._device)]),
+            rows.tolist(), num_drafts.tolist(), firsts.tolist(), HostTensor(accepted)
         )
 
     def _decoded(
@@ -343,10 +351,9 @@ class Worker:
         again, and all where some have masks, of which the graph knows nothing."""
         num_rows = len(plan.slots)
         token_ids = buffers.token_ids[:num_rows]
-        positions = (self._rows.num_computed[plan.slots] + 1).tolist()
         sampled = None
         if masks is not None or any(self._rows.needs_all_logits(slot) for slot in plan.slots):
-            inputs = batches.sample_inputs(plan.slots, positions, device=self._device)
+            inputs = batches.sample_inputs(plan.slots, [1] * num_rows, self._rows)
             picked = token_ids if masks is None else None
             sampled = self._sampler(buffers.logits[:num_rows], inputs, picked=picked, masks=masks)
             self._store_sampled(sampled, inputs)
@@ -356,7 +363,7 @@ class Worker:
             list(range(num_rows)),
             HostTensor(token_ids),
             sampled,
-            verification=self._verify(plan, positions, token_ids),
+            verification=self._verify(plan, token_ids),
         )
 
     def _store_sampled(self, sampled: Sampled, inputs: batches.SampleInputs) -> None:
@@ -373,6 +380,7 @@ class Worker:
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
         num_accepted: dict[int, int] = {}
+        self._rows.restore_lengths()
         for row, samples in enumerate(plan.needs_sampling):
             try:
                 result = self._run(_single_row(plan, row), bitmask.single(row)).result()

@@ -4,6 +4,8 @@ fixed buffers, so this is what a graph does.
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +23,7 @@ from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.kernels.signatures import DECODE, PREFILL
 from negamax.worker import worker
-from negamax.worker.device import Runtime
+from negamax.worker.device import HostTensor, Runtime
 
 
 class RepeatedStep:
@@ -85,3 +87,46 @@ def install(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
     monkeypatch.setattr(worker, "resolve", lambda *, platform, dtype: kernels(dtype))
     monkeypatch.setattr(worker, "peak_bytes", lambda *_args, **_options: 0)
     monkeypatch.setattr(worker, "warming_up", nullcontext)
+
+
+class AsynchronousRuntime(Runtime):
+    """Launches return before anybody has read what they compute, as on a GPU; a CPU has no events
+    to time them by.
+    """
+
+    def record_event(self) -> None:
+        return None
+
+    def release_memory(self) -> None:
+        return None
+
+
+def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Host tensors keep what they were made of, whatever becomes of it. The list gets what a launch
+    reads itself: its number, and the number of the launch that has made it.
+    """
+    launching = threading.local()
+    counter = itertools.count(1)
+    reads: list[tuple[int, int]] = []
+    launch, init, read = worker.Worker.launch, HostTensor.__init__, HostTensor.read
+
+    def counting(*args: Any) -> Any:
+        launching.number = next(counter)
+        try:
+            return launch(*args)
+        finally:
+            del launching.number
+
+    def keeping(self: HostTensor, tensor: Tensor) -> None:
+        init(self, tensor.clone())
+        self.made_by = launching.number  # type: ignore[attr-defined]
+
+    def noting(self: HostTensor) -> Tensor:
+        if hasattr(launching, "number"):
+            reads.append((launching.number, self.made_by))  # type: ignore[attr-defined]
+        return read(self)
+
+    monkeypatch.setattr(worker.Worker, "launch", counting)
+    monkeypatch.setattr(HostTensor, "__init__", keeping)
+    monkeypatch.setattr(HostTensor, "read", noting)
+    return reads

@@ -77,7 +77,7 @@ def masks_for(members: list[int], *token_ids: int) -> RowBitmasks:
 def sampled(
     logits: torch.Tensor, rows: RequestState, masks: RowBitmasks | None, *, on_shards: bool
 ) -> Sampled:
-    inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), device=CPU)
+    inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), rows)
     sampler = Sampler(rows, kernels=REFERENCES, group=SingleRank(), on_shards=on_shards)
     return sampler(logits.clone(), inputs, masks=masks)
 

@@ -66,7 +66,7 @@ def test_rows_with_parameters_get_the_token_of_the_whole_logits(
 ) -> None:
     rows = rows_of(company)
     logits = 3 * torch.randn(len(company), VOCAB, generator=torch.Generator().manual_seed(1))
-    inputs = sample_inputs(list(range(len(company))), [4] * len(company), device=CPU)
+    inputs = sample_inputs(list(range(len(company))), [4] * len(company), rows)
     whole = sampler(rows, on_shards=False)(logits.clone(), inputs)
     sharded = sampler(rows, on_shards=True)(logits.clone(), inputs)
     assert sharded.token_ids.tolist() == whole.token_ids.tolist()
@@ -84,8 +84,8 @@ def test_plain_rows_are_drawn_the_same_beside_any_others() -> None:
         ({}, {"logprobs": 1}),
         ({}, {"logit_bias": {3: 1.0}}),
     ):
-        inputs = sample_inputs([0, 1], [4, 4], device=CPU)
         rows = rows_of(company)
+        inputs = sample_inputs([0, 1], [4, 4], rows)
         drawn.append(sampler(rows, on_shards=True)(logits.clone(), inputs))
     assert len({sampled.token_ids[0].item() for sampled in drawn}) == 1
 
@@ -94,7 +94,7 @@ def test_a_row_without_finite_logits_is_reported_and_the_others_are_not() -> Non
     rows = rows_of(({}, {"top_k": 40}, {"logprobs": 1, "top_k": 4}, {}))
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3))
     logits[:3, 5] = float("nan")
-    inputs = sample_inputs([0, 1, 2, 3], [4] * 4, device=CPU)
+    inputs = sample_inputs([0, 1, 2, 3], [4] * 4, rows)
     sampled = sampler(rows, on_shards=True)(logits, inputs)
     assert sampled.token_ids[:3].tolist() == [BROKEN] * 3
     assert sampled.token_ids[3] != BROKEN
@@ -106,7 +106,7 @@ def test_a_row_that_cannot_be_edited_fails_alone() -> None:
     for on_shards in (False, True):
         rows = rows_of(({}, {"logit_bias": {VOCAB: 1.0}}, {"logprobs": 1}))
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
-        inputs = sample_inputs([0, 1, 2], [4] * 3, device=CPU)
+        inputs = sample_inputs([0, 1, 2], [4] * 3, rows)
         sampled = sampler(rows, on_shards=on_shards)(logits.clone(), inputs)
         wanted = sampler(expected, on_shards=on_shards)(logits.clone(), inputs)
         assert rows.failures_of([0, 1, 2]) == {1: "IndexError while this request was computed"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import graph_support
 import pytest
 import torch
 
@@ -130,6 +131,43 @@ def test_drafts_change_nothing_that_a_caller_sees(
     assert kind != RANDOM or rate < 0.7
 
 
+@pytest.fixture(params=["graphs", "no graphs"])
+def reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Engines launch steps without waiting for earlier ones, with and without captured ones; what
+    launches read themselves.
+    """
+    runtime = graph_support.AsynchronousRuntime(
+        is_asynchronous=True,
+        graph_pool=graph_support.RepeatedSteps if request.param == "graphs" else None,
+        is_batch_invariant=False,
+        samples_on_shards=True,
+    )
+    graph_support.install(monkeypatch, runtime)
+    return graph_support.watch_reads(monkeypatch)
+
+
+@pytest.mark.parametrize("options", ["plain", "chunks", "preempted"])
+def test_no_launch_waits_for_the_drafts_of_the_step_before(
+    folder: Path, options: str, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(folder, **OPTIONS[options]) as llm:
+        expected = answers(llm)
+    assert reads == []
+    columns = zip(PARAMS, PROMPTS, expected, strict=True)
+    known = {(params.seed or 0, tuple(tokens)): answer[0] for params, tokens, answer in columns}
+    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(RANDOM, known))
+    with engine(folder, **OPTIONS[options]) as llm:
+        assert answers(llm) == expected
+        requests = llm._loop._executor._worker._rows  # type: ignore[attr-defined]
+        assert llm._loop.stats().num_accepted_tokens > 50
+        assert options != "preempted" or llm._loop.stats().preemption_count > 0
+    # a step reads how many drafts were right two steps ago, when that is long known
+    assert len(reads) > 20 and {launch - made_by for launch, made_by in reads} == {2}
+    bounds = torch.from_numpy(requests.num_computed_bound)
+    assert (requests.num_computed <= bounds).all()
+    assert (bounds - requests.num_computed <= 2 * NUM_DRAFT_TOKENS).all()
+
+
 def test_right_drafts_take_fewer_steps(
     folder: Path, outputs: dict[Key, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,9 +236,11 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(
     sampled: list[int], wanted: list[int]
 ) -> None:
     proposed = torch.tensor([[5, 6, 7], [1, 1, 1], [9, -1, -1]])
-    accepted = count_accepted(torch.tensor(sampled), proposed, [3, 0, 1])
+    firsts, num_drafts = torch.tensor([0, 4, 5]), torch.tensor([3, 0, 1])
+    accepted = count_accepted(torch.tensor(sampled), proposed, firsts, num_drafts)
     assert accepted.tolist() == wanted
 
 
 def test_a_missing_draft_is_never_the_sign_of_broken_logits() -> None:
-    assert count_accepted(torch.tensor([-1, 4]), torch.tensor([[-1]]), [1]).tolist() == [0]
+    sampled, none, one = torch.tensor([-1, 4]), torch.tensor([[-1]]), torch.tensor([1])
+    assert count_accepted(sampled, none, one - 1, one).tolist() == [0]

@@ -4,6 +4,8 @@ graph.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -33,9 +35,9 @@ def test_tiles_counted_on_the_device_are_those_of_the_host(
         [count for _, count in sequences],
     )
     tables = torch.zeros(len(sequences) + padding, 40, dtype=torch.int32)
-    host = attention.plan_prefill(
-        attention_metadata(tables, lengths, counts), SHAPE, dtype=torch.bfloat16
-    )
+    known = attention_metadata(tables, lengths, counts)
+    host = attention.plan_prefill(known, SHAPE, dtype=torch.bfloat16)
+    bounds = replace(known, host_seq_lens=tuple(end + 3 for end in lengths), is_exact=False)
     num_tokens = -(-sum(counts) // 128) * 128
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     queries = AttentionMetadata(
@@ -49,12 +51,13 @@ def test_tiles_counted_on_the_device_are_those_of_the_host(
         host_seq_lens=(),
         host_query_lens=(),
     )
-    device = attention.plan_prefill(queries, SHAPE, dtype=torch.bfloat16)
-    found = {tuple(tile) for tile in device.tiles.tolist() if tile[1] > 0}
-    assert device.block_m == host.block_m
-    assert found == {tuple(tile) for tile in host.tiles.tolist()}
-    assert sum(tile[1] > 0 for tile in device.tiles.tolist()) == len(host.tiles)
-    assert all(tile[2] >= 0 for tile in device.tiles.tolist())
+    for alike in (queries, bounds):
+        device = attention.plan_prefill(alike, SHAPE, dtype=torch.bfloat16)
+        found = {tuple(tile) for tile in device.tiles.tolist() if tile[1] > 0}
+        assert device.block_m == host.block_m
+        assert found == {tuple(tile) for tile in host.tiles.tolist()}
+        assert sum(tile[1] > 0 for tile in device.tiles.tolist()) == len(host.tiles)
+        assert all(tile[2] >= 0 for tile in device.tiles.tolist())
 
 
 @pytest.mark.parametrize("largest", [1, 2, 16, 17, 100, 256, 300])
@@ -75,20 +78,36 @@ def test_prefill_sizes_waste_little(largest: int) -> None:
         assert size - tokens <= size // 5 or size == largest
 
 
+SAMPLING = SamplingParams(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    seed=0,
+    max_tokens=9,
+)
+
+
+def test_results_that_come_late_correct_no_bound_of_a_slot_that_has_a_new_owner() -> None:
+    requests = RequestState(2, 64, max_blocks=8, eos_token_ids=(1,), device=torch.device("cpu"))
+    for slot in (0, 1):
+        requests._assign(NewRow(slot, [5] * 9, 6, 8, [slot], SAMPLING))
+    plan = StepPlan(0, [], [], [], [0, 1], [4, 4], [3, 3], [True, True])
+    requests.raise_bounds(plan, postponed=())
+    assert requests.num_computed_bound[:2].tolist() == [12, 12]
+    requests._assign(NewRow(1, [5] * 9, 6, 0, [1], SAMPLING))
+    assert not requests.are_bounds_exact([0, 1]) and requests.are_bounds_exact([1])
+    requests.lower_bounds(plan, {0: 1, 1: 0})
+    assert requests.num_computed_bound[:2].tolist() == [10, 0]
+    assert requests.are_bounds_exact([0, 1])
+
+
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_resumed_sequence_runs_token_by_token_only_where_bits_count(apart: bool) -> None:
     rows = RequestState(4, 64, max_blocks=8, eos_token_ids=(1,), device=torch.device("cpu"))
-    defaults = {
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": 0,
-    }
     for slot, (known, prompt_len, num_computed) in enumerate(((10, 6, 2), (5, 5, 4), (9, 3, 8))):
-        sampling = SamplingParams(**defaults, max_tokens=9)
-        rows._assign(NewRow(slot, list(range(known)), prompt_len, num_computed, [slot], sampling))
+        rows._assign(NewRow(slot, list(range(known)), prompt_len, num_computed, [slot], SAMPLING))
     plan = StepPlan(
         0,
         [],
@@ -101,7 +120,9 @@ def test_a_resumed_sequence_runs_token_by_token_only_where_bits_count(apart: boo
     )
     layout = batch.build_batch_layout(plan, rows, generated_apart=apart)
     columns = layout.columns
-    token_slots, positions = columns.token_slots.tolist(), columns.token_positions.tolist()
+    token_slots = columns.token_slots.tolist()
+    positions = (columns.token_offsets + rows.num_computed_bound[token_slots]).tolist()
+    assert batch.build(layout, rows).attention.positions.tolist() == positions
     tokens = list(zip(token_slots, positions, strict=True))
     if apart:
         assert tokens == [
@@ -116,4 +137,6 @@ def test_a_resumed_sequence_runs_token_by_token_only_where_bits_count(apart: boo
         assert layout.num_decodes == 1 and layout.sample_tokens == [0, 8, 9]
     assert columns.query_starts.tolist() == ([*range(6), 9, 10] if apart else [0, 1, 9, 10])
     assert [token_slots[i] for i in layout.sample_tokens] == [2, 0, 1]
-    assert layout.sample_positions == [9, 10, 5]
+    assert layout.sample_offsets == [1, 8, 1]
+    inputs = batch.sample_inputs(layout.sample_slots, layout.sample_offsets, rows)
+    assert inputs.bounds == inputs.positions_device.tolist() == [9, 10, 5]

@@ -79,7 +79,8 @@ def eager(model: Decoder, side: Side, plan: StepPlan) -> tuple[batch.BatchLayout
 
 
 def assert_alike(one: Side, other: Side) -> None:
-    """The same known tokens; the same caches, but for the spare block."""
+    """The same known tokens and lengths; the same caches, but for the spare block."""
+    assert torch.equal(one.requests.num_computed, other.requests.num_computed)
     assert torch.equal(one.requests.tokens[:3], other.requests.tokens[:3])
     for caches, others in zip(one.kv, other.kv, strict=True):
         for name, cache in caches.items():
@@ -115,27 +116,37 @@ def test_captured_steps_compute_what_the_same_kernels_compute_alone(
             hidden = graphs.replay(shape).hidden
             assert max(errors(hidden[: len(expected)], expected)) < 0.01
             for one in (alone, captured):
-                one.requests.advance(plan, postponed=())
+                advance(one.requests, plan)
                 for slot in plan.slots:
                     one.requests.tokens[slot, one.requests.num_computed[slot]] = 11 + slot
         assert graphs.find(TOKENS, 9, 1) is None and graphs.find(TOKENS, 8, 5) is None
         for plan in (step([2, 0, 1], [1, 1, 1]), step([2], [1]), step([0, 2], [1, 1])):
             layout, hidden = eager(model, alone, plan)
             expected = model.local_logits(hidden)
-            inputs = batch.sample_inputs(plan.slots, layout.sample_positions, device=CPU)
+            inputs = batch.sample_inputs(plan.slots, layout.sample_offsets, alone.requests)
             sampled = sampler(alone.requests)(expected.clone(), inputs).token_ids
             alone.requests.tokens[inputs.slots_device, inputs.positions_device] = sampled
             shape = graphs.find(ROWS, len(plan.slots), len(plan.slots))
             assert shape is not None and shape.num_tokens in (1, 4)
-            graphs.prepare(shape, StepColumns.of_decodes(plan, captured.requests))
+            graphs.prepare(shape, StepColumns.of_decodes(plan.slots))
             buffers = graphs.replay(shape)
             graphs.draw(shape)
             assert max(errors(buffers.logits[: len(expected)], expected)) < 0.01
             assert buffers.token_ids[: len(expected)].tolist() == sampled.tolist()
-            for one in (alone, captured):
-                one.requests.advance(plan, postponed=())
+            advance(alone.requests, plan)
+            captured.requests.advance(*graphs.counts(shape, len(plan.slots)))
+            captured.requests.raise_bounds(plan, postponed=())
             assert_alike(alone, captured)
-    assert pool.num_replays == 2 + 2 * 3
+        assert pool.num_replays == 2 + 2 * 3
+        graphs.replay_seconds(2, repeats=1)  # (there is no clock here)
+        assert pool.num_replays == 2 + 2 * 3 + 2
+        captured.requests.tokens.copy_(alone.requests.tokens)  # what `draw` has chosen
+        assert_alike(alone, captured)
+
+
+def advance(requests: RequestState, plan: StepPlan) -> None:
+    requests.advance(torch.tensor(plan.slots), torch.tensor(plan.num_scheduled))
+    requests.raise_bounds(plan, postponed=())
 
 
 def sampler(requests: RequestState) -> Sampler:

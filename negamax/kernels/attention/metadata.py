@@ -18,7 +18,8 @@ class AttentionMetadata:
 
     Sequence s has the queries query_starts[s] to query_starts[s + 1] - 1 of the T, and its blocks
     are block_tables[block_table_indices[s]]. Tensors are on the device of the caches. The host's
-    copies serve whoever prepares on the host; they are () while a graph is captured.
+    copies serve whoever prepares on the host; they are () while a graph is captured, and bounds
+    where draft tokens of an earlier step are still being verified, which is never so on a CPU.
     """
 
     positions: Tensor  # [T] int64
@@ -29,10 +30,11 @@ class AttentionMetadata:
     seq_lens: Tensor
     query_starts: Tensor  # [S + 1] int32
     num_decodes: int
-    host_seq_lens: tuple[int, ...]  # [S]
+    host_seq_lens: tuple[int, ...]  # [S] the lengths, or where not `is_exact` at least as much
     host_query_lens: tuple[int, ...]  # [S] queries of each sequence
     # [1] int32, tokens that are real, the others being padding; None: all
     num_actual_tokens: Tensor | None = None
+    is_exact: bool = True
     # by kind of attention, what its layers share in this step
     prepared: Mapping[str, Any] = field(default_factory=dict)
 

@@ -48,7 +48,7 @@ def plan_prefill(
     """A run of queries per sequence, each at the last positions of its sequence."""
     device = queries.seq_lens.device
     tiles_here = tiles_for(device)
-    if queries.is_captured:
+    if queries.is_captured or not queries.is_exact:
         size = tiles_here.prefill_block_m(queries.positions.shape[0])
         return PrefillPlan(queries, shape, quantize, size, _tiles_on_device(queries, size))
     rows, first, size = (

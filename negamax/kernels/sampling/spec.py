@@ -182,7 +182,7 @@ def draw_leading(
 def apply_penalties(
     logits: Tensor,  # [V] fp32, changed in place
     prompt_ids: Tensor,  # [P] int64
-    output_ids: Tensor,  # [O] int64
+    output_ids: Tensor,  # [O] int64, -1: none
     *,
     repetition: float,
     frequency: float,
@@ -190,21 +190,18 @@ def apply_penalties(
 ) -> None:
     """Repetition penalty over prompt and output (divide positive, multiply negative logits), then
     OpenAI's frequency (per occurrence) and presence (once) penalties over the output."""
-    if repetition != 1.0:  # written so that a GPU's host waits for nothing
-        seen = (
-            torch.zeros_like(logits, dtype=torch.bool)
-            .index_fill_(0, prompt_ids, True)
-            .index_fill_(0, output_ids, True)
-        )
+    # written so that a GPU's host waits for nothing
+    counts = torch.zeros_like(logits).index_add_(
+        0, output_ids.clamp_min(0), (output_ids >= 0).to(logits.dtype)
+    )
+    if repetition != 1.0:
+        seen = (counts > 0).index_fill_(0, prompt_ids, True)
         logits.copy_(
             torch.where(
                 seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits
             )
         )
     if frequency or presence:
-        counts = torch.zeros_like(logits).index_add_(
-            0, output_ids, torch.ones_like(output_ids, dtype=logits.dtype)
-        )
         logits -= frequency * counts + presence * (counts > 0)
 
 
