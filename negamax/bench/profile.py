@@ -31,7 +31,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("add + norm", ("_add_rms", "_sum_parts")),
     ("token placement", ("_locate_kernel",)),
     ("QK norm + rope + KV write", ("_qk_norm", "_sums_kernel")),
-    ("attention", ("_decode", "_prefill", "_reduce_kernel")),
+    ("attention", ("_decode", "_prefill", "reduce_kernel")),
     ("attention plan", ("_plan_decode",)),
     ("router", ("_route",)),
     ("experts, gate and up", ("_gate_up",)),

@@ -39,13 +39,15 @@ def test_kernels_are_known_by_how_their_names_begin(kernel: str, operation: str)
 
 def test_every_launched_triton_kernel_is_known() -> None:
     """A new kernel belongs into `profile.OPERATIONS`, so that a profile reads as operations."""
-    launches = re.compile(r"^ +(_\w+)\[(?:\(|grid)", re.MULTILINE)
+    launches = re.compile(r"^ +(\w+)\[(?:\(|grid)", re.MULTILINE)
+    foreign = {"NCCL", "copies", "indexing", "PyTorch elementwise"}
     names = {
         name
         for file in KERNELS.glob("*/triton*.py")
         for name in launches.findall(file.read_text(encoding="utf-8"))
     }
-    assert [name for name in sorted(names) if operation_of(name) == name] == []
+    assert len(names) > 20
+    assert [name for name in sorted(names) if operation_of(name) in {name, *foreign}] == []
 
 
 def test_groups_add_up_to_what_was_recorded() -> None:
