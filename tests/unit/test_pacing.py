@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 
-from negamax.api.http.pacing import HOLD_SECONDS, PacedPackets
 from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,
@@ -14,6 +13,7 @@ from negamax.text.parser.events import (
     ToolArgumentsDelta,
     ToolCallStart,
 )
+from negamax.text.parser.packets import HOLD_SECONDS, PacedPackets
 
 FAST = HOLD_SECONDS / 5
 

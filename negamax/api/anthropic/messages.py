@@ -39,6 +39,7 @@ from negamax.api.anthropic.messages_schema import (
     TokenCount,
     ToolUseBlock,
 )
+from negamax.api.common.answering import respond
 from negamax.api.common.blocks import (
     Block,
     BlockClosed,
@@ -60,12 +61,12 @@ from negamax.api.common.turns import (
 )
 from negamax.api.errors import json_response, logged_failure
 from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import EventStream, named_event, while_connected
+from negamax.api.http.sse import named_event
 from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import message_error
 
 _PING = named_event("ping", Ping())
-# of silence, so that nobody on the way hangs up while the model reads a long prompt
+# of silence, so that no proxy closes the connection while the model reads a long prompt
 PING_SECONDS = 10.0
 
 
@@ -109,15 +110,8 @@ def messages_router(context: ApiContext) -> APIRouter:
             request_id=request.state.request_id,
         )
         headers = {"request-id": request.state.request_id}
-        if params.stream:
-            stream = EventStream(
-                writer.stream, source=writer.source, ping=_PING, ping_seconds=PING_SECONDS
-            )
-            stream.headers.update(headers)
-            return stream
-        return json_response(
-            await while_connected(request.receive, writer.whole()), headers=headers
-        )
+        ping = (_PING, PING_SECONDS)
+        return await respond(context, request, params, writer, headers=headers, ping=ping)
 
     @router.post("/v1/messages/count_tokens", openapi_extra=count_schema)
     async def count_tokens(request: Request) -> Response:
@@ -220,7 +214,10 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
         block = event.block
         match event:
             case BlockOpened():
-                yield "content_block_start", BlockStart(block.index, self._opened(block))
+                yield (
+                    "content_block_start",
+                    BlockStart(block.index, self._block(block, is_empty=True)),
+                )
             case BlockGrew(_, text):
                 delta = self._delta(block, text)
                 if delta is not None:
@@ -233,15 +230,6 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
                     )
                 yield "content_block_stop", BlockStop(block.index)
 
-    def _opened(self, block: Block) -> ContentBlock:
-        match block.kind:
-            case BlockKind.REASONING:
-                return ThinkingBlock("", "")
-            case BlockKind.CONTENT:
-                return TextBlock("")
-            case BlockKind.CALL:
-                return _tool_use(block, NO_INPUT)
-
     def _delta(self, block: Block, text: str) -> TextDelta | ThinkingDelta | InputJsonDelta | None:
         match block.kind:
             case BlockKind.REASONING:
@@ -251,16 +239,20 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
             case BlockKind.CALL:
                 return InputJsonDelta(text)
 
-    def _block(self, block: Block) -> ContentBlock:
+    def _block(self, block: Block, *, is_empty: bool = False) -> ContentBlock:
+        """A block, or, with `is_empty`, what it begins as."""
+        text = "" if is_empty else block.text
         match block.kind:
             case BlockKind.REASONING:
-                return ThinkingBlock(
-                    "" if self._params.hides_thinking else block.text, self._signature(block)
-                )
+                signature = "" if is_empty else self._signature(block)
+                return ThinkingBlock("" if self._params.hides_thinking else text, signature)
             case BlockKind.CONTENT:
-                return TextBlock(block.text)
+                return TextBlock(text)
             case BlockKind.CALL:
-                return _tool_use(block, msgspec.Raw(block.text.encode()))
+                assert block.call is not None
+                call_id = f"toolu_{block.call.id.removeprefix('call_')}"
+                arguments = NO_INPUT if is_empty else msgspec.Raw(text.encode())
+                return ToolUseBlock(call_id, block.call.name, arguments)
 
     def _signature(self, block: Block) -> str:
         return self._signer.signature(block.text, is_hidden=self._params.hides_thinking)
@@ -300,8 +292,3 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
                 return None
             case _:
                 return "end_turn"
-
-
-def _tool_use(block: Block, arguments: msgspec.Raw) -> ToolUseBlock:
-    assert block.call is not None
-    return ToolUseBlock(f"toolu_{block.call.id.removeprefix('call_')}", block.call.name, arguments)

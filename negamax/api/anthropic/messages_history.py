@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from negamax.api.common.history import AssistantParts, HiddenThought, History
+from negamax.api.common.history import AssistantParts, HiddenThought, History, part_texts
 from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.schemas.request_model import refuse, shown
 from negamax.text.messages import unseen_note
@@ -172,21 +172,15 @@ def _document_text(block: Mapping[str, Any]) -> str | None:
             text = source.get("data")
         case "document" if isinstance(source, dict) and source.get("type") == "content":
             content = source.get("content")
-            text = content if isinstance(content, str) else _joined_texts(content)
+            text = content if isinstance(content, str) else "\n".join(part_texts(content))
         case "search_result":
-            text = _joined_texts(content)
+            text = "\n".join(part_texts(content))
         case _:
             return None
     if not isinstance(text, str):
         return None
     title = block.get("title")
     return f"{title}\n{text}" if isinstance(title, str) and title else text
-
-
-def _joined_texts(content: object) -> str:
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _result(block: Mapping[str, Any], place: str) -> str:

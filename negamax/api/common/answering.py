@@ -12,16 +12,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from negamax.api.common.context import ApiContext
+from negamax.api.common.context import ApiContext, Ping
 from negamax.api.common.conversation import ChoiceReader, PlainReader, check_failed
 from negamax.api.errors import failure_event, json_response
-from negamax.api.http.pacing import PacedPackets
 from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Write, first_output, while_connected
 from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.engine.client.open_request import OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
+from negamax.text.parser.packets import PacedPackets
 
 
 @dataclass(slots=True, eq=False)
@@ -149,11 +149,18 @@ async def respond(
     request: Request,
     params: EngineRequest,
     writer: AnswerWriter[ChoiceT, ResponseT],
+    *,
+    headers: dict[str, str] | None = None,
+    ping: Ping | None = None,
 ) -> Response:
-    """The response of a request that the engine has."""
+    """The response of a request that the engine has, with more `headers`; `ping` is what fills the
+    pauses of a stream, None: comments.
+    """
     if params.stream:
-        return context.event_stream(writer.stream, source=writer.source)
-    return json_response(await while_connected(request.receive, writer.whole()))
+        stream = context.event_stream(writer.stream, source=writer.source, ping=ping)
+        stream.headers.update(headers or {})
+        return stream
+    return json_response(await while_connected(request.receive, writer.whole()), headers=headers)
 
 
 class UsageMeter:

@@ -35,6 +35,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.text.chat_format import ChatFormat
 
 FINGERPRINT = f"negamax-{__version__}"
+Ping = tuple[bytes, float]  # an event, and the seconds of silence after which it is sent
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 _WHOLE_INTERVAL = 32  # tokens that are read at a time for an answer in one piece
 
@@ -221,9 +222,14 @@ class ApiContext:
         return generation
 
     def event_stream(
-        self, write_events: Callable[[Write], Awaitable[None]], *, source: Source
+        self,
+        write_events: Callable[[Write], Awaitable[None]],
+        *,
+        source: Source,
+        ping: Ping | None = None,
     ) -> EventStream:
-        """The response that sends what `write_events` says, with comments in its pauses."""
+        """The response that sends what `write_events` writes, with `ping` in its pauses; None:
+        comments."""
         seconds = self.options.sse_keep_alive_interval
-        ping = KEEP_ALIVE if seconds else b""
-        return EventStream(write_events, source=source, ping=ping, ping_seconds=seconds)
+        event, seconds = ping or (KEEP_ALIVE if seconds else b"", seconds)
+        return EventStream(write_events, source=source, ping=event, ping_seconds=seconds)

@@ -95,3 +95,13 @@ class AssistantParts:
         if self.calls:
             message["tool_calls"] = self.calls
         return message
+
+
+def part_texts(parts: object) -> list[str]:
+    """The texts in a list of parts; none in what is no such list."""
+    texts = [
+        part.get("text")
+        for part in (parts if isinstance(parts, list) else ())
+        if isinstance(part, dict)
+    ]
+    return [text for text in texts if isinstance(text, str)]

@@ -192,8 +192,8 @@ class ChatRequest(StructuredRequest):
         """
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if _allows_some(choice):
-            some = allowed_tools(choice)
-            return call_choice(some.mode, None, tools=tools, parallel=parallel, allowed=some.names)
+            mode, names = allowed_tools(choice)
+            return call_choice(mode, None, tools=tools, parallel=parallel, allowed=names)
         if isinstance(choice, dict):
             return call_choice("function", _chosen_name(choice), tools=tools, parallel=parallel)
         return call_choice(choice, None, tools=tools, parallel=parallel)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from negamax.api.common.history import AssistantParts, HiddenThought, History
+from negamax.api.common.history import AssistantParts, HiddenThought, History, part_texts
 from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.openai.responses_schema import CUSTOM_INPUT, shown_name
 from negamax.api.schemas.request_model import refuse, shown
@@ -129,14 +129,8 @@ def _said_text(content: object, place: str) -> str:
 
 
 def _reasoning(item: Mapping[str, Any]) -> str | HiddenThought:
-    shown_text, summary = _texts(item.get("content")), _texts(item.get("summary"))
+    shown_text, summary = ("".join(part_texts(item.get(name))) for name in ("content", "summary"))
     encrypted = item.get("encrypted_content")
     if shown_text or not isinstance(encrypted, str):
         return shown_text or summary
     return HiddenThought(encrypted, otherwise=summary)
-
-
-def _texts(parts: object) -> str:
-    entries = parts if isinstance(parts, list) else []
-    texts = [part.get("text") for part in entries if isinstance(part, dict)]
-    return "".join(text for text in texts if isinstance(text, str))

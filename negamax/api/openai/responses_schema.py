@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
-from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
+from negamax.api.schemas.request_model import RequestModel, at_most, one_of, refuse, shown
 from negamax.api.schemas.sampled_request import MAX_MESSAGES, StopStrings, TurnRequest
 from negamax.api.schemas.structure import form_grammar
 from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, template_switch
@@ -62,12 +62,6 @@ def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]
         refuse("input", "is empty; send text or at least one item")
     if isinstance(value, list) and len(value) > MAX_ITEMS:
         refuse("input", f"{len(value)} items; allowed: at most {MAX_ITEMS}")
-    return value
-
-
-def _bounded_metadata(value: object) -> object:
-    if isinstance(value, dict) and len(value) > MAX_METADATA:
-        refuse("metadata", f"{len(value)} entries; allowed: at most {MAX_METADATA}")
     return value
 
 
@@ -138,7 +132,7 @@ class ResponsesRequest(TurnRequest):
             Annotated[str, StringConstraints(max_length=512)],
         ],
         Field(max_length=MAX_METADATA),
-        BeforeValidator(_bounded_metadata),
+        at_most("metadata", MAX_METADATA, "entries", of=dict),
     ] = Field(default_factory=dict)
 
     @cached_property
@@ -170,9 +164,9 @@ class ResponsesRequest(TurnRequest):
         if isinstance(mode, dict):
             kind = mode.get("type")
             if kind == "allowed_tools":
-                some = allowed_tools(mode, may_run_elsewhere=True)
-                mode, allowed = some.mode, {}
-                for called, place in some.names.items():
+                mode, names = allowed_tools(mode, may_run_elsewhere=True)
+                allowed = {}
+                for called, place in names.items():
                     known = [
                         tool.shown_name
                         for tool in declared

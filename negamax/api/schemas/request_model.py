@@ -17,12 +17,13 @@ import difflib
 import functools
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
     ValidationError,
@@ -66,6 +67,18 @@ def one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def at_most(field: str, limit: int, what: str, *, of: type[Sized] = list) -> BeforeValidator:
+    """Refuses more than `limit` elements of a list or object in `field` before they are looked at;
+    `what` they are."""
+
+    def check(value: object) -> object:
+        if isinstance(value, of) and len(value) > limit:
+            refuse(field, f"{len(value)} {what}; allowed: at most {limit}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def shown(value: object) -> str:

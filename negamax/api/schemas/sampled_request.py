@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec.structs import replace
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from negamax.api.schemas.request_model import RequestModel, refuse, shown
+from negamax.api.schemas.request_model import RequestModel, at_most, refuse, shown
 from negamax.scheduler.request import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
@@ -23,27 +23,12 @@ MAX_PROMPTS = 128
 _PRIORITY_LIMIT = 2**31
 
 
-def _as_stop_list(value: object) -> object:
-    texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, list) and len(texts) > MAX_STOP_STRINGS:
-        refuse("stop", f"{len(texts)} strings; allowed: at most {MAX_STOP_STRINGS}")
-    return texts
-
-
-def _bounded_ids(value: object) -> object:
-    if isinstance(value, list) and len(value) > MAX_STOP_TOKEN_IDS:
-        refuse("stop_token_ids", f"{len(value)} ids; allowed: at most {MAX_STOP_TOKEN_IDS}")
-    return value
-
-
-def _bounded_bias(value: object) -> object:
+def _as_bias(value: object) -> object:
     """Token ids are JSON object keys, that is strings; `{"123": -5}` becomes `{123: -5}`."""
     if value == []:  # an empty object, as PHP writes it
         return {}
     if not isinstance(value, dict):
         return value
-    if len(value) > MAX_LOGIT_BIAS:
-        refuse("logit_bias", f"{len(value)} entries; allowed: at most {MAX_LOGIT_BIAS}")
     bias: dict[int, object] = {}
     for key, weight in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10):
@@ -67,17 +52,25 @@ _BIAS_SCHEMA = {
 }
 
 
-StopStrings = Annotated[list[str], BeforeValidator(_as_stop_list), WithJsonSchema(_STOP_SCHEMA)]
+StopStrings = Annotated[
+    list[str],
+    at_most("stop", MAX_STOP_STRINGS, "strings"),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    WithJsonSchema(_STOP_SCHEMA),
+]
 
 
-StopTokenIds = Annotated[list[int], BeforeValidator(_bounded_ids)]
+StopTokenIds = Annotated[list[int], at_most("stop_token_ids", MAX_STOP_TOKEN_IDS, "ids")]
 
 
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
 
 LogitBias = Annotated[
-    dict[int, float], BeforeValidator(_bounded_bias), WithJsonSchema(_BIAS_SCHEMA)
+    dict[int, float],
+    BeforeValidator(_as_bias),
+    at_most("logit_bias", MAX_LOGIT_BIAS, "entries", of=dict),
+    WithJsonSchema(_BIAS_SCHEMA),
 ]
 
 

@@ -42,19 +42,11 @@ def check_function(
             refuse(f"{where}.{key}", f"must be a JSON {'string' if kind is str else 'object'}")
 
 
-@dataclass(frozen=True, slots=True)
-class AllowedTools:
-    """A `tool_choice` of some of the declared tools. `names` has the place in the request for each
-    name.
-    """
-
-    mode: str
-    names: dict[str, str]
-
-
-def allowed_tools(choice: Mapping[str, Any], *, may_run_elsewhere: bool = False) -> AllowedTools:
-    """What a `tool_choice` of the type "allowed_tools" says, in the shape of chat completions or of
-    Responses.
+def allowed_tools(
+    choice: Mapping[str, Any], *, may_run_elsewhere: bool = False
+) -> tuple[str, dict[str, str]]:
+    """The mode in a `tool_choice` of the type "allowed_tools", in the shape of chat completions or
+    of Responses, and the names of its tools, each with its place in the request.
 
     `may_run_elsewhere`: tools that are neither functions nor custom tools are passed over, as where
     they are declared.
@@ -90,7 +82,7 @@ def allowed_tools(choice: Mapping[str, Any], *, may_run_elsewhere: bool = False)
             f"{field}.tools",
             "has no tool that can be called here; name at least one, or use tool_choice 'none'",
         )
-    return AllowedTools(mode, names)
+    return mode, names
 
 
 @dataclass(frozen=True, slots=True)
