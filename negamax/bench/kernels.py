@@ -22,6 +22,7 @@ from torch import Tensor
 from negamax.base.errors import ConfigError
 from negamax.bench.bindings import Call, bind, copy_case, tensors_of
 from negamax.bench.report import environment
+from negamax.kernels.formats import PLAIN
 from negamax.kernels.op import FLOAT_DTYPES, Case, Kernel, Op
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import OPS, providers
@@ -148,9 +149,14 @@ def run(
 
 
 def cases(op: Op, *, platform: str, dtype: torch.dtype, ranks: Sequence[int]) -> Iterator[Case]:
-    """The cases to time: real sizes on a GPU, the op's own on the CPU; empty ones are left out."""
+    """The cases to time: real sizes on a GPU, the op's own with plain weights on the CPU; empty
+    ones are left out.
+    """
     generator = torch.Generator(device=platform).manual_seed(0)
-    made = op.wide(dtype, generator) if platform == "cuda" else op.cases(dtype, generator)
+    if platform == "cuda":
+        made = op.wide(dtype, generator)
+    else:
+        made = [case for case in op.cases(dtype, generator) if case.stored is PLAIN]
     made.reverse()
     while made:
         case = made.pop()  # and let go of it afterwards: its weights may be large

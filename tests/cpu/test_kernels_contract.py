@@ -8,47 +8,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_contract import cases, check, contract_id, contracts
 
 from negamax.base.errors import ConfigError
-from negamax.kernels.op import FLOAT_DTYPES, Kernel
+from negamax.kernels.op import Kernel
 from negamax.kernels.platform import CPU, amd
 from negamax.kernels.registry import KERNELS, OPS, providers, resolve
 
-CONTRACTS = [
-    pytest.param(
-        kernel, dtype, id=f"{kernel.op}-{kernel.provider}-{str(dtype).removeprefix('torch.')}"
-    )
-    for kernel in KERNELS
-    for dtype in FLOAT_DTYPES
-    if dtype in kernel.dtypes
-]
 
-
-@pytest.mark.parametrize(("kernel", "dtype"), CONTRACTS)
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [pytest.param(*found, id=contract_id(*found)) for found in contracts(KERNELS)],
+)
 def test_kernel_computes_its_op(kernel: Kernel, dtype: torch.dtype) -> None:
     if kernel.provider == "onednn" and not kernel.available():
         pytest.skip(f"no oneDNN linear here in {dtype}")
     assert kernel.available()
-    op = OPS[kernel.op]
-    tolerance = op.tolerance[dtype]
-    cases = op.cases(dtype, torch.Generator().manual_seed(0))
-    assert len(cases) >= 3
-    for case in cases:
-        with torch.inference_mode():
-            expected = op.apply(op.reference, case.upcast())
-            actual = op.apply(kernel, case)
-        for want, got in zip(expected, actual, strict=True):
-            assert got.shape == want.shape, case.label
-            if not want.is_floating_point():
-                assert torch.equal(got, want), case.label
-                continue
-            torch.testing.assert_close(
-                got.float(),
-                want.float(),
-                atol=tolerance.atol,
-                rtol=tolerance.rtol,
-                msg=lambda text, label=case.label: f"{label}: {text}",
-            )
+    found = cases(kernel, dtype)
+    assert len(found) >= 3
+    for case in found:
+        check(kernel, case, dtype)
 
 
 @pytest.mark.parametrize("name", sorted(OPS))

@@ -1,5 +1,5 @@
-"""The Triton attention kernels in Triton's interpreter, at sizes it can bear, against the
-definitions.
+"""The Triton attention kernels on what only they meet: FP8 caches and results, padding, captured
+steps, other ranks. In Triton's interpreter, at sizes it can bear.
 """
 
 from __future__ import annotations
@@ -18,31 +18,10 @@ from negamax.kernels.attention import triton as kernels
 from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
 from negamax.kernels.attention.spec import PagedShape
 from negamax.kernels.kvcache.spec import FP8, cache_rows
-from negamax.kernels.op import Kernel, Op
 from negamax.kernels.peers import PeerMemory, PeerRegion
 from negamax.kernels.rope.spec import cos_sin, signed_frequencies
 
-FP8_ERROR = 0.08  # of rounding to e4m3; the interpreter truncates, a GPU stays below 0.03
-PAIRS = [
-    pytest.param(op, kernel, id=kernel.op)
-    for op in spec.OPS
-    for kernel in kernels.KERNELS
-    if kernel.op == op.name
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("op", "kernel"), PAIRS)
-def test_kernel_computes_its_op(op: Op, kernel: Kernel, dtype: torch.dtype) -> None:
-    for case in op.cases(dtype, torch.Generator().manual_seed(0)):
-        expected = op.apply(op.reference, case.upcast())
-        actual = op.apply(kernel, case)
-        for want, got in zip(expected, actual, strict=True):
-            assert got.shape == want.shape, case.label
-            tolerance = op.tolerance[dtype]
-            torch.testing.assert_close(
-                got.float(), want.float(), atol=tolerance.atol, rtol=tolerance.rtol, msg=case.label
-            )
+FP8_ERROR = 0.03  # of rounding to e4m3
 
 
 def paged(
@@ -86,13 +65,19 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
-@pytest.mark.parametrize(("cache_dtype", "block_size"), [(torch.bfloat16, 16), (FP8, 64)])
-@pytest.mark.parametrize(
-    "lengths", [[0, 900, 3, 0, 64, 65, 130], [65, 1], [0, 129, 2]], ids=["runs", "pieces", "whole"]
-)
 @pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    ("kv_heads", "lengths", "cache_dtype", "block_size"),
+    [
+        (2, [0, 129, 3, 0, 64, 65], torch.bfloat16, 16),
+        (2, [65, 1], FP8, 64),
+        (1, [130, 70, 0], FP8, 64),
+        (1, [150], torch.bfloat16, 16),
+    ],
+    ids=["runs", "FP8 runs", "FP8 pieces", "pieces"],
+)
 def test_decode_shares_sequences_out_and_leaves_padding_zero(
-    cache_dtype: torch.dtype, block_size: int, lengths: list[int], captured: bool
+    kv_heads: int, lengths: list[int], cache_dtype: torch.dtype, block_size: int, captured: bool
 ) -> None:
     """Sequences cut in two and in many parts, whole ones, empty ones; twice with one plan, as the
     layers of a step do.
@@ -100,10 +85,11 @@ def test_decode_shares_sequences_out_and_leaves_padding_zero(
     Without the host's counts, as while a graph is captured, the newest key is taken apart from the
     old ones.
     """
-    shape = PagedShape(kv_heads=2, group=6, block_size=block_size)
+    shape = PagedShape(kv_heads=kv_heads, group=6, block_size=block_size)
+    heads = 6 * kv_heads
     k_cache, v_cache, tables = paged(lengths, shape, dtype=cache_dtype)
     queries = queries_of(tables, lengths, [1] * len(lengths))
-    q = torch.randn(len(lengths), 12, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    q = torch.randn(len(lengths), heads, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     scales = (0.5, 2.0)
     want = spec.attend(
         q.float(), k_cache, v_cache, spec.plan(queries, shape, dtype=q.dtype), kv_scales=scales
@@ -111,6 +97,7 @@ def test_decode_shares_sequences_out_and_leaves_padding_zero(
     if captured:
         queries = replace(queries, host_seq_lens=(), host_query_lens=())
     plan = kernels.plan_decode(queries, shape, dtype=q.dtype, quantize=True)
+    assert plan.split_kv == (kv_heads == 1)
     for _ in range(2):
         got = kernels.decode(q, k_cache, v_cache, plan, kv_scales=scales)
         assert isinstance(got, QuantizedActivations)
@@ -118,26 +105,16 @@ def test_decode_shares_sequences_out_and_leaves_padding_zero(
         assert all((parts == -1).all() for parts in plan.workspaces.values())
         for padding in (row for row, length in enumerate(lengths) if length == 0):
             assert not got.hidden[padding].any()
-            assert torch.equal(got.scale[padding], torch.ones(12))
-        restored = got.q.float().view(-1, 12, 128) * got.scale[:, :, None]
-        assert relative_error(restored.flatten(1), got.hidden) < FP8_ERROR
+            assert torch.equal(got.scale[padding], torch.ones(heads))
+        assert relative_error(got.dequantize(), got.hidden) < FP8_ERROR
 
 
-def test_a_long_sequence_is_cut_into_pieces_beside_short_ones() -> None:
+def test_a_long_sequence_is_cut_into_pieces_where_programs_would_idle() -> None:
     shape = PagedShape(kv_heads=1, group=6, block_size=32)
-    lengths = [700, 70, 0]
-    k_cache, v_cache, tables = paged(lengths, shape)
-    queries = queries_of(tables, lengths, [1] * len(lengths))
-    q = torch.randn(len(lengths), 6, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-    plan = kernels.plan_decode(queries, shape, dtype=q.dtype)
-    assert plan.sequences.view(-1, 8)[:, 5].tolist() == [1, 1, 1]
-    alone = queries_of(tables, lengths[:1], [1])
-    cut = kernels.plan_decode(alone, shape, dtype=q.dtype)
-    assert cut.sequences.view(-1, 8)[:, 5].tolist() == [3]
-    for chosen, prepared in ((queries, plan), (alone, cut)):
-        used = q[: len(chosen.host_seq_lens)]
-        want = spec.attend(used.float(), k_cache, v_cache, spec.plan(chosen, shape, dtype=q.dtype))
-        assert relative_error(kernels.decode(used, k_cache, v_cache, prepared), want) < 5e-3
+    for lengths, pieces in (([700, 70, 0], [1, 1, 1]), ([700], [3])):
+        queries = queries_of(torch.zeros(4, 22), lengths, [1] * len(lengths))
+        plan = kernels.plan_decode(queries, shape, dtype=torch.bfloat16)
+        assert plan.sequences.view(-1, 8)[:, 5].tolist() == pieces
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -179,7 +156,7 @@ def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
 def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dtype) -> None:
     shape = PagedShape(kv_heads=1, group=2, block_size=32)
-    lengths, counts = [300, 40, 129], [140, 40, 1]
+    lengths, counts = [140, 40, 65], [70, 40, 1]
     k_cache, v_cache, tables = paged(lengths, shape, dtype=cache_dtype)
     queries = queries_of(tables, lengths, counts)
     q = torch.randn(sum(counts), 2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -190,8 +167,7 @@ def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dty
     got = kernels.prefill(q, k_cache, v_cache, plan, kv_scales=(0.5, 2.0))
     assert isinstance(got, QuantizedActivations)
     assert relative_error(got.hidden, want) < 5e-3
-    restored = got.q.float().view(-1, 2, 128) * got.scale[:, :, None]
-    assert relative_error(restored.flatten(1), got.hidden) < FP8_ERROR
+    assert relative_error(got.dequantize(), got.hidden) < FP8_ERROR
 
 
 def test_no_sequence_is_no_work() -> None:

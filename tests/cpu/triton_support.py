@@ -24,9 +24,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton import language
 from triton.runtime import interpreter
 
+from negamax.kernels import platform
 from negamax.kernels.peers import PeerMemory, PeerRegion, ShardRegion
 
 Result = TypeVar("Result")
+
+# as few multiprocessors as the interpreter has patience for
+MI300X = platform.amd("gfx942", name="MI300X", multiprocessors=2, shared_memory=65536)
 
 _patch_tensor = interpreter._patch_lang_tensor
 
@@ -86,8 +90,8 @@ _convert = interpreter._convert_float
 
 
 def _convert_float(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-    """The interpreter loses the carry where rounding to FP8 reaches the next power of two."""
-    if not {source, target} & {language.float8e4nv, language.float8e4b8}:
+    """As a GPU rounds; the interpreter cuts off, and is slow."""
+    if source not in _TORCH or target not in _TORCH:
         return _convert(values, source, target, rounding_mode)
     stored = torch.frombuffer(bytearray(values.tobytes()), dtype=torch.uint8)
     converted = stored.view(_TORCH[source]).to(_TORCH[target]).view(torch.uint8).numpy()

@@ -174,7 +174,7 @@ def _qknr_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         for num_tokens, heads, kv_heads, head_dim, rotary_dim in (
             (0, 2, 1, 16, 8),
             (1, 8, 2, 128, 64),
-            (11, 6, 3, 20, 10),
+            (5, 6, 3, 20, 10),
         )
     ]
 
@@ -396,8 +396,8 @@ def _decode_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         )
         for lengths, kv_heads, group, head_dim, block_size in (
             ((1,), 1, 1, 8, 16),
-            ((300,), 2, 4, 128, 16),
-            ((5, 130, 1, 700), 2, 3, 12, 5),
+            ((150,), 1, 4, 128, 16),
+            ((5, 130, 1, 520), 2, 3, 12, 5),
             ((16, 32, 31), 1, 12, 20, 16),
         )
     ]
@@ -415,9 +415,9 @@ def _prefill_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]
         )
         for starts, counts, kv_heads, group, head_dim, block_size in (
             ((0,), (1,), 1, 1, 8, 16),
-            ((0,), (150,), 2, 4, 32, 16),
-            ((77, 0, 5), (200, 3, 64), 2, 3, 12, 5),
-            ((1000, 0), (40, 2), 1, 6, 20, 16),
+            ((0,), (70,), 1, 3, 32, 16),
+            ((77, 0, 5), (70, 3, 33), 2, 2, 12, 5),
+            ((520, 0), (9, 2), 1, 1, 20, 16),
         )
     ]
 

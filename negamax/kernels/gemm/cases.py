@@ -32,13 +32,15 @@ _HEAD_ROWS = {"lm_head TP4": 50016, "lm_head TP1": 200064}
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, odd counts and widths; one result in fp32."""
+    """No tokens, one, odd counts and widths, one result in fp32; then FP8 weights."""
     cases = []
     for num_tokens, inputs, outputs, out_dtype in (
         (0, 64, 32, None),
-        (1, 256, 1536, None),
+        (1, 256, 264, None),
         (3, 37, 5, None),
         (16, 512, 256, None),
+        (17, 200, 131, None),
+        (33, 200, 131, None),
         (130, 56, 96, None),
         (5, 64, 48, torch.float32),
     ):
@@ -48,7 +50,22 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         }
         label = f"T={num_tokens} in={inputs} out={outputs}{' to fp32' if out_dtype else ''}"
         cases.append(Case(label, tensors, {"out_dtype": out_dtype}))
-    return cases
+    return cases + [
+        fp8_case(*sizes, dtype=dtype, generator=generator)
+        for sizes in (
+            (0, 128, 64),
+            (1, 512, 24),
+            (1, 640, 130),
+            (2, 640, 130),
+            (7, 896, 40),
+            (9, 384, 72),
+            (16, 896, 24),
+            (20, 384, 128),
+            (33, 640, 64),
+            (65, 128, 192),
+            (129, 256, 130),
+        )
+    ]
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:

@@ -17,18 +17,20 @@ _WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts whole, and cut for two and fo
 
 
 def route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, odd counts and widths; every expert chosen."""
+    """No tokens, one, odd counts and widths, rows of padding; every expert chosen."""
     wide, cases = partial(randn, dtype=torch.float32, generator=generator), []
-    for num_tokens, hidden, num_experts, top_k, bias in (
-        (0, 16, 4, 2, 1.0),
-        (1, 256, 8, 2, 10.0),
-        (9, 37, 32, 8, 4.0),
-        (40, 56, 5, 5, 0.0),
+    for num_tokens, active, hidden, num_experts, top_k, bias in (
+        (0, 0, 16, 4, 2, 1.0),
+        (1, 1, 256, 8, 2, 10.0),
+        (3, 2, 136, 40, 6, 1.0),
+        (9, 5, 37, 32, 8, 4.0),
+        (20, 20, 1100, 5, 5, 0.0),
     ):
         tensors = {
             "x": randn(num_tokens, hidden, dtype=dtype, generator=generator),
             "gate": wide(num_experts, hidden, scale=0.2),
             "bias": wide(num_experts, scale=bias),
+            "active": torch.tensor([active], dtype=torch.int32),
         }
         label = f"T={num_tokens} hidden={hidden} experts={num_experts} top_k={top_k} bias={bias:g}"
         cases.append(Case(label, tensors, {"top_k": top_k}))
@@ -50,14 +52,14 @@ def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case
 
 
 def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, several; all experts here, or some."""
+    """No tokens, one, several; all experts here, or some. Then FP8 weights."""
     normal, cases = partial(randn, dtype=dtype, generator=generator), []
     for num_tokens, hidden, width, num_experts, top_k, first, count in (
         (0, 16, 8, 4, 2, 0, 4),
-        (1, 256, 512, 8, 2, 0, 8),
+        (1, 256, 96, 8, 2, 0, 8),
         (1, 37, 24, 6, 3, 2, 2),
-        (5, 56, 16, 4, 1, 3, 1),
-        (70, 64, 32, 8, 2, 0, 8),
+        (5, 72, 70, 4, 1, 3, 1),
+        (70, 72, 40, 8, 3, 0, 8),
     ):
         tensors = {
             "x": normal(num_tokens, hidden),
@@ -70,7 +72,36 @@ def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             f"{first}..{first + count - 1} of {num_experts}"
         )
         cases.append(Case(label, tensors, {"first": first, "count": count}))
-    return cases
+    return cases + [
+        _fp8_experts_case(*sizes, dtype=dtype, generator=generator)
+        for sizes in ((0, 4, 0, 4), (3, 6, 0, 6), (5, 12, 0, 12), (9, 8, 2, 3), (24, 6, 0, 6),
+                      (88, 6, 1, 4))
+    ]  # fmt: skip
+
+
+def _fp8_experts_case(
+    num_tokens: int,
+    num_experts: int,
+    first: int,
+    count: int,
+    *,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Case:
+    """The last quarter of the tokens are padding. Many tokens choose the same two experts, which
+    have more of them then than a tile holds.
+    """
+    choices = _choices(num_tokens, num_experts, 2, generator)
+    if num_tokens > 16:
+        choices["ids"][:] = torch.tensor([4, 1])
+    choices["ids"][num_tokens - num_tokens // 4 :] = -1
+    tensors = {
+        "x": randn(num_tokens, 256, dtype=dtype, generator=generator),
+        **choices,
+        **fp8_experts(count, hidden=256, width=256, generator=generator),
+    }
+    label = f"fp8 T={num_tokens} experts {first}..{first + count - 1} of {num_experts}"
+    return Case(label, tensors, {"first": first, "count": count}, E4M3_BLOCKS)
 
 
 def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:

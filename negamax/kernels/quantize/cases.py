@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP
+from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
 
 
@@ -28,9 +28,23 @@ def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The plain values, what the FP8 form stands for, and its scales."""
-    out = kernel.run(case.tensors["x"])
-    return out.hidden, out.dequantize(), out.scale
+    """The plain values, and where their FP8 form is right."""
+    return outputs(kernel.run(case.tensors["x"]))
+
+
+def outputs(out: QuantizedActivations) -> tuple[Tensor, Tensor]:
+    """The plain values, and once more with NaN wherever the FP8 form is further away from them
+    than its rounding explains.
+    """
+    wide = out.hidden.float()
+    largest = wide.unflatten(-1, (-1, GROUP)).abs().amax(dim=-1)
+    scale = torch.where(largest > 0, largest / torch.finfo(out.q.dtype).max, 1.0)
+    scales_fit = (out.scale - scale).abs() <= 1e-5 * out.scale
+    spread = out.scale.repeat_interleave(GROUP, dim=-1)
+    # half a step
+    values_fit = (out.q.float() * spread - wide).abs() <= wide.abs() / 15.9 + spread / 1023
+    fits = values_fit & scales_fit.repeat_interleave(GROUP, dim=-1)
+    return out.hidden, out.hidden.where(fits, torch.nan)
 
 
 def cost(case: Case) -> Cost:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.formats import E4M3_GROUP, E4M3_MAX
-from negamax.kernels.op import FLOAT_DTYPES, Kernel, Op, Tolerance
+from negamax.kernels.op import Kernel, Op, rounding_tolerance
 from negamax.kernels.quantize import cases
 from negamax.kernels.signatures import QUANTIZE
 
@@ -51,14 +51,8 @@ OPS = (
         reference=Kernel(QUANTIZE, "reference", quantize_activations),
         cases=cases.small,
         apply=cases.apply,
-        tolerance=dict.fromkeys(
-            FLOAT_DTYPES,
-            Tolerance(
-                atol=1e-6,
-                rtol=0.13,
-                reason="a quotient half-way between two e4m3 values may round to either; a step is "
-                "1/8",
-            ),
+        tolerance=rounding_tolerance(
+            scale=0.0, reason="`cases.outputs` takes either of two neighbouring e4m3 values"
         ),
         cost=cases.cost,
         wide=cases.full_size,

@@ -1,0 +1,63 @@
+"""A kernel against its op's definition in fp32, on one of the op's own cases."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.formats import PLAIN
+from negamax.kernels.op import FLOAT_DTYPES, AnyKernel, Case, Op
+from negamax.kernels.registry import OPS
+
+FURTHEST = 8.0  # a value may be so many times as wrong as all together, in units of their size
+
+
+def contracts(kernels: tuple[AnyKernel, ...]) -> list[tuple[AnyKernel, torch.dtype]]:
+    """Each kernel in each dtype that it computes in."""
+    return [
+        (kernel, dtype) for kernel in kernels for dtype in FLOAT_DTYPES if dtype in kernel.dtypes
+    ]
+
+
+def contract_id(kernel: AnyKernel, dtype: torch.dtype) -> str:
+    """A name for the test of one contract."""
+    return f"{kernel.op}-{kernel.provider}-{str(dtype).removeprefix('torch.')}"
+
+
+def cases(kernel: AnyKernel, dtype: torch.dtype) -> list[Case]:
+    """The cases of the kernel's op whose weights it reads."""
+    found = OPS[kernel.op].cases(dtype, torch.Generator().manual_seed(0))
+    return [case for case in found if kernel.reads(case.stored)]
+
+
+def check(kernel: AnyKernel, case: Case, dtype: torch.dtype) -> None:
+    """Fails with what is wrong, and in which case."""
+    op = OPS[kernel.op]
+    with torch.inference_mode():
+        expected = op.apply(op.reference, case.upcast())
+        actual = op.apply(kernel, case)
+    for want, got in zip(expected, actual, strict=True):
+        assert got.shape == want.shape, case.label
+        if not want.is_floating_point():
+            assert torch.equal(got.long(), want.long()), case.label
+        elif case.stored is PLAIN:
+            tolerance = op.tolerance[dtype]
+            torch.testing.assert_close(
+                got.float(),
+                want.float(),
+                atol=tolerance.atol,
+                rtol=tolerance.rtol,
+                msg=lambda text: f"{case.label}: {text}",
+            )
+        else:
+            check_quantized(op, got.float(), want, case.label)
+
+
+def check_quantized(op: Op, got: Tensor, want: Tensor, label: str) -> None:
+    """Products of quantised factors: what the op allows at full size, of all values together and
+    of each.
+    """
+    size, error = want.norm(), got - want
+    assert error.norm() <= op.wide_error * size, f"{label}: {error.norm() / size:.2e}"
+    worst = FURTHEST * op.wide_error * size / max(want.numel(), 1) ** 0.5
+    assert (error.abs() <= worst).all(), f"{label}: {error.abs().max():.2e}"

@@ -1,0 +1,84 @@
+"""Every Triton kernel in Triton's interpreter, as an H200 and as an MI300X get it: against its op's
+definition, on the op's own cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from kernel_contract import cases, check, contract_id, contracts
+from torch import Tensor
+from triton_support import MI300X
+
+from negamax.kernels import platform
+from negamax.kernels.launch.tile import Tile
+from negamax.kernels.launch.triton import launch_options
+from negamax.kernels.moe import tiles as moe_tiles
+from negamax.kernels.op import AnyKernel
+from negamax.kernels.platform import Platform
+from negamax.kernels.quantize import spec as quantize_spec
+from negamax.kernels.quantize import triton as quantize
+from negamax.kernels.registry import gpu_kernels
+from negamax.kernels.sampling import tiles as sampling_tiles
+from negamax.kernels.signatures import LINEAR
+
+KERNELS = tuple(kernel for kernel in gpu_kernels() if kernel.provider != "reference")
+CONTRACTS = [
+    pytest.param(here, *found, id=f"{contract_id(*found)}-{here.arch}")
+    for here in (platform.CPU, MI300X)  # the first has the tiles of an H200
+    for found in contracts(KERNELS)
+    if here is platform.CPU or (found[0].requires <= here.features and found[1] == torch.bfloat16)
+]
+
+
+@pytest.fixture(autouse=True)
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Few tokens and logits are many, and few programs have all the work."""
+    monkeypatch.setattr(moe_tiles, "SMALL_M_MAX_M", 24)
+    few_programs = moe_tiles.ExpertTiles(
+        Tile(1, 64, 256, num_warps=4), Tile(1, 64, 128, num_warps=4), choices=2
+    )
+    for table in (moe_tiles.Tiles, moe_tiles.H200):
+        monkeypatch.setattr(table, "gemv_max_m", lambda self, width: 4)
+        monkeypatch.setattr(table, "gemv", lambda self, width: few_programs)
+    monkeypatch.setattr(sampling_tiles, "STRIP_TILE", 128)
+    monkeypatch.setattr(sampling_tiles, "strip", lambda vocab: 8)
+    launch_options.cache_clear()
+    yield
+    launch_options.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is full of NaN: what a kernel leaves unwritten, or reads without having written
+    it, shows.
+    """
+
+    def poison(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **options: Any) -> Tensor:
+            fresh = make(*args, **options)
+            fresh.view(torch.uint8).fill_(255)
+            return fresh
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.mark.parametrize(("here", "kernel", "dtype"), CONTRACTS)
+def test_kernel_computes_its_op(
+    here: Platform, kernel: AnyKernel, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "platform_of", lambda device: here)
+    # in the form of FP8 that `here` has
+    monkeypatch.setattr(quantize_spec, "quantize_activations", quantize.quantize)
+    found = cases(kernel, dtype)
+    assert found
+    for case in found:
+        if here is MI300X and kernel.op == LINEAR:  # what stays exact in its form
+            case.tensors["x"].masked_fill_(case.tensors["x"] == 7.0, 7.5)
+        check(kernel, case, dtype)
