@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from negamax.base import log
 
@@ -20,7 +20,7 @@ LOG_SECONDS = 5.0
 CLEAR_LINE = "\r\x1b[K"
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Call it with what is done and what there is in all; use it as a context manager, which clears
     the line. Single writer: one thread.
 
@@ -41,15 +41,7 @@ class Progress:
         self._next = self._began + (PATIENCE_SECONDS if self._on_terminal else LOG_SECONDS)
         self._is_drawn = False
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._is_drawn:
             print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 

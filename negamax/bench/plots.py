@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import ConfigError
 from negamax.bench import serve_report
 from negamax.bench.serve import Measurement
-from negamax.bench.serve_compare import Point, Series
+from negamax.bench.serve_compare import Series, load_of
 
 
 def blank_figure(size: tuple[float, float]) -> Any:
@@ -87,9 +87,9 @@ def plot_comparison(file: Path, series: Sequence[Series], *, title: str) -> None
     """
     figure = blank_figure((11, 5))
     by_tpot, by_ttft = figure.subplots(1, 2, sharey=True)
-    _throughput_over(by_tpot, series, value=lambda point: point.median_tpot)
+    _throughput_over(by_tpot, series, "median_tpot_ms")
     by_tpot.set(xlabel="median time per output token (ms)", ylabel="output tokens per second")
-    _throughput_over(by_ttft, series, value=lambda point: point.median_ttft)
+    _throughput_over(by_ttft, series, "median_ttft_ms")
     by_ttft.set_xlabel("median time to first token (ms)")
     loads = "requests at once, or arrivals per second, beside each point"
     by_tpot.legend(fontsize="small", title=loads, title_fontsize="x-small", frameon=False)
@@ -98,18 +98,18 @@ def plot_comparison(file: Path, series: Sequence[Series], *, title: str) -> None
     figure.savefig(file, dpi=150)
 
 
-def _throughput_over(
-    axes: Any, series: Sequence[Series], *, value: Callable[[Point], float]
-) -> None:
+def _throughput_over(axes: Any, series: Sequence[Series], latency_name: str) -> None:
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     for one in series:
-        latency = [value(point) for point in one.points]
-        rate = [point.output_throughput for point in one.points]
+        latency = [run[latency_name] for run in one.runs]
+        rate = [run["output_throughput"] for run in one.runs]
         (line,) = axes.plot(latency, rate, marker="o", linewidth=2, label=one.name)
-        for point, x, y in zip(one.points, latency, rate, strict=True):
+        for run, x, y in zip(one.runs, latency, rate, strict=True):
             style = {"fontsize": "small", "color": line.get_color()}
-            axes.annotate(point.load, (x, y), textcoords="offset points", xytext=(7, -11), **style)
+            axes.annotate(
+                load_of(run), (x, y), textcoords="offset points", xytext=(7, -11), **style
+            )
     axes.margins(0.08)
     for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
         scale("log")

@@ -240,7 +240,7 @@ class AnswerReader:
         self._status = 0
         self._headers: dict[str, str] = {}
         self._rest = b""
-        self._done = False
+        self.is_complete = False  # the stream has said that it is over
 
     def head(self, status: int, headers: dict[str, str]) -> None:
         self._status, self._headers = status, headers
@@ -266,7 +266,7 @@ class AnswerReader:
             self.record.fail(
                 f"HTTP {self._status}", f"Retry-After {wait}: {said}" if wait else said
             )
-        elif not self._done and self.record.finish_reason is None:
+        elif not self.is_complete and self.record.finish_reason is None:
             kind = self._headers.get("content-type", "").partition(";")[0]
             self.record.fail(
                 "stream without an end"
@@ -276,14 +276,9 @@ class AnswerReader:
         if not self.record.ended:
             self.record.ended = time.perf_counter()
 
-    @property
-    def complete(self) -> bool:
-        """Whether the stream has said that it is over."""
-        return self._done
-
     def _event(self, payload: bytes, now: float) -> None:
         if payload == b"[DONE]":
-            self._done = True
+            self.is_complete = True
             return
         record = self.record
         try:
@@ -424,7 +419,7 @@ class ServingClient:
         except TimeoutError:
             record.fail(f"no end within {self._timeout:g} s")
         except ExchangeError as error:
-            if not reader.complete:  # a connection dropped after [DONE] loses nothing
+            if not reader.is_complete:  # a connection dropped after [DONE] loses nothing
                 record.fail(str(error))
         except (OSError, ssl.SSLError) as error:
             record.fail(_connect_failure(error), str(error))

@@ -14,21 +14,8 @@ from typing import Any
 
 from negamax.base.errors import ConfigError
 
+_SHOWN = ("median_ttft", "p99_ttft", "median_tpot", "p99_tpot")
 NEEDED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One run. Times in ms, rates per second; None: not in the result."""
-
-    load: str  # "16" requests at most at once, or "4/s" arrivals
-    completed: int
-    failed: int | None
-    output_throughput: float  # tokens
-    median_ttft: float
-    p99_ttft: float | None
-    median_tpot: float
-    p99_tpot: float | None
 
 
 @dataclass(frozen=True)
@@ -36,7 +23,7 @@ class Series:
     """The runs of one server, by rising load."""
 
     name: str
-    points: tuple[Point, ...]
+    runs: tuple[Mapping[str, Any], ...]  # results as `document` writes them
 
 
 def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -66,9 +53,7 @@ def group(results: Sequence[Mapping[str, Any]]) -> list[Series]:
         if len(models) > 1:
             name += f", {result.get('model_id')}"
         found.setdefault(name, []).append(result)
-    return [
-        Series(name, tuple(map(_point, sorted(runs, key=_load)))) for name, runs in found.items()
-    ]
+    return [Series(name, tuple(sorted(runs, key=_load))) for name, runs in found.items()]
 
 
 def _load(result: Mapping[str, Any]) -> tuple[float, float]:
@@ -76,19 +61,12 @@ def _load(result: Mapping[str, Any]) -> tuple[float, float]:
     return float(result.get("max_concurrency") or "inf"), rate
 
 
-def _point(result: Mapping[str, Any]) -> Point:
+def load_of(result: Mapping[str, Any]) -> str:
+    """ "16" requests at most at once, or "4/s" arrivals."""
     concurrency, rate = _load(result)
-    load = f"{rate:g}/s" if rate != float("inf") else "all at once"
-    return Point(
-        load=f"{concurrency:g}" if concurrency != float("inf") else load,
-        completed=result.get("completed", 0),
-        failed=result.get("failed"),
-        output_throughput=result["output_throughput"],
-        median_ttft=result["median_ttft_ms"],
-        p99_ttft=result.get("p99_ttft_ms"),
-        median_tpot=result["median_tpot_ms"],
-        p99_tpot=result.get("p99_tpot_ms"),
-    )
+    if concurrency != float("inf"):
+        return f"{concurrency:g}"
+    return f"{rate:g}/s" if rate != float("inf") else "all at once"
 
 
 def table(series: Sequence[Series]) -> str:
@@ -96,18 +74,16 @@ def table(series: Sequence[Series]) -> str:
     head = ("", "load", "done", "failed", "output tok/s", "TTFT p50", "p99", "TPOT p50", "p99 ms")
     rows = [head]
     for one in series:
-        for number, point in enumerate(one.points):
+        for number, run in enumerate(one.runs):
+            failed = run.get("failed")
             rows.append(
                 (
                     "" if number else one.name,
-                    point.load,
-                    str(point.completed),
-                    "-" if point.failed is None else str(point.failed),
-                    f"{point.output_throughput:,.1f}",
-                    *map(
-                        _milliseconds,
-                        (point.median_ttft, point.p99_ttft, point.median_tpot, point.p99_tpot),
-                    ),
+                    load_of(run),
+                    str(run.get("completed", 0)),
+                    "-" if failed is None else str(failed),
+                    f"{run['output_throughput']:,.1f}",
+                    *(_milliseconds(run.get(f"{name}_ms")) for name in _SHOWN),
                 )
             )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]

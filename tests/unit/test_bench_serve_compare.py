@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.bench.serve_compare import group, read_results, table
+from negamax.bench.serve_compare import group, load_of, read_results, table
 
 
 def result(**changes: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def test_runs_of_one_label_are_a_series_by_rising_load() -> None:
         result(label="b", max_concurrency=None),
         result(label="b", max_concurrency=None, request_rate=0.5),
     ]
-    found = {series.name: [point.load for point in series.points] for series in group(runs)}
+    found = {series.name: [load_of(run) for run in series.runs] for series in group(runs)}
     assert found == {"a": ["4", "16"], "b": ["0.5/s", "2/s", "all at once"]}
 
 

@@ -137,9 +137,9 @@ class Admission:
                 now=now,
             )
 
-    def _share_taken(self, held: str, wanted: str, *, left: int, now: float) -> OverloadedError:
+    def _share_taken(self, held: str, asked: str, *, left: int, now: float) -> OverloadedError:
         return OverloadedError(
-            f"{held} of this API key wait and {wanted} came, which would leave {left} to other "
+            f"{held} of this API key wait and {asked} came, which would leave {left} to other "
             f"keys;"
             " a key may hold no more of the queue than it leaves free",
             hint="retry later",

@@ -64,7 +64,7 @@ class AsyncEngine:
         self._open: dict[str, OpenRequest] = {}  # by sequence id
         self._seeds = random.Random(options.seed + index)
         self._death = "the engine is not running"
-        self._has_come = False
+        self._was_ready = False
         self._next_ready = 0.0  # monotonic: when a start that is under way should be over
         self._is_stopped = False
 
@@ -294,8 +294,8 @@ class AsyncEngine:
             index=self._index,
         )
         self._channel = channel
-        self.restart_count += self._has_come
-        self._has_come = True
+        self.restart_count += self._was_ready
+        self._was_ready = True
 
     def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
         """The engine is gone: every open request ends with `EngineDeadError`. Another one is

@@ -81,7 +81,7 @@ class OpenRequest:
         "_deadline",
         "_ended",
         "_failure",
-        "_has_begun",
+        "_has_started",
         "_host",
         "_interval",
         "_is_closed",
@@ -128,7 +128,7 @@ class OpenRequest:
         self._arrival: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[Exception | None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._has_begun = self._is_closed = False
+        self._has_started = self._is_closed = False
 
     @property
     def requests(self) -> Sequence[GenerateRequest]:
@@ -191,7 +191,7 @@ class OpenRequest:
         if self._timer is not None:
             self._timer.cancel()
         self._host.leave(list(self._streams), abort=True)
-        if self._observer is not None and self._has_begun:
+        if self._observer is not None and self._has_started:
             self._observer.ended(error)
 
     def started(self, at: float) -> None:
@@ -285,9 +285,9 @@ class OpenRequest:
         """The first choice computes the prompt; the others follow with its first token and find it
         in the prefix cache.
         """
-        if self._has_begun:
+        if self._has_started:
             return
-        self._has_begun = True
+        self._has_started = True
         self._host.enter(self, self._requests)
         self._host.submit(self._requests[:1])
         self._unsent = self._requests[1:]

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 
 import msgspec
@@ -110,7 +110,7 @@ def listen(requests: zmq.Socket[bytes], address: EngineAddress, *, num_servers: 
         requests.connect(address.requests(server))
 
 
-class Outbox:
+class Outbox(AbstractContextManager["Outbox"]):
     """The way to the server processes. Single writer: one thread. What is sent to one that is not
     there (it has not come yet, or it died and is started again) waits for it."""
 
@@ -124,9 +124,6 @@ class Outbox:
             socket.set_hwm(0)  # never full, and so never blocking
             socket.reconnect_ivl = RECONNECT_MS
             socket.connect(address.outputs(server))
-
-    def __enter__(self) -> Outbox:
-        return self
 
     def __exit__(self, *error: object) -> None:
         for socket in self._sockets:

@@ -50,14 +50,14 @@ BEAT_SECONDS = 0.5  # between signs of life, while something is being worked out
 
 _NOT_INSTALLED = "structured output needs the package xgrammar, which cannot be imported here"
 
-Wanted = tuple[Grammar, Reasoning | None]
+GrammarSpec = tuple[Grammar, Reasoning | None]
 
 
 class _Job:
     """One grammar on its way through the compiler, and the outputs that wait for it."""
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self, spec: GrammarSpec) -> None:
+        self.spec = spec
         self.keys: list[int] = []
         self.started: float | None = None  # monotonic seconds
         self.compiled: xgrammar.CompiledGrammar | None = None
@@ -74,7 +74,7 @@ class _Job:
             self.problem = "nobody waits for it"
             return
         try:
-            self.compiled = compiler.compile(structural_tag(*self.wanted, CALL_STYLES))
+            self.compiled = compiler.compile(structural_tag(*self.spec, CALL_STYLES))
         except InvalidRequestError as error:
             self.problem = str(error)
         except Exception as error:
@@ -106,7 +106,7 @@ class GrammarServer:
         self._compile_seconds = setup.compile_seconds
         self._mask_seconds = setup.mask_seconds
         self._sent = time.monotonic()
-        self._jobs: dict[Wanted, _Job] = {}
+        self._jobs: dict[GrammarSpec, _Job] = {}
         self._streams: dict[int, _Stream] = {}
         self._given_up: set[_Stream] = set()  # whose thread is still at it
         self._taken: deque[tuple[_Stream, wire.NextMask]] = deque()  # turns that are over
@@ -152,8 +152,8 @@ class GrammarServer:
                 self._handle(wire.to_grammars.decode(frame))
             self._collect()
             self._end_slow_turns()
-            for wanted in [wanted for wanted, job in self._jobs.items() if self._is_over(job)]:
-                self._answer(self._jobs.pop(wanted))
+            for spec in [spec for spec, job in self._jobs.items() if self._is_over(job)]:
+                self._answer(self._jobs.pop(spec))
             if self._is_busy:
                 for threads in (self._compilers, self._quick, self._slow):
                     threads.tend()
@@ -177,10 +177,10 @@ class GrammarServer:
         if compiler is None:
             self._send(wire.GrammarRefused(message.key, _NOT_INSTALLED))
             return
-        wanted = (message.grammar, message.reasoning)
-        job = self._jobs.get(wanted)
+        spec = (message.grammar, message.reasoning)
+        job = self._jobs.get(spec)
         if job is None:
-            job = self._jobs[wanted] = _Job(wanted)
+            job = self._jobs[spec] = _Job(spec)
             job.keys.append(message.key)
             self._compilers.submit(partial(job.run, compiler))
         else:
