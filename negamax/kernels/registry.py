@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from negamax.base.errors import ConfigError
-from negamax.kernels.attention import bucketed
+from negamax.kernels.attention import cpu as attention_cpu
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.collectives import spec as collectives
 from negamax.kernels.formats import KEPT_FORMATS, PLAIN, TensorFormat
 from negamax.kernels.gemm import cpu as gemm_cpu
 from negamax.kernels.gemm import spec as gemm
+from negamax.kernels.kvcache import cpu as kvcache_cpu
 from negamax.kernels.kvcache import spec as kvcache
 from negamax.kernels.moe import cpu as moe_cpu
 from negamax.kernels.moe import spec as moe
@@ -49,7 +50,8 @@ KERNELS: tuple[AnyKernel, ...] = (
     *gemm_cpu.KERNELS,
     *(kernel for linear in gemm_cpu.ONEDNN for kernel in native_rows.kernels(linear)),
     *norm_cpu.KERNELS,
-    *bucketed.KERNELS,
+    *kvcache_cpu.KERNELS,
+    *attention_cpu.KERNELS,
     moe_cpu.ROUTE_KERNEL,
     *(moe_cpu.kernel(linear) for linear in (*gemm_cpu.KERNELS, OPS[LINEAR].reference)),
     *(op.reference for op in OPS.values()),

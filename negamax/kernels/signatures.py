@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from negamax.kernels.activations import Hidden, QuantizedActivations
-    from negamax.kernels.attention.metadata import AttentionMetadata
-    from negamax.kernels.attention.spec import PagedShape
+    from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
     from negamax.kernels.formats import StoredWeight
     from negamax.kernels.peers import Collective
 

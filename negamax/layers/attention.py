@@ -13,11 +13,11 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.kernels.activations import QuantizedActivations, concatenate
-from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.attention.spec import PagedShape, split_heads
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.attention.spec import split_heads
 from negamax.kernels.kvcache.spec import FP8, write
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.rope.spec import half_split_
+from negamax.kernels.rope.spec import half_split
 from negamax.kernels.signatures import DECODE, LOCATE, PREFILL
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.names import AttentionNames
@@ -209,7 +209,7 @@ class Attention:
         else:
             q, k, v = split_heads(qkv, heads=self._heads, kv_heads=self._kv_heads)
             q, k = self._qk_norm(q, k)
-            q, k = half_split_(q, step.cos, step.sin), half_split_(k, step.cos, step.sin)
+            q, k = half_split(q, step.cos, step.sin), half_split(k, step.cos, step.sin)
             write(k, v, k_cache, v_cache, step.slot_mapping, kv_scales=scales)
             q = q.to(qkv.dtype)
         return self._out(self._attend(q, step, kv, num_decodes=metadata.num_decodes))

@@ -9,8 +9,7 @@ import torch
 from triton_support import MI300X
 
 from negamax.kernels import platform
-from negamax.kernels.attention.metadata import attention_metadata
-from negamax.kernels.attention.spec import PagedShape
+from negamax.kernels.attention.metadata import PagedShape, attention_metadata
 from negamax.kernels.formats import E4M3_BLOCKS, e4m3_blocks
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.registry import OPS, resolve

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from negamax.kernels.attention import triton as attention
-from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
-from negamax.kernels.attention.spec import PagedShape
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, graphs

@@ -15,8 +15,7 @@ from torch import Tensor
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import spec
 from negamax.kernels.attention import triton as kernels
-from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
-from negamax.kernels.attention.spec import PagedShape
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
 from negamax.kernels.kvcache.spec import FP8, cache_rows
 from negamax.kernels.peers import PeerMemory, PeerRegion
 from negamax.kernels.rope.spec import cos_sin, signed_frequencies

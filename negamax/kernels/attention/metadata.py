@@ -79,6 +79,15 @@ class AttentionMetadata:
         )
 
 
+@dataclass(frozen=True)
+class PagedShape:
+    """Sizes that a plan depends on."""
+
+    kv_heads: int
+    group: int  # query heads per KV head
+    block_size: int
+
+
 def attention_metadata(
     block_tables: Tensor,
     seq_lens: Sequence[int],

@@ -10,29 +10,19 @@ block_size] at offset p % block_size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
-from negamax.kernels.kvcache.spec import FP8, cache_rows, write
-from negamax.kernels.op import AnyKernel, Case, Cost, Kernel, Op, num_bytes, rounding_tolerance
+from negamax.kernels.attention import cases
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.kvcache.spec import write
+from negamax.kernels.op import Kernel, Op, rounding_tolerance
 from negamax.kernels.peers import Collective
-from negamax.kernels.rope.spec import cos_sin, half_split_, signed_frequencies
+from negamax.kernels.rope.spec import half_split
 from negamax.kernels.signatures import DECODE, PREFILL, QK_NORM_ROPE_WRITE
-
-
-@dataclass(frozen=True)
-class PagedShape:
-    """Sizes that a plan depends on."""
-
-    kv_heads: int
-    group: int  # query heads per KV head
-    block_size: int
-
 
 # --- QK norm, rope, cache write ------------------------------------------------------------------
 
@@ -114,159 +104,29 @@ def qk_norm_rope_write(
     """
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = qk_norm(q, k, norm, group=group)
-    q, k = half_split_(q, cos, sin), half_split_(k, cos, sin)
+    q, k = half_split(q, cos, sin), half_split(k, cos, sin)
     write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
     return q.to(qkv.dtype)
-
-
-def _qknr_case(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    num_tokens: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    cache: tuple[int, int],
-    cache_dtype: torch.dtype | None = None,
-) -> Case:
-    """`cache` is the number of blocks and their size; in FP8 it has scales other than 1."""
-    num_blocks, block_size = cache
-    device = generator.device
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    tensors = {
-        "qkv": (2.0 * normal(num_tokens, (heads + 2 * kv_heads) * head_dim)).to(dtype),
-        "norm_weight": 1 + 0.2 * normal((heads + kv_heads) * head_dim),
-        "positions": torch.randint(0, 1000, (num_tokens,), generator=generator, device=device),
-        "k_cache": normal(num_blocks, kv_heads, block_size, head_dim).to(dtype),
-        "v_cache": normal(num_blocks, kv_heads, block_size, head_dim).to(dtype),
-        "slots": torch.randperm(num_blocks * block_size, generator=generator, device=device)[
-            :num_tokens
-        ],
-    }
-    label = (
-        f"T={num_tokens} heads={heads} kv_heads={kv_heads} head_dim={head_dim} "
-        f"rotary_dim={rotary_dim}"
-    )
-    numbers: dict[str, Any] = {"heads": heads, "rotary_dim": rotary_dim}
-    if cache_dtype is not None:
-        numbers |= {"cache_dtype": cache_dtype, "kv_scales": (0.5, 2.0)}
-        label = f"{label} {cache_dtype}"
-    return Case(label, tensors, numbers)
-
-
-def _qknr_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _qknr_case(
-            dtype,
-            generator,
-            num_tokens=num_tokens,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rotary_dim=rotary_dim,
-            cache=(4, 8),
-        )
-        for num_tokens, heads, kv_heads, head_dim, rotary_dim in (
-            (0, 2, 1, 16, 8),
-            (1, 8, 2, 128, 64),
-            (5, 6, 3, 20, 10),
-        )
-    ]
-
-
-def _qknr_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's slices under TP1, TP2 and TP4."""
-    return [
-        _qknr_case(
-            dtype,
-            generator,
-            num_tokens=num_tokens,
-            heads=6 * kv_heads,
-            kv_heads=kv_heads,
-            head_dim=128,
-            rotary_dim=64,
-            cache=(4096 // block_size, block_size),
-            cache_dtype=cache_dtype,
-        )
-        for num_tokens, kv_heads, block_size, cache_dtype in (
-            (1, 8, 64, None),
-            (1, 2, 16, None),
-            (100, 4, 32, None),
-            (3001, 2, 16, None),
-            (1000, 8, 16, FP8),
-            (7, 2, 64, FP8),
-        )
-    ]
-
-
-def _qknr_apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """Caches of the dtype that the case names, else of the case's own: what is stored is rounded in
-    the definition too.
-    """
-    t, n = case.tensors, case.numbers
-    k_cache, v_cache = (
-        t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
-        for name in ("k_cache", "v_cache")
-    )
-    cos, sin = cos_sin(
-        t["positions"], signed_frequencies(n["rotary_dim"], 5e6).to(t["positions"].device)
-    )
-    rows = cache_rows(t["slots"], kv_heads=k_cache.shape[1], block_size=k_cache.shape[2])
-    norm = kernel.prepare(
-        t["norm_weight"], heads=n["heads"], kv_heads=k_cache.shape[1], eps=1e-6, ranks=1
-    )
-    q = kernel.run(
-        t["qkv"].clone(),
-        norm,
-        cos,
-        sin,
-        k_cache,
-        v_cache,
-        rows,
-        kv_scales=n.get("kv_scales", (1.0, 1.0)),
-    )
-    return q, k_cache, v_cache
-
-
-def _qknr_cost(case: Case) -> Cost:
-    qkv = case.tensors["qkv"]
-    return Cost(num_bytes=2 * num_bytes(qkv), flops=7 * qkv.numel())
 
 
 # --- attention -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ReferencePlan:
-    """Block tables and lengths as they are."""
-
-    block_tables: Tensor  # [S, blocks] int64
-    first_positions: tuple[int, ...]  # position of each sequence's first query
-    counts: tuple[int, ...]  # queries of each sequence
-
-
 def plan(
     queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
-) -> ReferencePlan:
-    """`dtype` of the queries. `quantize` asks `run` for `QuantizedActivations`, which the
-    definition does not make.
+) -> AttentionMetadata:
+    """`queries` as they are; `dtype` of the queries. `quantize` asks `run` for
+    `QuantizedActivations`, which the definition does not make.
     """
     assert not quantize, "the definition has no FP8 output"
-    lengths, counts = queries.host_seq_lens, queries.host_query_lens
-    firsts = tuple(length - count for length, count in zip(lengths, counts, strict=True))
-    return ReferencePlan(queries.used_tables(shape.block_size), firsts, counts)
+    return queries
 
 
 def attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    plan: ReferencePlan,
+    queries: AttentionMetadata,
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
@@ -275,225 +135,31 @@ def attend(
 
     A key is its cache row * kv_scales[0], a value its row * kv_scales[1].
     """
-    heads, head_dim = q.shape[1:]
-    kv_heads, block_size = k_cache.shape[1:3]
-    outputs, first_query = [q.new_empty(0, heads * head_dim)], 0
-    for table, first, count in zip(
-        plan.block_tables, plan.first_positions, plan.counts, strict=True
+    (num_tokens, heads, head_dim), (kv_heads, block_size) = q.shape, k_cache.shape[1:3]
+    lengths, counts = queries.host_seq_lens, queries.host_query_lens
+    out = q.new_zeros(num_tokens, heads, head_dim)
+    for table, length, count, end in zip(
+        queries.used_tables(block_size), lengths, counts, accumulate(counts), strict=True
     ):
-        length = first + count
-        if first < 0:  # a row of padding
-            outputs.append(q.new_zeros(count, heads * head_dim))
-            first_query += count
-            continue
         k, v = (
-            _rows_of(cache, table[: -(-length // block_size)])
-            .transpose(1, 2)
-            .reshape(-1, kv_heads, head_dim)[:length]
-            .float()
-            .mul_(scale)
-            .repeat_interleave(heads // kv_heads, 1)
+            (rows_of(cache, table, length) * scale).repeat_interleave(heads // kv_heads, dim=1)
             for cache, scale in zip((k_cache, v_cache), kv_scales, strict=True)
         )
-        queries = q[first_query : first_query + count].float()
-        scores = torch.einsum("thd,jhd->htj", queries, k) * head_dim**-0.5
-        hidden = (
-            torch.arange(length, device=q.device)
-            > torch.arange(first, length, device=q.device)[:, None]
-        )
-        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("htj,jhd->thd", weights, v).reshape(count, -1).to(q.dtype))
-        first_query += count
-    return torch.cat(outputs)
+        scores = torch.einsum("thd,jhd->htj", q[end - count : end].float(), k) * head_dim**-0.5
+        keys = torch.arange(length, device=q.device)
+        is_later = keys > torch.arange(length - count, length, device=q.device).unsqueeze(1)
+        weights = scores.masked_fill(is_later, -torch.inf).softmax(-1)
+        out[end - count : end] = torch.einsum("htj,jhd->thd", weights, v)
+    return out.flatten(1)
 
 
-def _rows_of(cache: Tensor, blocks: Tensor) -> Tensor:
-    """A copy of `blocks` of the cache; indexing does not take FP8 itself."""
-    return (
-        cache.view(torch.uint8)[blocks].view(cache.dtype)
-        if cache.element_size() == 1
-        else cache[blocks]
-    )
-
-
-def _paged(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    lengths: Sequence[int],
-    shape: PagedShape,
-    head_dim: int,
-) -> dict[str, Tensor]:
-    """Caches and shuffled block tables for sequences of these lengths, on the generator's
-    device.
+def rows_of(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first `length` tokens of the sequence whose blocks are `table`, [length, kv_heads,
+    head_dim] fp32.
     """
-    device = generator.device
-    per_sequence = [-(-length // shape.block_size) for length in lengths]
-    cache = (sum(per_sequence) + 2, shape.kv_heads, shape.block_size, head_dim)
-    blocks = torch.randperm(cache[0], generator=generator, device=device)
-    tables = torch.zeros(
-        len(lengths), max(per_sequence, default=1), dtype=torch.int64, device=device
-    )
-    used = 0
-    for row, count in enumerate(per_sequence):
-        tables[row, :count] = blocks[used : used + count]
-        used += count
-    return {
-        "k_cache": torch.randn(*cache, generator=generator, device=device).to(dtype),
-        "v_cache": torch.randn(*cache, generator=generator, device=device).to(dtype),
-        "block_tables": tables,
-    }
-
-
-def _attention_case(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    lengths: Sequence[int],
-    counts: Sequence[int],
-    shape: PagedShape,
-    head_dim: int = 128,
-    cache_dtype: torch.dtype | None = None,
-) -> Case:
-    """Queries of the last `counts` tokens of each sequence; a cache in FP8 has scales other than
-    1.
-    """
-    tensors = _paged(
-        cache_dtype or dtype, generator, lengths=lengths, shape=shape, head_dim=head_dim
-    )
-    q = torch.randn(
-        sum(counts),
-        shape.kv_heads * shape.group,
-        head_dim,
-        generator=generator,
-        device=generator.device,
-    )
-    tensors["q"] = q.to(dtype)
-    numbers = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
-    if cache_dtype == FP8:
-        numbers["kv_scales"] = (0.5, 2.0)
-    tokens = (
-        f"lengths={list(lengths)}"
-        if len(lengths) < 5
-        else f"{len(lengths)} sequences of {sum(lengths)} tokens"
-    )
-    sizes = (
-        f"kv_heads={shape.kv_heads} group={shape.group} head_dim={head_dim} "
-        f"block_size={shape.block_size}"
-    )
-    return Case(f"{tokens} queries={sum(counts)} {sizes} {cache_dtype or dtype}", tensors, numbers)
-
-
-def _decode_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _attention_case(
-            dtype,
-            generator,
-            lengths=lengths,
-            counts=(1,) * len(lengths),
-            shape=PagedShape(kv_heads=kv_heads, group=group, block_size=block_size),
-            head_dim=head_dim,
-        )
-        for lengths, kv_heads, group, head_dim, block_size in (
-            ((1,), 1, 1, 8, 16),
-            ((150,), 1, 4, 128, 16),
-            ((5, 130, 1, 520), 2, 3, 12, 5),
-            ((16, 32, 31), 1, 12, 20, 16),
-        )
-    ]
-
-
-def _prefill_cases(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    return [
-        _attention_case(
-            dtype,
-            generator,
-            lengths=[start + count for start, count in zip(starts, counts, strict=True)],
-            counts=counts,
-            shape=PagedShape(kv_heads=kv_heads, group=group, block_size=block_size),
-            head_dim=head_dim,
-        )
-        for starts, counts, kv_heads, group, head_dim, block_size in (
-            ((0,), (1,), 1, 1, 8, 16),
-            ((0,), (70,), 1, 3, 32, 16),
-            ((77, 0, 5), (70, 3, 33), 2, 2, 12, 5),
-            ((520, 0), (9, 2), 1, 1, 20, 16),
-        )
-    ]
-
-
-def _decode_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's slices (8, 4 and 2 KV heads), one to a hundred sequences, rows of padding, one
-    very long sequence.
-    """
-    uneven = [1 + 37 * i % 2200 for i in range(99)] + [0]
-    return [
-        _attention_case(
-            dtype,
-            generator,
-            lengths=lengths,
-            counts=(1,) * len(lengths),
-            shape=PagedShape(kv_heads=kv_heads, group=6, block_size=block_size),
-            cache_dtype=cache_dtype,
-        )
-        for lengths, kv_heads, block_size, cache_dtype in (
-            ([1064], 2, 16, None),
-            ([1064], 8, 64, None),
-            ([1064] * 16, 2, 16, None),
-            ([1064] * 100, 8, 64, None),
-            (uneven, 4, 32, None),
-            ([5, 60_000, 0, 300], 2, 16, None),
-            ([1064] * 100, 2, 16, FP8),
-            (uneven, 8, 64, FP8),
-        )
-    ]
-
-
-def _prefill_wide(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's slices: whole prompts, chunks on a prefix, odd counts."""
-    return [
-        _attention_case(
-            dtype,
-            generator,
-            lengths=lengths,
-            counts=counts,
-            shape=PagedShape(kv_heads=kv_heads, group=6, block_size=block_size),
-            cache_dtype=cache_dtype,
-        )
-        for lengths, counts, kv_heads, block_size, cache_dtype in (
-            ([1000] * 8, [1000] * 8, 2, 16, None),
-            ([6000, 1, 777, 129], [2000, 1, 777, 65], 2, 64, None),
-            ([1000, 300], [1000, 7], 8, 32, None),
-            ([1000] * 4, [1000] * 4, 4, 16, FP8),
-        )
-    ]
-
-
-def _attention_apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    t, n = case.tensors, case.numbers
-    queries = attention_metadata(t["block_tables"], n["lengths"], n["counts"])
-    plan = kernel.prepare(queries, n["shape"], dtype=t["q"].dtype)
-    return (
-        kernel.run(
-            t["q"], t["k_cache"], t["v_cache"], plan, kv_scales=n.get("kv_scales", (1.0, 1.0))
-        ),
-    )
-
-
-def _attention_cost(case: Case) -> Cost:
-    """Every key and value of the sequences read once, queries read and results written; the
-    products of visible pairs.
-    """
-    q, n = case.tensors["q"], case.numbers
-    row_bytes = n["shape"].kv_heads * q.shape[-1] * case.tensors["k_cache"].element_size()
-    pairs = sum(
-        count * (length - count) + count * (count + 1) // 2
-        for length, count in zip(n["lengths"], n["counts"], strict=True)
-    )
-    return Cost(
-        num_bytes=2 * sum(n["lengths"]) * row_bytes + 2 * num_bytes(q),
-        flops=4 * pairs * q.shape[1] * q.shape[2],
-    )
+    used = table[: -(-length // cache.shape[2])]
+    blocks = cache.view(torch.uint8)[used].view(cache.dtype)  # indexing does not take FP8
+    return blocks.transpose(1, 2).flatten(0, 1)[:length].float()
 
 
 _ATTENTION_TOLERANCE = rounding_tolerance(
@@ -506,33 +172,33 @@ OPS = (
         sequence=("attention.qk_norm", "rope.half_split", "kvcache.write"),
         summary="full-width RMS norm of q and k, rope, keys and values into the paged cache",
         reference=Kernel(QK_NORM_ROPE_WRITE, "reference", qk_norm_rope_write, prepare_qk_norm),
-        cases=_qknr_cases,
-        wide=_qknr_wide,
+        cases=cases.qk_norm_small,
+        wide=cases.qk_norm_full_size,
         wide_error=5e-3,
-        apply=_qknr_apply,
+        apply=cases.apply_qk_norm,
         tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
-        cost=_qknr_cost,
+        cost=cases.qk_norm_cost,
     ),
     Op(
         name=DECODE,
         summary="one query per sequence against its paged keys and values",
         reference=Kernel(DECODE, "reference", attend, plan),
-        cases=_decode_cases,
-        wide=_decode_wide,
+        cases=cases.decode_small,
+        wide=cases.decode_full_size,
         wide_error=5e-3,
-        apply=_attention_apply,
+        apply=cases.apply_attention,
         tolerance=_ATTENTION_TOLERANCE,
-        cost=_attention_cost,
+        cost=cases.attention_cost,
     ),
     Op(
         name=PREFILL,
         summary="runs of queries, one per sequence, causal, each on top of its cached prefix",
         reference=Kernel(PREFILL, "reference", attend, plan),
-        cases=_prefill_cases,
-        wide=_prefill_wide,
+        cases=cases.prefill_small,
+        wide=cases.prefill_full_size,
         wide_error=5e-3,
-        apply=_attention_apply,
+        apply=cases.apply_attention,
         tolerance=_ATTENTION_TOLERANCE,
-        cost=_attention_cost,
+        cost=cases.attention_cost,
     ),
 )

@@ -26,8 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels import platform
-from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.attention.spec import PagedShape
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.tiles import DECODE, decode_programs
 
 SEQUENCE_WORDS = tl.constexpr(8)

@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.attention.spec import PagedShape
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.tiles import tiles_for
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import Hidden, unquantized
-from negamax.kernels.attention import spec as attention
-from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.attention.spec import PagedShape, QkNorm
+from negamax.kernels.attention import cpu as attention_cpu
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.attention.spec import QkNorm, prepare_qk_norm
 from negamax.kernels.moe import cpu as moe_cpu
 from negamax.kernels.moe.cpu import ExpertWeights
 from negamax.kernels.moe.spec import mask_padding, pair
@@ -92,15 +91,13 @@ def qk_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As the definition. With several ranks the sums cross the group halfway, so the definition
-    itself runs.
-    """
+    """As the definition. With several ranks the sums cross the group halfway: PyTorch's ops run."""
     if (
         (group is not None and group.size > 1)
         or k_cache.dtype != qkv.dtype
         or kv_scales != (1.0, 1.0)
     ):
-        return attention.qk_norm_rope_write(
+        return attention_cpu.qk_norm_rope_write(
             qkv, norm, cos, sin, k_cache, v_cache, rows, group=group, kv_scales=kv_scales
         )
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
@@ -128,30 +125,20 @@ def qk_norm_rope_write(
 # --- decode --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DecodePlan:
-    """Block tables [S, max_blocks] int64 and lengths [S] int64 of the sequences."""
-
-    tables: Tensor
-    lengths: Tensor
-
-
 def plan_decode(
     queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
-) -> DecodePlan:
-    """One query per sequence, at position seq_len - 1."""
+) -> tuple[Tensor, Tensor]:
+    """Block tables [S, max_blocks] int64 and lengths [S] int64 of sequences with one query each."""
     assert not quantize, "FP8 output is made on the GPU only"
-    return DecodePlan(
-        queries.used_tables(shape.block_size),
-        torch.tensor(queries.host_seq_lens, dtype=torch.int64),
-    )
+    lengths = torch.tensor(queries.host_seq_lens, dtype=torch.int64)
+    return queries.used_tables(shape.block_size), lengths
 
 
 def decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    plan: DecodePlan,
+    plan: tuple[Tensor, Tensor],
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
@@ -164,6 +151,7 @@ def decode(
     assert kv_scales == (1.0, 1.0) and k_cache.dtype == q.dtype, (
         "scaled caches are read on the GPU only"
     )
+    tables, lengths = plan
     num_seqs, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     out = q.new_empty(num_seqs, heads * head_dim)
@@ -171,15 +159,15 @@ def decode(
         q.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        plan.tables.data_ptr(),
-        plan.lengths.data_ptr(),
+        tables.data_ptr(),
+        lengths.data_ptr(),
         out.data_ptr(),
         num_seqs,
         heads,
         kv_heads,
         head_dim,
         block_size,
-        plan.tables.shape[1],
+        tables.shape[1],
     )
     return out
 
@@ -289,7 +277,7 @@ def kernels(linear: Kernel[PrepareLinear, Linear]) -> tuple[Kernel[Any, Any], ..
 
     return (
         kernel(ADD_RMS, add_rms, norm_spec.prepare),
-        kernel(QK_NORM_ROPE_WRITE, qk_norm_rope_write, attention.prepare_qk_norm),
+        kernel(QK_NORM_ROPE_WRITE, qk_norm_rope_write, prepare_qk_norm),
         kernel(DECODE, decode, plan_decode),
         kernel(ROUTE, route, pair),
         experts_kernel(linear),

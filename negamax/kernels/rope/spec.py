@@ -10,10 +10,7 @@ is no table to size.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from negamax.kernels.rowwise import apply, padded_rows
 
 
 def signed_frequencies(rotary_dim: int, theta: float) -> Tensor:
@@ -31,21 +28,15 @@ def cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
     The sign of the first half rides on the frequency: cos(-a) = cos(a) and sin(-a) = -sin(a).
     """
-    num_tokens, rotary_dim = positions.shape[0], frequencies.shape[0]
-    rows = padded_rows(num_tokens, width=rotary_dim)
-    if rows > num_tokens:
-        positions = F.pad(positions, (0, rows - num_tokens))
     angles = positions.view(-1, 1, 1) * frequencies
-    cos, sin = apply(torch.cos, angles), apply(torch.sin, angles)
-    return (cos, sin) if rows == num_tokens else (cos[:num_tokens], sin[:num_tokens])
+    return angles.cos(), angles.sin()
 
 
-def half_split_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first rotary_dim dimensions of x [T, heads, head_dim] in place; cos, sin [T, 1,
+def half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim] with its first rotary_dim dimensions rotated; cos, sin [T, 1,
     rotary_dim] fp32.
     """
     rotary_dim = cos.shape[-1]
-    rotated = x[..., :rotary_dim]
+    rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     swapped = rotated.roll(rotary_dim // 2, -1)
-    torch.addcmul(rotated * cos, swapped, sin, out=rotated)
-    return x
+    return torch.cat((rotated * cos + swapped * sin, rest), dim=-1)

@@ -15,7 +15,7 @@ from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.spec import split_heads
 from negamax.kernels.kvcache.spec import cache_rows, store, write
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.rope.spec import half_split_, signed_frequencies
+from negamax.kernels.rope.spec import half_split, signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches
 from negamax.layers.basic import RmsNorm
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
@@ -185,7 +185,7 @@ class SelectedAttention:
         qkv = self._qkv(x)
         q, k, v = split_heads(qkv, heads=self._heads, kv_heads=self._kv_heads)
         q, k = self._qk_norm(q, k)
-        q, k = half_split_(q, full.cos, full.sin), half_split_(k, full.cos, full.sin)
+        q, k = half_split(q, full.cos, full.sin), half_split(k, full.cos, full.sin)
         write(k, v, kv["k"], kv["v"], full.slot_mapping)
         index_q, index_k = self._index(x).float().chunk(2, dim=-1)
         store(index_k.unsqueeze(1), kv["index"], own.slot_mapping)

@@ -23,10 +23,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.attention.spec import PagedShape
-from negamax.kernels.op import Kernel
-from negamax.kernels.signatures import DECODE, PREFILL
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.attention.spec import QkNorm, prepare_qk_norm, qk_norm, split_heads
+from negamax.kernels.kvcache.spec import write
+from negamax.kernels.op import AnyKernel, Kernel
+from negamax.kernels.peers import Collective
+from negamax.kernels.signatures import DECODE, PREFILL, QK_NORM_ROPE_WRITE
 
 QUERY_TILE = 64  # positions per prefill tile; padded lengths are multiples of it
 _ROW_MULTIPLE = 4  # query rows per product
@@ -257,7 +259,34 @@ def _prefill_run(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: PrefillRun, o
         out[tile.first : tile.last] = mixed[:, :, :count].permute(2, 0, 1, 3)
 
 
-KERNELS = (
+# --- QK norm, rope, cache write ------------------------------------------------------------------
+
+
+def qk_norm_rope_write(
+    qkv: Tensor,
+    norm: QkNorm,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    *,
+    group: Collective | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """As the definition; q and k are rotated in place."""
+    q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
+    q, k = qk_norm(q, k, norm, group=group)
+    rotary_dim = cos.shape[-1]
+    for rotated in (q[..., :rotary_dim], k[..., :rotary_dim]):
+        swapped = rotated.roll(rotary_dim // 2, -1)
+        torch.addcmul(rotated * cos, swapped, sin, out=rotated)
+    write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    return q.to(qkv.dtype)
+
+
+KERNELS: tuple[AnyKernel, ...] = (
+    Kernel(QK_NORM_ROPE_WRITE, "cpu", qk_norm_rope_write, prepare_qk_norm),
     Kernel(DECODE, "bucketed", decode, plan_decode),
     Kernel(PREFILL, "bucketed", prefill, plan_prefill),
 )

@@ -1,0 +1,299 @@
+"""Inputs of the attention ops, how kernels are called with them, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.attention.metadata import PagedShape, attention_metadata
+from negamax.kernels.kvcache.spec import FP8, cache_rows
+from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
+from negamax.kernels.rope.spec import cos_sin, signed_frequencies
+
+# --- QK norm, rope, cache write ------------------------------------------------------------------
+
+
+def qk_norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No tokens, one, some; odd sizes."""
+    return [
+        _qk_norm_case(
+            dtype,
+            generator,
+            num_tokens=num_tokens,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            cache=(4, 8),
+        )
+        for num_tokens, heads, kv_heads, head_dim, rotary_dim in (
+            (0, 2, 1, 16, 8),
+            (1, 8, 2, 128, 64),
+            (5, 6, 3, 20, 10),
+        )
+    ]
+
+
+def qk_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's slices under TP1, TP2 and TP4."""
+    return [
+        _qk_norm_case(
+            dtype,
+            generator,
+            num_tokens=num_tokens,
+            heads=6 * kv_heads,
+            kv_heads=kv_heads,
+            head_dim=128,
+            rotary_dim=64,
+            cache=(4096 // block_size, block_size),
+            cache_dtype=cache_dtype,
+        )
+        for num_tokens, kv_heads, block_size, cache_dtype in (
+            (1, 8, 64, None),
+            (1, 2, 16, None),
+            (100, 4, 32, None),
+            (3001, 2, 16, None),
+            (1000, 8, 16, FP8),
+            (7, 2, 64, FP8),
+        )
+    ]
+
+
+def _qk_norm_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    num_tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    cache: tuple[int, int],
+    cache_dtype: torch.dtype | None = None,
+) -> Case:
+    """`cache` is the number of blocks and their size; in FP8 it has scales other than 1."""
+    num_blocks, block_size = cache
+    normal = partial(randn, generator=generator)
+    on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
+    tensors = {
+        "qkv": normal(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, scale=2.0),
+        "norm_weight": 1 + normal((heads + kv_heads) * head_dim, dtype=torch.float32, scale=0.2),
+        "positions": torch.randint(0, 1000, (num_tokens,), **on_device),
+        "k_cache": normal(num_blocks, kv_heads, block_size, head_dim, dtype=dtype),
+        "v_cache": normal(num_blocks, kv_heads, block_size, head_dim, dtype=dtype),
+        "slots": torch.randperm(num_blocks * block_size, **on_device)[:num_tokens],
+    }
+    label = (
+        f"T={num_tokens} heads={heads} kv_heads={kv_heads} head_dim={head_dim} "
+        f"rotary_dim={rotary_dim}"
+    )
+    numbers: dict[str, Any] = {"heads": heads, "rotary_dim": rotary_dim}
+    if cache_dtype is not None:
+        numbers |= {"cache_dtype": cache_dtype, "kv_scales": (0.5, 2.0)}
+        label = f"{label} {cache_dtype}"
+    return Case(label, tensors, numbers)
+
+
+def apply_qk_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """Caches of the dtype that the case names, else of the case's own: what is stored is rounded in
+    the definition too.
+    """
+    t, n = case.tensors, case.numbers
+    k_cache, v_cache = (
+        t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
+        for name in ("k_cache", "v_cache")
+    )
+    frequencies = signed_frequencies(n["rotary_dim"], 5e6).to(t["positions"].device)
+    angles = cos_sin(t["positions"], frequencies)
+    rows = cache_rows(t["slots"], kv_heads=k_cache.shape[1], block_size=k_cache.shape[2])
+    norm = kernel.prepare(
+        t["norm_weight"], heads=n["heads"], kv_heads=k_cache.shape[1], eps=1e-6, ranks=1
+    )
+    scales = n.get("kv_scales", (1.0, 1.0))
+    q = kernel.run(t["qkv"].clone(), norm, *angles, k_cache, v_cache, rows, kv_scales=scales)
+    return q, k_cache, v_cache
+
+
+def qk_norm_cost(case: Case) -> Cost:
+    """The projection read; q, k and v written."""
+    qkv = case.tensors["qkv"]
+    return Cost(num_bytes=2 * num_bytes(qkv), flops=7 * qkv.numel())
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """One sequence, several; blocks full and not."""
+    return [
+        _attention_case(
+            dtype,
+            generator,
+            lengths=lengths,
+            counts=(1,) * len(lengths),
+            shape=PagedShape(kv_heads=kv_heads, group=group, block_size=block_size),
+            head_dim=head_dim,
+        )
+        for lengths, kv_heads, group, head_dim, block_size in (
+            ((1,), 1, 1, 8, 16),
+            ((150,), 1, 4, 128, 16),
+            ((5, 130, 1, 520), 2, 3, 12, 5),
+            ((16, 32, 31), 1, 12, 20, 16),
+        )
+    ]
+
+
+def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """Whole prompts, and chunks on a prefix."""
+    return [
+        _attention_case(
+            dtype,
+            generator,
+            lengths=[start + count for start, count in zip(starts, counts, strict=True)],
+            counts=counts,
+            shape=PagedShape(kv_heads=kv_heads, group=group, block_size=block_size),
+            head_dim=head_dim,
+        )
+        for starts, counts, kv_heads, group, head_dim, block_size in (
+            ((0,), (1,), 1, 1, 8, 16),
+            ((0,), (70,), 1, 3, 32, 16),
+            ((77, 0, 5), (70, 3, 33), 2, 2, 12, 5),
+            ((520, 0), (9, 2), 1, 1, 20, 16),
+        )
+    ]
+
+
+def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's slices (8, 4 and 2 KV heads), one to a hundred sequences, rows of padding, one
+    very long sequence.
+    """
+    uneven = [1 + 37 * i % 2200 for i in range(99)] + [0]
+    return [
+        _attention_case(
+            dtype,
+            generator,
+            lengths=lengths,
+            counts=(1,) * len(lengths),
+            shape=PagedShape(kv_heads=kv_heads, group=6, block_size=block_size),
+            cache_dtype=cache_dtype,
+        )
+        for lengths, kv_heads, block_size, cache_dtype in (
+            ([1064], 2, 16, None),
+            ([1064], 8, 64, None),
+            ([1064] * 16, 2, 16, None),
+            ([1064] * 100, 8, 64, None),
+            (uneven, 4, 32, None),
+            ([5, 60_000, 0, 300], 2, 16, None),
+            ([1064] * 100, 2, 16, FP8),
+            (uneven, 8, 64, FP8),
+        )
+    ]
+
+
+def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's slices: whole prompts, chunks on a prefix, odd counts."""
+    return [
+        _attention_case(
+            dtype,
+            generator,
+            lengths=lengths,
+            counts=counts,
+            shape=PagedShape(kv_heads=kv_heads, group=6, block_size=block_size),
+            cache_dtype=cache_dtype,
+        )
+        for lengths, counts, kv_heads, block_size, cache_dtype in (
+            ([1000] * 8, [1000] * 8, 2, 16, None),
+            ([6000, 1, 777, 129], [2000, 1, 777, 65], 2, 64, None),
+            ([1000, 300], [1000, 7], 8, 32, None),
+            ([1000] * 4, [1000] * 4, 4, 16, FP8),
+        )
+    ]
+
+
+def _attention_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    shape: PagedShape,
+    head_dim: int = 128,
+    cache_dtype: torch.dtype | None = None,
+) -> Case:
+    """Queries of the last `counts` tokens of each sequence; a cache in FP8 has scales other than
+    1.
+    """
+    heads = shape.kv_heads * shape.group
+    tensors = {
+        "q": randn(sum(counts), heads, head_dim, dtype=dtype, generator=generator),
+        **_paged(cache_dtype or dtype, generator, lengths, shape=shape, head_dim=head_dim),
+    }
+    numbers = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
+    if cache_dtype == FP8:
+        numbers["kv_scales"] = (0.5, 2.0)
+    tokens = (
+        f"lengths={list(lengths)}"
+        if len(lengths) < 5
+        else f"{len(lengths)} sequences of {sum(lengths)} tokens"
+    )
+    sizes = (
+        f"kv_heads={shape.kv_heads} group={shape.group} head_dim={head_dim} "
+        f"block_size={shape.block_size}"
+    )
+    return Case(f"{tokens} queries={sum(counts)} {sizes} {cache_dtype or dtype}", tensors, numbers)
+
+
+def _paged(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    lengths: Sequence[int],
+    *,
+    shape: PagedShape,
+    head_dim: int,
+) -> dict[str, Tensor]:
+    """Caches and shuffled block tables for sequences of these lengths, on the generator's
+    device.
+    """
+    device = generator.device
+    per_sequence = [-(-length // shape.block_size) for length in lengths]
+    cache = (sum(per_sequence) + 2, shape.kv_heads, shape.block_size, head_dim)
+    blocks = torch.randperm(cache[0], generator=generator, device=device)
+    tables = torch.zeros(
+        len(lengths), max(per_sequence, default=1), dtype=torch.int64, device=device
+    )
+    for row, own in enumerate(blocks[:-2].split(per_sequence)):
+        tables[row, : len(own)] = own
+    return {
+        "k_cache": randn(*cache, dtype=dtype, generator=generator),
+        "v_cache": randn(*cache, dtype=dtype, generator=generator),
+        "block_tables": tables,
+    }
+
+
+def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The weighted sums of values."""
+    t, n = case.tensors, case.numbers
+    queries = attention_metadata(t["block_tables"], n["lengths"], n["counts"])
+    plan = kernel.prepare(queries, n["shape"], dtype=t["q"].dtype)
+    scales = n.get("kv_scales", (1.0, 1.0))
+    return (kernel.run(t["q"], t["k_cache"], t["v_cache"], plan, kv_scales=scales),)
+
+
+def attention_cost(case: Case) -> Cost:
+    """Every key and value of the sequences read once, queries read and results written; the
+    products of visible pairs.
+    """
+    q, n = case.tensors["q"], case.numbers
+    row_bytes = n["shape"].kv_heads * q.shape[-1] * case.tensors["k_cache"].element_size()
+    pairs = sum(
+        count * (length - count) + count * (count + 1) // 2
+        for length, count in zip(n["lengths"], n["counts"], strict=True)
+    )
+    return Cost(
+        num_bytes=2 * sum(n["lengths"]) * row_bytes + 2 * num_bytes(q),
+        flops=4 * pairs * q.shape[1] * q.shape[2],
+    )
