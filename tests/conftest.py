@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import TypeVar
 import pytest
 
 from negamax.base import env
+
+# Workers and servers start again and again: what was compiled is kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

@@ -10,7 +10,8 @@ import sys
 
 import httpx
 
-from tests.e2e.conftest import STUB, eventually, free_port
+from tests.e2e.conftest import STUB, eventually
+from tests.ports import free_port
 
 
 def test_unread_output_and_malformed_requests_hold_nobody_up() -> None:

@@ -17,8 +17,8 @@ def test_a_stopped_engine_is_a_gap_and_a_running_one_is_none(server: Server) -> 
     with Neighbour(server) as stopped:
         os.kill(server.engine_pid(), signal.SIGSTOP)
         try:
-            time.sleep(1.2)
+            time.sleep(2.4)
         finally:
             os.kill(server.engine_pid(), signal.SIGCONT)
         time.sleep(0.5)
-    assert stopped.longest_gap > 1.1
+    assert stopped.longest_gap > 1.1  # less than it was where others want the cores

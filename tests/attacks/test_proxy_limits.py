@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from tests.attacks.neighbour import Neighbour
-from tests.e2e.conftest import Server, eventually, free_port
+from tests.e2e.conftest import Server, eventually
+from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx here")
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx.conf"

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, eventually, serving
+from tests.e2e.conftest import STUB, Server, eventually, serving
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 FOREVER = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -114,7 +114,7 @@ def test_what_acts_on_all_needs_the_key_of_administrators(keyed: Server) -> None
 
 def test_without_an_administrators_key_holders_of_keys_may_not_either(tmp_path: Path) -> None:
     with (
-        serving("--api-key", "anna", log_file=tmp_path / "log") as server,
+        serving("--api-key", "anna", program=STUB, log_file=tmp_path / "log") as server,
         as_holder(server, "anna") as anna,
     ):
         assert anna.post("/flush_cache").status_code == 403
@@ -242,7 +242,9 @@ def test_nobody_overtakes_without_the_operators_option(http: httpx.Client) -> No
 
 def test_with_the_option_priority_is_taken(tmp_path: Path) -> None:
     with (
-        serving("--scheduling-policy", "priority", log_file=tmp_path / "log") as server,
+        serving(
+            "--scheduling-policy", "priority", program=STUB, log_file=tmp_path / "log"
+        ) as server,
         server.http() as http,
     ):
         assert (

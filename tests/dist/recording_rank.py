@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from negamax.scheduler.step import StepPlan, StepResult
-from negamax.worker import rank_process, worker
+from negamax.worker import rank_process
 from negamax.worker.config import WorkerConfig, WorkerReady
 
 
@@ -33,5 +34,6 @@ class RecordingWorker:
 
 
 if __name__ == "__main__":
-    worker.Worker = RecordingWorker  # type: ignore[misc, assignment]
+    # in the place of the real one, which would import torch
+    sys.modules["negamax.worker.worker"] = SimpleNamespace(Worker=RecordingWorker)  # type: ignore[assignment]
     sys.exit(rank_process.main(sys.argv[1], int(sys.argv[2])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from negamax.engine.core.executor import MultiProcessExecutor
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.step import StepPlan
 from negamax.worker.config import RankAddresses, WorkerConfig
+from tests.ports import free_port
 
 SIZES: dict[str, Any] = {
     "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 16,
@@ -25,13 +25,7 @@ SIZES: dict[str, Any] = {
 
 def tcp(count: int) -> tuple[str, ...]:
     """Endpoints at free ports."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return tuple(f"tcp://127.0.0.1:{port}" for port in ports)
+    return tuple(f"tcp://127.0.0.1:{free_port()}" for _ in range(count))
 
 
 def plan(step_id: int, slot: int) -> StepPlan:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -64,19 +62,20 @@ class Server:
         return int(self.gauge("sglang:num_aborted_requests_total"))
 
     def engine_pid(self) -> int:
-        """The engine process."""
-        (pid,) = self._children("negamax.engine.core.process")
+        """The engine process, or the stub in its place."""
+        (pid,) = self._children("negamax.engine.core.process", "tools.load.stub_engine")
         return pid
 
     def member_pids(self) -> list[int]:
         """The server processes beside the first."""
         return self._children("negamax.api.server_worker")
 
-    def _children(self, module: str) -> list[int]:
+    def _children(self, *modules: str) -> list[int]:
         pids = (
             Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         )
-        return [int(pid) for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text()]
+        lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
+        return [pid for pid, line in lines.items() if any(module in line for module in modules)]
 
     def stop(self, number: signal.Signals = signal.SIGTERM, *, seconds: float = 60.0) -> int:
         self.process.send_signal(number)
@@ -93,16 +92,6 @@ def eventually(check: Callable[[], bool], *, seconds: float = 60.0) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-def free_port() -> int:
-    """A port that nobody gets by chance before it is used: the system gives higher ones to those
-    that ask for none, and to connections.
-    """
-    while True:
-        port = random.randrange(12_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def launch(

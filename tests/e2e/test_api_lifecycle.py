@@ -18,7 +18,7 @@ import pytest
 
 from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.cli.main import main
-from tests.e2e.conftest import MODEL, eventually, launch, serving
+from tests.e2e.conftest import MODEL, STUB, eventually, launch, serving
 from tests.e2e.listening import family_of
 from tests.e2e.test_api_errors import error_of
 
@@ -94,9 +94,12 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
         assert "Traceback" not in server.log
 
 
-def test_draining_finishes_what_is_open_and_refuses_what_is_new(tmp_path: Path) -> None:
+def test_draining_finishes_what_is_open_and_refuses_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_STEP_MS", "5")
     with (
-        serving(log_file=tmp_path / "log") as server,
+        serving(program=STUB, log_file=tmp_path / "log") as server,
         server.http() as http,
         server.http() as other,
     ):
@@ -114,17 +117,20 @@ def test_draining_finishes_what_is_open_and_refuses_what_is_new(tmp_path: Path) 
             assert other.get("/livez").status_code == 200
             assert other.get("/health").status_code == 200
             rest = [line for line in lines if line]
-        assert '"finish_reason":"length"' in rest[-2]
+        assert '"finish_reason":"stop"' in rest[-2]
         assert rest[-1] == "data: [DONE]"
         assert server.process.wait(30) == 0
         assert "Traceback" not in server.log
 
 
-def test_draining_waits_for_a_response_in_the_background_and_for_its_client(tmp_path: Path) -> None:
+def test_draining_waits_for_a_response_in_the_background_and_for_its_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No connection tells of it while it runs; its client comes and asks now and then."""
     body = {"input": "Hello", "background": True, "ignore_eos": True, "max_output_tokens": 400}
+    monkeypatch.setenv("STUB_STEP_MS", "5")
     with (
-        serving(log_file=tmp_path / "log") as server,
+        serving(program=STUB, log_file=tmp_path / "log") as server,
         server.openai() as client,
         server.http() as http,
     ):
@@ -135,18 +141,21 @@ def test_draining_waits_for_a_response_in_the_background_and_for_its_client(tmp_
         fetched = client.responses.retrieve(begun["id"])
         assert fetched.status == "in_progress"
         while fetched.status == "in_progress":
-            time.sleep(1.0)
+            time.sleep(0.5)
             fetched = client.responses.retrieve(begun["id"])
         assert (
-            fetched.status == "incomplete" and fetched.usage and fetched.usage.output_tokens == 400
+            fetched.status == "completed" and fetched.usage and fetched.usage.output_tokens == 400
         )
         assert server.process.wait(30) == 0  # it was fetched: nothing is left to wait for
         assert "Traceback" not in server.log
 
 
-def test_drain_timeout_aborts_what_is_still_open(tmp_path: Path) -> None:
+def test_drain_timeout_aborts_what_is_still_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_STEP_MS", "5")
     with (
-        serving("--drain-timeout", "0.5", log_file=tmp_path / "log") as server,
+        serving("--drain-timeout", "0.5", program=STUB, log_file=tmp_path / "log") as server,
         server.http() as http,
     ):
         with http.stream("POST", CHAT, json=LONG) as running:
@@ -238,11 +247,26 @@ def damaged(folder: Path, damage: str) -> Path:
 
 
 @pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("truncated", "cut off or damaged"),
+        ("missing", "missing"),
+        ("misshaped", "config.json asks for"),
+    ],
+)
+def test_a_damaged_checkpoint_is_generated_from_by_nobody(
+    damage: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(damaged(tmp_path, damage))
+    assert main(["generate", folder, "--prompt", "x", "--num-threads", "1"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize(
     ("damage", "words", "ranks"),
     [
         ("truncated", "cut off or damaged", "1"),
-        ("missing", "missing", "1"),
-        ("misshaped", "config.json asks for", "1"),
         ("misshaped", "config.json asks for", "2"),  # found by the ranks, after all else
     ],
 )

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from negamax.cli.main import main
-from tests.e2e.conftest import MODEL, Server, eventually, free_port
+from tests.e2e.conftest import MODEL, Server, eventually
 from tests.e2e.scripted_server import Script, call, scripted
 from tests.e2e.terminal import Terminal, in_terminal
+from tests.ports import free_port
 
 QUESTION = "What is 47 + 38?"
 MARKDOWN = (

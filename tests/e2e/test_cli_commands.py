@@ -29,10 +29,18 @@ def negamax(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_version_and_help() -> None:
+def test_version_and_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert negamax("--version").stdout == f"negamax {__version__}\n"
-    assert negamax().stdout == negamax("--help").stdout
-    text = negamax("serve", "--help").stdout
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def said(*arguments: str) -> str:
+        assert main(arguments) == 0
+        return capsys.readouterr().out
+
+    assert said() == said("--help") != ""
+    text = said("serve", "--help")
     for panel in ("Server", "Model", "Batching and memory", "Parallelism", "Logs"):
         assert panel in text
     assert "…" not in text  # no flag is cut in a terminal of 80 columns
@@ -76,7 +84,7 @@ def test_generate_answers_a_prompt() -> None:
     assert "85" in done.stdout and "think" not in done.stdout
 
 
-def test_generate_prints_json_lines() -> None:
+def test_generate_prints_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     options = (
         "--raw",
         "--max-tokens",
@@ -89,9 +97,8 @@ def test_generate_prints_json_lines() -> None:
         "--json",
         *FAST,
     )
-    done = negamax("generate", MODEL, "--prompt", "Tom has", "--prompt", "Hello", *options)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert main(["generate", MODEL, "--prompt", "Tom has", "--prompt", "Hello", *options]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["prompt"] for line in lines] == ["Tom has", "Hello"]
     for line in lines:
         assert line["finish_reason"] == "length"
@@ -107,32 +114,23 @@ def test_generate_refuses_bad_sampling_before_it_loads_a_model(
     assert line == "negamax: error: temperature is 9.0; allowed: 0.0 to 2.0"
 
 
-def test_chat_answers_piped_lines_and_knows_its_commands() -> None:
+def test_chat_answers_piped_lines_knows_its_commands_and_survives_a_refused_message() -> None:
     lines = (
-        "Tom has 47 apples and buys 38 more. How many apples does he have "
-        "now?\n/reset\n\nHello\n/exit\nnever read\n"
+        "Tom has 47 apples and buys 38 more. How many apples does he have now?\n"
+        f"/reset\n{'word ' * 100_000}\n\nHello\n/exit\nnever read\n"
     )
     done = negamax("chat", MODEL, "--temperature", "0", *FAST, input=lines)
     assert done.returncode == 0, done.stderr
-    assert "85" in done.stdout
+    first, hello = done.stdout.split("\n", 1)
+    assert "85" in first and hello.strip() and "prompt is too long" in done.stderr
     assert "<think>" not in done.stdout + done.stderr
     assert "47" in done.stderr  # thinking does not mix with a piped answer
 
 
-def test_chat_survives_a_message_that_is_refused() -> None:
-    done = negamax(
-        "chat", MODEL, "--temperature", "0", *FAST, input="word " * 100_000 + "\nHello\n"
-    )
-    assert done.returncode == 0
-    assert "prompt is too long" in done.stderr
-    assert done.stdout.strip()
-
-
-@pytest.mark.parametrize("module", ["negamax.api.server", "negamax.cli.serve", "negamax.cli.main"])
-def test_server_process_starts_quickly_and_without_torch(module: str) -> None:
+def test_server_process_starts_quickly_and_without_torch() -> None:
     code = (
-        f"import sys, {module}, negamax.api.server; assert not {{'torch', 'triton', "
-        f"'transformers'}} & set(sys.modules)"
+        "import sys, negamax.cli.main, negamax.cli.serve, negamax.api.server; "
+        "assert not {'torch', 'triton', 'transformers'} & set(sys.modules)"
     )
     seconds = []
     for _ in range(2):

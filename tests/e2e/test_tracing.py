@@ -18,7 +18,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_service
 
 from negamax.cli.main import main
-from tests.e2e.conftest import MODEL, eventually, free_port, serving
+from tests.e2e.conftest import MODEL, eventually, serving
+from tests.ports import free_port
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "top_p": 0.5, "n": 2}

@@ -139,6 +139,7 @@ class StubEngine:
         self._author = new_author(source)
         self._eos = source.generation.eos_token_ids[0]
         self._answers: dict[str, Answer] = {}
+        self._aborted: list[SequenceUpdate] = []  # the next step tells
         self._steps = 0
         self._tokens = 0
         self.info = wire.ModelInfo(
@@ -160,7 +161,7 @@ class StubEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._answers)
+        return bool(self._answers or self._aborted)
 
     def take(self, message: wire.ToEngine) -> bool:
         """Process a message; False: it said stop."""
@@ -171,6 +172,9 @@ class StubEngine:
                 answer = self._answers.pop(request_id, None)
                 if answer is not None:
                     self._author.end(answer)
+                    self._aborted.append(
+                        SequenceUpdate(request_id, [], None, None, "abort", None, 0, None)
+                    )
         elif isinstance(message, wire.AbortServer):
             for request_id in [
                 name for name in self._answers if wire.server_of(name) == message.server
@@ -186,6 +190,8 @@ class StubEngine:
         for update in updates:
             if update.finish_reason is not None:
                 self._author.end(self._answers.pop(update.request_id))
+        updates += self._aborted
+        self._aborted = []
         self._steps += 1
         self._tokens += sum(len(update.token_ids) for update in updates)
         return wire.StepOutputs(updates, self._stats())
