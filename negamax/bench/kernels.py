@@ -21,7 +21,7 @@ from torch import Tensor
 
 from negamax.base.errors import ConfigError
 from negamax.bench.bindings import Call, bind, copy_case, tensors_of
-from negamax.bench.report import environment
+from negamax.bench.report import environment, gpu_seconds
 from negamax.kernels.formats import PLAIN
 from negamax.kernels.op import FLOAT_DTYPES, Case, Kernel, Op
 from negamax.kernels.platform import platform_of
@@ -281,16 +281,5 @@ def _graph_seconds(calls: Sequence[Call], *, num_calls: int, between: Call) -> f
 
 
 def _eager_seconds(call: Call, *, between: Call | None = None) -> float:
-    """Median seconds of a call between two events of the current stream."""
-    call()
-    seconds: list[float] = []
-    for _ in range(REPLAYS):
-        if between is not None:
-            between()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(seconds)
+    """Median seconds of a call."""
+    return statistics.median(gpu_seconds(call, rounds=REPLAYS, between=between))

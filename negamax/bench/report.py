@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -54,16 +54,27 @@ def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) 
     """
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    target.copy_(source)
-    milliseconds: list[float] = []
-    for _ in range(COPY_ROUNDS):
+    return 2 * num_bytes / min(gpu_seconds(lambda: target.copy_(source), rounds=COPY_ROUNDS))
+
+
+def gpu_seconds(
+    call: Callable[[], object], *, rounds: int, between: Callable[[], object] | None = None
+) -> list[float]:
+    """Seconds of each of `rounds` calls between two events of the current stream, behind one that
+    is not timed; `between` runs before each.
+    """
+    call()
+    seconds: list[float] = []
+    for _ in range(rounds):
+        if between is not None:
+            between()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        target.copy_(source)
+        call()
         end.record()
         end.synchronize()
-        milliseconds.append(begin.elapsed_time(end))
-    return 2 * num_bytes / (min(milliseconds) / 1e3)
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return seconds
 
 
 def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:

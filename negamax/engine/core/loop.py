@@ -17,7 +17,7 @@ from negamax.base.log import get_logger
 from negamax.engine.core.executor import Executor, StepHandle
 from negamax.engine.core.rank_watch import RankWatch
 from negamax.engine.grammar.manager import GrammarManager
-from negamax.engine.wire import EngineStats
+from negamax.engine.wire import EngineStats, StepOutputs
 from negamax.scheduler import crash_details
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.scheduler import Scheduler
@@ -26,7 +26,7 @@ from negamax.worker.config import DebugCommand, DebugResult
 
 logger = get_logger(__name__)
 
-# kept for whoever asks what began and what the steps ran; the embedded LLM does not
+# kept for the next report of what began and what the steps ran; the embedded LLM wants none
 _REPORT_ENTRIES = 4096
 WAIT_SECONDS = 0.005  # between looks for new requests, while all here wait for their grammars
 
@@ -133,19 +133,14 @@ class EngineLoop:
         self._in_flight = launched
         return updates
 
-    def take_admitted(self) -> list[tuple[str, float]]:
-        """The requests that began to run since the last call, with the `time.monotonic()` of their
-        first step.
+    def report(self, updates: list[SequenceUpdate]) -> StepOutputs:
+        """`updates` with the statistics, the requests that began to run since the last report, and
+        how many tokens each step committed since then has run.
         """
-        admitted = list(self._admitted)
+        report = StepOutputs(updates, self.stats(), list(self._admitted), list(self._step_tokens))
         self._admitted.clear()
-        return admitted
-
-    def take_step_tokens(self) -> list[int]:
-        """How many tokens each step committed since the last call has run."""
-        step_tokens = list(self._step_tokens)
         self._step_tokens.clear()
-        return step_tokens
+        return report
 
     def stats(self) -> EngineStats:
         s = self._scheduler

@@ -198,10 +198,7 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
         updates = loop.step()
         pulse.num_rounds += 1
         if updates:
-            report = wire.StepOutputs(
-                updates, loop.stats(), loop.take_admitted(), loop.take_step_tokens()
-            )
-            outbox.send(outbox.frames(report))
+            outbox.send(outbox.frames(loop.report(updates)))
 
 
 class Pulse:
