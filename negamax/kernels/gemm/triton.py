@@ -101,10 +101,8 @@ def _gemv_kernel(
     for i in tl.static_range(STEPS):
         for row in tl.static_range(BLOCK_N):
             w_ptrs = w_ptr + tl.minimum(first_n + row, N - 1).to(tl.int64) * K + i * BLOCK_K
-            if i * BLOCK_K + BLOCK_K <= K:
-                w += (tl.load(w_ptrs + offs_k),)
-            else:
-                w += (tl.load(w_ptrs + offs_k, mask=offs_k < K - i * BLOCK_K, other=0.0),)
+            inside = (offs_k < K - i * BLOCK_K) | (i * BLOCK_K + BLOCK_K <= K)
+            w += (tl.load(w_ptrs + offs_k, mask=inside, other=0.0),)
     w_scale = ()
     for i in tl.static_range(STEPS):
         k = i * BLOCK_K + thread * _VECTOR
@@ -151,12 +149,8 @@ def _fragment_columns(NUM_WARPS: tl.constexpr):
 def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Step i of the K columns of the rows at `ptrs`; in the last one some warps may have none."""
     BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
-    if (i + 1) * BLOCK_K <= K:
-        fragment = tl.load(ptrs + i * BLOCK_K)
-    else:
-        inside = _fragment_columns(NUM_WARPS) < K - i * BLOCK_K
-        fragment = tl.load(ptrs + i * BLOCK_K, mask=inside, other=0.0)
-    return fragment
+    inside = (_fragment_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
+    return tl.load(ptrs + i * BLOCK_K, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -280,13 +274,9 @@ def _split_k_kernel(
     else:
         wait_then_launch_dependents(PDL)
     for step in range(start, stop):
-        if EVEN_K:
-            w = tl.load(w_ptrs + step * BLOCK_K)
-            x = tl.load(x_ptrs + step * BLOCK_K)
-        else:
-            inside = offs_k < K - step * BLOCK_K
-            w = tl.load(w_ptrs + step * BLOCK_K, mask=inside[None, :], other=0.0)
-            x = tl.load(x_ptrs + step * BLOCK_K, mask=inside[:, None], other=0.0)
+        inside = (offs_k < K - step * BLOCK_K) | EVEN_K
+        w = tl.load(w_ptrs + step * BLOCK_K, mask=inside[None, :], other=0.0)
+        x = tl.load(x_ptrs + step * BLOCK_K, mask=inside[:, None], other=0.0)
         if FP8:
             # the next step's scales arrive while this one computes
             following = tl.minimum(step + 1, steps - 1)

@@ -70,7 +70,7 @@ def _gate_up_gemv_kernel(
     if (expert < 0) | (expert >= num_experts):
         return
     w_ptr += expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
-    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + tile * BLOCK_N // BLOCK) * E.HIDDEN_BLOCKS
+    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + tile * BLOCK_N // BLOCK) * (E.HIDDEN // BLOCK)
     xs, gates, ups, gate_scales, up_scales = (), (), (), (), ()
     for step in tl.static_range(STEPS):
         k = step * BLOCK_K + offs_k
@@ -82,9 +82,9 @@ def _gate_up_gemv_kernel(
         if E.FP8:
             block = (step * BLOCK_K + vector * _VECTOR) // BLOCK
             scale_ptrs = w_scale_ptr + block
-            fits = block < E.HIDDEN_BLOCKS
+            fits = block < E.HIDDEN // BLOCK
             gate_scales = gate_scales + (tl.load(scale_ptrs, mask=fits, other=0.0),)
-            scale_ptrs += (E.WIDTH // BLOCK) * E.HIDDEN_BLOCKS
+            scale_ptrs += (E.WIDTH // BLOCK) * (E.HIDDEN // BLOCK)
             up_scales = up_scales + (tl.load(scale_ptrs, mask=fits, other=0.0),)
     gate = tl.zeros([VECTORS, BLOCK_N], tl.float32)
     up = tl.zeros([VECTORS, BLOCK_N], tl.float32)
@@ -98,8 +98,8 @@ def _gate_up_gemv_kernel(
         gate += step_gate
         up += step_up
     y = silu_and_mul(tl.sum(gate, 0), tl.sum(up, 0))
-    h_ptrs = h_ptr + pair * E.WIDTH + offs_n
-    tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=offs_n < E.WIDTH)
+    h_ptr += pair * E.WIDTH
+    tl.store(h_ptr + offs_n, y.to(h_ptr.dtype.element_ty), mask=offs_n < E.WIDTH)
 
 
 @triton.jit(do_not_specialize=["first_expert", "num_experts"])
@@ -145,7 +145,7 @@ def _down_gemv_kernel(
     weight = tl.load(topk_weights_ptr + pair, mask=is_local, other=0.0, cache_modifier=".cg")
     w_ptr += expert.to(tl.int64)[:, None, None] * (E.HIDDEN * E.WIDTH)
     w_ptr += offs_n[None, :, None] * E.WIDTH
-    w_scale_ptr += (expert * E.HIDDEN_BLOCKS + tile * BLOCK_N // BLOCK) * E.WIDTH_BLOCKS
+    w_scale_ptr += (expert * (E.HIDDEN // BLOCK) + tile * BLOCK_N // BLOCK) * (E.WIDTH // BLOCK)
     inner = tl.arange(0, _VECTOR)
     ws, scales, hs = (), (), ()
     for step in tl.static_range(STEPS):
@@ -211,28 +211,24 @@ def _gate_up_tile(
     offs_k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
     w_ptrs = w_ptrs + offs_n[:, None] * E.HIDDEN + offs_k[None, :]
-    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + first_n // BLOCK) * E.HIDDEN_BLOCKS
+    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + first_n // BLOCK) * (E.HIDDEN // BLOCK)
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * E.HIDDEN + offs_k[None, :]
     n_inside = (offs_n < E.WIDTH)[:, None]
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in tl.range(0, E.HIDDEN, BLOCK_K, num_stages=NUM_STAGES):
-        if EVEN:
-            w_gate, w_up = tl.load(w_ptrs + k), tl.load(w_ptrs + E.WIDTH * E.HIDDEN + k)
-            x = tl.trans(tl.load(x_ptrs + k, mask=valid[:, None], other=0.0))
-        else:
-            k_inside = (k + offs_k < E.HIDDEN)[None, :]
-            inside = n_inside & k_inside
-            w_gate = tl.load(w_ptrs + k, mask=inside, other=0.0)
-            w_up = tl.load(w_ptrs + E.WIDTH * E.HIDDEN + k, mask=inside, other=0.0)
-            x = tl.trans(tl.load(x_ptrs + k, mask=valid[:, None] & k_inside, other=0.0))
+        k_inside = (k + offs_k < E.HIDDEN)[None, :] | EVEN
+        inside = (n_inside & k_inside) | EVEN
+        w_gate = tl.load(w_ptrs + k, mask=inside, other=0.0)
+        w_up = tl.load(w_ptrs + E.WIDTH * E.HIDDEN + k, mask=inside, other=0.0)
+        x = tl.trans(tl.load(x_ptrs + k, mask=valid[:, None] & k_inside, other=0.0))
         if E.FP8:
             block = k // BLOCK
-            x_scale_ptrs = x_scale_ptr + tokens * E.HIDDEN_BLOCKS + block
+            x_scale_ptrs = x_scale_ptr + tokens * (E.HIDDEN // BLOCK) + block
             x_scale = tl.load(x_scale_ptrs, mask=valid, other=0.0)
             gate += tl.dot(w_gate, x) * (x_scale * tl.load(w_scale_ptr + block))[None, :]
             up_product = tl.dot(w_up, x)
-            up_scale = tl.load(w_scale_ptr + (E.WIDTH // BLOCK) * E.HIDDEN_BLOCKS + block)
+            up_scale = tl.load(w_scale_ptr + (E.WIDTH // BLOCK) * (E.HIDDEN // BLOCK) + block)
             up += up_product * (x_scale * up_scale)[None, :]
         else:
             gate = dot(w_gate, x, gate)
@@ -262,18 +258,14 @@ def _down_tile(
     offs_k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + expert.to(tl.int64) * (E.HIDDEN * E.WIDTH)
     w_ptrs = w_ptrs + offs_n[:, None] * E.WIDTH + offs_k[None, :]
-    w_scale_ptr += (expert * E.HIDDEN_BLOCKS + first_n // BLOCK) * E.WIDTH_BLOCKS
+    w_scale_ptr += (expert * (E.HIDDEN // BLOCK) + first_n // BLOCK) * (E.WIDTH // BLOCK)
     h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * E.WIDTH + offs_k[None, :]
     n_inside = (offs_n < E.HIDDEN)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in tl.range(0, E.WIDTH, BLOCK_K, num_stages=NUM_STAGES):
-        if EVEN:
-            w = tl.load(w_ptrs + k)
-            h = tl.trans(tl.load(h_ptrs + k, mask=valid[:, None], other=0.0))
-        else:
-            k_inside = (k + offs_k < E.WIDTH)[None, :]
-            w = tl.load(w_ptrs + k, mask=n_inside & k_inside, other=0.0)
-            h = tl.trans(tl.load(h_ptrs + k, mask=valid[:, None] & k_inside, other=0.0))
+        k_inside = (k + offs_k < E.WIDTH)[None, :] | EVEN
+        w = tl.load(w_ptrs + k, mask=(n_inside & k_inside) | EVEN, other=0.0)
+        h = tl.trans(tl.load(h_ptrs + k, mask=valid[:, None] & k_inside, other=0.0))
         if E.FP8:
             h_scale_ptrs = h_scale_ptr + pairs * (E.WIDTH // BLOCK_K) + k // BLOCK_K
             h_scale = tl.load(h_scale_ptrs, mask=valid, other=0.0)

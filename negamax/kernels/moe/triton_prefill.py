@@ -209,12 +209,12 @@ def _gate_up_large_m_kernel(
     tokens = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0) // TOP_K
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * E.HIDDEN + tl.arange(0, BLOCK_K)[None, :]
     row = expert * (2 * E.WIDTH)
-    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + first_n // BLOCK) * E.HIDDEN_BLOCKS
+    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + first_n // BLOCK) * (E.HIDDEN // BLOCK)
     gate = _product(x_ptrs, x_scale_ptr, w, w_scale_ptr, tokens, valid,
                     row + first_n, row + E.WIDTH - 1,
                     E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
     row += E.WIDTH
-    w_scale_ptr += (E.WIDTH // BLOCK) * E.HIDDEN_BLOCKS
+    w_scale_ptr += (E.WIDTH // BLOCK) * (E.HIDDEN // BLOCK)
     up = _product(x_ptrs, x_scale_ptr, w, w_scale_ptr, tokens, valid,
                   row + first_n, row + E.WIDTH - 1,
                   E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
@@ -297,7 +297,7 @@ def _down_large_m_kernel(
     h_ptrs = h_ptr + places.to(tl.int64)[:, None] * E.WIDTH + offs_k[None, :]
     w_ptr += expert.to(tl.int64) * (E.HIDDEN * E.WIDTH)
     w_ptrs = w_ptr + offs_n[:, None] * E.WIDTH + offs_k[None, :]
-    w_scale_ptr += expert * (E.HIDDEN_BLOCKS * E.WIDTH_BLOCKS)
+    w_scale_ptr += expert * ((E.HIDDEN // BLOCK) * (E.WIDTH // BLOCK))
     out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * E.HIDDEN + offs_n[None, :]
     if RESIDENT:
         hs, h_scales = (), ()
@@ -310,7 +310,7 @@ def _down_large_m_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for step in tl.static_range(STEPS):
                 w = tl.trans(tl.load(w_ptrs + tile * (BLOCK_N * E.WIDTH) + step * BLOCK_K))
-                block = (first_n + tile * BLOCK_N) // BLOCK * E.WIDTH_BLOCKS
+                block = (first_n + tile * BLOCK_N) // BLOCK * (E.WIDTH // BLOCK)
                 w_scale_ptrs = w_scale_ptr + (block + step * BLOCK_K // BLOCK)
                 acc += tl.dot(hs[step], w) * (h_scales[step] * tl.load(w_scale_ptrs))[:, None]
             result = acc.to(out_ptr.dtype.element_ty)
@@ -328,7 +328,7 @@ def _down_large_m_kernel(
             if E.FP8:
                 h_scale_ptrs = h_scale_ptr + places * (E.WIDTH // BLOCK_K) + k // BLOCK_K
                 scale = tl.load(h_scale_ptrs, mask=valid, other=0.0) * topk_weight
-                block = (first_n + tile * BLOCK_N) // BLOCK * E.WIDTH_BLOCKS
+                block = (first_n + tile * BLOCK_N) // BLOCK * (E.WIDTH // BLOCK)
                 scale *= tl.load(w_scale_ptr + block + k // BLOCK)
                 acc += tl.dot(h, w) * scale[:, None]
             else:

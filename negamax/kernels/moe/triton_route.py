@@ -123,6 +123,20 @@ def _topk_of_token(
     tl.store(topk_weights_ptr + offs, topk_weight, mask=chosen)
 
 
+@triton.jit
+def _load_gate(ptrs, mask, GATE_SIZE: tl.constexpr):
+    """hi, mid and lo of a tile of the gate."""
+    hi = tl.load(ptrs, mask=mask, other=0.0)
+    mid = tl.load(ptrs + GATE_SIZE, mask=mask, other=0.0)
+    return hi, mid, tl.load(ptrs + 2 * GATE_SIZE, mask=mask, other=0.0)
+
+
+@triton.jit
+def _gate_sum(parts):
+    """The gate in fp32."""
+    return (parts[0].to(tl.float32) + parts[1].to(tl.float32)) + parts[2].to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _route_small_m_kernel(
     x_ptr,  # [M, HIDDEN]
@@ -160,14 +174,12 @@ def _route_small_m_kernel(
     first_n = tl.program_id(0) * BLOCK_N
     thread = tl.arange(0, BLOCK_K // _VECTOR)
     offs_k = (thread * _VECTOR)[:, None] + tl.arange(0, _VECTOR)[None, :]
-    hi, mid, lo, gate, x = (), (), (), (), ()
+    parts, gate, x = (), (), ()
     for step in tl.static_range(STEPS):
         k = step * BLOCK_K + offs_k
         for row in tl.static_range(BLOCK_N):
             gate_ptrs = gate_ptr + tl.minimum(first_n + row, NUM_EXPERTS - 1) * HIDDEN + k
-            hi += (tl.load(gate_ptrs, mask=k < HIDDEN, other=0.0),)
-            mid += (tl.load(gate_ptrs + GATE_SIZE, mask=k < HIDDEN, other=0.0),)
-            lo += (tl.load(gate_ptrs + 2 * GATE_SIZE, mask=k < HIDDEN, other=0.0),)
+            parts += (_load_gate(gate_ptrs, k < HIDDEN, GATE_SIZE),)
     expert = _experts_in_groups(NUM_EXPERTS)
     bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     wait_then_launch_dependents(PDL)
@@ -179,7 +191,7 @@ def _route_small_m_kernel(
             inside = (k < HIDDEN) & (m < M)
             x += (tl.load(x_ptr + m * HIDDEN + k, mask=inside, other=0.0, volatile=True),)
     for i in tl.static_range(STEPS * BLOCK_N):
-        gate += ((hi[i].to(tl.float32) + mid[i].to(tl.float32)) + lo[i].to(tl.float32),)
+        gate += (_gate_sum(parts[i]),)
     sums = ()
     for m in tl.static_range(BLOCK_M):
         for row in tl.static_range(BLOCK_N):
@@ -207,17 +219,16 @@ def _route_small_m_kernel(
 
 
 @triton.jit
-def _gate_product(hi, mid, lo, x, acc):
-    """acc [experts, tokens] + (hi + mid + lo) [experts, columns] x [tokens, columns]^T. The
+def _gate_product(parts, x, acc):
+    """acc [experts, tokens] + gate [experts, columns] x [tokens, columns]^T. The
     products of bf16 are exact, and the tensor cores add up in fp32; other activations (and the
     interpreter) take fp32 products.
     """
     if INTERPRETED or x.dtype != tl.bfloat16:
-        gate = (hi.to(tl.float32) + mid.to(tl.float32)) + lo.to(tl.float32)
-        acc = tl.dot(gate, tl.trans(x).to(tl.float32), acc, input_precision="ieee")
+        acc = tl.dot(_gate_sum(parts), tl.trans(x).to(tl.float32), acc, input_precision="ieee")
     else:
-        small = tl.dot(lo, tl.trans(x)) + tl.dot(mid, tl.trans(x))
-        acc += small + tl.dot(hi, tl.trans(x))
+        small = tl.dot(parts[2], tl.trans(x)) + tl.dot(parts[1], tl.trans(x))
+        acc += small + tl.dot(parts[0], tl.trans(x))
     return acc
 
 
@@ -268,13 +279,11 @@ def _route_large_m_kernel(
     gate_ptrs = gate_ptr + offs_n[:, None] * HIDDEN
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if NUM_STAGES == 0:
-        his, mids, los, xs = (), (), (), ()
+        parts, xs = (), ()
         for step in tl.static_range(STEPS):
             k = first_k + step * BLOCK_K + offs_k
             inside = (offs_n < NUM_EXPERTS)[:, None] & (k < HIDDEN)[None, :]
-            his = his + (tl.load(gate_ptrs + k[None, :], mask=inside, other=0.0),)
-            mids = mids + (tl.load(gate_ptrs + GATE_SIZE + k[None, :], mask=inside, other=0.0),)
-            los = los + (tl.load(gate_ptrs + 2 * GATE_SIZE + k[None, :], mask=inside, other=0.0),)
+            parts = parts + (_load_gate(gate_ptrs + k[None, :], inside, GATE_SIZE),)
         wait_then_launch_dependents(PDL)
         for step in tl.static_range(STEPS):
             k = first_k + step * BLOCK_K + offs_k
@@ -282,19 +291,17 @@ def _route_large_m_kernel(
             x_ptrs = x_ptr + offs_m[:, None] * HIDDEN + k[None, :]
             xs = xs + (tl.load(x_ptrs, mask=inside, other=0.0),)
         for step in tl.static_range(STEPS):
-            acc = _gate_product(his[step], mids[step], los[step], xs[step], acc)
+            acc = _gate_product(parts[step], xs[step], acc)
     else:
         wait_then_launch_dependents(PDL)
         for start in tl.range(first_k, first_k + STEPS * BLOCK_K, BLOCK_K, num_stages=NUM_STAGES):
             k = start + offs_k
             k_inside = (k < HIDDEN)[None, :] | EVEN_K
             inside = (offs_n < NUM_EXPERTS)[:, None] & k_inside
-            hi = tl.load(gate_ptrs + k[None, :], mask=inside, other=0.0)
-            mid = tl.load(gate_ptrs + GATE_SIZE + k[None, :], mask=inside, other=0.0)
-            lo = tl.load(gate_ptrs + 2 * GATE_SIZE + k[None, :], mask=inside, other=0.0)
+            parts = _load_gate(gate_ptrs + k[None, :], inside, GATE_SIZE)
             inside = (offs_m < M)[:, None] & k_inside
             x_ptrs = x_ptr + offs_m[:, None] * HIDDEN + k[None, :]
-            acc = _gate_product(hi, mid, lo, tl.load(x_ptrs, mask=inside, other=0.0), acc)
+            acc = _gate_product(parts, tl.load(x_ptrs, mask=inside, other=0.0), acc)
     out_ptrs = partials_ptr + (split * M + offs_m)[None, :] * NUM_EXPERTS + offs_n[:, None]
     tl.store(out_ptrs, acc, mask=(offs_n < NUM_EXPERTS)[:, None] & (offs_m < M)[None, :])
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)

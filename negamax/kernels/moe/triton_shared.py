@@ -26,16 +26,6 @@ class ExpertConstants:
     WIDTH: int  # of one expert, on this rank
     FP8: bool
 
-    @property
-    def HIDDEN_BLOCKS(self) -> int:
-        """Scales of a row of gate_up."""
-        return -(-self.HIDDEN // GROUP)
-
-    @property
-    def WIDTH_BLOCKS(self) -> int:
-        """Scales of a row of down."""
-        return -(-self.WIDTH // GROUP)
-
 
 @dataclass(frozen=True)
 class PreparedExperts:
