@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from negamax.kernels import platform
+from negamax.kernels.launch.tile import has_h200_tiles
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,8 @@ DECODE = DecodeSplit(block_n=64, min_tiles=1, programs=3, split_programs=1.5)
 _SHORT = 4096  # tokens; beyond it large tiles read keys less often
 
 
-@dataclass(frozen=True)
 class Tiles:
     """Where nothing was measured: two stages, and 64 KB of shared memory are enough."""
-
-    measured_on: str | None = None
 
     def decode_launch(self, cache_bytes: int, *, split_kv: bool) -> DecodeLaunch:
         """For a cache of `cache_bytes` per element."""
@@ -58,11 +56,8 @@ class Tiles:
         return PrefillLaunch(block_n=32, num_warps=4, num_stages=2)
 
 
-@dataclass(frozen=True)
 class H200(Tiles):
     """Measured with head_dim 128."""
-
-    measured_on: str | None = "H200"
 
     def decode_launch(self, cache_bytes: int, *, split_kv: bool) -> DecodeLaunch:
         if split_kv:
@@ -78,14 +73,9 @@ class H200(Tiles):
         return PrefillLaunch(block_n=64, num_warps=8, num_stages=3)
 
 
-_LIKE_H200 = H200(measured_on=None)  # as much shared memory, nothing measured
-# cpu: the interpreter
-_BY_ARCH = {"sm_90": H200(), "sm_100": _LIKE_H200, "sm_103": _LIKE_H200, "cpu": H200()}
-
-
 def tiles_for(device: torch.device) -> Tiles:
     """The sizes for `device`."""
-    return _BY_ARCH.get(platform.platform_of(device).arch, Tiles())
+    return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()
 
 
 def decode_programs(num_seqs: int, kv_heads: int, multiprocessors: int) -> tuple[int, bool]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from negamax.kernels import platform
-from negamax.kernels.launch.tile import Tile
+from negamax.kernels.launch.tile import Tile, has_h200_tiles
 
 GEMV_MAX_M = 1  # FP8: up to here on the CUDA cores
 SPLIT_K_MAX_M = 64  # up to here the weight is the tall operand; 16-bit weights: above, cuBLAS
@@ -52,7 +52,6 @@ class Tiles:
     """Where nothing was measured: short pipelines, and 64 KB of shared memory are enough."""
 
     multiprocessors: int
-    measured_on: str | None = None
 
     def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
         """For FP8 weights of which every program's part fits into registers, all programs running
@@ -92,7 +91,6 @@ class H200(Tiles):
     """Measured at the slices of MiniMax-M2 (see above)."""
 
     multiprocessors: int = 132
-    measured_on: str | None = "H200"
 
     def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
         """A warp has up to six blocks of 128 columns: 96 of a thread's registers. With 128 in all,
@@ -133,9 +131,7 @@ def tiles_for(device: torch.device) -> Tiles:
     here = platform.platform_of(device)
     if here.vendor == "cpu":  # the interpreter
         return H200()
-    if here.arch in ("sm_90", "sm_100", "sm_103"):  # the last two: not measured
-        return H200(here.multiprocessors, "H200" if here.arch == "sm_90" else None)
-    return Tiles(here.multiprocessors)
+    return (H200 if has_h200_tiles(here.arch) else Tiles)(here.multiprocessors)
 
 
 def cublas_is_faster(M: int, num_weights: int) -> bool:

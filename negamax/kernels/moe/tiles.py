@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from negamax.kernels import platform
-from negamax.kernels.launch.tile import Tile
+from negamax.kernels.launch.tile import Tile, has_h200_tiles
 
 SMALL_M_MAX_M = 256  # up to here each expert searches topk_ids for its tokens
 SEARCH_CHUNK = 512  # pairs searched at a time
@@ -46,11 +46,8 @@ class ExpertTiles:
     resident: bool = False  # large_m: h stays in shared memory (FP8, narrow experts)
 
 
-@dataclass(frozen=True)
 class Tiles:
     """Where nothing was measured: short pipelines, and 64 KB of shared memory are enough."""
-
-    measured_on: str | None = None
 
     def route(self, M: int) -> RouteTile:
         block_m = 16 if M <= 16 else 64
@@ -87,11 +84,8 @@ _ROUTE = (
 )
 
 
-@dataclass(frozen=True)
 class H200(Tiles):
     """Measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8)."""
-
-    measured_on: str | None = "H200"
 
     def route(self, M: int) -> RouteTile:
         return _ROUTE[bisect_left((16, 256, 4096), M)]
@@ -126,11 +120,6 @@ class H200(Tiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
 
-_LIKE_H200 = H200(measured_on=None)  # as much shared memory, nothing measured
-# cpu: the interpreter
-_BY_ARCH = {"sm_90": H200(), "sm_100": _LIKE_H200, "sm_103": _LIKE_H200, "cpu": H200()}
-
-
 def tiles_for(device: torch.device) -> Tiles:
     """The sizes for `device`."""
-    return _BY_ARCH.get(platform.platform_of(device).arch, Tiles())
+    return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()
