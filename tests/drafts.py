@@ -10,6 +10,7 @@ from torch import Tensor, full
 
 from negamax.worker.config import WorkerConfig
 from negamax.worker.request_state import RequestState
+from negamax.worker.speculation import Proposer, TokenStates
 
 ALWAYS_RIGHT, ALWAYS_WRONG, RANDOM = KINDS = ("always right", "always wrong", "random")
 NUM_DRAFT_TOKENS = 3
@@ -23,11 +24,14 @@ class KnowingProposer:
     """
 
     num_draft_tokens = NUM_DRAFT_TOKENS
+    capture: tuple[int, ...] = ()
 
     def __init__(self, kind: str, outputs: dict[Key, list[int]]) -> None:
         self._kind, self._outputs = kind, outputs
 
-    def propose(self, slots: Tensor, lengths: Tensor, requests: RequestState) -> Tensor:
+    def propose(
+        self, states: TokenStates, slots: Tensor, lengths: Tensor, requests: RequestState
+    ) -> Tensor:
         drafts = full((len(slots), self.num_draft_tokens), -1)
         for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
             prompt_len = requests.state(slot).prompt_len
@@ -48,11 +52,30 @@ class KnowingProposer:
         return token if self._kind == ALWAYS_RIGHT else wrong
 
 
-def install(patch: Callable[[object, str, Any], None], proposer: KnowingProposer) -> None:
+class ReadingProposer(KnowingProposer):
+    """Keeps the residual streams that it is given, as a draft model with a cache of its own would:
+    of each position what it saw last.
+    """
+
+    def __init__(self, capture: tuple[int, ...], kind: str, outputs: dict[Key, list[int]]) -> None:
+        super().__init__(kind, outputs)
+        self.capture = capture
+        self.seen: dict[tuple[int, int], list[Tensor]] = {}  # by slot and position
+
+    def propose(
+        self, states: TokenStates, slots: Tensor, lengths: Tensor, requests: RequestState
+    ) -> Tensor:
+        places = zip(states.slots.tolist(), states.positions.tolist(), strict=True)
+        for token, place in enumerate(places):
+            self.seen[place] = [residual[token].clone() for residual in states.residuals]
+        return super().propose(states, slots, lengths, requests)
+
+
+def install(patch: Callable[[object, str, Any], None], proposer: Proposer) -> None:
     """Have the workers of this process verify what `proposer` guesses."""
     from negamax.worker import worker
 
-    def load(_config: WorkerConfig) -> KnowingProposer:
+    def load(_config: WorkerConfig) -> Proposer:
         return proposer
 
     patch(worker, "load_proposer", load)

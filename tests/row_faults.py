@@ -10,10 +10,9 @@ from typing import Any
 
 from negamax import SamplingParams
 from negamax.scheduler.step import NewRow
+from negamax.worker import prompt_logprobs, sampler
 from negamax.worker import request_state as state_module
-from negamax.worker import sampler
 from negamax.worker.request_state import RequestState
-from negamax.worker.runner import Runner
 
 FAULTS = ("classify", "state", "fill", "late fill", "edit", "late edit", "prompt logprobs")
 LATE = 4  # tokens of output before a fault that comes late
@@ -70,7 +69,7 @@ def install(rank: int, patch: Patch) -> None:
         if asks(row.sampling, "late fill"):
             raise Injected("after the row was filled")
 
-    def in_entries(_runner: Runner, _hidden: object, token_ids: Any, **_: object) -> bool:
+    def in_entries(_model: object, _hidden: object, token_ids: Any, **_: object) -> bool:
         return int(token_ids[0]) == PROMPT_MARK
 
     patch(RequestState, "_fill", fill_late)
@@ -78,7 +77,7 @@ def install(rank: int, patch: Patch) -> None:
     wrap(RequestState, "_classify", lambda _rows, _slot, params, **_: asks(params, "classify"))
     wrap(state_module, "_state", lambda row, *_, **__: asks(row.sampling, "state"))
     wrap(sampler, "_edit", in_edit)
-    wrap(Runner, "_entries", in_entries)
+    wrap(prompt_logprobs, "_entries", in_entries)
 
 
 PROMPT_MARK = 17  # the second token of a prompt whose log-probabilities fail

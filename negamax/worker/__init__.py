@@ -1,1 +1,1 @@
-"""One rank: persistent rows, the KV caches, the model runner and the sampler."""
+"""One rank: the state of requests, the KV caches, the model and the sampler."""

@@ -33,6 +33,7 @@ from negamax.models.decoder import Decoder
 from negamax.worker.batch import Column, StepColumns, forward_batch, place
 from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.request_state import RequestState
+from negamax.worker.speculation import TokenStates
 
 
 class StepShape(NamedTuple):
@@ -95,6 +96,7 @@ class StepBuffers:
     ones."""
 
     hidden: Tensor  # [N, hidden], of steps that are not sampled
+    residuals: list[Tensor]  # of each captured layer [N, hidden]
     logits: Tensor  # [R, V of this rank] fp32
     token_ids: Tensor  # [R] int64
 
@@ -112,10 +114,12 @@ class StepGraphs:
         kernels: KernelTable,
         group: Collective,
         runtime: Runtime,
+        layers: Sequence[int] = (),
     ) -> None:
+        """`layers`: those whose residual streams are captured too, as `Decoder.forward` does."""
         self.shapes, self._model, self._kv, self._requests = shapes, model, kv, requests
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
-        self._group, self._runtime = group, runtime
+        self._group, self._runtime, self._layers = group, runtime, layers
         every = [shape for of_kind in shapes.values() for shape in of_kind]
         num_tokens = max(shape.num_tokens for shape in every)
         num_sampled = max(shape.num_tokens for shape in every if shape.is_sampled)
@@ -131,10 +135,10 @@ class StepGraphs:
         )
         # of decodes
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
+        states = (num_tokens, model.spec.hidden_size)
         self.buffers = StepBuffers(
-            hidden=torch.zeros(
-                num_tokens, model.spec.hidden_size, dtype=kernels.dtype, device=device
-            ),
+            hidden=torch.zeros(states, dtype=kernels.dtype, device=device),
+            residuals=[torch.zeros(states, dtype=kernels.dtype, device=device) for _ in layers],
             logits=torch.zeros(
                 num_sampled, len(model.vocab_range), dtype=torch.float32, device=device
             ),
@@ -187,6 +191,14 @@ class StepGraphs:
         """
         self._graphs[shape][0].replay()
         return self.buffers
+
+    def states(self, shape: StepShape, num_tokens: int) -> TokenStates:
+        """The first tokens of the step that was replayed."""
+        return TokenStates(
+            self._columns[:num_tokens],
+            self._places[:num_tokens],
+            [residual[:num_tokens] for residual in self.buffers.residuals],
+        )
 
     def counts(self, shape: StepShape, num_rows: int) -> tuple[Tensor, Tensor]:
         """The slots of the prepared step's first rows, and how many tokens each runs. [num_rows]"""
@@ -261,7 +273,11 @@ class StepGraphs:
             host_seq_lens=(),
             host_query_lens=(),
         )
-        hidden, _ = self._model.forward(batch.token_ids, batch.attention, kv)
+        hidden, residuals = self._model.forward(
+            batch.token_ids, batch.attention, kv, capture=self._layers
+        )
+        for buffer, residual in zip(self.buffers.residuals, residuals, strict=False):
+            buffer[:num_tokens].copy_(residual)
         if not shape.is_sampled:
             self.buffers.hidden[:num_tokens].copy_(hidden)
             return

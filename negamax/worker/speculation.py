@@ -18,19 +18,36 @@ from negamax.worker.device import HostTensor
 from negamax.worker.request_state import RequestState
 
 
+@dataclass(frozen=True)
+class TokenStates:
+    """The T tokens that a step has run, wrong drafts included, and what the model made of them."""
+
+    slots: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    residuals: list[
+        Tensor
+    ]  # of each layer in `Proposer.capture` [T, hidden]; see `Decoder.forward`
+
+
 class Proposer(Protocol):
     """Guesses what comes next. All ranks must guess the same."""
 
     num_draft_tokens: int  # at a time
+    capture: tuple[int, ...]  # layers whose residual stream it reads
 
-    def propose(self, slots: Tensor, lengths: Tensor, requests: RequestState) -> Tensor:
-        """What follows the first lengths[i] tokens of slots[i], all of which are known. slots,
-        lengths [R] int64 -> [R, num_draft_tokens] int64, -1 from where there is no guess.
+    def propose(
+        self, states: TokenStates, slots: Tensor, lengths: Tensor, requests: RequestState
+    ) -> Tensor:
+        """What follows the first lengths[i] tokens of slots[i], all of which are known. Called
+        behind every step, with those of its rows that sample; `states` is good until it returns.
+        slots, lengths [R] int64 -> [R, num_draft_tokens] int64, -1 from where there is no guess.
         """
 
 
 def load_proposer(config: WorkerConfig) -> Proposer | None:
-    """The proposer that `config` asks for; None: tokens are generated one by one."""
+    """The proposer that `config` asks for, by the name of its method, of which there is none yet;
+    None: tokens are generated one by one.
+    """
     return None
 
 

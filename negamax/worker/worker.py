@@ -17,7 +17,6 @@ from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
-from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
@@ -44,10 +43,15 @@ from negamax.worker.graphs import (
     capture_shapes,
 )
 from negamax.worker.profile import peak_bytes
+from negamax.worker.prompt_logprobs import score_prompts
 from negamax.worker.request_state import RequestState
-from negamax.worker.runner import Runner
 from negamax.worker.sampler import Sampled, Sampler
-from negamax.worker.speculation import Verification, count_accepted, load_proposer
+from negamax.worker.speculation import (
+    TokenStates,
+    Verification,
+    count_accepted,
+    load_proposer,
+)
 from negamax.worker.step_output import StepOutput, StepTimes
 from negamax.worker.warmup import warming_up, warmup_layers
 
@@ -123,9 +127,11 @@ class Worker:
                 device=device,
             )
             self._rows.set_spare_block(num_blocks)
-            self._runner = Runner(model, kv)
+            self._kv = kv
+            # whose residual streams the proposer reads
+            self._layers = self._proposer.capture if self._proposer else ()
             self._graphs: StepGraphs | None = None
-            graph_summary = self._capture(kv)
+            graph_summary = self._capture()
         self._ended: torch.cuda.Event | None = None  # of the step before
         # the last steps with draft tokens, and their number: their results may be on their way
         self._unverified: deque[tuple[int, StepPlan, StepOutput]] = deque()
@@ -202,7 +208,7 @@ class Worker:
         """
         del (
             self._graphs,
-            self._runner,
+            self._kv,
             self._model,
             self._debug_commands,
             self._rows,
@@ -210,7 +216,7 @@ class Worker:
         self._runtime.release_memory()
         self._context.close()
 
-    def _capture(self, kv: list[KvCaches]) -> str:
+    def _capture(self) -> str:
         """Record the CUDA graphs; what they took, for people."""
         config = self._config
         if self._runtime.graph_pool is None or not config.cudagraph_size:
@@ -223,11 +229,12 @@ class Worker:
         self._graphs = graphs = StepGraphs(
             shapes,
             self._model,
-            kv,
+            self._kv,
             self._rows,
             kernels=self._kernels,
             group=self._group,
             runtime=self._runtime,
+            layers=self._layers,
         )
         with warming_up(self._context):
             graphs.warmup(warmup_layers(self._model.layers, config.kv_caches))
@@ -243,10 +250,8 @@ class Worker:
         """The step itself: gather, forward, sample, store. Writes are idempotent, so it may be
         repeated.
         """
-        graphs, num_rows = (
-            None if self._debug_commands.need_eager else self._graphs,
-            len(plan.slots),
-        )
+        graphs = None if self._debug_commands.need_eager else self._graphs
+        num_rows = len(plan.slots)
         if (
             graphs is not None
             and batches.is_decode(plan, self._rows)
@@ -258,7 +263,7 @@ class Worker:
             masks = bitmask.of(range(num_rows), device=self._device)
             if masks is None and not self._rows.filtered_slots.isdisjoint(plan.slots):
                 graphs.draw(shape)
-            outcome = self._decoded(plan, buffers, masks)
+            outcome = self._decoded(plan, buffers, graphs.states(shape, num_rows), masks)
             self._rows.advance(*graphs.counts(shape, num_rows))
         else:
             began, outcome = self._forward(plan, bitmask, graphs)
@@ -294,13 +299,18 @@ class Worker:
             graphs.prepare(shape, columns)
             began = self._runtime.record_event()
             hidden = graphs.replay(shape).hidden
+            states = graphs.states(shape, len(columns.token_slots))
         else:
             batch = batches.build(layout, self._rows)
             began = self._runtime.record_event()
-            hidden = self._runner.hidden(batch)
-        prompt_logprobs = self._runner.prompt_logprobs(plan, hidden, layout=layout, rows=self._rows)
+            hidden, residuals = self._model.forward(
+                batch.token_ids, batch.attention, self._kv, capture=self._layers
+            )
+            states = TokenStates(batch.attention.token_slots, batch.attention.positions, residuals)
+        prompt_logprobs = score_prompts(self._model, plan, hidden, layout=layout, rows=self._rows)
         rows = layout.sample_rows
         if not rows:
+            self._verify(plan, indices([], self._device), states)
             return began, StepOutput(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
         inputs = batches.sample_inputs(layout.sample_slots, layout.sample_offsets, self._rows)
         hidden = hidden[indices(layout.sample_tokens, self._device)]
@@ -316,10 +326,12 @@ class Worker:
             HostTensor(sampled.token_ids),
             sampled,
             prompt_logprobs,
-            verification=self._verify(plan, sampled.token_ids),
+            verification=self._verify(plan, sampled.token_ids, states),
         )
 
-    def _verify(self, plan: StepPlan, token_ids: torch.Tensor) -> Verification | None:
+    def _verify(
+        self, plan: StepPlan, token_ids: torch.Tensor, states: TokenStates
+    ) -> Verification | None:
         """Compare the drafts of a step with what was sampled in their places, `token_ids` of all
         samples; take back those that are wrong, and have the next ones proposed.
         """
@@ -334,9 +346,8 @@ class Worker:
         columns = slots, num_scheduled - num_drafts, firsts, num_drafts
         slot, offset, first, count = batches.upload(columns, self._device)
         accepted = count_accepted(token_ids, self._rows.drafts[slot], first, count)
-        self._rows.drafts[slot] = self._proposer.propose(
-            slot, self._rows.num_computed[slot] + offset + accepted + 1, self._rows
-        )
+        lengths = self._rows.num_computed[slot] + offset + accepted + 1
+        self._rows.drafts[slot] = self._proposer.propose(states, slot, lengths, self._rows)
         self._rows.advance(slot, accepted - count)
         if not num_drafts.any():
             return None
@@ -345,7 +356,11 @@ class Worker:
         )
 
     def _decoded(
-        self, plan: StepPlan, buffers: StepBuffers, masks: RowBitmasks | None
+        self,
+        plan: StepPlan,
+        buffers: StepBuffers,
+        states: TokenStates,
+        masks: RowBitmasks | None,
     ) -> StepOutput:
         """What a replayed step of generated tokens came to; only rows that ask for more are sampled
         again, and all where some have masks, of which the graph knows nothing."""
@@ -363,7 +378,7 @@ class Worker:
             list(range(num_rows)),
             HostTensor(token_ids),
             sampled,
-            verification=self._verify(plan, token_ids),
+            verification=self._verify(plan, token_ids, states),
         )
 
     def _store_sampled(self, sampled: Sampled, inputs: batches.SampleInputs) -> None:

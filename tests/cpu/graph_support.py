@@ -83,16 +83,24 @@ def install(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
     monkeypatch.setattr(worker, "warming_up", nullcontext)
 
 
-class AsynchronousRuntime(Runtime):
-    """Launches return before anybody has read what they compute, as on a GPU; a CPU has no events
-    to time them by.
-    """
+class _Clockless(Runtime):
+    """A CPU has no events to time steps by."""
 
     def record_event(self) -> None:
         return None
 
     def release_memory(self) -> None:
         return None
+
+
+def runtime(pool: RepeatedSteps | None, *, is_asynchronous: bool = False) -> Runtime:
+    """A GPU's, on the CPU; steps are captured in `pool`. None: they are not."""
+    return _Clockless(
+        is_asynchronous=is_asynchronous,
+        graph_pool=None if pool is None else lambda: pool,
+        is_batch_invariant=False,
+        samples_on_shards=True,
+    )
 
 
 def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from negamax import LLM, SamplingParams
 from negamax.base.errors import ConfigError, ContextLengthError, InvalidRequestError, ResourceError
-from negamax.worker.batch import ForwardBatch
+from negamax.kernels.attention.metadata import AttentionMetadata
 from tests import tiny
 
 SIZES = {
@@ -279,7 +280,7 @@ def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
                 worker = engine._loop._executor._worker  # type: ignore[attr-defined]
                 block = int(worker._rows.block_tables[0, 0])
                 with torch.inference_mode():
-                    worker._runner._kv[0]["k"][block] = float("nan")
+                    worker._kv[0]["k"][block] = float("nan")
                 poisoned = True
         assert reasons[requests[0].request_id] == "error"
         assert reasons[requests[1].request_id] == "length"
@@ -310,16 +311,20 @@ def test_a_step_that_raises_is_repeated_row_by_row(
             steps += 1
             if steps == 3:
                 worker = engine._loop._executor._worker  # type: ignore[attr-defined]
-                hidden = worker._runner.hidden
+                forward = worker._model.forward
 
                 def raising(
-                    batch: ForwardBatch, hidden: Callable[[ForwardBatch], torch.Tensor] = hidden
-                ) -> torch.Tensor:
-                    if 0 in batch.attention.token_slots:
+                    token_ids: torch.Tensor,
+                    metadata: AttentionMetadata,
+                    *args: Any,
+                    forward: Callable[..., Any] = forward,
+                    **options: Any,
+                ) -> Any:
+                    if 0 in metadata.token_slots:
                         raise RuntimeError("the model cannot run the first row")
-                    return hidden(batch)
+                    return forward(token_ids, metadata, *args, **options)
 
-                monkeypatch.setattr(worker._runner, "hidden", raising)
+                monkeypatch.setattr(worker._model, "forward", raising)
         assert reasons == {requests[0].request_id: "error", requests[1].request_id: "length"}
         assert collected[requests[1].request_id] == expected
 

@@ -10,6 +10,7 @@ from typing import Any
 import graph_support
 import pytest
 import torch
+from model_support import PagedRun
 
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
@@ -136,13 +137,8 @@ def reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
     """Engines launch steps without waiting for earlier ones, with and without captured ones; what
     launches read themselves.
     """
-    runtime = graph_support.AsynchronousRuntime(
-        is_asynchronous=True,
-        graph_pool=graph_support.RepeatedSteps if request.param == "graphs" else None,
-        is_batch_invariant=False,
-        samples_on_shards=True,
-    )
-    graph_support.install(monkeypatch, runtime)
+    pool = graph_support.RepeatedSteps() if request.param == "graphs" else None
+    graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
     return graph_support.watch_reads(monkeypatch)
 
 
@@ -166,6 +162,48 @@ def test_no_launch_waits_for_the_drafts_of_the_step_before(
     bounds = torch.from_numpy(requests.num_computed_bound)
     assert (requests.num_computed <= bounds).all()
     assert (bounds - requests.num_computed <= 2 * NUM_DRAFT_TOKENS).all()
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_proposer_is_given_the_residuals_of_all_tokens(
+    folder: Path, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of prompts, generated tokens, and drafts that turn out right."""
+    pool = graph_support.RepeatedSteps()
+    if captured:
+        graph_support.install(monkeypatch, graph_support.runtime(pool))
+    options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 13, "max_num_seqs": 3}
+    options["enable_prefix_caching"] = False  # what is found there is not run
+    chosen = slice(0, 3)
+    with LLM(str(folder), block_size=4, num_threads=1, **options) as llm:
+        outputs = [
+            one.outputs[0].token_ids for one in llm.generate(PROMPTS[chosen], PARAMS[chosen])
+        ]
+    columns = zip(PARAMS, PROMPTS, outputs, strict=False)
+    known = {(params.seed or 0, tuple(tokens)): output for params, tokens, output in columns}
+    proposer = drafts.ReadingProposer((2, 0, 1), RANDOM, known)
+    drafts.install(monkeypatch.setattr, proposer)
+    with LLM(str(folder), block_size=4, num_threads=1, **options) as llm:
+        again = [one.outputs[0].token_ids for one in llm.generate(PROMPTS[chosen], PARAMS[chosen])]
+        model = llm._loop._executor._worker._model  # type: ignore[attr-defined]
+        tokens = llm._loop._executor._worker._rows.tokens.clone()  # type: ignore[attr-defined]
+        run = PagedRun(model, block_size=4)
+        run.capture = proposer.capture
+        num_seen = 0
+        for slot in range(3):
+            (text,) = (
+                prompt + output[:-1]
+                for prompt, output in zip(PROMPTS, outputs, strict=False)
+                if tokens[slot, : len(prompt + output)].tolist() == prompt + output
+            )
+            run.step([(str(slot), text)])
+            for position in range(len(text)):
+                found = proposer.seen[slot, position]
+                num_seen += 1
+                for residual, expected in zip(found, run.captured, strict=True):
+                    torch.testing.assert_close(residual, expected[position], rtol=1e-3, atol=1e-4)
+    assert again == outputs and num_seen > 150
+    assert (pool.num_replays > 0) == captured
 
 
 def test_right_drafts_take_fewer_steps(
@@ -205,18 +243,18 @@ def test_a_step_that_raises_is_repeated_row_by_row_with_its_drafts(
     outputs: dict[Key, list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from negamax.worker.runner import Runner
+    from negamax.models.decoder import Decoder
 
-    hidden, calls = Runner.hidden, []
+    forward, calls = Decoder.forward, []
 
-    def failing(self: Runner, batch: Any) -> Any:
-        calls.append(len(batch.token_ids))
+    def failing(self: Decoder, token_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+        calls.append(len(token_ids))
         if len(calls) % 5 == 0:
             raise RuntimeError("once in a while")
-        return hidden(self, batch)
+        return forward(self, token_ids, *args, **options)
 
     drafts.install(monkeypatch.setattr, drafts.KnowingProposer(RANDOM, outputs))
-    monkeypatch.setattr(Runner, "hidden", failing)
+    monkeypatch.setattr(Decoder, "forward", failing)
     with engine(folder, max_num_seqs=3) as llm:
         generations = llm.generate(PROMPTS[:2], PARAMS[:2])
     tokens = [generation.outputs[0].token_ids for generation in generations]

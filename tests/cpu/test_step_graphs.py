@@ -12,7 +12,6 @@ from graph_support import RepeatedSteps
 
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
-from negamax.worker.device import Runtime
 
 LONG: dict[str, Any] = {"max_tokens": 14, "ignore_eos": True}
 PARAMS = [
@@ -43,13 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def pool(monkeypatch: pytest.MonkeyPatch) -> RepeatedSteps:
     """What the steps of engines on the CPU are captured in."""
     pool = RepeatedSteps()
-    runtime = Runtime(
-        is_asynchronous=False,
-        graph_pool=lambda: pool,
-        is_batch_invariant=False,
-        samples_on_shards=True,
-    )
-    graph_support.install(monkeypatch, runtime)
+    graph_support.install(monkeypatch, graph_support.runtime(pool))
     return pool
 
 

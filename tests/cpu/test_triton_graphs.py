@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import triton_support  # noqa: F401  before the kernels
-from graph_support import RepeatedSteps
+from graph_support import RepeatedSteps, runtime
 from m2_checkpoints import to_fp8
 from model_support import random_weights
 from test_triton_model import FEW_PROGRAMS, SPEC, errors, gpu_model, kernel_table
@@ -22,18 +22,11 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, kv_cache
 from negamax.worker.batch import StepColumns
-from negamax.worker.device import Runtime
 from negamax.worker.graphs import ROWS, TOKENS, StepGraphs, StepShape
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampler
 
 CPU = torch.device("cpu")
-RUNTIME = Runtime(
-    is_asynchronous=False,
-    graph_pool=RepeatedSteps,
-    is_batch_invariant=False,
-    samples_on_shards=True,
-)
 SHAPES = {ROWS: [StepShape(1, 1, 1), StepShape(4, 4, 1)], TOKENS: [StepShape(8, 4, 8)]}
 SAMPLING = (
     {"temperature": 0.0},
@@ -102,7 +95,7 @@ def test_captured_steps_compute_what_the_same_kernels_compute_alone(
             captured.requests,
             kernels=kernel_table(),
             group=SingleRank(),
-            runtime=RUNTIME,
+            runtime=runtime(pool),
         )
         assert graphs.capture(TOKENS, pool, lambda *_: None).startswith("1 up to 8 tokens: 1 MiB")
         assert graphs.capture(ROWS, pool, lambda *_: None).startswith("2 up to 4 rows: 4 MiB")

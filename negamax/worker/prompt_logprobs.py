@@ -1,0 +1,54 @@
+"""Log-probabilities of prompt tokens, from the hidden states of a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.base.errors import EngineDeadError
+from negamax.models.decoder import Decoder
+from negamax.scheduler.step import StepPlan
+from negamax.worker.batch import BatchLayout
+from negamax.worker.request_state import RequestState
+from negamax.worker.sampler import LogprobEntries
+
+# Logits of every prompt token are needed; of this many positions at a time they bound the memory.
+TILE = 256
+
+
+def score_prompts(
+    model: Decoder, plan: StepPlan, hidden: Tensor, *, layout: BatchLayout, rows: RequestState
+) -> dict[int, list[LogprobEntries]]:
+    """For each row that asked: entries of the prompt tokens that this step's tokens predict, by
+    row index, in tiles. hidden [T, hidden].
+    """
+    if not rows.prompt_logprob_slots:
+        return {}
+    found: dict[int, list[LogprobEntries]] = {}
+    columns = zip(plan.slots, plan.num_scheduled, layout.prompt_starts, strict=True)
+    for row, (slot, count, first) in enumerate(columns):
+        state, start = rows.state(slot), int(rows.num_computed_bound[slot])
+        predicted = min(start + count, state.prompt_len - 1) - start
+        if slot in rows.prompt_logprob_slots and predicted > 0:
+            try:
+                found[row] = _entries(
+                    model,
+                    hidden[first : first + predicted],
+                    rows.tokens[slot, start + 1 : start + 1 + predicted].long(),
+                    num_top=state.sampling.prompt_logprobs or 0,
+                )
+            except EngineDeadError:  # another rank is gone, which is no fault of the row
+                raise
+            except Exception as error:
+                rows.fail(slot, error)
+    return found
+
+
+def _entries(
+    model: Decoder, hidden: Tensor, token_ids: Tensor, *, num_top: int
+) -> list[LogprobEntries]:
+    entries = []
+    for tile, ids in zip(hidden.split(TILE), token_ids.split(TILE), strict=True):
+        logprobs = torch.log_softmax(model.logits(tile), dim=-1)
+        entries.append(LogprobEntries(logprobs, ids, num_top=[num_top] * ids.shape[0]))
+    return entries
