@@ -46,7 +46,9 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(
+            format
+        )
         self._variables = dict(variables or {})
         self.source = source
         try:
@@ -196,7 +198,3 @@ def _raise_exception(message: str) -> NoReturn:
     raise InvalidRequestError(
         f"the chat template refuses these messages: {unescaped(str(message))}", param="messages"
     )
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)

@@ -13,7 +13,13 @@ from negamax.api.schemas.request_model import RequestModel, one_of, refuse, show
 from negamax.api.schemas.sampled_request import StopStrings, TurnRequest, check_messages
 from negamax.api.schemas.structure import form_grammar
 from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, template_switch
-from negamax.api.schemas.tools import CallChoice, call_choice, check_function, check_tool_count
+from negamax.api.schemas.tools import (
+    CallChoice,
+    call_choice,
+    check_function,
+    check_tool_count,
+    function_tool,
+)
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar
 
@@ -116,15 +122,14 @@ class CountRequest(TurnRequest):
                     refuse(f"{where}.input_schema", "is required and missing")
                 continue
             check_function(tool, where=where, schema_field="input_schema")
-            function = {
-                "name": tool["name"],
-                "description": tool.get("description"),
-                "parameters": tool["input_schema"],
-            }
-            if tool.get("strict") is True:
-                function["strict"] = True
-            function = {key: value for key, value in function.items() if value is not None}
-            offered.append({"type": "function", "function": function})
+            offered.append(
+                function_tool(
+                    tool["name"],
+                    description=tool.get("description"),
+                    parameters=tool["input_schema"],
+                    is_strict=tool.get("strict") is True,
+                )
+            )
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return None
         return offered or None

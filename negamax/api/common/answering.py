@@ -33,6 +33,7 @@ class Choice:
     prompt_index: int = 0
     is_prompt_only: bool = False  # the prompt is read into the cache or scored, nothing answered
     packets: PacedPackets = field(default_factory=PacedPackets)
+    latest: RequestOutput | None = None  # its counts are those of the choice
 
 
 ChoiceT = TypeVar("ChoiceT", bound=Choice)
@@ -54,7 +55,6 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.source = source
         self.choices = choices
         self.created = int(time.time())
-        self._meter = UsageMeter()
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
@@ -85,8 +85,27 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @property
     def usage(self) -> Usage:
-        """The token counts so far."""
-        return self._meter.usage()
+        """The token counts so far. The choices of a prompt share it; its cached tokens are those
+        of the choice that found the fewest."""
+        prompts: dict[int, tuple[int, int]] = {}  # tokens, cached tokens
+        completion_tokens = reasoning_tokens = 0
+        for choice in self.choices:
+            if (output := choice.latest) is None:
+                continue
+            _, cached = prompts.get(choice.prompt_index, (0, output.num_cached_tokens))
+            cached = min(cached, output.num_cached_tokens)
+            prompts[choice.prompt_index] = output.num_prompt_tokens, cached
+            completion_tokens += output.num_output_tokens
+            reasoning_tokens += choice.reader.num_reasoning_tokens
+        prompt_tokens = sum(tokens for tokens, _ in prompts.values())
+        cached_tokens = sum(cached for _, cached in prompts.values())
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens),
+        )
 
     async def whole(self) -> ResponseT:
         """The response in one piece. Errors: those of `OpenRequest.run`."""
@@ -112,19 +131,15 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         write(end)
 
     async def _run(self, send: Send[ChoiceT], *, is_paced: bool) -> None:
-        of_prompt, meter = self._of_prompt, self._meter
+        of_prompt = self._of_prompt
 
         def take(prompt: int, output: RequestOutput) -> None:
             choice = of_prompt[prompt][output.index]
-            reader = choice.reader
             if choice.is_prompt_only:
                 check_failed(output)
                 output = without_tokens(output)
-            events = reader.push(output)
-            reasoning_tokens = reader.num_reasoning_tokens
-            meter.update(
-                output, prompt=prompt, choice=choice.index, reasoning_tokens=reasoning_tokens
-            )
+            events = choice.reader.push(output)
+            choice.latest = output
             if is_paced:
                 is_last = output.finish_reason is not None
                 events = choice.packets.push(events, now=time.monotonic(), is_last=is_last)
@@ -161,43 +176,6 @@ async def respond(
         stream.headers.update(headers or {})
         return stream
     return json_response(await while_connected(request.receive, writer.whole()), headers=headers)
-
-
-class UsageMeter:
-    """Adds up the token counts of a request. Single writer: the request's handler."""
-
-    __slots__ = ("_latest",)
-
-    def __init__(self) -> None:
-        # by choice: prompt, output, reasoning tokens
-        self._latest: dict[int, tuple[int, RequestOutput, int]] = {}
-
-    def update(
-        self, output: RequestOutput, *, prompt: int, choice: int, reasoning_tokens: int
-    ) -> None:
-        """Take the counts of the latest output of `choice`, which belongs to `prompt`."""
-        self._latest[choice] = prompt, output, reasoning_tokens
-
-    def usage(self) -> Usage:
-        """The counts so far. The choices of a prompt share it; its cached tokens are those of the
-        choice that found the fewest."""
-        prompts: dict[int, tuple[int, int]] = {}  # tokens, cached tokens
-        completion_tokens = all_reasoning_tokens = 0
-        for prompt, output, reasoning_tokens in self._latest.values():
-            _, cached = prompts.get(prompt, (0, output.num_cached_tokens))
-            prompts[prompt] = output.num_prompt_tokens, min(cached, output.num_cached_tokens)
-            completion_tokens += output.num_output_tokens
-            all_reasoning_tokens += reasoning_tokens
-        prompt_tokens = sum(tokens for tokens, _ in prompts.values())
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(
-                sum(cached for _, cached in prompts.values())
-            ),
-            completion_tokens_details=CompletionTokensDetails(all_reasoning_tokens),
-        )
 
 
 def without_tokens(output: RequestOutput) -> RequestOutput:

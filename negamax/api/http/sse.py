@@ -76,28 +76,20 @@ async def _hang_up(receive: Receive) -> None:
 async def first_output(
     receive: Receive, source: Source, *, seconds: float | None = FIRST_OUTPUT_SECONDS
 ) -> None:
-    """Begin `source` and wait for its first output: an error before it is raised here, where a
-    status line can still tell it. After `seconds` without an output (None: however long it takes)
+    """Start `source` and wait for its first output: an error before it is raised here, and gets a
+    status line of its own. After `seconds` without an output (None: however long it takes)
     its stream begins nevertheless, and errors come in it.
     """
-    first = asyncio.ensure_future(source.first_output())
-    watcher = asyncio.ensure_future(_hang_up(receive))
     try:
-        await asyncio.wait({first, watcher}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if first.done():
-            first.result()
-        elif watcher.done():
-            raise ClientGoneError
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await while_connected(receive, source.first_output())
     except ClientGoneError:
         source.close()
         raise
     except BaseException as error:
         source.close(error)
         raise
-    finally:
-        first.cancel()
-        watcher.cancel()
-        await asyncio.gather(first, watcher, return_exceptions=True)
 
 
 class EventStream(Response):

@@ -19,12 +19,18 @@ from negamax.api.schemas.tools import (
     call_choice,
     check_function,
     check_tool_count,
+    function_tool,
 )
 from negamax.config.grammar import Grammar
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # of `include`
 LOGPROBS = "message.output_text.logprobs"  # the same
 CUSTOM_INPUT = "input"  # the one argument by which the model calls a custom tool
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {CUSTOM_INPUT: {"type": "string"}},
+    "required": [CUSTOM_INPUT],
+}
 MAX_ITEMS = 4 * MAX_MESSAGES
 MAX_METADATA = 16  # entries, as at OpenAI
 _FORMS = ("text", "json_object", "json_schema")
@@ -246,28 +252,13 @@ def _declared(tool: dict[str, Any], *, where: str, namespace: str | None) -> lis
     described = tool.get("function", tool)  # also in the shape of chat completions
     if not isinstance(described, dict):
         refuse(f"{where}.function", "must be an object with a name")
-    check_function({**described, "name": shown_name(namespace, described.get("name"))}, where=where)
-    function = {
-        "name": shown_name(namespace, described["name"]),
-        "description": described.get("description"),
-    }
-    if kind == "custom":
-        text = {
-            "type": "object",
-            "properties": {CUSTOM_INPUT: {"type": "string"}},
-            "required": [CUSTOM_INPUT],
-        }
-        function["parameters"] = text
-    else:
-        function["parameters"] = described.get("parameters")
-        if described.get("strict") is True:
-            function["strict"] = True
-    function = {key: value for key, value in function.items() if value is not None}
-    return [
-        DeclaredTool(
-            described["name"],
-            namespace,
-            kind == "custom",
-            {"type": "function", "function": function},
-        )
-    ]
+    called = shown_name(namespace, described.get("name"))
+    check_function({**described, "name": called}, where=where)
+    is_custom = kind == "custom"
+    function = function_tool(
+        called,
+        description=described.get("description"),
+        parameters=_CUSTOM_PARAMETERS if is_custom else described.get("parameters"),
+        is_strict=not is_custom and described.get("strict") is True,
+    )
+    return [DeclaredTool(described["name"], namespace, is_custom, function)]

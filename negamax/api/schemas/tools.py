@@ -42,6 +42,17 @@ def check_function(
             refuse(f"{where}.{key}", f"must be a JSON {'string' if kind is str else 'object'}")
 
 
+def function_tool(
+    name: str, *, description: Any, parameters: Any, is_strict: bool
+) -> dict[str, Any]:
+    """A tool as chat completions have it; what is None is left out."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    if is_strict:
+        function["strict"] = True
+    function = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
 def allowed_tools(
     choice: Mapping[str, Any], *, may_run_elsewhere: bool = False
 ) -> tuple[str, dict[str, str]]:
