@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 
 MAX_MESSAGE_CHARS = 1000  # of an error: whatever it quotes from the request
 MESSAGES_PATH = "/v1/messages"  # where clients expect Anthropic's shapes
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; proxies use this number for it
+CLIENT_CLOSED_REQUEST = 499  # in logs only; the number that proxies use for it
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _INTERNAL = "the server failed on this request; its log has the details under the request id"
@@ -48,9 +48,7 @@ def json_response(
 
 
 def error_of(error: Exception) -> tuple[int, ErrorAnswer]:
-    """Status and body for `error`. What is not ours, or our own fault, is told without its
-    details.
-    """
+    """Status and body for `error`. What is not ours, or our own fault, has no details."""
     if isinstance(error, NegamaxError) and error.http_status != 500:
         message = str(error)[:MAX_MESSAGE_CHARS]
         return error.http_status, error_answer(
@@ -71,14 +69,14 @@ def error_response(
 
 
 def failure_event(error: Exception, *, request_id: str) -> bytes:
-    """An error after a stream has begun: logged, and told in an event, because the status line is
-    already sent.
+    """An error after the start of a stream: logged, and sent as an event, because the status line
+    is already sent.
     """
     return event(logged_failure(error, request_id=request_id)[1])
 
 
 def logged_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnswer]:
-    """As `error_of`, of an error after a stream has begun: nothing else would log it."""
+    """As `error_of`, of an error after the start of a stream: nothing else would log it."""
     status, answer = error_of(error)
     if status == 500:
         logger.error("request %s failed in its stream: %s", request_id, error, exc_info=error)
@@ -88,8 +86,8 @@ def logged_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnsw
 
 
 class ErrorMiddleware:
-    """The outermost layer: gives every response an `x-request-id`, and turns what no handler caught
-    into a 500.
+    """The outermost layer: gives every response an `x-request-id`, and makes a 500 of what no
+    handler caught.
     """
 
     def __init__(self, app: ASGIApp, *, lifecycle: Lifecycle, logs_access: bool) -> None:
@@ -123,7 +121,7 @@ class ErrorMiddleware:
         except Exception as error:
             logger.exception("request %s: %s %r failed", request_id, scope["method"], scope["path"])
             if status:
-                raise  # the connection is closed: an answer cannot be taken back
+                raise  # the connection is closed: a part of the response is already sent
             code, answer = error_of(error)
             await error_response(scope, code, answer)(scope, receive, send_with_id)
         finally:
@@ -156,7 +154,7 @@ def negamax_error(request: Request, error: Exception) -> Response:
 
 
 def http_error(request: Request, error: Exception) -> Response:
-    """Handler for what the router says: unknown route, wrong method."""
+    """Handler for errors of the router: unknown route, wrong method."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path[:200]}"
     headers = dict(error.headers or {})
@@ -177,7 +175,7 @@ def http_error(request: Request, error: Exception) -> Response:
 
 
 def client_gone(request: Request, error: Exception) -> Response:
-    """Handler for a client that hung up before it was answered."""
+    """Handler for a client that closed its connection before the response."""
     logger.debug("request %s: the client hung up", request.state.request_id)
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 

@@ -47,7 +47,7 @@ def health_router(context: ApiContext) -> APIRouter:
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Prometheus text, or OpenMetrics where the scraper accepts it. The first server process
-        tells it for all.
+        answers for all.
         """
         if context.server_rank.index:
             return await context.peers.relay(request, to=0)

@@ -121,7 +121,7 @@ _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, tuple[str, ...]]] = {
             "sglang:inter_token_latency_seconds",
         ),
     ),
-    "pace": (
+    "tpot": (
         _TOKEN_SECONDS,
         "Mean seconds per token after the first, per choice.",
         ("vllm:request_time_per_output_token_seconds",),
@@ -454,7 +454,7 @@ class ServerMetrics(Collector):
 
 
 class _ChoiceTimes:
-    """When a choice's tokens came, in monotonic seconds."""
+    """When a choice had its first and its latest token, in monotonic seconds."""
 
     __slots__ = ("first", "latest")
 
@@ -523,4 +523,4 @@ class RequestMeter:
         if self._start is not None:
             histograms["inference"].observe(max(0.0, now - self._start))
         if output.num_output_tokens > 1:
-            histograms["pace"].observe((now - choice.first) / (output.num_output_tokens - 1))
+            histograms["tpot"].observe((now - choice.first) / (output.num_output_tokens - 1))

@@ -135,7 +135,7 @@ def resolve_address(options: ServerOptions) -> tuple[int, int, int, Any]:
 
 def open_listener(options: ServerOptions) -> socket.socket:
     """A bound socket for the host and port of `options` (0: any free port), made before the model
-    is loaded so that what cannot work is told at once; with several server processes, others can be
+    is loaded so that what cannot work fails at once; with several server processes, others can be
     bound beside it. Errors: `ResourceError` for a port in use, `ConfigError` for a host that is not
     this machine's, one that others can reach without a key, and for TLS files that do not fit."""
     family, kind, protocol, address = resolve_address(options)
@@ -154,8 +154,8 @@ def open_listener(options: ServerOptions) -> socket.socket:
 
 
 def _shared(listener: socket.socket) -> socket.socket:
-    """A socket in place of `listener` that others can be bound beside. It could not have told
-    whether the port was free: any process of this user may listen beside it, another server too."""
+    """A socket in place of `listener` that others can be bound beside. It could not show whether
+    the port was free: any process of this user may listen beside it, another server too."""
     address = listener.getsockname()
     listener.close()
     return bound_to(address, family=listener.family)
@@ -372,7 +372,7 @@ class HttpServer(uvicorn.Server):
         context, servers = self._context, self._servers
         self._pulse = context.lifecycle.start_pulse()  # as long as the event loop
         watches = [self._watch(context.engine.failed)]
-        if servers is not None:  # the first process, which also tells the metrics
+        if servers is not None:  # the first process, which also has the metrics
             watches += [context.metrics.watch(), self._watch(servers.failed)]
             if context.options.log_stats:
                 watches.append(
@@ -443,7 +443,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def _watch(self, end: asyncio.Future[str]) -> None:
-        """End the server once that has come which it cannot go on after."""
+        """End the server after what it cannot go on from."""
         await asyncio.shield(end)
         self._context.lifecycle.begin_drain()
         self.should_exit = True

@@ -1,7 +1,7 @@
 """A server process beside the first: `python -m negamax.api.server_worker`, started by the
 `ServerSupervisor`.
 
-It serves like the first one, with an engine that is not its own. What becomes of that, and when to
+It serves like the first one, with an engine that is not its own. The state of that, and when to
 end, it reads from its standard input; when that ends, the first process is gone. A thread watches
 whether its event loop goes round.
 """
@@ -31,14 +31,14 @@ logger = get_logger(__name__)
 
 _MAX_LINE_BYTES = 1 << 20
 _POLL_SECONDS = 0.01
-_END_SECONDS = 2.0  # for the clients of a server without its first process to be told
+_END_SECONDS = 2.0  # to end open requests with an error, without the first process
 # for an engine to reach this process; it tries all the time, unless it died again
 _CONNECT_SECONDS = 5.0
 
 
 def main() -> None:
-    """Serve until told to end. Signals that ask to end or to reload are the first process's
-    business, see `base.process.exit_with_parent`."""
+    """Serve until the first process says to end. Signals that ask to end or to reload are the
+    first process's business, see `base.process.exit_with_parent`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log.setup_as_parent()
@@ -105,7 +105,8 @@ class ServerWorker:
         self.leave(server, "the first server process is gone")
 
     def leave(self, server: HttpServer, reason: str) -> None:
-        """The first process is gone: tell the clients why, and end, at the latest after 2 s."""
+        """The first process is gone: end open requests with the reason, and this process, at the
+        latest after 2 s."""
         end = threading.Timer(_END_SECONDS, exit_now, (1,))
         end.daemon = True
         end.start()
@@ -113,7 +114,7 @@ class ServerWorker:
         self._ending = asyncio.create_task(server.abort())
 
     async def take(self, message: wire.ServerMessage) -> None:
-        """Something became of the engine."""
+        """Take a message about the engine."""
         if isinstance(message, wire.UseEngine):
             self.close()
             address = EngineAddress(message.folder)

@@ -137,8 +137,8 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 class _LastMessage(logging.Handler):
-    """Keeps what the SDK says about its failures: it says so for every batch and every dropped
-    span.
+    """Keeps the SDK's latest message about its failures: there is one for every batch and every
+    dropped span.
     """
 
     def __init__(self) -> None:
@@ -153,11 +153,11 @@ def _events_of(exporter: Any, address: str) -> Any:
     """`exporter`, whose failures are logged once until it succeeds again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    said = _LastMessage()
+    last_message = _LastMessage()
     sdk_logger = logging.getLogger("opentelemetry")
-    sdk_logger.handlers[:], sdk_logger.propagate = [said], False
+    sdk_logger.handlers[:], sdk_logger.propagate = [last_message], False
 
-    class Told(SpanExporter):
+    class LoggedExporter(SpanExporter):
         """Single writer: the SDK's thread."""
 
         def __init__(self) -> None:
@@ -169,7 +169,7 @@ def _events_of(exporter: Any, address: str) -> Any:
             works = result is SpanExportResult.SUCCESS
             if self._works and not works:
                 logger.warning(
-                    "traces cannot be sent to %s and are dropped: %s", address, said.text
+                    "traces cannot be sent to %s and are dropped: %s", address, last_message.text
                 )
             elif works and not self._works:
                 logger.warning("traces are sent to %s again", address)
@@ -177,7 +177,7 @@ def _events_of(exporter: Any, address: str) -> Any:
             return result
 
         def shutdown(self) -> None:
-            """Nothing more comes."""
+            """There are no more spans."""
             exporter.shutdown()
 
-    return Told()
+    return LoggedExporter()

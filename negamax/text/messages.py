@@ -260,8 +260,8 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 
 def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Check that calls are answered exactly once, before the conversation goes on, and put the
-    answers in call order. A call that was cut is left out where nobody answers it: nobody could run
-    it."""
+    answers in call order. A call that was cut is left out where it has no result: it could not be
+    run."""
     ordered: list[dict[str, Any]] = []
     i = 0
     while i < len(messages):

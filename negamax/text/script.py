@@ -123,7 +123,7 @@ class ScriptedAnswers:
 
 def new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
     """(role, text) of what a rendered prompt has after the assistant's last answer: agents put
-    reminders of their own beside what the user says. The role is "tool" where a result came."""
+    reminders of their own beside what the user says. The role is "tool" where there is a result."""
     turns = [turn.partition("\n") for turn in prompt.split(output_format.turn_open)[1:]]
     if turns and turns[-1][0] == output_format.assistant:
         turns.pop()  # the answer that is asked for

@@ -19,7 +19,7 @@ from negamax.base.unicode import valid_unicode
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescaped
 
 # Tokens that carry the structure of an answer. They stay in the text even where a re-saved
-# checkpoint flags them as control tokens: without them nobody can tell reasoning from content.
+# checkpoint flags them as control tokens: without them reasoning cannot be separated from content.
 STRUCTURE_TOKENS = frozenset(
     {
         "<think>",
@@ -136,8 +136,8 @@ class Tokenizer:
         return TokenEscaper(self._added_ids, structure=STRUCTURE_TOKENS)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens are left out unless
-        told otherwise.
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens are left out by
+        default.
         """
         kept = (i for i in ids if not (skip_special_tokens and i in self._special))
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")

@@ -33,8 +33,8 @@ def history_of(
       A text that is one `<system-reminder>` beside tool results belongs to them; it would hide the
       thinking of the loop as a user message.
     - System messages further on stay in place, as in chat completions.
-    - Thinking becomes reasoning, whoever signed it; hidden thinking is taken out of its signature
-      where the prompt shows it.
+    - Thinking becomes reasoning, whatever its signature; hidden thinking is taken out of its
+      signature where the prompt shows it.
     Errors: `InvalidRequestError` naming the place of what cannot be shown to the model.
     """
     history = History()
@@ -133,7 +133,7 @@ def _add_assistant(history: History, blocks: Blocks) -> None:
                 thought = _string(block, "thinking", place)
                 parts.add_reasoning(thought or HiddenThought(_string(block, "signature", place)))
             case "redacted_thinking" | "server_tool_use":
-                pass  # of another server; nobody here can read it
+                pass  # of another server, which alone can read it
             case "tool_use":
                 parts.add_call(block.get("id"), block.get("name"), block.get("input"))
             case str() if kind.endswith("_tool_result"):
@@ -210,8 +210,8 @@ def _result(block: Mapping[str, Any], place: str) -> str:
                         )
                     texts.append(text)
     text = "\n".join(texts)
-    is_told = text.lstrip().lower().startswith(("error", "<tool_use_error>"))
-    if block.get("is_error") is True and not is_told:
+    is_marked = text.lstrip().lower().startswith(("error", "<tool_use_error>"))
+    if block.get("is_error") is True and not is_marked:
         return f"Error: {text}" if text else "Error"
     return text
 

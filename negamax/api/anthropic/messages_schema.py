@@ -189,7 +189,7 @@ class MessageUsage(Struct, frozen=True, kw_only=True):
     """Token counts; the prompt is the sum of the three kinds of input."""
 
     input_tokens: int  # of the prompt, not found in the cache
-    cache_creation_input_tokens: int = 0  # writing to the cache is not told apart
+    cache_creation_input_tokens: int = 0  # writing to the cache is not counted
     cache_read_input_tokens: int  # of the prompt, found in the cache
     output_tokens: int  # generated, thinking included
     output_tokens_details: ThinkingTokens  # what was thinking

@@ -1,5 +1,5 @@
-"""Which tokens of an answer made its content: their log-probabilities, for dialects that tell them
-with the content alone.
+"""Which tokens of an answer made its content: their log-probabilities, for dialects that send them
+for the content alone.
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
 _INLINE_BYTES = 8192  # work on larger requests runs in a thread, so that other requests go on
-# text of more characters than this per token of the window is probed before it is tokenised
+# text of more characters than this per token of the context is probed before it is tokenised
 _PROBE_CHARS_PER_TOKEN = 8
-# that a text may have however small the window is: it may be wanted for its tokens alone
+# that a text may have however short the context is: it may be for its tokens alone
 _LEAST_TOKENS = 2**18
 
 T = TypeVar("T")
@@ -172,7 +172,7 @@ class PromptBuilder:
         return *self._chat_format.begin_answer(text, may_think=may_think), ""
 
     def _encode(self, text: str, cache_salt: str, *, is_escaped: bool = False) -> list[int]:
-        """Tokens of `text`; text that is far longer than the window is refused without tokenising
+        """Tokens of `text`; text that is far longer than the context is refused without tokenising
         all of it.
         """
         encode = partial(self._encodings.encode, salt=cache_salt, is_escaped=is_escaped)
@@ -244,7 +244,7 @@ class _Mark:
 class ReasoningCounter:
     """Counts the tokens of a choice that lie inside its reasoning, by the tags' token ids. What was
     closed stays closed, as in the parser: think tags in content are content. A call opener in
-    reasoning may be a quoted one: whoever reads the text tells by `call_began` when it was not.
+    reasoning may be a quoted one: the reader of the text calls `call_began` where it was not.
     """
 
     __slots__ = (
@@ -379,7 +379,7 @@ class ChoiceReader:
         return self._counter.count
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """The events of `output`. Errors: `EngineError` if the engine gave up on the request."""
+        """The events of `output`. Errors: `EngineError` if the request failed in the engine."""
         check_failed(output)
         is_end = output.finish_reason is not None
         counter = self._counter
@@ -475,7 +475,7 @@ class PlainReader:
         """Take the counts of `output`; its text is not parsed. Errors: as of `ChoiceReader`."""
         check_failed(output)
         self._counter.push(output.token_ids)
-        if self._counter.is_undecided:  # nobody reads the text: a call opener is taken for one
+        if self._counter.is_undecided:  # the text is not parsed: a call opener counts as one
             self._counter.call_began()
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return []
@@ -495,6 +495,6 @@ def _with_reasoning_in(place: ReasoningPlace | None, given: ChatFormat) -> ChatF
 
 
 def check_failed(output: RequestOutput) -> None:
-    """`EngineError` if the engine gave up on this request."""
+    """`EngineError` if this request failed in the engine."""
     if output.finish_reason == "error":
         raise EngineError(f"request {output.request_id}: {output.error or 'no reason given'}")

@@ -17,9 +17,8 @@ from negamax.api.schemas.answers import (
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = (
-    -9999.0
-)  # JSON has no infinity; this is what vLLM sends for a token that cannot be chosen
+# JSON has no infinity; this is what vLLM sends for a token that cannot be chosen
+LEAST_LOGPROB = -9999.0
 
 
 def _text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:

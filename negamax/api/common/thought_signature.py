@@ -3,8 +3,8 @@ bring back instead of it.
 
 The signature of a shown thought is a MAC of its text, the same for the same text on every server of
 the model. A hidden thought travels inside its signature, so that the model gets it back with the
-next request. Nothing here is a secret: whoever has the text can make its signature, and a thought
-that somebody else signed is a thought too.
+next request. Nothing here is a secret: anyone with the text can make its signature, and a thought
+with another signature is a thought too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from negamax.base.errors import ContextLengthError
 
 _SHOWN, _HIDDEN = "nm1s.", "nm1h."  # what a signature begins with
 _MAC_BYTES = 24
-_BYTES_PER_TOKEN = 16  # of the window, that the hidden thoughts of a request may have unpacked
+_BYTES_PER_TOKEN = 16  # of the context, that the hidden thoughts of a request may have unpacked
 
 
 class ThoughtSigner:
@@ -55,8 +55,8 @@ class ThoughtSigner:
 
 
 class HiddenThoughts:
-    """Takes the thoughts of one request out of their signatures, as many bytes as fit into a
-    window. Single writer: the request's history."""
+    """Takes the thoughts of one request out of their signatures, as many bytes as fit into the
+    context. Single writer: the request's history."""
 
     def __init__(self, signer: ThoughtSigner, *, context_length: int, shows_earlier: bool) -> None:
         """`context_length` is in tokens; `shows_earlier`: the prompt also has what was thought

@@ -65,7 +65,7 @@ class Lifecycle:
         return max(self._numbers.row(index)[self._LAG] for index in range(self._numbers.num_rows))
 
     def opened(self) -> None:
-        """A request came."""
+        """A request was received."""
         self._row[self._OPEN] += 1
 
     def closed(self) -> None:
@@ -103,7 +103,7 @@ class Lifecycle:
             self._drain_end = time.monotonic() + self._drain_timeout
 
     async def drained(self, *, is_idle: Callable[[], bool]) -> bool:
-        """Wait until nothing is open and `is_idle`; False: the drain timeout came first."""
+        """Wait until nothing is open and `is_idle`; False: the drain timeout passed before."""
         while self.num_open or not is_idle():
             if time.monotonic() >= self._drain_end:
                 return False
@@ -142,7 +142,7 @@ class Signals:
         self._reload: Callable[[], None] | None = None
         self._aborting: asyncio.Future[None] | None = None
         self._count = 0
-        # else: nohup
+        # else: started with nohup
         self._needs_terminal = (
             signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
         )

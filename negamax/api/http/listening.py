@@ -83,8 +83,8 @@ class TlsFiles:
 
 class Acceptor:
     """Accepts the connections of one listening socket; uvicorn takes it for one of its servers. A
-    connection counts from the moment it is accepted: asyncio's own servers tell of one only when
-    its TLS handshake is over. Single writer: the event loop.
+    connection counts from the moment it is accepted: asyncio's own servers have one only
+    after its TLS handshake. Single writer: the event loop.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Acceptor:
 
 
 def _client_of(address: str) -> str:
-    """Whom an address stands for: a client with IPv6 has a whole network of them."""
+    """The client that an address counts for: one with IPv6 has a whole network of them."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

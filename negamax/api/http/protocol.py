@@ -54,8 +54,8 @@ class Pausable(Protocol):
 
 
 class BodyChannel:
-    """Writes pieces of a response's body in the moment they are there: no task has to wake up for
-    each, as with ASGI's `send`, which begins and ends the response. Single user: the response's
+    """Writes pieces of a response's body at once: no task has to wake up for each, as with ASGI's
+    `send`, which starts and ends the response. Single user: the response's
     handler.
     """
 
@@ -76,13 +76,13 @@ class BodyChannel:
         return protocol is not None and protocol.flow.write_paused
 
     def write(self, part: bytes) -> None:
-        """Send `part`, which is not empty; nothing happens when the client has gone."""
+        """Send `part`, which is not empty; nothing happens once the connection is closed."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
     def feed(self, source: Pausable | None) -> None:
-        """Where the next parts come from, once the response has begun: it is told to pause while
-        the client is behind. None: they have come."""
+        """Set the source of the next parts, after the start of the response: it is paused while
+        the client is behind. None: there are no more."""
         protocol, response = self._protocol(), self._response()
         self._transport = None
         if source is not None and response is not None:
@@ -108,7 +108,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._has_begun = False  # a body, within the bytes that are being read
         self._unwanted_bytes = 0
         self.source: Pausable | None = None  # of the body that is being sent
-        self.ended: Callable[[LimitedProtocol], None] | None = None  # told of the connection's end
+        self.ended: Callable[[LimitedProtocol], None] | None = (
+            None  # called at the connection's end
+        )
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -137,14 +139,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._check_head(len(data))
         elif self._in_body:
             self._check_framing(len(data) if was_in_body and not self._has_begun else 0)
-        # what came was no request
+        # the bytes were no request
         elif self.cycle.response_complete and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
     def _check_head(self, num_bytes: int) -> None:
-        """`num_bytes` came, the last of which belong to a head."""
+        """`num_bytes` were received, the last of which belong to a head."""
         if not self._head_bytes:
             self._head_bytes = num_bytes  # the head began behind the body of the request before
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -157,8 +159,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer(_HEAD, HEAD_SECONDS, self._head_is_late)
 
     def _check_framing(self, num_bytes: int) -> None:
-        """`num_bytes` of a body came; `on_body` and `on_chunk_header` have subtracted from the
-        count what is allowed.
+        """`num_bytes` of a body were received; `on_body` and `on_chunk_header` have subtracted from
+        the count what is allowed.
         """
         self._framing_bytes = max(0, self._framing_bytes + num_bytes)
         if self._framing_bytes > MAX_FRAMING_BYTES:
@@ -325,7 +327,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _send_without_chunks(response: Any) -> None:
-    """HTTP/1.0 knows no chunks: a body whose length is not said ends with the connection.
+    """HTTP/1.0 knows no chunks: a body without a content-length ends with the connection.
     `response`: uvicorn's cycle, which closes such a connection anyway."""
     send = response.send
     has_length = True

@@ -21,9 +21,9 @@ from negamax.base.errors import ContextLengthError, InvalidRequestError, Payload
 from negamax.base.unicode import valid_escapes
 
 MAX_JSON_DEPTH = 64
-_LEAST_CHARS = 2**22  # that a text may have however small the window is
+_LEAST_CHARS = 2**22  # that a text may have however short the context is
 _CHARS_PER_TOKEN = 8
-_LEAST_COMMAS = 2**20  # that a body may have however small the window is
+_LEAST_COMMAS = 2**20  # that a body may have however short the context is
 _LEAST_OPENERS = 2**18
 _INLINE_BYTES = 32 * 1024  # larger bodies are decoded in a thread
 _PIECE_BYTES = 256 * 1024  # larger values are decoded piece by piece
@@ -53,7 +53,7 @@ class BodyLimits:
 
     @classmethod
     def of(cls, *, max_bytes: int, max_model_len: int) -> BodyLimits:
-        """Those for a window of `max_model_len` tokens."""
+        """Those for a context of `max_model_len` tokens."""
         return cls(
             max_bytes,
             context_length=max_model_len,
@@ -64,8 +64,8 @@ class BodyLimits:
 
 
 def max_chars(max_model_len: int) -> int:
-    """The most characters that a conversation or a prompt may have, for a window of `max_model_len`
-    tokens.
+    """The most characters that a conversation or a prompt may have, for a context of
+    `max_model_len` tokens.
     """
     return max(_LEAST_CHARS, _CHARS_PER_TOKEN * max_model_len)
 

@@ -36,7 +36,7 @@ class Source(Protocol):
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection before the response."""
 
 
 def event(answer: Struct) -> bytes:

@@ -10,7 +10,7 @@ from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
 
 PIECE_BYTES = 256 * 1024  # unpacked at a time
 _ENCODINGS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}  # zlib's names of the formats
-_FRAME_BYTES = 2  # that tell whether there is a frame
+_FRAME_BYTES = 2  # that show whether there is a frame
 _RAW_DEFLATE = -15  # without the frame that the standard asks for, as some clients send it
 
 
@@ -44,10 +44,10 @@ class Unpacker:
         self._decoder = zlib.decompressobj(_ENCODINGS[encoding])
         self._packed = b""
         self._has_begun = False
-        self._holds_more = False  # whether the decoder may, although it has consumed what came
+        self._holds_more = False  # whether the decoder may, although it has consumed its input
 
     def feed(self, packed: bytes) -> None:
-        """Add what has come, after `take` has returned nothing."""
+        """Add input, after `take` has returned nothing."""
         self._packed += packed
 
     def take(self) -> bytes:
@@ -69,7 +69,7 @@ class Unpacker:
             raise self._error("it is cut")
 
     def _begin(self) -> bool:
-        """Whether enough has come to tell the format."""
+        """Whether the first bytes are there, which show the format."""
         if len(self._packed) < _FRAME_BYTES:
             return False
         self._has_begun = True

@@ -156,7 +156,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens to generate, or None for the rest of the window."""
+        """The most tokens to generate, or None for the rest of the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

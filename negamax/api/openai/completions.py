@@ -171,7 +171,7 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
         )
 
     def _choice(self, choice: _Choice, *, last: bool) -> TextChoice:
-        """What came of a choice since the last one of it."""
+        """What is new of a choice since the last one of it."""
         text, choice.text = "".join(choice.text), []
         logprobs: TextLogprobs | None = (
             choice.logprobs.take() if self._params.logprobs is not None else None

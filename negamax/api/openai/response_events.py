@@ -1,4 +1,4 @@
-"""An answer in the words of the Responses API: items, and the events that tell how they grow."""
+"""An answer in the words of the Responses API: items, and the events by which they grow."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
         return self._sequence_number
 
     def _id(self, block: Block) -> str:
-        """The id of a block's item, the same in all that is said about it."""
+        """The id of a block's item, the same in all its events."""
         while len(self._ids) <= block.index:
             kind = self.blocks[len(self._ids)].kind
             self._ids.append(self._new_id(_ID_PREFIXES[kind]))
@@ -197,7 +197,7 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
                 return FunctionCallItem(item_id, status, call_id, name, text, namespace)
 
     def _events_of(self, event: BlockEvent) -> Iterator[Any]:
-        """The events that tell an event of a block."""
+        """The events of a stream for an event of a block."""
         block = event.block
         self._read_logprobs()
         match event:

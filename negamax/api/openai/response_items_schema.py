@@ -64,7 +64,7 @@ OutputItem = ReasoningItem | MessageItem | FunctionCallItem | CustomCallItem
 
 class InputTokensDetails(Struct, frozen=True):
     cached_tokens: int  # found in the prefix cache
-    cache_write_tokens: int = 0  # writing to the cache is not told apart
+    cache_write_tokens: int = 0  # writing to the cache is not counted
 
 
 class OutputTokensDetails(Struct, frozen=True):
@@ -128,7 +128,7 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     top_p: float  # what it was sampled with
     truncation: str = "disabled"  # nothing is ever cut
     usage: ResponseUsage | None = None  # token counts, once it has ended
-    user: str | None = None  # users are not told apart
+    user: str | None = None  # without effect
 
 
 class DeletedResponse(Struct, frozen=True):

@@ -35,7 +35,7 @@ def history_of(
     Reasoning, messages of the assistant and calls between two items of others are one assistant
     message, as the model wrote them. Reasoning is its content, else what its encrypted content has,
     unpacked where the prompt shows it, else its summary. A call that was cut is left out where no
-    result follows: nobody could run it.
+    result follows: it could not be run.
     Errors: `InvalidRequestError` naming the place of what cannot be shown to the model.
     """
     history = History()

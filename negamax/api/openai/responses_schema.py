@@ -117,7 +117,7 @@ class ResponsesRequest(TurnRequest):
     previous_response_id: str | None = None  # a kept response to go on from
     store: bool = True  # the server keeps the response
     background: bool = False  # answer at once, to be fetched later; needs store
-    # reasoning included; left out: the rest of the window
+    # reasoning included; left out: the rest of the context
     max_output_tokens: int | None = Field(default=None, ge=1)
     stop: StopStrings = Field(default_factory=list)  # an extension
     # functions and custom tools, also in namespaces; other types have no effect; at most 1,024

@@ -91,7 +91,7 @@ class TokenizeAnswer(Struct, frozen=True):
     """Of several texts `tokens`, `count` and `token_strs` are lists of what they are for one."""
 
     count: int | list[int]  # tokens
-    max_model_len: int  # tokens of the window, answer included
+    max_model_len: int  # tokens of the context, answer included
     tokens: list[int] | list[list[int]]  # their ids
     # their texts, with return_token_strs
     token_strs: list[str] | list[list[str]] | UnsetType | None = UNSET
@@ -101,7 +101,7 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
     """What clients that make prompts themselves need to know, as in tokenizer_config.json."""
 
     tokenizer_class: str  # of the transformers library
-    model_max_length: int  # tokens of the window, answer included
+    model_max_length: int  # tokens of the context, answer included
     bos_token: str | None  # the text of the token that begins a text
     eos_token: str | None  # of the one that ends an answer
     unk_token: str | None  # of the one for what has none

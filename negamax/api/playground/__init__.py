@@ -48,7 +48,7 @@ def _address(path: Path) -> str:
 
 
 _FILES = {_address(path): path for path in sorted(_FOLDER.rglob("*")) if path.suffix in _TYPES}
-PAGE_PATHS = frozenset(_FILES)  # what a browser asks for before it can be told a key
+PAGE_PATHS = frozenset(_FILES)  # what a browser asks for before it has a key
 
 
 def browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:

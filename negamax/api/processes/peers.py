@@ -19,7 +19,7 @@ from negamax.api.processes.server_rank import ServerRank
 from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
-_OWN_REQUEST_HEADERS = frozenset(  # of one connection, or said anew
+_OWN_REQUEST_HEADERS = frozenset(  # of one connection, or set again
     (
         b"connection",
         b"content-length",
@@ -74,7 +74,7 @@ class PeerClient:
             exchange.close()
 
     async def ask_others(self, question: str, body: object) -> list[Any]:
-        """What all other processes answer; one that is not there has nothing to say."""
+        """What all other processes answer; those that are not there are left out."""
         others = [index for index in range(self.rank.count) if index != self.rank.index]
         answers = await asyncio.gather(
             *(self.ask(question, body, of=index) for index in others), return_exceptions=True
@@ -82,7 +82,7 @@ class PeerClient:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def when_asked(self, question: str, answer: Callable[[Any], object]) -> None:
-        """From now on `answer` knows what to say to the others."""
+        """From now on `answer` answers this question of other processes."""
 
         def encoded(body: bytes) -> bytes:
             return msgspec.json.encode(answer(msgspec.json.decode(body)))
@@ -128,7 +128,7 @@ class PeerClient:
 
 
 class _Exchange:
-    """One request to another process, and its answer. Single user: whoever sent it."""
+    """One request to another process, and its answer. Single user: its sender."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.status = 0

@@ -26,7 +26,7 @@ class ServerRank:
     folder: Path  # of what they share, which only this user can enter
     queue: SharedNumbers  # what waits for the engine
     metrics: SharedNumbers
-    # when each event loop last went round, in monotonic seconds; 0: it has not yet
+    # when each event loop last ran, in monotonic seconds; 0: not yet
     pulses: SharedNumbers
 
     @classmethod

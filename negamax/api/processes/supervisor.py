@@ -1,5 +1,5 @@
-"""The first server process's side of the others: started, told what becomes of the engine, and
-started again when they die.
+"""The first server process's side of the others: started, informed of the engine, and started
+again when they die.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 SERVER_WORKER_MODULE = "negamax.api.server_worker"
 _POLL_SECONDS = 0.05
 _RESTARTS = Supervision(max_restarts=3)  # of one process
-_END_SECONDS = 7.0  # that processes get which were told to break off
+_END_SECONDS = 7.0  # for processes to end after `Abort`
 
 
 class ServerSupervisor:
@@ -60,7 +60,7 @@ class ServerSupervisor:
         self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)
         # for the children of this process
         self.pulse = ParentPulse(os.getpid(), str(rank.supervisor_pulse), self._hang_seconds)
-        # what a new process must know
+        # the engine's state, for a new process
         self._engine_message: wire.UseEngine | wire.EngineLost | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ending = False
@@ -169,7 +169,7 @@ class ServerSupervisor:
             self.failed.set_result(reason)
 
     def _spawn(self, index: int) -> subprocess.Popen[bytes]:
-        """Start a process with a listening socket of its own, and tell it what there is to know."""
+        """Start a process with a listening socket of its own, and send it the engine's state."""
         with bound_to(self._listener.getsockname(), family=self._listener.family) as listener:
             running = process.spawn(
                 SERVER_WORKER_MODULE, own_group=True, pass_fds=(listener.fileno(),)
@@ -208,8 +208,8 @@ def bound_to(address: Any, *, family: int) -> socket.socket:
 
 
 def _send(running: subprocess.Popen[bytes], message: wire.ServerMessage) -> None:
-    """A line; lines are few and short, so the pipe has room for them. One that has ended misses
-    nothing.
+    """A line; lines are few and short, so the pipe has room for them. One that has ended needs
+    none.
     """
     assert running.stdin is not None
     with contextlib.suppress(OSError):
@@ -223,7 +223,7 @@ def _close(ended: subprocess.Popen[bytes]) -> None:
 
 
 async def _answers(path: str) -> bool:
-    """Whether somebody listens on a Unix socket."""
+    """Whether a process listens on a Unix socket."""
     try:
         _, writer = await asyncio.open_unix_connection(path)
     except OSError:

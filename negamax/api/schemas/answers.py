@@ -100,7 +100,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     lifecycle: str = "active"  # every model that is listed is served
     created: int  # when the server started, in seconds since 1970
     root: str  # what the model was loaded from
-    max_model_len: int  # tokens of the window, answer included
+    max_model_len: int  # tokens of the context, answer included
     owned_by: str = "negamax"  # who serves it
     parent: str | None = None  # of an adapter, which this server has none of
 
@@ -148,7 +148,7 @@ class MessageErrorDetails(Struct, frozen=True):
 class MessageErrorBody(Struct, frozen=True):
     type: str  # the class of the error by Anthropic's names, such as overloaded_error
     message: str  # what is wrong, the limit, and what to do
-    details: MessageErrorDetails | UnsetType = UNSET  # what programs can tell it by
+    details: MessageErrorDetails | UnsetType = UNSET  # for programs
 
 
 class MessageError(Struct, frozen=True, tag="error", tag_field="type"):

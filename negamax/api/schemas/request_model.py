@@ -2,11 +2,11 @@
 
 Handling of fields, the same for every endpoint and every object inside a request: `null` means
 "left out"; a field in `ignored_fields` is accepted and has no effect; one in `unsupported_fields`
-is refused with its reason, unless its value asks for nothing (false, 0, "", []). Of the fields that
-nobody here knows, one that is nearly a known name is refused as a slip of the pen, unless that name
-is there too, and others are ignored, as vLLM and SGLang do: clients send fields of other servers.
-An integer may be written as 5.0. Of a list with many wrong elements the first one is told, and the
-others are not looked at; objects whose values have one type are bounded before their values are
+is refused with its reason, unless its value asks for nothing (false, 0, "", []). Of unknown
+fields, one that is nearly a known name is refused as misspelt, unless that name is there too, and
+others are ignored, as vLLM and SGLang do: clients send fields of other servers.
+An integer may be written as 5.0. Of a list with many wrong elements the first one is reported, and
+the others are not looked at; objects whose values have one type are bounded before their values are
 looked at. Ranges are checked once, by `SamplingParams.check`, so that the server and the embedded
 `LLM` refuse alike.
 """
@@ -186,7 +186,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def _check_unknown(cls, names: list[str], *, given: Mapping[str, Any]) -> None:
-        """Refuse a slip of the pen: a name that is nearly that of a field which was not given."""
+        """Refuse a misspelt field: a name that is nearly that of a field which was not given."""
         known = {_squashed(name): name for name in cls.model_fields}
         for name in names[:_MAX_CHECKED_FIELDS]:
             near = difflib.get_close_matches(_squashed(name), known, n=1, cutoff=_SLIP_LIKENESS)

@@ -52,7 +52,7 @@ class ThinkingChoice:
         return "disabled" if self.effort == "minimal" and template.reads("thinking_mode") else None
 
     def template_variables(self, template: ChatTemplate) -> dict[str, Any]:
-        """The variables that tell `template` about it, of those that it reads."""
+        """The variables for `template`, of those that it reads."""
         mode = self.mode_for(template)
         variables = {
             "thinking_mode": mode,

@@ -1,5 +1,5 @@
-"""SGLang's native API: /generate with its helpers to abort, to empty the cache, and to tell what is
-served.
+"""SGLang's native API: /generate with its helpers to abort, to empty the cache, and to describe
+what is served.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ABORT = "abort"  # what server processes ask of each other
 
 
 def native_router(context: ApiContext) -> APIRouter:
-    """The routes, by SGLang's names; those that tell something also by their old ones."""
+    """The routes, by SGLang's names; those that describe the server also by their old ones."""
     router = APIRouter()
     abort = partial(_abort, context.engine)
     context.peers.when_asked(_ABORT, abort)

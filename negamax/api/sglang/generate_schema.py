@@ -217,7 +217,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     version: str  # of this server
     model_path: str  # what the model was loaded from
     served_model_name: str  # the first name of /v1/models
-    context_length: int  # tokens of the window, answer included
+    context_length: int  # tokens of the context, answer included
     device: str  # where the model runs
     dtype: str  # of activations
     tp_size: int  # ranks that share the model

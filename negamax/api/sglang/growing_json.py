@@ -1,4 +1,4 @@
-"""JSON that grows: streams whose every event repeats what was said before, without writing it anew
+"""JSON that grows: streams whose every event repeats the earlier ones, without encoding them again
 each time.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-BYTES_PER_SECOND = 2 * 2**20  # of one stream whose events repeat what was said
+BYTES_PER_SECOND = 2 * 2**20  # of one stream whose events repeat the earlier ones
 
 
 class GrowingList:
@@ -38,8 +38,8 @@ class GrowingList:
 
 
 class RepeatPacing:
-    """When to tell again all that was said so far: what is longer is told less often, so that a
-    stream costs as many bytes as it lasts. Single writer: its stream."""
+    """When to send an event with all that there is so far: longer ones are sent less often, so
+    that the bytes of a stream grow with its duration only. Single writer: its stream."""
 
     __slots__ = ("_next", "_rate")
 
@@ -49,7 +49,7 @@ class RepeatPacing:
         self._next = 0.0
 
     def is_due(self, num_bytes: int, *, now: float) -> bool:
-        """Whether `num_bytes` may be told `now` (monotonic seconds); they are, then."""
+        """Whether `num_bytes` may be sent `now` (monotonic seconds); they are, then."""
         if now < self._next:
             return False
         self._next = now + num_bytes / self._rate

@@ -93,7 +93,7 @@ class MiniMaxM2Block(CallBlock):
         self._key = ""
         self._types: frozenset[str] = frozenset()
         self._value: list[str] = []  # text of the open value that is not written yet
-        self._is_written = False  # whether the open value has begun to stream as a string
+        self._is_written = False  # whether the open value is streamed as a string
         self._closer: Lexeme | None = None  # met in the open value, still undecided
         self._space: list[str] = []  # white space after it
 
@@ -116,7 +116,7 @@ class MiniMaxM2Block(CallBlock):
         )
 
     def finish(self, *, is_cut: bool) -> None:
-        """The output is over: a string keeps what came of it, any other open value is dropped."""
+        """The output is over: a string keeps its text so far, any other open value is dropped."""
         if self._closer is not None and not is_cut:
             ends_call = self._closer.kind is not TagKind.PARAMETER_CLOSE
             self._close_value()

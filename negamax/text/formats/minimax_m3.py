@@ -6,7 +6,7 @@ token or several.
     name="f">M<k>vM</k>M<list>M<item>1M</item>M</list>M</invoke>\nM</tool_call>
 
 A tag without the marker is data. Elements nest: an object has one element per member, an array one
-`item` per value; what becomes of them is told in `element_arguments`. What the family is known to
+`item` per value; `element_arguments` says what they become. What the family is known to
 get wrong:
 - A closer with a wrong name closes a text; the right one may follow. A closer that fits nothing is
   dropped. A closer of an outer element, of the invoke or of the block closes what is open in it.
@@ -182,7 +182,7 @@ def _open_element(arguments: ElementArguments, tag: str) -> None:
 
 
 def _element_name(tag: str, arguments: ElementArguments) -> str:
-    """The name in an element's tag, without attributes that nobody asked for."""
+    """The name in an element's tag, without attributes that no schema has."""
     name = tag.removeprefix(MARKER).strip()[1:-1].removeprefix("/").strip()
     first, _, others = name.partition(" ")
     return first if "=" in others and not arguments.lists(name) else name

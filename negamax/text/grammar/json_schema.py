@@ -71,7 +71,7 @@ def prepared(schema: Any, *, strict: bool, budget: Budget | None = None) -> Any:
     """`schema` in the words that the grammar compiler reads.
 
     `nullable` becomes a type, a required property that is not listed becomes a listed one (several
-    share one definition), and items that nothing is said about may be anything. Errors:
+    share one definition), and items without a schema may be anything. Errors:
     `InvalidRequestError` beyond the `budget`; with `strict` also for a keyword that cannot be
     enforced, and for a reference that leads nowhere.
     """

@@ -84,8 +84,8 @@ class GrammarCompiler:
 class TagBits:
     """The bits of the tags that are tokens of their own.
 
-    Raw text up to a closer lets the library allow every token, tags included. No place that wants a
-    tag wants all of them: that tells the two apart.
+    Raw text up to a closer lets the library allow every token, tags included. No place that needs a
+    tag allows all of them, which is how the two are distinguished.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class GrammarMatcher:
         return bool(self._matcher.is_terminated())
 
     def take(self, part: int | bytes) -> bool:
-        """Go on by a token, or by text that came without one; False: the grammar does not allow
+        """Go on by a token, or by text without one; False: the grammar does not allow
         it.
         """
         if self.has_ended:

@@ -18,7 +18,7 @@ class _State(enum.Enum):
 
 
 class ReasoningGate:
-    """Follows one output. Single writer: whoever commits its tokens.
+    """Follows one output. Single writer: what commits its tokens.
 
     `budget`: tokens of reasoning after which the closing tokens are due, exactly; `calls_end_it`:
     whether the opener of a call block ends an open reasoning. `token_bytes` is needed where a

@@ -74,7 +74,7 @@ class _Element:
     names: set[str] = field(default_factory=set)  # of its members so far
     values: list[_Value] = field(default_factory=list)  # that wait
     is_written: bool = False  # its opening bracket is out
-    may_be_over: bool = False  # a closer with a strange name came after its last child
+    may_be_over: bool = False  # a closer with another name stands after its last child
     is_implied: bool = False  # an item without a tag of its own
 
 
@@ -337,7 +337,7 @@ class ElementArguments:
 
 
 def _may_be_word(text: str, types: frozenset[str]) -> bool:
-    """Whether a text that has begun with `text` may end as a word that is no string."""
+    """Whether a text that begins with `text` may end as a word that is no string."""
     if not types:
         return any(word.startswith(text.strip()) for word in _WORDS)
     return "null" in types and "null".startswith(text.lower())

@@ -7,7 +7,7 @@ never on how it was cut into pieces: a parsed answer is the sum of its stream.
 Rules for every format:
 - Reasoning ends at its closer, or at a call block that opens in it. A second opener before the
   first word of reasoning and a second closer before the first word of content are dropped. An
-  opener before the first word of content begins reasoning; once content has begun, think tags are
+  opener before the first word of content begins reasoning; after its first word think tags are
   part of it (but see `OutputFormat.may_think_again`: there an opener that is not behind a quotation
   mark begins reasoning again).
 - A call opener begins a block where it begins a line of content, or where an invoke or the end of
@@ -19,7 +19,7 @@ Rules for every format:
   a tag is text again, except inside a call block, where it is dropped: a name that was cut gives no
   call.
 - A call whose invoke is still open at the end of the output was cut. Its arguments stay as they
-  are: the beginning of a JSON object, never a whole one, so that nobody runs half a call.
+  are: the beginning of a JSON object, never a whole one, so that clients run no half call.
 """
 
 from __future__ import annotations

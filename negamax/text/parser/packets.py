@@ -117,7 +117,7 @@ class PacedPackets:
     def push(
         self, events: Sequence[ParserEvent], *, now: float, is_last: bool
     ) -> list[ParserEvent]:
-        """Take the events of an output that came at `now` (monotonic seconds); return those that go
+        """Take the events of an output at `now` (monotonic seconds); return those that go
         out with it.
         """
         was_holding = self._packets.is_holding
