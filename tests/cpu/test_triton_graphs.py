@@ -12,10 +12,9 @@ import triton_support  # noqa: F401  before the kernels
 from graph_support import RepeatedSteps, runtime
 from m2_checkpoints import to_fp8
 from model_support import random_weights
-from test_triton_model import FEW_PROGRAMS, SPEC, errors, gpu_model, kernel_table
+from test_triton_model import SPEC, errors, gpu_model, kernel_table, use_few_programs
 from torch import Tensor
 
-from negamax.kernels.moe import tiles as moe_tiles
 from negamax.models.decoder import Decoder
 from negamax.parallel.collectives import SingleRank
 from negamax.scheduler.request import SamplingParams
@@ -83,7 +82,7 @@ def assert_alike(one: Side, other: Side) -> None:
 def test_captured_steps_compute_what_the_same_kernels_compute_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(moe_tiles.H200, "gemv", lambda self, width: FEW_PROGRAMS)
+    use_few_programs(monkeypatch)
     weights = {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
     model = gpu_model(to_fp8(weights), keep_quantized=True)
     alone, captured, pool = side(), side(), RepeatedSteps()

@@ -30,7 +30,7 @@ from negamax.parallel.layout import ParallelLayout
 
 WIDTH, EXPERTS, TOP_K = 256, 6, 2
 # ranks, rows, memory in common
-CASES = [(2, 4, True), (2, 5, True), (4, 8, True), (4, 11, True), (2, 4, False), (4, 8, False)]
+CASES = [(4, 8, True), (2, 5, True), (4, 7, True), (2, 4, False)]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,6 @@ def few_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def normal(*shape: int, seed: int) -> Tensor:
-    """fp16, which the interpreter rounds right."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half()
 
 
@@ -100,7 +99,7 @@ def test_a_step_of_norms_is_that_of_one_rank(world: int, num_rows: int, shared: 
 
 
 @pytest.mark.parametrize("active", [None, 3])
-@pytest.mark.parametrize(("world", "num_rows", "shared"), CASES[1::2])
+@pytest.mark.parametrize(("world", "num_rows", "shared"), CASES[1:])
 def test_each_rank_routes_its_rows_and_has_the_others(
     world: int, num_rows: int, shared: bool, active: int | None
 ) -> None:
@@ -183,6 +182,8 @@ def test_a_model_gives_the_same_bits_whether_or_not_rows_are_shared_out(
     weights = to_fp8(random_weights(spec, 3))
     # the token kernels read plain rows
     monkeypatch.setattr(moe.tiles.H200, "gemv_max_m", lambda self, width: 0)
+    # large tiles: the interpreter runs programs one by one
+    monkeypatch.setattr(gemm.tiles, "tiles_for", lambda device: gemm.tiles.Tiles(1))
     table = KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.float16)
 
     def logits(shard_rows: int) -> list[tuple[Tensor, ...]]:
