@@ -318,14 +318,14 @@ def test_masks_that_come_too_late_cost_the_constrained_requests_steps_and_nobody
     expected = [completion.token_ids for completion in outputs(llm, prompts, params)]
     monkeypatch.setattr(constraints, "GRACE_SECONDS", -1.0)
     late = []
-    masks = GrammarManager.masks
+    bitmask_of = GrammarManager.bitmask
 
     def counted(self: GrammarManager, *args: Any, **options: Any) -> Any:
-        verdict = masks(self, *args, **options)
-        late.extend(verdict.bitmask.postponed)
-        return verdict
+        bitmask, ended = bitmask_of(self, *args, **options)
+        late.extend(bitmask.postponed)
+        return bitmask, ended
 
-    monkeypatch.setattr(GrammarManager, "masks", counted)
+    monkeypatch.setattr(GrammarManager, "bitmask", counted)
     assert [completion.token_ids for completion in outputs(llm, prompts, params)] == expected
     assert len(late) > 20
     run_out(llm)

@@ -53,6 +53,8 @@ class EngineSupervisor:
         supervision: Supervision,
         module: str,
         num_servers: int,
+        listener: EngineListener | None,
+        parent: ParentPulse | None,
     ) -> None:
         """Use `start` or `run`."""
         self.engine = engine
@@ -60,8 +62,8 @@ class EngineSupervisor:
         self._supervision = supervision
         self._module = module
         self._num_servers = num_servers
-        self._listener: EngineListener | None = None
-        self._parent: ParentPulse | None = None
+        self._listener = listener
+        self._parent = parent
         self._connection: EngineConnection | None = None
         self._start_seconds = 0.0  # that the last start took
         self._task: asyncio.Task[None] | None = None
@@ -93,10 +95,14 @@ class EngineSupervisor:
         Errors: `ConfigError` and its kin, with the message of whatever refused to start; nothing is
         left running then."""
         supervisor = cls(
-            engine, options, supervision=supervision, module=module, num_servers=num_servers
+            engine,
+            options,
+            supervision=supervision,
+            module=module,
+            num_servers=num_servers,
+            listener=listener,
+            parent=parent,
         )
-        supervisor._listener = listener
-        supervisor._parent = parent
         await supervisor._connect()
         supervisor._task = asyncio.create_task(supervisor._supervise())
         return supervisor

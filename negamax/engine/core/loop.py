@@ -237,22 +237,17 @@ class EngineLoop:
         committed first; requests that end so.
         """
         rows = self._scheduler.grammar_rows(plan)
-        verdict = self._grammars.masks(
+        bitmask, ended = self._grammars.bitmask(
             plan.step_id, rows, may_wait=len(plan.grammar_rows) == len(plan.slots)
         )
-        self._executor.send_bitmask(verdict.bitmask)
-        self._scheduler.postpone(plan, verdict.bitmask.postponed)
-        ends = [self._scheduler.end(request_id, "stop") for request_id in verdict.ended]
-        ends += [
-            self._scheduler.end(request_id, "error", error=error)
-            for request_id, error in verdict.failed.items()
-        ]
-        lost = verdict.lost
-        updates = [
-            msgspec.structs.replace(end, is_lost=end.request_id in lost)
-            for end in ends
-            if end is not None
-        ]
+        self._executor.send_bitmask(bitmask)
+        self._scheduler.postpone(plan, bitmask.postponed)
+        updates: list[SequenceUpdate] = []
+        for rule in ended:
+            reason = "stop" if rule.error is None else "error"
+            end = self._scheduler.end(rule.request.request_id, reason, error=rule.error)
+            if end is not None:
+                updates.append(msgspec.structs.replace(end, is_lost=rule.is_lost))
         self._grammars.advance(updates)
         return updates
 

@@ -43,17 +43,6 @@ MAX_RETIRED = 2
 MAX_REMEMBERED = 256  # grammars that took too long
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What becomes of the rows that a step wanted masks for."""
-
-    # its postponed rows are those whose mask is not known yet
-    bitmask: GrammarBitmask
-    ended: list[str]  # requests whose grammar has ended although their stop conditions have not
-    failed: dict[str, str]  # requests that cannot go on, and why
-    lost: set[str]  # those of them whose grammar process is gone
-
-
 @dataclass(eq=False)
 class Rule:
     """What one output must follow."""
@@ -245,8 +234,12 @@ class GrammarManager:
             rule.is_late = False
         return [rule.request.request_id for rule in found]
 
-    def masks(self, step_id: int, rows: Sequence[GrammarRow], *, may_wait: bool) -> Verdict:
-        """What `rows` of a launched step may sample. `may_wait`: nobody else is in it, so it may
+    def bitmask(
+        self, step_id: int, rows: Sequence[GrammarRow], *, may_wait: bool
+    ) -> tuple[GrammarBitmask, list[Rule]]:
+        """What `rows` of a launched step may sample; those whose mask is late are postponed. And
+        the rules of requests that cannot go on: with an error, or because their grammar has ended
+        although their stop conditions have not. `may_wait`: nobody else is in the step, so it may
         wait longer.
         """
         ruled = [
@@ -259,25 +252,22 @@ class GrammarManager:
             self.wait(left)
         found: list[Mask] = []
         places: dict[int, int] = {}  # by identity: rows may share one
-        verdict = Verdict(GrammarBitmask(step_id, [], [], [], []), [], {}, set())
+        ended: list[Rule] = []
+        bitmask = GrammarBitmask(step_id, [], [], [], [])
         for row, rule in ruled:
-            if rule.error is not None:
-                verdict.failed[row.request_id] = rule.error
-                if rule.is_lost:
-                    verdict.lost.add(row.request_id)
-            elif rule.has_ended:
-                verdict.ended.append(row.request_id)
+            if rule.error is not None or rule.has_ended:
+                ended.append(rule)
             elif rule.is_awaited:
                 rule.is_late = True
-                verdict.bitmask.postponed.append(row.row)
+                bitmask.postponed.append(row.row)
             elif (mask := self._mask(rule, num_outputs=row.num_outputs)) is not None:
                 found.append(mask)
                 place = places.setdefault(id(mask), len(places))
-                if place == len(verdict.bitmask.masks):
-                    verdict.bitmask.masks.append(mask.tobytes())
-                verdict.bitmask.rows.append(row.row)
-                verdict.bitmask.places.append(place)
-        return verdict
+                if place == len(bitmask.masks):
+                    bitmask.masks.append(mask.tobytes())
+                bitmask.rows.append(row.row)
+                bitmask.places.append(place)
+        return bitmask, ended
 
     def wait(self, seconds: float) -> None:
         """Until a grammar process has answered, at most so long."""
