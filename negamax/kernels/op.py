@@ -42,20 +42,20 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one call. `tensors` holds tensors and tuples of tensors by argument name, `numbers`
-    everything else. `stored`: the format of its weights.
-    """
+    """Inputs of one call. `numbers`: what is no tensor. `stored`: the format of its weights."""
 
     label: str
-    tensors: dict[str, Any]
+    tensors: dict[str, Tensor]
     numbers: dict[str, Any] = field(default_factory=dict)
     stored: TensorFormat = PLAIN
 
     def upcast(self) -> Case:
         """The same values with every floating-point tensor in float32."""
-        return Case(
-            self.label, {name: _upcast(value) for name, value in self.tensors.items()}, self.numbers
-        )
+        tensors = {
+            name: tensor.float() if tensor.is_floating_point() else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return Case(self.label, tensors, self.numbers)
 
 
 class OpName(str, Generic[P, R]):
@@ -134,11 +134,3 @@ def randn(
     float32, so that every dtype sees the same ones.
     """
     return (torch.randn(*shape, generator=generator, device=generator.device) * scale).to(dtype)
-
-
-def _upcast(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_upcast(part) for part in value)
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.float()
-    return value

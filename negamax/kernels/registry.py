@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from negamax.base.errors import ConfigError
 from negamax.kernels.attention import cpu as attention_cpu
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.collectives import spec as collectives
@@ -139,52 +138,24 @@ class KernelTable:
 
 
 def providers(op: OpName[Any, Any], *, platform: Platform, dtype: torch.dtype) -> list[AnyKernel]:
-    """Every kernel of `op` that runs here, preferred first. The reference runs everywhere."""
-    return [
-        kernel
-        for kernel in _kernels(platform)
-        if kernel.op == op
-        and (kernel.provider == "reference" or not platform.missing(kernel.requires))
-        and dtype in kernel.dtypes
-        and kernel.available()
-    ]
+    """Every kernel of `op` that runs here, preferred first."""
+    return list(resolve(platform=platform, dtype=dtype).candidates[op])
 
 
-def _kernels(platform: Platform) -> tuple[AnyKernel, ...]:
-    return gpu_kernels() if Feature.TRITON in platform.features else KERNELS
-
-
-def resolve(
-    *, platform: Platform, dtype: torch.dtype, choices: Mapping[str, str] | None = None
-) -> KernelTable:
-    """The table for `platform` and `dtype`; `choices` names a provider for some ops.
-
-    Errors: `ConfigError` for an op or a provider that does not exist here, with those that do.
-    """
-    choices = choices or {}
-    for op in choices:
-        if op not in OPS:
-            raise ConfigError(f"no op named {op!r}; known: {', '.join(sorted(OPS))}")
-    candidates = {}
-    for op in OPS:
-        found = providers(op, platform=platform, dtype=dtype)
-        if op in choices:
-            named = [kernel for kernel in found if kernel.provider == choices[op]]
-            if not named:
-                raise ConfigError(
-                    f"no provider {choices[op]!r} of {op} in {dtype} for {platform.label}"
-                    f"{_lacks(op, choices[op], platform)}; available: "
-                    f"{', '.join(kernel.provider for kernel in found)}"
-                )
-            found = named
-        candidates[op] = tuple(found)
-    return KernelTable(platform, dtype, candidates)
-
-
-def _lacks(op: str, provider: str, platform: Platform) -> str:
-    """What the platform lacks for that provider, as the end of a sentence."""
-    for kernel in _kernels(platform):
-        if (kernel.op, kernel.provider) == (op, provider):
-            missing = platform.missing(kernel.requires)
-            return f", which lacks {', '.join(missing)}" if missing else ""
-    return ""
+def resolve(*, platform: Platform, dtype: torch.dtype) -> KernelTable:
+    """The table for `platform` and `dtype`. References run everywhere."""
+    kernels = gpu_kernels() if Feature.TRITON in platform.features else KERNELS
+    return KernelTable.of(
+        (
+            kernel
+            for kernel in kernels
+            if kernel.provider == "reference"
+            or (
+                dtype in kernel.dtypes
+                and not platform.missing(kernel.requires)
+                and kernel.available()
+            )
+        ),
+        platform=platform,
+        dtype=dtype,
+    )

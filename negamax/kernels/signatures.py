@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from negamax.kernels.peers import Collective
 
 Prepared = Any  # what a provider's `prepare` made: for its own `run` alone
+# Rows with 1 <= top_k <= CANDIDATES are drawn from this many leading tokens; all others from the
+# sorted vocabulary.
+CANDIDATES = 64
 
 
 class PrepareLinear(Protocol):
@@ -144,25 +147,6 @@ class Locate(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-class Greedy(Protocol):
-    def __call__(self, logits: Tensor, /) -> Tensor: ...
-
-
-class Draw(Protocol):
-    def __call__(
-        self,
-        logits: Tensor,
-        /,
-        *,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        uniforms: Tensor,
-        candidates: int,
-    ) -> Tensor: ...
-
-
 class Pick(Protocol):
     def __call__(
         self,
@@ -207,7 +191,5 @@ PREFILL: OpName[PrepareAttention, Attend] = OpName("attention.prefill")
 QK_NORM_ROPE_WRITE: OpName[PrepareQkNorm, QkNormRopeWrite] = OpName("attention.qk_norm_rope_write")
 LOCATE: OpName[None, Locate] = OpName("kvcache.locate")
 QUANTIZE: OpName[None, Quantize] = OpName("quantize.activations")
-GREEDY: OpName[None, Greedy] = OpName("sampling.greedy")
-DRAW: OpName[None, Draw] = OpName("sampling.draw")
 PICK: OpName[None, Pick] = OpName("sampling.pick")
 DRAW_LEADING: OpName[None, DrawLeading] = OpName("sampling.draw_leading")

@@ -19,7 +19,7 @@ from negamax.base.log import get_logger
 from negamax.kernels.collectives import tiles
 from negamax.kernels.peers import PeerMemory, PeerRegion, ShardRegion
 from negamax.kernels.platform import Feature, platform_of
-from negamax.kernels.sampling.spec import CANDIDATES
+from negamax.kernels.signatures import CANDIDATES
 from negamax.parallel.poll_control import PollControl
 
 logger = get_logger(__name__)

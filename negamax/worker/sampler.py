@@ -15,7 +15,7 @@ from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling import noise
 from negamax.kernels.sampling import spec as ops
-from negamax.kernels.signatures import DRAW, DRAW_LEADING, GREEDY, PICK
+from negamax.kernels.signatures import DRAW_LEADING, PICK
 from negamax.scheduler.step import TokenLogprobs
 from negamax.worker.batch import SampleInputs
 from negamax.worker.device import HostTensor, indices
@@ -175,7 +175,7 @@ class Sampler:
 
     def _by_order(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
         """The CPU's choice."""
-        token_ids = _draw(logits, inputs, rows=self._requests, kernels=self._kernels)
+        token_ids = _draw(logits, inputs, rows=self._requests)
         # argmax and topk both put NaN first
         best = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         return token_ids.where(best.isfinite(), BROKEN)
@@ -192,35 +192,25 @@ class Sampler:
         )
         for chosen, candidates in _filtered(inputs, requests, vocab_size=logits.shape[1]):
             where = indices(chosen, logits.device)
-            drawn = _draw_from(
-                logits[where],
-                inputs,
-                chosen,
-                candidates=candidates,
-                rows=requests,
-                kernels=self._kernels,
-            )
+            drawn = _draw_from(logits[where], inputs, chosen, candidates=candidates, rows=requests)
             token_ids[where] = drawn.where(token_ids[where] != BROKEN, BROKEN)
         return token_ids
 
 
-def _draw(
-    logits: Tensor, inputs: SampleInputs, *, rows: RequestState, kernels: KernelTable
-) -> Tensor:
+def _draw(logits: Tensor, inputs: SampleInputs, *, rows: RequestState) -> Tensor:
     """Greedy rows take the maximum; rows with a small top_k draw from a fixed number of candidates;
     the others sort all.
 
     Each group's arithmetic has a shape that does not depend on the rows of the other groups, so
     that the same seed gives the same token in any company.
     """
-    take_best = kernels[GREEDY].run
     sampling = [rows.state(slot).sampling for slot in inputs.slots]
     greedy = [i for i, params in enumerate(sampling) if params.temperature == 0.0]
     if len(greedy) == len(sampling):
-        return take_best(logits)
+        return logits.argmax(dim=-1)
     token_ids = torch.empty(len(sampling), dtype=torch.int64, device=logits.device)
     if greedy:
-        token_ids[greedy] = take_best(logits[greedy])
+        token_ids[greedy] = logits[greedy].argmax(dim=-1)
     narrow = [
         i for i, params in enumerate(sampling) if params.temperature and _is_narrow(params.top_k)
     ]
@@ -235,9 +225,7 @@ def _draw(
             continue
         whole = len(members) == len(sampling)
         chosen = logits if whole else logits[members]
-        drawn = _draw_from(
-            chosen, inputs, members, candidates=candidates, rows=rows, kernels=kernels
-        )
+        drawn = _draw_from(chosen, inputs, members, candidates=candidates, rows=rows)
         if whole:
             return drawn
         token_ids[members] = drawn
@@ -269,12 +257,9 @@ def _draw_from(
     *,
     candidates: int,
     rows: RequestState,
-    kernels: KernelTable,
 ) -> Tensor:
     """Draw for `members` of the rows; logits [len(members), V]."""
-    filters = _filters(inputs, members, rows=rows)
-    drawn: Tensor = kernels[DRAW].run(logits, candidates=candidates, **filters)
-    return drawn
+    return ops.sample(logits, candidates=candidates, **_filters(inputs, members, rows=rows))
 
 
 def _filters(inputs: SampleInputs, members: list[int], *, rows: RequestState) -> dict[str, Tensor]:
@@ -332,7 +317,7 @@ def _edit(
     assert params.repetition_penalty is not None
     outputs = rows.tokens[slot, state.prompt_len : bound].long()
     places = torch.arange(state.prompt_len, bound, device=logits.device)
-    ops.apply_penalties(
+    penalized = ops.apply_penalties(
         logits,
         rows.tokens[slot, : state.prompt_len].long(),
         outputs.where(places < position, -1),
@@ -340,6 +325,7 @@ def _edit(
         frequency=params.frequency_penalty,
         presence=params.presence_penalty,
     )
+    logits.copy_(penalized)
     if state.bias_ids.numel():
         logits[state.bias_ids] += state.bias_values
     if state.allowed_ids is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -90,7 +91,12 @@ def build(
     """A model holding `weights`, ready to run (or, with `loaded` False, before anything was
     written).
     """
-    kernels = resolve(platform=CPU, dtype=dtype, choices=choices)
+    kernels = resolve(platform=CPU, dtype=dtype)
+    chosen = {
+        op: tuple(kernel for kernel in kernels.candidates[op] if kernel.provider == provider)
+        for op, provider in (choices or {}).items()
+    }
+    kernels = replace(kernels, candidates={**kernels.candidates, **chosen})
     context = context or ParallelContext.single()
     model = build_model(
         spec, context=context, dtype=dtype, device=torch.device("cpu"), kernels=kernels

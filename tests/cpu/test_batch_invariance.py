@@ -42,8 +42,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def models(dtype: torch.dtype, **choices: str) -> tuple[ModelSpec, PagedRun, PagedRun]:
-    """Two caches over one model, with different block orders; `choices` of providers as in
-    `resolve`, dots as `__`.
+    """Two caches over one model, with different block orders; `choices` of providers by op, dots as
+    `__`.
     """
     spec = read_spec(tiny_config(1, **SIZES))
     named = {op.replace("__", "."): provider for op, provider in choices.items()}

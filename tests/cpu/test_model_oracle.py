@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
 from negamax.config.families import read_spec
+from negamax.kernels.registry import OPS
 
 NUM_CONFIGS = 24
 
@@ -138,14 +139,9 @@ def test_reference_kernels_alone_give_the_same_logits() -> None:
     """
     spec = read_spec(tiny_config(5))
     weights = random_weights(spec, 5)
-    ops = (
-        "attention.qk_norm_rope_write", "attention.decode", "attention.prefill", "moe.experts",
-        "gemm.linear",
-    )  # fmt: skip
-    choices = dict.fromkeys(ops, "reference")
     chosen, defined = (
         PagedRun(build(spec, weights)),
-        PagedRun(build(spec, weights, choices=choices)),
+        PagedRun(build(spec, weights, choices=dict.fromkeys(OPS, "reference"))),
     )
     for chunk in ([4, 8, 15, 16, 23, 42], [7], [7]):
         torch.testing.assert_close(

@@ -118,7 +118,7 @@ def test_uniform_numbers_are_even_and_differ_by_seed_and_position() -> None:
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_once() -> None:
     logits = column(2.0, -2.0, 1.0, 3.0)
-    ops.apply_penalties(
+    logits = ops.apply_penalties(
         logits,
         torch.tensor([0, 0]),
         torch.tensor([1, 0]),
@@ -131,7 +131,7 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_once
 
 def test_frequency_counts_and_presence_marks_output_tokens_only() -> None:
     logits = torch.zeros(4)
-    ops.apply_penalties(
+    logits = ops.apply_penalties(
         logits,
         torch.tensor([3, 3]),
         torch.tensor([1, 1, 2]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from negamax.kernels.activations import Hidden
 from negamax.kernels.formats import (
     E4M3_BLOCKS,
     E4M3_GROUP,
@@ -131,9 +132,9 @@ def stored_weight(case: Case, name: str) -> StoredWeight:
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The product. FP8 weights go with FP8 activations."""
-    x = case.tensors["x"]
+    x: Hidden = case.tensors["x"]
     if "weight_scale" in case.tensors:
-        x = quantize.quantize_activations(x)
+        x = quantize.quantize_activations(case.tensors["x"])
     return (kernel.run(x, kernel.prepare(stored_weight(case, "weight")), **case.numbers),)
 
 

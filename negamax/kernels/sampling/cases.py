@@ -1,0 +1,97 @@
+"""Logits to sample from, how kernels are called with them, and what that costs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
+from negamax.kernels.signatures import CANDIDATES
+
+
+def pick_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No rows, one, several; then rows that hold what is not finite, and a tie."""
+    sizes = ((0, 16), (1, 4160), (9, 331), (5, 2048))
+    broken = _pick_case(6, 300, generator, label="NaN, infinities, a tie")
+    logits = broken.tensors["logits"]
+    logits[0, 7], logits[1, 299], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, :299] = -torch.inf
+    logits[4, 5] = logits[4, 250] = 50.0
+    broken.tensors["temperature"][4] = 0.0
+    return [*(_pick_case(*size, generator) for size in sizes), broken]
+
+
+def pick_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's vocabulary on one, two and four ranks."""
+    return [
+        _pick_case(rows, 200_064 // ranks, generator)
+        for ranks in (1, 2, 4)
+        for rows in (1, 16, 100)
+    ]
+
+
+def _pick_case(rows: int, vocab: int, generator: torch.Generator, *, label: str = "") -> Case:
+    """Every third row is greedy."""
+    tensors = _rows(rows, vocab, generator)
+    temperature = 0.5 + torch.rand(rows, generator=generator, device=generator.device)
+    temperature[1::3] = 0.0
+    tensors["temperature"] = temperature
+    return Case(label or f"R={rows} V={vocab}", tensors, {"first_id": 1000, "group": None})
+
+
+def leading_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No rows, one, several; then rows that hold what is not finite, and ties."""
+    sizes = ((0, 100), (1, 700), (3, 331), (7, 64), (2, 20))
+    broken = _leading_case(4, 300, generator, label="NaN, infinities, ties")
+    logits = broken.tensors["logits"]
+    logits[0, 7], logits[1, 299], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, 20:90] = 50.0
+    broken.tensors["filters"][:, 1] = 40
+    return [*(_leading_case(*size, generator) for size in sizes), broken]
+
+
+def leading_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's vocabulary on one and four ranks."""
+    return [
+        _leading_case(rows, 200_064 // ranks, generator)
+        for ranks in (1, 4)
+        for rows in (1, 16, 100)
+    ]
+
+
+def _leading_case(rows: int, vocab: int, generator: torch.Generator, *, label: str = "") -> Case:
+    """Every third row is not to be drawn: it is greedy, has no top_k, or one that is too large."""
+    device = generator.device
+    uniform = partial(torch.rand, rows, generator=generator, device=device)
+    top_k = torch.randint(1, CANDIDATES + 1, (rows,), generator=generator, device=device).float()
+    filters = torch.stack((0.5 + uniform(), top_k, 0.5 + 0.5 * uniform(), 0.1 * uniform()), dim=1)
+    filters[2::9, 0], filters[5::9, 1], filters[8::9, 1] = 0.0, 0.0, CANDIDATES + 1
+    tensors = {
+        **_rows(rows, vocab, generator),
+        "filters": filters,
+        "otherwise": torch.arange(rows, device=device),
+    }
+    return Case(label or f"R={rows} V={vocab}", tensors, {"first_id": 500, "group": None})
+
+
+def _rows(rows: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Logits, and what a row's random numbers are computed from."""
+    draw = partial(torch.randint, size=(rows,), generator=generator, device=generator.device)
+    return {
+        "logits": randn(rows, vocab, dtype=torch.float32, generator=generator, scale=3.0),
+        "seeds": draw(-(2**63), 2**63 - 1),
+        "positions": draw(0, 200_000),
+    }
+
+
+def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The token of each row."""
+    return (kernel.run(**case.tensors, **case.numbers),)
+
+
+def cost(case: Case) -> Cost:
+    """The logits read once."""
+    logits = case.tensors["logits"]
+    return Cost(num_bytes=num_bytes(logits), flops=logits.numel())
