@@ -10,51 +10,61 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class PeerRegion:
-    """A part of symmetric memory through which the ranks of a group exchange rows of 4-byte words.
+    """A part of symmetric memory through which the ranks of a group exchange rows of 4-byte words
+    by the LL protocol (`collectives/triton_ll.py`).
 
-    Every rank's copy is laid out [2 buffers, rows, senders, words] int64; a stored word is `tag <<
-    32 | payload`, so a reader knows from the word itself that it has arrived. Row r keeps its own
-    epoch: the program of row r reads `epochs[r]`, uses the next number as its tag and `number & 1`
-    as its buffer, and stores it back when it is done. Two buffers are enough and nothing is ever
-    cleared: a rank writes epoch e + 2 only after every peer has pushed e + 1, which a peer does
-    after it has read e.
+        every rank's copy   [2 buffers, rows, senders, words] int64: flag << 32 | data
+
+    A reader knows from the word itself that it has arrived. The flag is the row's epoch, the number
+    of times it was used: the program of row r takes flags[r] + 1, its parity as the buffer, and
+    stores it in flags[r] when it is done. Two buffers are enough and nothing is ever cleared: a
+    rank writes epoch e + 2 only after every peer has pushed e + 1, which a peer does after it has
+    read e.
     """
 
     # [world + 1] int64: each rank's copy, in the address space of this one; `PollControl.words`
     addresses: Tensor
-    epochs: Tensor  # [rows] int32, local to this rank
+    flags: Tensor  # [rows] int32, the last of each row, local to this rank
     rows: int
     words: int  # per row and sender
 
 
 @dataclass(frozen=True)
 class ShardRegion:
-    """A part of symmetric memory through which the ranks of a group share out the rows of many
-    tokens: rank r completes and normalises rows r * shard .. (r + 1) * shard - 1, with shard =
-    ceil(T / world).
+    """A part of symmetric memory through which the ranks of a group shard the rows of many tokens:
+    rank r owns rows r * shard .. (r + 1) * shard - 1, with shard = ceil(T / world).
 
-    Every rank's copy has two parts. `parts` [world senders, shard, words] int32 takes what each
-    rank adds to the rows of this one. `gathered` takes what the ranks make of their rows, for all T
-    of them: [T, words] int32 where that is plain values, else [T, 2 * words] e4m3, [T, 2 * words /
-    128] fp32 scales and, from the next multiple of 16 bytes on, what `moe.route` makes of them.
-    Nothing is tagged: a `barrier` follows each of the two kernels that write, and that is enough.
-    Whoever writes `parts` has passed the second barrier of the call before, to which the readers of
-    `parts` came when they had read; whoever writes `gathered` has passed the first one of this
-    call, to which every rank came with all it had read before.
+    Every rank's copy has two parts:
+
+        partials   [world senders, shard, words] int32   what each rank adds to the rows of this one
+        gathered   [T, words] int32                      all rows of the norm, or with FP8
+                   [T, 2 * words] e4m3, [T, 2 * words / 128] fp32 scales and, from the next multiple
+                   of 16 bytes on, what `moe.route` makes of the rows
+
+    There are no flags: a `barrier` follows each of the two kernels that write, and that is enough.
+    Whoever writes `partials` has passed the second barrier of the call before, to which the readers
+    of `partials` came when they had read; whoever writes `gathered` has passed the first one of
+    this call, to which every rank came with all it had read before.
     """
 
-    parts: Tensor  # [world] int64, where each rank's copy begins, in the address space of this rank
+    partials: Tensor  # [world] int64, where each rank's copy begins, in this one's address space
     gathered: Tensor  # [world] int64, likewise
     own_gathered: Tensor  # uint8, this rank's copy
     rows: int  # at most
     words: int  # of a row, two values each: exactly
     # on the stream: when it is over, what every rank wrote before it is there
     barrier: Callable[[], None]
+
+    def own(self, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """A tensor at byte `begin` of this rank's copy of `gathered`."""
+        size = shape[0] * shape[1] * dtype.itemsize
+        return self.own_gathered[begin : begin + size].view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def connect(
             )
             if shard_words[1]:
                 shards = ShardRegion(
-                    parts=torch.tensor(
+                    partials=torch.tensor(
                         [base + 8 * shared_words for base in bases],
                         dtype=torch.int64,
                         device=device,
@@ -124,8 +124,8 @@ def connect(
                     dtype=torch.int64,
                     device=device,
                 )
-                epochs = torch.zeros(rows, dtype=torch.int32, device=device)
-                regions.append(PeerRegion(addresses, epochs, rows, words))
+                flags = torch.zeros(rows, dtype=torch.int32, device=device)
+                regions.append(PeerRegion(addresses, flags, rows, words))
                 first += size
             shared = SharedBuffer(
                 memory[:shared_words].view(torch.bfloat16), group.group_name, world

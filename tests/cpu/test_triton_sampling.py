@@ -196,7 +196,7 @@ def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.Monke
     """Two ranks with a slice of 150 tokens each; what the other rank would push is in this one's
     memory already.
     """
-    monkeypatch.setattr(tiles, "STRIP_TILE", 64)
+    monkeypatch.setattr(tiles, "tiles_for", lambda device: tiles.Tiles(strip_block=64))
     monkeypatch.setattr(tiles, "strip", lambda vocab: 8)
     inputs = leading_inputs(3, 300, seed=8)
     # equal ones: the lower ids first

@@ -213,7 +213,7 @@ class ThreadGroup:
         if memory is not None:
             parts, gathered = memory
             shards = ShardRegion(
-                parts=torch.tensor([copy.data_ptr() for copy in parts], dtype=torch.int64),
+                partials=torch.tensor([copy.data_ptr() for copy in parts], dtype=torch.int64),
                 gathered=torch.tensor([copy.data_ptr() for copy in gathered], dtype=torch.int64),
                 own_gathered=gathered[rank].view(torch.uint8).flatten(),
                 rows=gathered[rank].shape[0],

@@ -281,7 +281,7 @@ def sharded(context: ParallelContext, device: torch.device) -> Findings:
         if num_rows % group.size == 0:
             layer.residual.copy_(layer.start)
             # summed by NCCL, in bf16
-            out = kernels._through_group(layer.x, layer.residual, layer.norm, group)
+            out = kernels._sharded_by_group(layer.x, layer.residual, layer.norm, group)
             got, want = (
                 a.q.float() * a.scale.repeat_interleave(128, dim=1) for a in (out, layer.expected)
             )
@@ -324,14 +324,14 @@ def shard_times(context: ParallelContext, device: torch.device, router: Router) 
 
     group: Any = context.attention_group
     found: Findings = {}
-    original = tiles.WARPS
+    original = tiles.tiles_for
     for num_rows in (1, 4):
         layer, row = Layer(num_rows, 1, group, device), {}
         for warps in (8, 16):
-            tiles.WARPS = warps
+            tiles.tiles_for = lambda device, _warps=warps: tiles.Tiles(row_warps=_warps)
             row[f"{warps} warps"] = microseconds(lambda layer=layer: layer.again(group), context)
         found[f"few rows, T={num_rows}"] = row
-    tiles.WARPS = original
+    tiles.tiles_for = original
     for num_rows in (512, 1024, 2048, 8192):
         layer = Layer(num_rows, 1, group, device)
 
@@ -339,7 +339,7 @@ def shard_times(context: ParallelContext, device: torch.device, router: Router) 
             norm_kernels.add_rms(group.all_reduce(layer.x), layer.residual, layer.norm)
 
         def by_nccl(layer: Layer = layer) -> None:
-            kernels._through_group(layer.x, layer.residual, layer.norm, group)
+            kernels._sharded_by_group(layer.x, layer.residual, layer.norm, group)
 
         def again(layer: Layer = layer) -> None:
             layer.again(group)

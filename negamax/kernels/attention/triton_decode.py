@@ -37,11 +37,12 @@ from negamax.kernels.attention.triton_decode_reduce import finish_split, reduce_
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,
     AttentionConstants,
-    Output,
     dot_dtype,
     key_offset,
     load_tile,
     nonempty_max,
+    outputs,
+    result,
     softmax_step,
     tile_offset,
 )
@@ -274,9 +275,9 @@ def decode(
     head_dim].
     """
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
-    output = Output.empty(q, quantize=plan.quantize)
+    output = outputs(q, quantize=plan.quantize)
     if q.shape[0] == 0:
-        return output.result()
+        return result(*output)
     head_dim, shape, tables = q.shape[2], plan.shape, plan.queries.block_tables
     block_m = max(16, triton.next_power_of_2(shape.group))
     block_d = triton.next_power_of_2(max(16, head_dim))
@@ -319,9 +320,7 @@ def decode(
         plan.sequences,
         plan.work,
         partials,
-        output.plain,
-        output.values,
-        output.scales,
+        *output,
         head_dim**-0.5 * kv_scales[0] * LOG2_E,
         kv_scales[1],
         tables.stride(0),
@@ -332,7 +331,7 @@ def decode(
     )
     if plan.reduce_later:
         reduce_kernel[(shape.kv_heads, q.shape[0])](
-            plan.sequences, partials, output.plain, output.values, output.scales, kv_scales[1],
+            plan.sequences, partials, *output, kv_scales[1],
             plan.programs, constants, num_warps=4,
         )  # fmt: skip
-    return output.result()
+    return result(*output)

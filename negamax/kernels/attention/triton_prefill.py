@@ -20,9 +20,10 @@ from negamax.kernels.attention.tiles import tiles_for
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,
     AttentionConstants,
-    Output,
     dot_dtype,
     load_tile,
+    outputs,
+    result,
     softmax_step,
     tile_offset,
     write_heads,
@@ -168,9 +169,9 @@ def prefill(
     head_dim].
     """
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
-    output = Output.empty(q, quantize=plan.quantize)
+    output = outputs(q, quantize=plan.quantize)
     if q.shape[0] == 0:
-        return output.result()
+        return result(*output)
     _, heads, head_dim = q.shape
     shape, tables = plan.shape, plan.queries.block_tables
     launch = tiles_for(q.device).prefill_launch(plan.block_m, k_cache.element_size())
@@ -181,9 +182,7 @@ def prefill(
         tables,
         plan.queries.block_table_indices,
         plan.tiles,
-        output.plain,
-        output.values,
-        output.scales,
+        *output,
         head_dim**-0.5 * kv_scales[0] * LOG2_E,
         kv_scales[1],
         tables.stride(0),
@@ -201,4 +200,4 @@ def prefill(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    return output.result()
+    return result(*output)

@@ -1,21 +1,48 @@
-"""QK norm, rope and the write to the paged cache, in one launch; its sums of squares cross the
-ranks inside it.
+"""QK norm over all heads, rope and the write to the paged cache, in one launch: one program per
+token.
+
+    qkv [T, (HEADS + 2 * KV_HEADS) * DIM]    |   q heads   | k heads | v heads |
+                                              norm and rope            as it is
+    q_out [T, HEADS * DIM]                   |   q heads   |
+    caches [blocks * KV_HEADS * BLOCK_SIZE, DIM], rows by slot_mapping [T * KV_HEADS], -1: none
+
+    a head                                   | HALF | HALF | rest |   rope pairs the two halves
+
+The heads of q and k are one tile [BLOCK_H, BLOCK_HALF] for each half, and one for the rest. The
+norm is over all heads of all ranks: the sums of squares cross the ranks inside the kernel by the LL
+protocol, or by the group between two launches.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels import formats
 from negamax.kernels.attention.spec import QkNorm
-from negamax.kernels.collectives.triton import copy_of, poll, push
+from negamax.kernels.collectives.triton_ll import peer_base, poll, push
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective
+from negamax.kernels.quantize.triton import e4m3_max
 
-E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
+
+class QkNormConstants(NamedTuple):
+    """Constants of `_qk_norm_rope_write_kernel`, one argument `C: tl.constexpr`."""
+
+    HEADS: int
+    KV_HEADS: int
+    DIM: int
+    HALF: int  # of the rotated dimensions
+    BLOCK_H: int  # HEADS + KV_HEADS, padded to a power of two; likewise the five below
+    BLOCK_KV: int
+    BLOCK_HALF: int
+    BLOCK_REST: int  # of the dimensions that are not rotated; 0: there are none
+    BLOCK_D: int
+    HAS_SUMS: bool  # `sums` has the sums of squares of all ranks
+    WORLD: int  # ranks that exchange them in the kernel
 
 
 @triton.jit
@@ -28,56 +55,54 @@ def _finite(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _stored(x, dtype: tl.constexpr):
+def _to_cache_dtype(x, dtype: tl.constexpr):
     """x in the dtype of a cache; FP8 saturates."""
     if dtype == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x, -E4M3_MAX), E4M3_MAX)
+        x = tl.minimum(tl.maximum(x, -e4m3_max(dtype)), e4m3_max(dtype))
     return x.to(dtype)
 
 
 @triton.jit
-def _q_and_k(rows, head, HEADS: tl.constexpr):
-    """The sums of the query heads' and of the key heads' `rows` [heads]."""
-    return tl.sum(tl.where(head < HEADS, rows, 0.0), axis=0), tl.sum(
-        tl.where(head < HEADS, 0.0, rows), axis=0
+def _q_and_k(squares, head, HEADS: tl.constexpr):
+    """The sums of the query heads' and of the key heads' `squares` [heads]."""
+    return tl.sum(tl.where(head < HEADS, squares, 0.0), axis=0), tl.sum(
+        tl.where(head < HEADS, 0.0, squares), axis=0
     )
 
 
 @triton.jit
-def _over_ranks(q_sum, k_sum, addresses, epochs, token, region_rows, rank, WORLD: tl.constexpr):
-    """Both sums over all ranks, exchanged through the peers' memory; the same order of summation on
-    every rank.
-    """
-    epoch = tl.load(epochs + token) + 1
-    row = ((epoch & 1) * region_rows + token).to(tl.int64) * (WORLD * 2)
+def _sum_over_ranks(q_sum, k_sum, addresses, flags, token, region_rows, rank, WORLD: tl.constexpr):
+    """Both sums over all ranks, in the same order of summation on every rank."""
+    flag = tl.load(flags + token) + 1
+    row = ((flag & 1) * region_rows + token).to(tl.int64) * (WORLD * 2)
     word = tl.arange(0, 2)
     bits = tl.where(word == 0, q_sum, k_sum).to(tl.int32, bitcast=True)
-    push(addresses, row + rank * 2, word, bits, epoch, word < 2, WORLD)
-    own = copy_of(addresses, rank)
+    push(addresses, row + rank * 2, word, bits, flag, word < 2, WORLD)
+    own = peer_base(addresses, rank)
     index = tl.arange(0, WORLD * 2)
-    got = poll(own + row, index, epoch, index < WORLD * 2, addresses + WORLD).to(
+    sums = poll(own + row, index, flag, index < WORLD * 2, addresses + WORLD).to(
         tl.float32, bitcast=True
     )
     tl.debug_barrier()
-    tl.store(epochs + token, epoch)
-    return tl.sum(tl.where(index % 2 == 0, got, 0.0), axis=0), tl.sum(
-        tl.where(index % 2 == 1, got, 0.0), axis=0
+    tl.store(flags + token, flag)
+    return tl.sum(tl.where(index % 2 == 0, sums, 0.0), axis=0), tl.sum(
+        tl.where(index % 2 == 1, sums, 0.0), axis=0
     )
 
 
 @triton.jit
 def _sums_kernel(
     qkv,
-    sums,
+    sums,  # [T, 2] fp32, written: squares of a token's q and of its k
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """sums [T, 2] fp32: squares of a token's q and of its k."""
+    """Grid (T,): one token."""
     token = tl.program_id(0).to(tl.int64)
-    head, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    head, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     mask = (head < HEADS + KV_HEADS)[:, None] & (column < DIM)[None, :]
     x = tl.load(
         qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + head[:, None] * DIM + column[None, :],
@@ -91,84 +116,45 @@ def _sums_kernel(
 
 
 @triton.jit
-def _token_sums(
-    squares, head, sums, addresses, epochs, token, region_rows, rank,
-    HEADS: tl.constexpr, SUMS: tl.constexpr, WORLD: tl.constexpr,
-):  # fmt: skip
-    """Sums of squares of a token's q and of its k over all ranks: those in `sums`, or from
-    `squares` [heads] of this rank.
+def _write_q_and_k(x, q_out, k_out, slot, head, column, mask, inverse_k_scale, C: tl.constexpr):
+    """x [heads of q and k, columns]: query heads to q_out, key heads to k_out, their slots of the
+    cache.
     """
-    if SUMS:
-        q_sum, k_sum = tl.load(sums + token * 2), tl.load(sums + token * 2 + 1)
-    else:
-        q_sum, k_sum = _q_and_k(squares, head, HEADS)
-        if WORLD > 1:
-            q_sum, k_sum = _over_ranks(
-                q_sum, k_sum, addresses, epochs, token, region_rows, rank, WORLD
-            )
-    return q_sum, k_sum
-
-
-@triton.jit
-def _rows_out(
-    x,
-    q_out,
-    k_rows,
-    cache_row,
-    head,
-    column,
-    mask,
-    inverse_k_scale,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """x [heads of q and k, columns]: query heads to q_out, key heads to their rows of the cache."""
     tl.store(
-        q_out + head[:, None] * DIM + column[None, :],
+        q_out + head[:, None] * C.DIM + column[None, :],
         x.to(q_out.dtype.element_ty),
-        mask=mask & (head < HEADS)[:, None],
+        mask=mask & (head < C.HEADS)[:, None],
     )
-    keys = mask & ((head >= HEADS) & (cache_row >= 0))[:, None]
-    tl.store(
-        k_rows + column[None, :], _stored(x * inverse_k_scale, k_rows.dtype.element_ty), mask=keys
-    )
+    keys = mask & ((head >= C.HEADS) & (slot >= 0))[:, None]
+    k_at = k_out + column[None, :]
+    tl.store(k_at, _to_cache_dtype(x * inverse_k_scale, k_out.dtype.element_ty), mask=keys)
 
 
 @triton.jit
-def _values_out(
-    v,
-    v_cache,
-    cache_rows,
-    inverse_scale,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A token's values v [kv_heads, DIM] to their rows of the cache."""
-    head, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    row = tl.load(cache_rows + head, mask=head < KV_HEADS, other=-1)
-    mask = (row >= 0)[:, None] & (column < DIM)[None, :]
-    x = _finite(
-        tl.load(v + head[:, None] * DIM + column[None, :], mask=mask, other=0.0), v.dtype.element_ty
-    )
-    to = v_cache + row[:, None] * DIM + column[None, :]
-    tl.store(to, _stored(x * inverse_scale, v_cache.dtype.element_ty), mask=mask)
+def _write_v(v, v_cache, slot_mapping, inverse_scale, C: tl.constexpr):
+    """A token's values v [KV_HEADS, DIM] to their slots of the cache."""
+    head, column = tl.arange(0, C.BLOCK_KV), tl.arange(0, C.BLOCK_D)
+    slot = tl.load(slot_mapping + head, mask=head < C.KV_HEADS, other=-1)
+    mask = (slot >= 0)[:, None] & (column < C.DIM)[None, :]
+    x = tl.load(v + head[:, None] * C.DIM + column[None, :], mask=mask, other=0.0)
+    x = _finite(x, v.dtype.element_ty)
+    to = v_cache + slot[:, None] * C.DIM + column[None, :]
+    tl.store(to, _to_cache_dtype(x * inverse_scale, v_cache.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["region_rows", "rank"])
 def _qk_norm_rope_write_kernel(
-    qkv,
-    weight,
-    cos,
+    qkv,  # [T, (HEADS + 2 * KV_HEADS) * DIM]
+    weight,  # [(HEADS + KV_HEADS) * DIM]
+    cos,  # [T, 2 * HALF] fp32
     sin,
-    q_out,
-    k_cache,
+    q_out,  # [T, HEADS * DIM], written
+    k_cache,  # [blocks * KV_HEADS * BLOCK_SIZE, DIM], written
     v_cache,
-    cache_rows,
-    sums,  # [T, 2] fp32 where SUMS
-    addresses,  # of the peers' regions where WORLD > 1
-    epochs,
+    slot_mapping,  # [T * KV_HEADS] int64, rows of the caches
+    sums,  # [T, 2] fp32 if HAS_SUMS
+    addresses,  # of the peers' regions, as `PeerRegion` has them, where WORLD > 1
+    flags,
     region_rows,
     rank,
     q_count,
@@ -176,91 +162,66 @@ def _qk_norm_rope_write_kernel(
     eps,
     inverse_k_scale,
     inverse_v_scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,  # heads + kv_heads, padded; likewise the three below
-    KV_ROWS: tl.constexpr,
-    HALF_COLUMNS: tl.constexpr,
-    REST_COLUMNS: tl.constexpr,  # of the dimensions that are not rotated; 0: there are none
-    V_COLUMNS: tl.constexpr,
-    SUMS: tl.constexpr,
-    WORLD: tl.constexpr,
+    C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token. Its heads are read as the two halves of the rotated dimensions and the rest."""
+    """Grid (T,): one token."""
+    HALF: tl.constexpr = C.HALF
     token = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = qkv.dtype.element_ty
-    qkv += token * ((HEADS + 2 * KV_HEADS) * DIM)
-    q_out += token * (HEADS * DIM)
-    cache_rows += token * KV_HEADS
-    head = tl.arange(0, ROWS)
-    valid = head < HEADS + KV_HEADS
-    i = tl.arange(0, HALF_COLUMNS)
+    qkv += token * ((C.HEADS + 2 * C.KV_HEADS) * C.DIM)
+    q_out += token * (C.HEADS * C.DIM)
+    slot_mapping += token * C.KV_HEADS
+    head = tl.arange(0, C.BLOCK_H)
+    valid = head < C.HEADS + C.KV_HEADS
+    i = tl.arange(0, C.BLOCK_HALF)
     half_mask = valid[:, None] & (i < HALF)[None, :]
-    low_at = head[:, None] * DIM + i[None, :]
-    # What the kernel before this one did not write is asked for while that one ends.
-    cache_row = tl.load(cache_rows + head - HEADS, mask=(head >= HEADS) & valid, other=-1)
+    low_at = head[:, None] * C.DIM + i[None, :]
+    # What the kernel before this one did not write is loaded while that one ends.
+    slot = tl.load(slot_mapping + head - C.HEADS, mask=(head >= C.HEADS) & valid, other=-1)
     low_weight = tl.load(weight + low_at, mask=half_mask, other=0.0)
     high_weight = tl.load(weight + low_at + HALF, mask=half_mask, other=0.0)
     c = tl.load(cos + token * (2 * HALF) + i, mask=i < HALF, other=0.0)[None, :]
     s = tl.load(sin + token * (2 * HALF) + HALF + i, mask=i < HALF, other=0.0)[None, :]
-    if REST_COLUMNS > 0:
-        j = tl.arange(0, REST_COLUMNS)
-        rest_mask = valid[:, None] & (j < DIM - 2 * HALF)[None, :]
-        rest_at = head[:, None] * DIM + (2 * HALF + j)[None, :]
+    if C.BLOCK_REST > 0:
+        j = tl.arange(0, C.BLOCK_REST)
+        rest_mask = valid[:, None] & (j < C.DIM - 2 * HALF)[None, :]
+        rest_at = head[:, None] * C.DIM + (2 * HALF + j)[None, :]
         rest_weight = tl.load(weight + rest_at, mask=rest_mask, other=0.0)
     launch_dependents_then_wait(PDL)
     low = tl.load(qkv + low_at, mask=half_mask, other=0.0)
     high = tl.load(qkv + low_at + HALF, mask=half_mask, other=0.0)
-    if REST_COLUMNS > 0:
+    if C.BLOCK_REST > 0:
         rest = tl.load(qkv + rest_at, mask=rest_mask, other=0.0)
-    v_at = qkv + (HEADS + KV_HEADS) * DIM
-    _values_out(v_at, v_cache, cache_rows, inverse_v_scale, KV_HEADS, DIM, KV_ROWS, V_COLUMNS)
+    v = qkv + (C.HEADS + C.KV_HEADS) * C.DIM
+    _write_v(v, v_cache, slot_mapping, inverse_v_scale, C)
     low, high = _finite(low, dtype), _finite(high, dtype)
-    if REST_COLUMNS > 0:
+    if C.BLOCK_REST > 0:
         rest = _finite(rest, dtype)
     squares = tl.sum(low * low + high * high, axis=1)
-    if REST_COLUMNS > 0:
+    if C.BLOCK_REST > 0:
         squares += tl.sum(rest * rest, axis=1)
-    q_sum, k_sum = _token_sums(
-        squares, head, sums, addresses, epochs, token, region_rows, rank, HEADS, SUMS, WORLD
-    )
-    norm = tl.where(head < HEADS, tl.rsqrt(q_sum / q_count + eps), tl.rsqrt(k_sum / k_count + eps))[
-        :, None
-    ]
+    if C.HAS_SUMS:
+        q_sum, k_sum = tl.load(sums + token * 2), tl.load(sums + token * 2 + 1)
+    else:
+        q_sum, k_sum = _q_and_k(squares, head, C.HEADS)
+        if C.WORLD > 1:
+            q_sum, k_sum = _sum_over_ranks(
+                q_sum, k_sum, addresses, flags, token, region_rows, rank, C.WORLD
+            )
+    norm = tl.where(
+        head < C.HEADS, tl.rsqrt(q_sum / q_count + eps), tl.rsqrt(k_sum / k_count + eps)
+    )[:, None]
     low, high = low * norm * low_weight, high * norm * high_weight
-    k_row = k_cache + cache_row[:, None] * DIM
-    _rows_out(
-        low * c - high * s, q_out, k_row, cache_row, head, i, half_mask, inverse_k_scale, HEADS, DIM
+    k_out = k_cache + slot[:, None] * C.DIM
+    _write_q_and_k(low * c - high * s, q_out, k_out, slot, head, i, half_mask, inverse_k_scale, C)
+    _write_q_and_k(
+        high * c + low * s, q_out + HALF, k_out + HALF, slot, head, i, half_mask, inverse_k_scale, C
     )
-    _rows_out(
-        high * c + low * s,
-        q_out + HALF,
-        k_row + HALF,
-        cache_row,
-        head,
-        i,
-        half_mask,
-        inverse_k_scale,
-        HEADS,
-        DIM,
-    )
-    if REST_COLUMNS > 0:
+    if C.BLOCK_REST > 0:
         rest = rest * norm * rest_weight
-        _rows_out(
-            rest,
-            q_out + 2 * HALF,
-            k_row + 2 * HALF,
-            cache_row,
-            head,
-            j,
-            rest_mask,
-            inverse_k_scale,
-            HEADS,
-            DIM,
-        )
+        q_out, k_out = q_out + 2 * HALF, k_out + 2 * HALF
+        _write_q_and_k(rest, q_out, k_out, slot, head, j, rest_mask, inverse_k_scale, C)
 
 
 def qk_norm_rope_write(
@@ -270,12 +231,12 @@ def qk_norm_rope_write(
     sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    rows: Tensor,
+    slot_mapping: Tensor,
     *,
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As the definition, but `qkv` is left as it is, and tokens whose `rows` are negative are not
+    """As the definition, but `qkv` is left as it is, and tokens whose slots are negative are not
     written to the cache.
 
     With several ranks: one launch where their memory has a row for every token, else the sums go
@@ -287,9 +248,9 @@ def qk_norm_rope_write(
     q = qkv.new_empty(num_tokens, heads, head_dim)
     if num_tokens == 0:
         return q
-    padded = triton.next_power_of_2(heads + kv_heads)
-    columns = triton.next_power_of_2(head_dim)
-    warps = 8 if padded * columns > 4096 else 4
+    block_h = triton.next_power_of_2(heads + kv_heads)
+    block_d = triton.next_power_of_2(head_dim)
+    warps = 8 if block_h * block_d > 4096 else 4
     sums, region, world, rank = None, None, 1, 0
     if group is not None and group.size > 1:
         if group.peers is not None and num_tokens <= group.peers.stats.rows:
@@ -297,7 +258,7 @@ def qk_norm_rope_write(
         else:
             sums = torch.empty(num_tokens, 2, dtype=torch.float32, device=qkv.device)
             _sums_kernel[(num_tokens,)](
-                qkv, sums, heads, kv_heads, head_dim, padded, columns, num_warps=warps
+                qkv, sums, heads, kv_heads, head_dim, block_h, block_d, num_warps=warps
             )
             sums = group.all_reduce(sums)
     _qk_norm_rope_write_kernel[(num_tokens,)](
@@ -308,10 +269,10 @@ def qk_norm_rope_write(
         q,
         k_cache,
         v_cache,
-        rows,
+        slot_mapping,
         sums,
         region.addresses if region else None,
-        region.epochs if region else None,
+        region.flags if region else None,
         region.rows if region else 0,
         rank,
         norm.q_count,
@@ -319,17 +280,19 @@ def qk_norm_rope_write(
         norm.eps,
         1.0 / kv_scales[0],
         1.0 / kv_scales[1],
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=head_dim,
-        HALF=half,
-        ROWS=padded,
-        KV_ROWS=triton.next_power_of_2(kv_heads),
-        HALF_COLUMNS=triton.next_power_of_2(half),
-        REST_COLUMNS=triton.next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
-        V_COLUMNS=columns,
-        SUMS=sums is not None,
-        WORLD=world,
+        QkNormConstants(
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=head_dim,
+            HALF=half,
+            BLOCK_H=block_h,
+            BLOCK_KV=triton.next_power_of_2(kv_heads),
+            BLOCK_HALF=triton.next_power_of_2(half),
+            BLOCK_REST=triton.next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
+            BLOCK_D=block_d,
+            HAS_SUMS=sums is not None,
+            WORLD=world,
+        ),
         num_warps=warps,
         **launch_options(qkv.device),
     )

@@ -5,7 +5,6 @@ a step of the softmax.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.kvcache.spec import FP8
 from negamax.kernels.launch.triton import INTERPRETED
-from negamax.kernels.quantize.native import native_e4m3
+from negamax.kernels.quantize.native import empty_e4m3
 from negamax.kernels.quantize.triton import e4m3_max
 
 LOG2_E = math.log2(math.e)
@@ -50,37 +49,30 @@ def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
     return tl.float16 if FP8 in (cache, dtype) or dtype == torch.float16 else tl.bfloat16
 
 
-@dataclass(frozen=True)
-class Output:
-    """The result of a call: in the model's dtype and, if asked for, in FP8 with a scale per token
-    and head.
+def outputs(q: Tensor, *, quantize: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Where a kernel writes what it makes of q [T, heads, head_dim]: [T, heads * head_dim] in the
+    model's dtype and, if asked for, in FP8 with a scale per token and head.
     """
+    out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+    if not quantize:
+        return out, None, None
+    assert q.shape[2] == GROUP, f"FP8 activations have a scale per {GROUP} columns"
+    return (out, *empty_e4m3(out))
 
-    plain: Tensor  # [T, heads * head_dim]
-    values: Tensor | None
-    scales: Tensor | None  # [T, heads] fp32
 
-    @classmethod
-    def empty(cls, q: Tensor, *, quantize: bool) -> Output:
-        """For q [T, heads, head_dim]."""
-        num_tokens, heads, head_dim = q.shape
-        plain = torch.empty(num_tokens, heads * head_dim, dtype=q.dtype, device=q.device)
-        if not quantize:
-            return cls(plain, None, None)
-        assert head_dim == 128, "FP8 activations have a scale per 128 columns"
-        scales = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
-        return cls(plain, torch.empty_like(plain, dtype=native_e4m3(q.device)), scales)
-
-    def result(self) -> Tensor | QuantizedActivations:
-        if self.values is None or self.scales is None:
-            return self.plain
-        return QuantizedActivations(self.plain, self.values, self.scales)
+def result(
+    out: Tensor, values: Tensor | None, scales: Tensor | None
+) -> Tensor | QuantizedActivations:
+    """What a kernel returns from what it wrote."""
+    if values is None or scales is None:
+        return out
+    return QuantizedActivations(out, values, scales)
 
 
 @triton.jit
 def write_heads(x, row, column, mask, output, C: tl.constexpr):
-    """x [rows, BLOCK_D] fp32 to the heads `row` (token * heads + head) of `output`, a tuple of the
-    pointers to `Output.plain`, `values` and `scales`.
+    """x [rows, BLOCK_D] fp32 to the heads `row` (token * heads + head) of `output`, a tuple of
+    pointers to what `outputs` has made.
     """
     out, values, scales = output
     at = row[:, None] * C.DIM + column[None, :]

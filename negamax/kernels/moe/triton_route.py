@@ -24,7 +24,8 @@ from torch import Tensor
 
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
-from negamax.kernels.collectives.triton import gather_rows, poll, tagged
+from negamax.kernels.collectives.triton import gather_rows
+from negamax.kernels.collectives.triton_ll import poll, with_flag
 from negamax.kernels.launch.ptx import INTERPRETED
 from negamax.kernels.launch.triton import (
     launch_options,
@@ -205,7 +206,7 @@ def _route_small_m_kernel(
     offs_n = first_n + i % BLOCK_N
     logits_ptrs = logits_ptr + i // BLOCK_N * NUM_EXPERTS + offs_n
     inside = (i // BLOCK_N < M) & (offs_n < NUM_EXPERTS)
-    tl.store(logits_ptrs, tagged(logits.to(tl.int32, bitcast=True), flag), mask=inside)
+    tl.store(logits_ptrs, with_flag(logits.to(tl.int32, bitcast=True), flag), mask=inside)
     first_m, step_m = tl.program_id(0), tl.num_programs(0)
     if not PARALLEL_TOPK:
         first_m, step_m = tl.where(first_m == step_m - 1, 0, M), 1

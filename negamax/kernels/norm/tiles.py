@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-# of the program that holds one row of 3072; on an H200 the best or within 1 % of it from 1 to 8192
-# rows
-WARPS = 8
+import torch
+
+from negamax.kernels import platform
+
+# Of the program of a row of 3072: on an H200 the best or within 1 % of it from 1 to 8192 rows. The
+# interpreter counts as one.
+_NUM_WARPS = {"sm_90": 8, "cpu": 8}
+_NOT_MEASURED = 4
+
+
+def num_warps(device: torch.device) -> int:
+    """Warps of the program of one row."""
+    return _NUM_WARPS.get(platform.platform_of(device).arch, _NOT_MEASURED)

@@ -23,7 +23,7 @@ from negamax.kernels.norm import spec, tiles
 from negamax.kernels.norm.spec import NormWeight
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
-from negamax.kernels.quantize.native import native_e4m3
+from negamax.kernels.quantize.native import empty_e4m3
 from negamax.kernels.quantize.triton import e4m3_max
 from negamax.kernels.signatures import ADD_RMS
 
@@ -41,7 +41,7 @@ def word_indices(BLOCK: tl.constexpr):
 
 
 @triton.jit
-def words_of(pointer):
+def as_words(pointer):
     """A pointer to 2-byte values as one to words of two of them."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
@@ -65,7 +65,7 @@ def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTY
     """Row `row` of x [T, PARTS, 2 * WORDS] summed over its parts in fp32 and rounded once, as
     words.
     """
-    parts = words_of(x) + row.to(tl.int64) * (PARTS * WORDS) + index
+    parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
     words = tl.load(parts, mask=mask, other=0)
     if PARTS > 1:
         even, odd = unpack(words, DTYPE)
@@ -85,7 +85,7 @@ def fetch_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr):
     three times instead of once. It keeps them together if, besides, what uses them is in a branch
     whose condition it does not know.
     """
-    parts = words_of(x) + row.to(tl.int64) * (PARTS * WORDS) + index
+    parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
     fetched = ()
     for part in tl.static_range(PARTS):
         fetched += (tl.load(parts + part * WORDS, mask=mask, other=0, volatile=True),)
@@ -125,7 +125,7 @@ def normalise(
     at = row.to(tl.int64) * WORDS + index
     even, odd = unpack(residual_words, DTYPE)
     total = pack_pair(even + x_even, odd + x_odd, DTYPE)
-    tl.store(words_of(residual) + at, total, mask=mask)
+    tl.store(as_words(residual) + at, total, mask=mask)
     even, odd = unpack(total, DTYPE)
     inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
     even, odd = unpack(pack_pair(even * inverse, odd * inverse, DTYPE), DTYPE)
@@ -174,20 +174,20 @@ def add_and_normalise(
     normed = normalise(
         x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps, WORDS, DTYPE
     )
-    tl.store(words_of(out) + row.to(tl.int64) * WORDS + index, normed, mask=mask)
+    tl.store(as_words(out) + row.to(tl.int64) * WORDS + index, normed, mask=mask)
     if QUANTIZE:
         scale, in_order = quantise(normed, BLOCK, DTYPE, values.dtype.element_ty)
         store_quantised(values, scales, row.to(tl.int64), scale, in_order, WORDS, BLOCK)
 
 
 @triton.jit
-def _add_rms(
+def _add_rms_kernel(
     x,  # [T, PARTS, 2 * WORDS]
     residual,  # [T, 2 * WORDS], changed in place
     weight,  # [2 * WORDS]
-    out,  # [T, 2 * WORDS]
+    out,  # [T, 2 * WORDS], written; likewise
     values,  # [T, 2 * WORDS] e4m3 and
-    scales,  # [T, 2 * WORDS / 128] fp32; not touched unless QUANTIZE
+    scales,  # [T, 2 * WORDS / 128] fp32, not touched unless QUANTIZE
     eps,
     PARTS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -195,14 +195,15 @@ def _add_rms(
     QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid (T,): one row."""
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0)
     index = word_indices(BLOCK)
     mask = index < WORDS
-    weight_words = tl.load(words_of(weight) + index, mask=mask, other=0)
+    weight_words = tl.load(as_words(weight) + index, mask=mask, other=0)
     launch_dependents_then_wait(PDL)
     residual_words = tl.load(
-        words_of(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0, volatile=True
+        as_words(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0, volatile=True
     )
     fetched = fetch_parts(x, row, index, mask, PARTS, WORDS)
     if eps >= 0:  # always: see `fetch_parts`
@@ -218,15 +219,7 @@ def outputs(residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor, Tensor]
     where nothing is quantised).
     """
     out = torch.empty_like(residual)
-    if not norm.quantize:
-        return out, out, out
-    (num_tokens, width), device = residual.shape, residual.device
-    values = torch.empty((num_tokens, width), dtype=native_e4m3(device), device=device)
-    return (
-        out,
-        values,
-        torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=device),
-    )
+    return (out, *empty_e4m3(out)) if norm.quantize else (out, out, out)
 
 
 def result(
@@ -234,6 +227,11 @@ def result(
 ) -> Tensor | QuantizedActivations:
     """What a norm kernel returns from what it wrote."""
     return QuantizedActivations(out, values, scales) if norm.quantize else out
+
+
+def num_parts(x: Tensor) -> int:
+    """P of x [T, P, width]; 1 of x [T, width]."""
+    return x.shape[1] if x.dim() == 3 else 1
 
 
 def prepare(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight:
@@ -253,20 +251,20 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Quantized
     num_tokens, width = residual.shape
     if width % 2:  # no whole words
         return spec.add_rms(x, residual, norm)
-    out, values, scales = outputs(residual, norm)
+    written = outputs(residual, norm)
     if num_tokens == 0:
-        return result(out, values, scales, norm)
+        return result(*written, norm)
     assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
-    _add_rms[(num_tokens,)](
-        x, residual, norm.weight, out, values, scales, norm.eps,
-        PARTS=x.shape[1] if x.dim() == 3 else 1,
+    _add_rms_kernel[(num_tokens,)](
+        x, residual, norm.weight, *written, norm.eps,
+        PARTS=num_parts(x),
         WORDS=width // 2,
         BLOCK=max(triton.next_power_of_2(width // 2), GROUP // 2),
         QUANTIZE=norm.quantize,
-        num_warps=tiles.WARPS,
+        num_warps=tiles.num_warps(residual.device),
         **launch_options(residual.device),
     )  # fmt: skip
-    return result(out, values, scales, norm)
+    return result(*written, norm)
 
 
 KERNELS = (

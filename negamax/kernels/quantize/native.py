@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels import platform
+from negamax.kernels.activations import GROUP
 from negamax.kernels.platform import Feature
 
 
@@ -16,6 +17,13 @@ def native_e4m3(device: torch.device) -> torch.dtype:
     features = platform.platform_of(device).features
     is_fnuz = Feature.FP8 in features and Feature.E4M3FN not in features
     return torch.float8_e4m3fnuz if is_fnuz else torch.float8_e4m3fn
+
+
+def empty_e4m3(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the FP8 form of `like` [T, width]: the values, and the scales [T, width / 128]."""
+    num_tokens, width = like.shape
+    scale = torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=like.device)
+    return torch.empty_like(like, dtype=native_e4m3(like.device)), scale
 
 
 def to_native(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-PICK_TILE = 1024  # logits of one program
-PICK_WARPS = 4
-STRIP_TILE = 4096  # logits of one program that keeps the largest of every strip
-STRIP_WARPS = 4
-DRAW_WARPS = 8
+from dataclasses import dataclass
+
+import torch
+
+from negamax.kernels import platform
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Where nothing was measured."""
+
+    measured_on: str | None = None
+    pick_block: int = 1024  # logits of a program
+    strip_block: int = 4096  # logits of a program that keeps the maximum of every strip
+    draw_warps: int = 4  # of the program of a row
+
+
+_H200 = Tiles("H200", pick_block=1024, strip_block=4096, draw_warps=8)
+_BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # cpu: the interpreter
+
+
+def tiles_for(device: torch.device) -> Tiles:
+    """The sizes for `device`."""
+    return _BY_ARCH.get(platform.platform_of(device).arch, Tiles())
 
 
 def strip(vocab: int) -> int:

@@ -1,11 +1,16 @@
-"""Sampling from logits that are split over ranks, in Triton.
+"""Sampling from logits that are split over ranks, in Triton. Both ops are two launches and read the
+logits once; nothing is sorted.
 
-`pick` is two launches: programs over tiles of each row find the tile's best score, with noise made
-where it is used; then one program per row takes the best tile and exchanges (score, token) with the
-other ranks through `PeerRegion`s. Both read what they need once: 4 bytes per logit. `draw_leading`
-is two launches, too: the maxima of short strips of each row, then one program per row that finds
-the leading tokens in the strips with the largest maxima, exchanges them, and draws. Nothing is
-sorted.
+    pick            grid (tiles, R): the best score of a tile of logits, with noise made where it is
+                    used; then grid (R,): the best of the row's tiles, and of the ranks
+    draw_leading    grid (tiles, R): the maximum of every strip of STRIP logits; then grid (R,): the
+                    COUNT strips with the largest maxima hold the row's COUNT leading logits, which
+                    are exchanged with the other ranks and drawn from
+
+    logits [R, V of this rank]    |    tile    |    tile    | ...
+                                  |st|st|st|st||st| ...
+
+Ranks exchange (score, token) or their leading logits and tokens by the LL protocol.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.collectives.triton import copy_of, poll, push
+from negamax.kernels.collectives.triton_ll import peer_base, poll, push
 from negamax.kernels.launch.ptx import fast_log
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.op import Kernel
@@ -70,7 +75,7 @@ def exponentials(bits):
 
 
 @triton.jit(do_not_specialize_on_alignment=_ROW_VALUES)
-def _best_of_tiles(
+def _tile_argmax_kernel(
     logits,  # [R, V] fp32, rows `stride` apart
     temperature,  # [R] fp32
     seeds,  # [R] int64
@@ -80,22 +85,23 @@ def _best_of_tiles(
     stride,
     vocab,
     first_id,
-    TILE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid (tiles, R): BLOCK_V logits of a row."""
     tile = tl.program_id(0)
     row = tl.program_id(1)
-    column = tile * TILE + tl.arange(0, TILE)
+    column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     launch_dependents_then_wait(PDL)
-    heat = tl.load(temperature + row)
+    temp = tl.load(temperature + row)
     score = tl.load(
         logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY
     )
     broken = (score != score) | (score == _INFINITY)
-    if heat > 0:
+    if temp > 0:
         low_key, high_key = row_keys(tl.load(seeds + row), tl.load(positions + row))
         bits = token_bits(low_key, high_key, (first_id + column).to(tl.uint32))
-        score = tl.minimum(score * (1 / heat), _LARGEST_SCORE) - fast_log(exponentials(bits))
+        score = tl.minimum(score * (1 / temp), _LARGEST_SCORE) - fast_log(exponentials(bits))
     score = tl.where(broken, _INFINITY, score)
     best = tl.max(score, axis=0)
     slot = row * tl.num_programs(0) + tile
@@ -104,13 +110,13 @@ def _best_of_tiles(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _best_of_row(
+def _row_argmax_kernel(
     scores,  # [R, count] fp32
     ids,  # [R, count] int32
     out,  # [R] int64, written
     count,
     addresses,  # of the region, as `PeerRegion` has them; not touched where WORLD is 1
-    epochs,
+    flags,
     rank,  # no constant, so that all ranks run one compiled kernel
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,  # of the region
@@ -118,6 +124,7 @@ def _best_of_row(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid (R,): one row."""
     row = tl.program_id(0)
     tile = tl.arange(0, BLOCK)
     launch_dependents_then_wait(PDL)
@@ -126,20 +133,22 @@ def _best_of_row(
     best = tl.max(score, axis=0)
     chosen = tl.min(tl.where(score == best, token, _NO_ID), axis=0)
     if WORLD > 1:
-        tag = tl.load(epochs + row) + 1
-        offset = ((tag & 1) * ROWS + row) * (WORLD * SLOT)
+        flag = tl.load(flags + row) + 1
+        offset = ((flag & 1) * ROWS + row) * (WORLD * SLOT)
         word = tl.arange(0, 2)
-        payload = tl.where(word == 0, best.to(tl.int32, bitcast=True), chosen)
-        push(addresses, offset + rank * SLOT, word, payload, tag, word < 2, WORLD)
+        data = tl.where(word == 0, best.to(tl.int32, bitcast=True), chosen)
+        push(addresses, offset + rank * SLOT, word, data, flag, word < 2, WORLD)
         index = tl.arange(0, WORLD)[:, None] * SLOT + word[None, :]
         # [WORLD, 2]
-        arrived = poll(copy_of(addresses, rank) + offset, index, tag, index >= 0, addresses + WORLD)
+        arrived = poll(
+            peer_base(addresses, rank) + offset, index, flag, index >= 0, addresses + WORLD
+        )
         is_score = word[None, :] == 0
         score = tl.sum(tl.where(is_score, arrived, 0), axis=1).to(tl.float32, bitcast=True)
         token = tl.sum(tl.where(is_score, 0, arrived), axis=1)
         best = tl.max(score, axis=0)
         chosen = tl.min(tl.where(score == best, token, _NO_ID), axis=0)
-        tl.store(epochs + row, tag)
+        tl.store(flags + row, flag)
     is_finite = (best > -_INFINITY) & (best < _INFINITY)
     tl.store(out + row, tl.where(is_finite, chosen, -1).to(tl.int64))
 
@@ -163,14 +172,15 @@ def pick(
     assert logits.stride(1) == 1 and all(
         column.is_contiguous() for column in (temperature, seeds, positions)
     )
-    num_tiles = triton.cdiv(vocab, tiles.PICK_TILE)
+    sizes = tiles.tiles_for(logits.device)
+    num_tiles = triton.cdiv(vocab, sizes.pick_block)
     scores = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=logits.device)
     options = launch_options(logits.device)
-    _best_of_tiles[(num_tiles, num_rows)](
+    _tile_argmax_kernel[(num_tiles, num_rows)](
         logits, temperature, seeds, positions, scores, ids, logits.stride(0), vocab, first_id,
-        TILE=tiles.PICK_TILE,
-        num_warps=tiles.PICK_WARPS, **options,
+        BLOCK_V=sizes.pick_block,
+        num_warps=4, **options,
     )  # fmt: skip
     peers = None if group is None or group.size == 1 else group.peers
     if group is not None and group.size > 1 and (peers is None or num_rows > peers.pick.rows):
@@ -178,10 +188,10 @@ def pick(
         chosen = torch.where(scores == best.unsqueeze(1), ids, _NO_ID.value).min(dim=1).values
         return spec.best_of_ranks(best, chosen.to(torch.int64), group)
     region = None if peers is None else peers.pick
-    _best_of_row[(num_rows,)](
+    _row_argmax_kernel[(num_rows,)](
         scores, ids, out, num_tiles,
         out if region is None else region.addresses,
-        ids if region is None else region.epochs,
+        ids if region is None else region.flags,
         0 if peers is None else peers.rank,
         WORLD=1 if peers is None else peers.world,
         ROWS=1 if region is None else region.rows,
@@ -193,7 +203,7 @@ def pick(
 
 
 @triton.jit
-def _key(value):
+def _sortable(value):
     """fp32 as uint32 of the same order: NaN above all, and no number as low as 0."""
     bits = value.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -201,15 +211,15 @@ def _key(value):
 
 
 @triton.jit
-def _value(key):
-    """What `_key` was made of; minus infinity where it stands for nothing."""
+def _from_sortable(key):
+    """What `_sortable` was made of; minus infinity where it stands for nothing."""
     ordered = key.to(tl.int32, bitcast=True) ^ -(2**31)
     value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.where(key == 0, -_INFINITY, value)
 
 
 @triton.jit
-def _places(key, COUNT: tl.constexpr):
+def _top_places(key, COUNT: tl.constexpr):
     """The COUNT largest of key [N] uint32, of equal ones the first, in the order in which they
     stand: each one's place among them [N], COUNT for those left out. N is at most 2^15.
 
@@ -239,59 +249,60 @@ def _places(key, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _is_drawn(filters, row, COUNT: tl.constexpr):
+def _draws_from_leading(filters, row, COUNT: tl.constexpr):
     """Whether the leading COUNT tokens are all that the row may be drawn from."""
-    heat, top_k = tl.load(filters + row * 4), tl.load(filters + row * 4 + 1)
-    return (heat > 0) & (top_k >= 1) & (top_k <= COUNT)
+    temp, top_k = tl.load(filters + row * 4), tl.load(filters + row * 4 + 1)
+    return (temp > 0) & (top_k >= 1) & (top_k <= COUNT)
 
 
 @triton.jit(do_not_specialize_on_alignment=_ROW_VALUES)
-def _largest_of_strips(
+def _strip_max_kernel(
     logits,  # [R, V] fp32, rows `stride` apart
     filters,  # [R, 4] fp32
-    largest,  # [R, strips] int32, written: the largest `_key` of every STRIP logits
+    largest,  # [R, strips] int32, written: the largest `_sortable` of every STRIP logits
     stride,
     vocab,
     strips,
-    TILE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     STRIP: tl.constexpr,
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid (tiles, R): BLOCK_V logits of a row."""
     tile, row = tl.program_id(0), tl.program_id(1)
-    column = tile * TILE + tl.arange(0, TILE)
+    column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     launch_dependents_then_wait(PDL)
-    if _is_drawn(filters, row, COUNT):
+    if _draws_from_leading(filters, row, COUNT):
         value = tl.load(
             logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY
         )
-        strip = tile * (TILE // STRIP) + tl.arange(0, TILE // STRIP)
-        best = tl.max(tl.reshape(_key(value), [TILE // STRIP, STRIP]), axis=1)
+        strip = tile * (BLOCK_V // STRIP) + tl.arange(0, BLOCK_V // STRIP)
+        best = tl.max(tl.reshape(_sortable(value), [BLOCK_V // STRIP, STRIP]), axis=1)
         tl.store(
             largest + row * strips + strip, best.to(tl.int32, bitcast=True), mask=strip < strips
         )
 
 
 @triton.jit
-def _of_ranks(
-    key, token, place, addresses, epochs, row, rank,
+def _exchange_leading(
+    key, token, place, addresses, flags, row, rank,
     WORLD: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Keys and tokens of all ranks, [WORLD * COUNT] each in the order of the tokens, of which this
     one's go to `place`.
     """
-    tag = tl.load(epochs + row) + 1
-    offset = ((tag & 1) * ROWS + row) * (WORLD * SLOT)
+    flag = tl.load(flags + row) + 1
+    offset = ((flag & 1) * ROWS + row) * (WORLD * SLOT)
     mine = offset + rank * SLOT
-    push(addresses, mine, place, key.to(tl.int32, bitcast=True), tag, place < COUNT, WORLD)
-    push(addresses, mine + COUNT, place, token, tag, place < COUNT, WORLD)
+    push(addresses, mine, place, key.to(tl.int32, bitcast=True), flag, place < COUNT, WORLD)
+    push(addresses, mine + COUNT, place, token, flag, place < COUNT, WORLD)
     entry = tl.arange(0, WORLD * COUNT)
     at = (entry // COUNT) * SLOT + entry % COUNT
-    own = copy_of(addresses, rank) + offset
-    key = poll(own, at, tag, entry >= 0, addresses + WORLD).to(tl.uint32, bitcast=True)
-    token = poll(own + COUNT, at, tag, entry >= 0, addresses + WORLD)
+    own = peer_base(addresses, rank) + offset
+    key = poll(own, at, flag, entry >= 0, addresses + WORLD).to(tl.uint32, bitcast=True)
+    token = poll(own + COUNT, at, flag, entry >= 0, addresses + WORLD)
     tl.debug_barrier()
-    tl.store(epochs + row, tag)
+    tl.store(flags + row, flag)
     return key, token
 
 
@@ -299,17 +310,17 @@ def _of_ranks(
 def _draw(key, filters, uniform, COUNT: tl.constexpr):
     """As `spec.draw_from`, for the leading tokens of one row in any order, equal ones in that of
     their ids: the place of the token that is drawn. -1 where the largest logit is not finite."""
-    heat, top_k = tl.load(filters), tl.load(filters + 1)
+    temp, top_k = tl.load(filters), tl.load(filters + 1)
     top_p, min_p = tl.load(filters + 2), tl.load(filters + 3)
     place = tl.arange(0, COUNT)
-    value = _value(key)
+    value = _from_sortable(key)
     best = tl.max(tl.where(value == value, value, _INFINITY), axis=0)
     # [which, others]: whether the other token is the more likely one
     leads = (key[None, :] > key[:, None]) | (
         (key[None, :] == key[:, None]) & (place[None, :] < place[:, None])
     )
     rank = tl.sum(leads.to(tl.int32), axis=1)
-    probs = tl.exp((value - best) / heat)
+    probs = tl.exp((value - best) / temp)
     probs = tl.where((rank < top_k) & (probs >= min_p), probs, 0.0)
     before = tl.sum(tl.where(leads, probs[None, :], 0.0), axis=1)
     probs = tl.where(before < top_p * tl.sum(probs, axis=0), probs, 0.0)
@@ -321,21 +332,21 @@ def _draw(key, filters, uniform, COUNT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=_ROW_VALUES)
-def _draw_of_row(
+def _draw_leading_kernel(
     logits,  # [R, V] fp32, rows `stride` apart
     largest,  # [R, strips] int32
     filters,  # [R, 4] fp32
     seeds,  # [R] int64
     positions,  # [R] int64
     otherwise,  # [R] int64
-    chosen,  # [R, 3, COUNT] int32, where programs put down the leading strips, keys and tokens
+    chosen,  # [R, 3, COUNT] int32, written: the leading strips, keys and tokens
     out,  # [R] int64, written
     stride,
     vocab,
     strips,
     first_id,
     addresses,  # of the region, as `PeerRegion` has them; not touched where WORLD is 1
-    epochs,
+    flags,
     rank,
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,  # of the region
@@ -345,20 +356,20 @@ def _draw_of_row(
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The leading tokens lie in the COUNT strips with the largest maxima: nothing else of the row
-    is looked at.
+    """Grid (R,): one row. The leading tokens lie in the COUNT strips with the largest maxima:
+    nothing else of the row is read.
     """
     row = tl.program_id(0)
     launch_dependents_then_wait(PDL)
     drawn = tl.load(otherwise + row)
-    if _is_drawn(filters, row, COUNT):
+    if _draws_from_leading(filters, row, COUNT):
         entry = tl.arange(0, COUNT)
         chosen += row * (3 * COUNT)
         strip = tl.arange(0, BLOCK)
         best = tl.load(largest + row * strips + strip, mask=strip < strips, other=0).to(
             tl.uint32, bitcast=True
         )
-        place = _places(best, COUNT)
+        place = _top_places(best, COUNT)
         tl.store(chosen + place, strip, mask=place < COUNT)
         tl.debug_barrier()
         leading = tl.load(chosen + entry, cache_modifier=".cg")
@@ -366,13 +377,13 @@ def _draw_of_row(
             leading[:, None] * STRIP + tl.arange(0, STRIP)[None, :], [COUNT * STRIP]
         )
         value = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=0.0)
-        key, token = tl.where(column < vocab, _key(value), 0), first_id + column
-        place = _places(key, COUNT)
+        key, token = tl.where(column < vocab, _sortable(value), 0), first_id + column
+        place = _top_places(key, COUNT)
         if WORLD > 1:
-            key, token = _of_ranks(
-                key, token, place, addresses, epochs, row, rank, WORLD, ROWS, SLOT, COUNT
+            key, token = _exchange_leading(
+                key, token, place, addresses, flags, row, rank, WORLD, ROWS, SLOT, COUNT
             )
-            place = _places(key, COUNT)
+            place = _top_places(key, COUNT)
         tl.store(chosen + COUNT + place, key.to(tl.int32, bitcast=True), mask=place < COUNT)
         tl.store(chosen + 2 * COUNT + place, token, mask=place < COUNT)
         tl.debug_barrier()
@@ -416,34 +427,34 @@ def draw_leading(
         return out
     columns = (filters, seeds, positions, otherwise)
     assert logits.stride(1) == 1 and all(column.is_contiguous() for column in columns)
-    strip = tiles.strip(vocab)
+    sizes, strip = tiles.tiles_for(logits.device), tiles.strip(vocab)
     strips = triton.cdiv(vocab, strip)
     largest = torch.empty((num_rows, strips), dtype=torch.int32, device=logits.device)
     chosen = torch.empty((num_rows, 3, spec.CANDIDATES), dtype=torch.int32, device=logits.device)
     shared = {"STRIP": strip, "COUNT": spec.CANDIDATES, **launch_options(logits.device)}
-    _largest_of_strips[(triton.cdiv(vocab, tiles.STRIP_TILE), num_rows)](
+    _strip_max_kernel[(triton.cdiv(vocab, sizes.strip_block), num_rows)](
         logits,
         filters,
         largest,
         logits.stride(0),
         vocab,
         strips,
-        TILE=tiles.STRIP_TILE,
-        num_warps=tiles.STRIP_WARPS,
+        BLOCK_V=sizes.strip_block,
+        num_warps=4,
         **shared,
     )
     region = None if peers is None else peers.pick
-    _draw_of_row[(num_rows,)](
+    _draw_leading_kernel[(num_rows,)](
         logits, largest, filters, seeds, positions, otherwise, chosen, out, logits.stride(0), vocab,
         strips, first_id,
         out if region is None else region.addresses,
-        out if region is None else region.epochs,
+        out if region is None else region.flags,
         0 if peers is None else peers.rank,
         WORLD=1 if peers is None else peers.world,
         ROWS=1 if region is None else region.rows,
         SLOT=1 if region is None else region.words,
         BLOCK=max(triton.next_power_of_2(strips), spec.CANDIDATES),
-        num_warps=tiles.DRAW_WARPS, **shared,
+        num_warps=sizes.draw_warps, **shared,
     )  # fmt: skip
     return out
 

@@ -1,0 +1,93 @@
+"""The exchange of rows of 4-byte words between ranks through symmetric memory: NCCL's LL protocol.
+
+A rank pushes its words into the memory of every peer, 8 bytes each: the data and a flag. The reader
+polls the words in its own memory until all of them carry the flag that it expects: no barrier, no
+fence, no second kernel (`PeerRegion` has the layout).
+
+    rank 0   push --->  [data | flag] in the memory of rank 0, 1, ...      int64: flag << 32 | data
+    rank 1   poll       until flag == the row's last flag + 1
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# between two looks at the abort flag, which is host memory: about a millisecond
+_SPINS = tl.constexpr(1024)
+
+
+@triton.jit
+def peer_base(addresses, rank):
+    """Where the copy of a region begins that `rank` reads."""
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def peer_bases(addresses, WORLD: tl.constexpr):
+    """`peer_base` of every rank, loaded at once. (Triton adds tuples; it cannot unpack them.)"""
+    bases = ()
+    for peer in tl.static_range(WORLD):
+        bases = bases + (peer_base(addresses, peer),)  # noqa: RUF005
+    return bases
+
+
+@triton.jit
+def with_flag(data, flag):
+    """`data` (int32) and `flag` as they are stored, int64."""
+    return (flag.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def push(addresses, offset, index, data, flag, mask, WORLD: tl.constexpr):
+    """Store `data` (int32) with `flag` at words `offset + index` of every rank's copy, this rank's
+    own included.
+    """
+    word = with_flag(data, flag)
+    bases = peer_bases(addresses, WORLD)
+    for peer in tl.static_range(WORLD):
+        tl.store(bases[peer] + offset + index, word, mask=mask)
+
+
+@triton.jit
+def _any_missing(word, flag, mask):
+    """Whether some words do not carry `flag`: the largest difference of their flags from it, as
+    bits (two instructions a word, and this is what a rank does last before it goes on).
+    """
+    differs = tl.where(mask, (word >> 32).to(tl.int32) ^ flag.to(tl.int32), 0)
+    return tl.max(differs.to(tl.uint32, bitcast=True)) != 0
+
+
+@triton.jit
+def _timed_out(control, since, is_first):
+    """Whether to poll no longer, and since when the program polls. Sets the abort flag where the
+    time is up.
+    """
+    clock = tl.load(control, volatile=True)
+    since = tl.where(is_first, clock, since)
+    if clock - since > tl.load(control + 1):
+        tl.store(control + 2, 1)
+    return tl.load(control + 2, volatile=True) != 0, since
+
+
+@triton.jit
+def poll(base, index, flag, mask, control):
+    """The data (int32) at `base + index` of this rank's copy, once all of it carries `flag`;
+    whatever is there after a time-out.
+
+    `control`: where the address of `PollControl.words` is kept; None: the words are those of this
+    rank's own launch, whose programs all run, and always come.
+    """
+    word = tl.load(base + index, mask=mask, other=0, volatile=True)
+    is_missing = _any_missing(word, flag, mask)
+    spins = 0
+    since = tl.full((), 0, tl.int64)
+    while is_missing:
+        word = tl.load(base + index, mask=mask, other=0, volatile=True)
+        is_missing = _any_missing(word, flag, mask)
+        if control is not None:
+            spins += 1
+            if spins % _SPINS == 0:
+                timed_out, since = _timed_out(peer_base(control, 0), since, spins == _SPINS)
+                is_missing = is_missing & (timed_out == 0)
+    return word.to(tl.int32)
