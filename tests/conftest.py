@@ -4,6 +4,7 @@ for which reasons a test may skip, is decided here.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -63,6 +64,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(getattr(pytest.mark, _folder(item)))
     items.sort(key=lambda item: LONG_FIRST.index(_folder(item)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected and imported stays until the end: to look through it for garbage again and
+    again would take seconds.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _folder(item: pytest.Item) -> str:

@@ -15,8 +15,8 @@ from tests.e2e.listening import family_of
 CHAT = "/v1/chat/completions"
 FOLLOWED = {
     "messages": [{"role": "user", "content": "Hello"}],
-    "structured_outputs": {"regex": "[a-z ]{2000}"},
-    "max_tokens": 2000,
+    "structured_outputs": {"regex": "[a-z ]{600}"},
+    "max_tokens": 600,
 }
 
 

@@ -458,8 +458,8 @@ def test_aborts_in_every_state_leave_nothing_behind(llm: LLM) -> None:
 
 
 def test_preempted_outputs_go_on_where_they_were(llm: LLM) -> None:
-    prompts = [f"Person number {n}:" for n in range(14)]
-    params = [seeded(seed, grammar=schema(PERSON)) for seed in range(14)]
+    prompts = [f"Person number {n}:" for n in range(10)]
+    params = [seeded(seed, grammar=schema(PERSON)) for seed in range(10)]
     expected = [completion.token_ids for completion in outputs(llm, prompts, params)]
     with LLM("nano", num_threads=1, max_model_len=256, num_kv_blocks=17, block_size=16) as small:
         assert [completion.token_ids for completion in outputs(small, prompts, params)] == expected

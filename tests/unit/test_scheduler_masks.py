@@ -205,7 +205,7 @@ class LateTrace(Trace):
         assert self.scheduler._num_constrained == sum(sequence.is_constrained for sequence in live)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     limits=any_limits(), seed=st.integers(0, 2**32), depth=st.integers(0, 1), trouble=st.booleans()
 )

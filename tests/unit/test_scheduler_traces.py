@@ -382,14 +382,14 @@ def any_limits(draw: st.DrawFn) -> SchedulerLimits:
     )
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     limits=any_limits(), seed=st.integers(0, 2**32), depth=st.integers(0, 2), trouble=st.booleans()
 )
 def test_random_traces(limits: SchedulerLimits, seed: int, depth: int, trouble: bool) -> None:
     first = Trace(limits, seed=seed, depth=depth, trouble=trouble).run(14)
     first.check_outputs()
-    if seed % 10 == 0:  # the same again: a sample, since it says the same of each
+    if seed % 8 == 0:  # the same again: a sample, since it says the same of each
         again = Trace(limits, seed=seed, depth=depth, trouble=trouble).run(14)
         assert first.plans == again.plans and first.updates == again.updates
 
