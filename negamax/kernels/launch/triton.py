@@ -99,30 +99,20 @@ def sum_over_threads(sums, NUM: tl.constexpr):
     return tl.reshape(tl.sum(sums[0], axis=0), (NUM,))
 
 
-class _Share(triton.AsyncCompileMode):
-    """Compiles share number `index` of `count` of what is asked for. Who asks for the rest finds it
-    in Triton's cache later.
-    """
-
-    def __init__(self, pool: ThreadPoolExecutor, *, index: int, count: int) -> None:
-        super().__init__(pool)
-        self._index, self._count = index, count
-
-    def submit(
-        self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]
-    ) -> Any:
-        if crc32(key.encode()) % self._count != self._index:
-            return None
-        return super().submit(key, compile_fn, finalize_fn)
-
-
 @contextmanager
 def compiling(*, share: int, shares: int, threads: int) -> Iterator[None]:
     """Inside, launches run nothing: this process compiles its share of their kernels, `threads` of
     them at a time, and has done so when the context ends. One by one, at their first launches, they
     take several times as long.
     """
-    with ThreadPoolExecutor(threads) as pool, _Share(pool, index=share, count=shares):
+
+    class Share(triton.AsyncCompileMode):
+        def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
+            if crc32(key.encode()) % shares != share:
+                return None  # found in Triton's cache, once its rank has compiled it
+            return super().submit(key, compile_fn, finalize_fn)
+
+    with ThreadPoolExecutor(threads) as pool, Share(pool):
         triton.JITFunction.__getitem__ = lambda kernel, grid: partial(
             kernel.run, grid=grid, warmup=True
         )

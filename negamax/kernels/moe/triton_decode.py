@@ -98,8 +98,7 @@ def _gate_up_gemv_kernel(
         gate += step_gate
         up += step_up
     y = silu_and_mul(tl.sum(gate, 0), tl.sum(up, 0))
-    h_ptr += pair * E.WIDTH
-    tl.store(h_ptr + offs_n, y.to(h_ptr.dtype.element_ty), mask=offs_n < E.WIDTH)
+    tl.store(h_ptr + pair * E.WIDTH + offs_n, y.to(h_ptr.dtype.element_ty), mask=offs_n < E.WIDTH)
 
 
 @triton.jit(do_not_specialize=["first_expert", "num_experts"])
@@ -138,8 +137,8 @@ def _down_gemv_kernel(
     vector = tl.arange(0, CHOICES * VECTORS)
     choice = part % PARTS * CHOICES + vector // VECTORS
     pair = part // PARTS * TOP_K + choice
-    expert_id = tl.load(topk_ids_ptr + pair, mask=choice < TOP_K, other=-1, cache_modifier=".cg")
-    expert = expert_id - first_expert
+    expert = tl.load(topk_ids_ptr + pair, mask=choice < TOP_K, other=-1, cache_modifier=".cg")
+    expert -= first_expert
     is_local = (expert >= 0) & (expert < num_experts)
     expert = tl.where(is_local, expert, 0)
     weight = tl.load(topk_weights_ptr + pair, mask=is_local, other=0.0, cache_modifier=".cg")
@@ -163,9 +162,8 @@ def _down_gemv_kernel(
     wait_then_launch_dependents(PDL)
     for step in tl.static_range(STEPS):
         k = (step * BLOCK_K + (vector % VECTORS) * _VECTOR)[:, None] + inner[None, :]
-        h_ptrs = h_ptr + pair[:, None] * E.WIDTH + k
         inside = is_local[:, None] & ((k < E.WIDTH) | EVEN)
-        hs = hs + (tl.load(h_ptrs, mask=inside, other=0.0),)
+        hs = hs + (tl.load(h_ptr + pair[:, None] * E.WIDTH + k, mask=inside, other=0.0),)
     acc = tl.zeros([CHOICES * VECTORS, BLOCK_N], tl.float32)
     for step in tl.static_range(STEPS):
         product = tl.sum(ws[step].to(tl.float32) * hs[step].to(tl.float32)[:, None, :], 2)
@@ -206,12 +204,14 @@ def _gate_up_tile(
 ):  # fmt: skip
     """Columns first_n .. first_n + BLOCK_N - 1 of h of `pairs` [BLOCK_M], all of one expert."""
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
+    K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
+    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # scales of gate, before those of up
     tokens = pairs // TOP_K
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    w_ptrs = w_ptr + expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
-    w_ptrs = w_ptrs + offs_n[:, None] * E.HIDDEN + offs_k[None, :]
-    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + first_n // BLOCK) * (E.HIDDEN // BLOCK)
+    w_ptr += expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
+    w_ptrs = w_ptr + offs_n[:, None] * E.HIDDEN + offs_k[None, :]
+    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + first_n // BLOCK) * K_BLOCKS
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * E.HIDDEN + offs_k[None, :]
     n_inside = (offs_n < E.WIDTH)[:, None]
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -224,12 +224,9 @@ def _gate_up_tile(
         x = tl.trans(tl.load(x_ptrs + k, mask=valid[:, None] & k_inside, other=0.0))
         if E.FP8:
             block = k // BLOCK
-            x_scale_ptrs = x_scale_ptr + tokens * (E.HIDDEN // BLOCK) + block
-            x_scale = tl.load(x_scale_ptrs, mask=valid, other=0.0)
+            x_scale = tl.load(x_scale_ptr + tokens * K_BLOCKS + block, mask=valid, other=0.0)
             gate += tl.dot(w_gate, x) * (x_scale * tl.load(w_scale_ptr + block))[None, :]
-            up_product = tl.dot(w_up, x)
-            up_scale = tl.load(w_scale_ptr + (E.WIDTH // BLOCK) * (E.HIDDEN // BLOCK) + block)
-            up += up_product * (x_scale * up_scale)[None, :]
+            up += tl.dot(w_up, x) * (x_scale * tl.load(w_scale_ptr + UP_BLOCKS + block))[None, :]
         else:
             gate = dot(w_gate, x, gate)
             up = dot(w_up, x, up)
@@ -237,8 +234,8 @@ def _gate_up_tile(
     h_ptrs = h_ptr + pairs.to(tl.int64)[None, :] * E.WIDTH + offs_n[:, None]
     if E.FP8:
         scale = group_scale(y, 0, h_ptr.dtype.element_ty)
-        h_scale_ptrs = h_scale_ptr + pairs * (E.WIDTH // BLOCK_N) + first_n // BLOCK_N
-        tl.store(h_scale_ptrs, scale, mask=valid)
+        h_scale_ptrs = h_scale_ptr + pairs * (E.WIDTH // BLOCK_N)
+        tl.store(h_scale_ptrs + first_n // BLOCK_N, scale, mask=valid)
         y = y / scale[None, :]
     tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=n_inside & valid[None, :])
 
@@ -256,8 +253,8 @@ def _down_tile(
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    w_ptrs = w_ptr + expert.to(tl.int64) * (E.HIDDEN * E.WIDTH)
-    w_ptrs = w_ptrs + offs_n[:, None] * E.WIDTH + offs_k[None, :]
+    w_ptr += expert.to(tl.int64) * (E.HIDDEN * E.WIDTH)
+    w_ptrs = w_ptr + offs_n[:, None] * E.WIDTH + offs_k[None, :]
     w_scale_ptr += (expert * (E.HIDDEN // BLOCK) + first_n // BLOCK) * (E.WIDTH // BLOCK)
     h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * E.WIDTH + offs_k[None, :]
     n_inside = (offs_n < E.HIDDEN)[:, None]

@@ -63,8 +63,7 @@ def _count_pairs_kernel(
         pairs = start + tl.arange(0, CHUNK)
         expert = _local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts)
         counts += tl.histogram(expert, EXPERTS_POW2, mask=expert >= 0)
-    counts_ptr += tl.program_id(0) * EXPERTS_POW2
-    tl.store(counts_ptr + tl.arange(0, EXPERTS_POW2), counts)
+    tl.store(counts_ptr + tl.program_id(0) * EXPERTS_POW2 + tl.arange(0, EXPERTS_POW2), counts)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "span", "first_expert", "num_experts"])
@@ -92,9 +91,10 @@ def _sort_pairs_kernel(
     earlier_counts = tl.zeros([PROGRAMS, EXPERTS_POW2], tl.int32)
     for first in range(0, num_programs, PROGRAMS):
         program = first + tl.arange(0, PROGRAMS)[:, None]
-        exists = program < num_programs
         counts = tl.load(
-            counts_ptr + program * EXPERTS_POW2 + experts[None, :], mask=exists, other=0
+            counts_ptr + program * EXPERTS_POW2 + experts[None, :],
+            mask=program < num_programs,
+            other=0,
         )
         all_counts += counts
         earlier_counts += tl.where(program < own, counts, 0)
@@ -279,6 +279,7 @@ def _down_large_m_kernel(
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N * REPEAT_N)
     STEPS: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_K)
+    K_BLOCKS: tl.constexpr = E.WIDTH // BLOCK
     wait_then_launch_dependents(PDL)
     expert, begin, end = _expert_of_tile(
         expert_counts_ptr, tl.program_id(0) // TILES_N, num_experts, EXPERTS_POW2, BLOCK_M
@@ -297,24 +298,25 @@ def _down_large_m_kernel(
     h_ptrs = h_ptr + places.to(tl.int64)[:, None] * E.WIDTH + offs_k[None, :]
     w_ptr += expert.to(tl.int64) * (E.HIDDEN * E.WIDTH)
     w_ptrs = w_ptr + offs_n[:, None] * E.WIDTH + offs_k[None, :]
-    w_scale_ptr += expert * ((E.HIDDEN // BLOCK) * (E.WIDTH // BLOCK))
+    w_scale_ptr += expert * (E.HIDDEN // BLOCK * K_BLOCKS)
     out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * E.HIDDEN + offs_n[None, :]
     if RESIDENT:
         hs, h_scales = (), ()
         for step in tl.static_range(STEPS):
             hs = hs + (tl.load(h_ptrs + step * BLOCK_K, mask=valid[:, None], other=0.0),)
-            h_scale_ptrs = h_scale_ptr + places * (E.WIDTH // BLOCK_K) + step
-            h_scale = tl.load(h_scale_ptrs, mask=valid, other=0.0)
+            h_scale = tl.load(h_scale_ptr + places * STEPS + step, mask=valid, other=0.0)
             h_scales = h_scales + (h_scale * topk_weight,)
         for tile in tl.range(0, REPEAT_N, num_stages=NUM_STAGES):
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for step in tl.static_range(STEPS):
                 w = tl.trans(tl.load(w_ptrs + tile * (BLOCK_N * E.WIDTH) + step * BLOCK_K))
-                block = (first_n + tile * BLOCK_N) // BLOCK * (E.WIDTH // BLOCK)
-                w_scale_ptrs = w_scale_ptr + (block + step * BLOCK_K // BLOCK)
-                acc += tl.dot(hs[step], w) * (h_scales[step] * tl.load(w_scale_ptrs))[:, None]
-            result = acc.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptrs + tile * BLOCK_N, result, mask=valid[:, None])
+                block = (first_n + tile * BLOCK_N) // BLOCK * K_BLOCKS + step * BLOCK_K // BLOCK
+                acc += (
+                    tl.dot(hs[step], w) * (h_scales[step] * tl.load(w_scale_ptr + block))[:, None]
+                )
+            tl.store(
+                out_ptrs + tile * BLOCK_N, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None]
+            )
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in tl.range(0, REPEAT_N * STEPS, num_stages=NUM_STAGES):
@@ -326,10 +328,10 @@ def _down_large_m_kernel(
             tile_ptrs = w_ptrs + tile * (BLOCK_N * E.WIDTH) + k
             w = tl.trans(tl.load(tile_ptrs, mask=(n_inside[:, None] & k_inside) | EVEN, other=0.0))
             if E.FP8:
-                h_scale_ptrs = h_scale_ptr + places * (E.WIDTH // BLOCK_K) + k // BLOCK_K
+                h_scale_ptrs = h_scale_ptr + places * STEPS + k // BLOCK_K
                 scale = tl.load(h_scale_ptrs, mask=valid, other=0.0) * topk_weight
-                block = (first_n + tile * BLOCK_N) // BLOCK * (E.WIDTH // BLOCK)
-                scale *= tl.load(w_scale_ptr + block + k // BLOCK)
+                row_block = (first_n + tile * BLOCK_N) // BLOCK * K_BLOCKS
+                scale *= tl.load(w_scale_ptr + row_block + k // BLOCK)
                 acc += tl.dot(h, w) * scale[:, None]
             else:
                 acc = dot(h, w, acc)
