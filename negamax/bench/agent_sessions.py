@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from negamax.bench.serve_options import BenchOptions
-from negamax.bench.serve_workloads import Answer, Session, SessionTurn, TextScale, Turns
+from negamax.bench.serve_workloads import Session, SessionTurn, TextScale, TurnResponse, Turns
 
 STEPS_PER_TASK = (3, 9)  # turns until the user speaks again
 RESULT_SPREAD = (0.3, 1.7)  # of a tool result's length
@@ -126,7 +126,7 @@ class AgentSessions:
             steps.append(step)
         live = self._options.agent_history == "live"
         return Session(
-            len(steps) + 1, lambda: self._turns(opening, steps, live=live), wants_answers=live
+            len(steps) + 1, lambda: self._turns(opening, steps, live=live), wants_responses=live
         )
 
     def _tokens(self, texts: list[str]) -> int:
@@ -177,7 +177,7 @@ def _recorded_reply(step: _Step) -> list[dict[str, Any]]:
     ]
 
 
-def _live_reply(answer: Answer, step: _Step) -> list[dict[str, Any]]:
+def _live_reply(answer: TurnResponse, step: _Step) -> list[dict[str, Any]]:
     """The server's own answer, with a result for each of its calls; what the user says where it
     made none.
     """

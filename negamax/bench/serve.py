@@ -25,9 +25,16 @@ import msgspec
 from negamax.base.errors import ConfigError, NegamaxError
 from negamax.bench import serve_workloads as workloads
 from negamax.bench.agent_sessions import AgentSessions, source_code
-from negamax.bench.serve_client import AnswerReader, ExchangeError, Record, ServingClient
+from negamax.bench.serve_client import ExchangeError, Record, ResponseReader, ServingClient
 from negamax.bench.serve_options import BenchOptions
-from negamax.bench.serve_workloads import Answer, Prompts, Session, TextScale, Workload, random_text
+from negamax.bench.serve_workloads import (
+    Prompts,
+    Session,
+    TextScale,
+    TurnResponse,
+    Workload,
+    random_text,
+)
 
 PROBE_CHARS = (64, 4096)  # of the two texts by which the server's tokens per character are measured
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")  # `owned_by` of those with continuous_usage_stats
@@ -325,7 +332,7 @@ class _Load:
     async def session(self, session: Session, number: int) -> None:
         """Send the turns of one session."""
         turns, sent = session.start(), 0
-        answer: Answer | None = None
+        answer: TurnResponse | None = None
         while True:
             try:
                 turn = next(turns) if answer is None else turns.send(answer)
@@ -333,15 +340,17 @@ class _Load:
                 break
             if turn.pause:
                 await asyncio.sleep(turn.pause)
-            answer = await self._turn(turn, number, collect=session.wants_answers)
+            answer = await self._turn(turn, number, collect=session.wants_responses)
             sent += 1
         now = time.perf_counter()
         for _ in range(session.num_turns - sent):
             self._count(Record(number, ended=now, error=UNSENT))
 
-    async def _turn(self, turn: workloads.SessionTurn, number: int, *, collect: bool) -> Answer:
+    async def _turn(
+        self, turn: workloads.SessionTurn, number: int, *, collect: bool
+    ) -> TurnResponse:
         record = Record(number)
-        reader = AnswerReader(record, collect=collect, running_usage=self._server.running_usage)
+        reader = ResponseReader(record, collect=collect, running_usage=self._server.running_usage)
         async with self._room:
             body = msgspec.json.encode({**turn.body, **self._fields})
             try:
@@ -350,7 +359,7 @@ class _Load:
                 if record.prompt_tokens is None and record.error is None:
                     record.prompt_tokens, record.prompt_reported = turn.prompt_tokens, False
                 self._count(record)
-        return Answer(record, reader.message)
+        return TurnResponse(record, reader.message)
 
     def reset(self) -> None:
         """Begin again with no record."""

@@ -220,7 +220,7 @@ class _Event(msgspec.Struct, gc=False):
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
-class AnswerReader:
+class ResponseReader:
     """Reads one streamed answer into a `Record`. Single writer: its connection.
 
     `collect` keeps the assistant message. With `running_usage` (the request asked for
@@ -355,7 +355,7 @@ def _message(raw: bytes) -> str:
     return parsed if isinstance(parsed, str) else msgspec.json.encode(parsed).decode()
 
 
-class _WholeAnswer:
+class _WholeResponse:
     """Collects a response that is not streamed."""
 
     def __init__(self) -> None:
@@ -409,7 +409,7 @@ class ServingClient:
         while self._idle:
             self._idle.pop().close()
 
-    async def stream(self, path: str, body: bytes, reader: AnswerReader) -> None:
+    async def stream(self, path: str, body: bytes, reader: ResponseReader) -> None:
         """POST `body` and read its streamed answer; whatever happens is in the reader's record."""
         record = reader.record
         record.started = time.perf_counter()
@@ -436,7 +436,7 @@ class ServingClient:
         """Status and JSON of an answer that is not streamed (its text where it is no JSON). Errors:
         `ExchangeError`.
         """
-        answer = _WholeAnswer()
+        answer = _WholeResponse()
         try:
             async with asyncio.timeout(self._timeout):
                 await self._exchange(

@@ -41,14 +41,14 @@ class SessionTurn:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TurnResponse:
     """What came back for a turn. `message` only where the session wants it."""
 
     record: Record
     message: dict[str, Any] | None
 
 
-Turns = Generator[SessionTurn, Answer, None]
+Turns = Generator[SessionTurn, TurnResponse, None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Session:
 
     num_turns: int
     start: Callable[[], Turns]
-    wants_answers: bool = False  # the text of answers, which costs the client a little
+    wants_responses: bool = False  # the text of answers, which costs the client a little
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ def shortened(session: Session, num_turns: int) -> Session:
                 return
         yield turn
 
-    return Session(num_turns, start, wants_answers=session.wants_answers)
+    return Session(num_turns, start, wants_responses=session.wants_responses)
 
 
 def _read(path: str) -> str:

@@ -24,11 +24,6 @@ def dequantized(stored: TensorFormat) -> bool:
     return False
 
 
-def num_parameters(spec: ModelSpec) -> int:
-    """Weights of the whole model (228,689,764,864 for MiniMax-M2)."""
-    return sum(weight.num_elements for weight in names_of(spec).weights(spec))
-
-
 def weight_bytes(spec: ModelSpec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1) -> int:
     """Bytes of the weights on each of `ranks` that compute in `dtype`. Matrices of the formats that
     are `kept` stay as the checkpoint stores them.

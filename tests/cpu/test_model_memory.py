@@ -11,7 +11,7 @@ from model_support import build, tiny_config
 
 from negamax.config.families import read_spec
 from negamax.models.family import names_of
-from negamax.models.memory import dequantized, num_parameters, read_bytes, weight_bytes
+from negamax.models.memory import dequantized, read_bytes, weight_bytes
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
@@ -30,7 +30,8 @@ def test_a_family_names_every_tensor_of_a_model_and_its_shape() -> None:
     }
     slots = build(SPEC, loaded=False).weight_slots()
     assert said == {name: slot.shape for name, slot in slots.items() if not slot.optional}
-    assert num_parameters(SPEC) == sum(map(math.prod, said.values()))
+    weights = names_of(SPEC).weights(SPEC)
+    assert sum(weight.num_elements for weight in weights) == sum(map(math.prod, said.values()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

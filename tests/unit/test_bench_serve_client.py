@@ -14,10 +14,10 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.bench.serve_client import (
-    AnswerReader,
     ClientConnection,
     ExchangeError,
     Record,
+    ResponseReader,
     ServingClient,
 )
 
@@ -73,7 +73,7 @@ def chunked(parts: Sequence[str], *, head: str = HEAD) -> bytes:
     )
 
 
-async def read(pieces: Sequence[bytes], *, closes: bool = False) -> AnswerReader:
+async def read(pieces: Sequence[bytes], *, closes: bool = False) -> ResponseReader:
     """The answer that comes as `pieces` over a real socket's transport, handed over cut exactly
     so.
     """
@@ -82,7 +82,7 @@ async def read(pieces: Sequence[bytes], *, closes: bool = False) -> AnswerReader
         _, connection = await asyncio.get_running_loop().create_connection(
             ClientConnection, sock=mine
         )
-        reader = AnswerReader(Record(0), collect=True)
+        reader = ResponseReader(Record(0), collect=True)
         exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
         await asyncio.sleep(0)
         for piece in pieces:
@@ -100,7 +100,7 @@ async def read(pieces: Sequence[bytes], *, closes: bool = False) -> AnswerReader
         return reader
 
 
-def check_chat(reader: AnswerReader) -> None:
+def check_chat(reader: ResponseReader) -> None:
     record = reader.record
     assert record.error is None
     assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (12, 7, 4)
@@ -142,7 +142,7 @@ def test_transport_need_not_be_of_asyncios_class() -> None:
     async def scene() -> bytes:
         connection, transport = ClientConnection(), OtherTransport()
         connection.connection_made(transport)  # type: ignore[arg-type]
-        reader = AnswerReader(Record(0), collect=True)
+        reader = ResponseReader(Record(0), collect=True)
         exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
         await asyncio.sleep(0)
         connection.data_received(chunked(CHAT))
@@ -248,7 +248,7 @@ def test_a_chunk_costs_less_than_50_microseconds() -> None:
             _, connection = await asyncio.get_running_loop().create_connection(
                 ClientConnection, sock=mine
             )
-            reader = AnswerReader(Record(0))
+            reader = ResponseReader(Record(0))
             exchange = asyncio.ensure_future(connection.exchange(b"POST", reader))
             await asyncio.sleep(0)
             connection.data_received(

@@ -19,11 +19,11 @@ from negamax.bench.serve import arrivals, request_fields
 from negamax.bench.serve_client import Record
 from negamax.bench.serve_options import CHAT, BenchOptions
 from negamax.bench.serve_workloads import (
-    Answer,
     Prompts,
     Session,
     SessionTurn,
     TextScale,
+    TurnResponse,
     endless_workload,
     file_workload,
     longest_prompt,
@@ -51,7 +51,9 @@ def turns(
     found = [next(running)]
     while True:
         try:
-            found.append(running.send(Answer(Record(0, finish_reason=finish_reason), message)))
+            found.append(
+                running.send(TurnResponse(Record(0, finish_reason=finish_reason), message))
+            )
         except StopIteration:
             return found
 
@@ -273,7 +275,7 @@ def test_agent_sizes_are_those_asked_for() -> None:
 def test_live_sessions_send_the_servers_own_answers_back() -> None:
     options = BenchOptions(dataset_name="agent", agent_turns=6, agent_history="live")
     session = AgentSessions(options, scale=SCALE, context_length=None).session()
-    assert session.wants_answers
+    assert session.wants_responses
     call = {
         "id": "call_x",
         "type": "function",
@@ -294,7 +296,9 @@ def test_live_session_ends_with_a_failed_answer() -> None:
     running = AgentSessions(options, scale=SCALE, context_length=None).session().start()
     next(running)
     with pytest.raises(StopIteration):
-        running.send(Answer(Record(0, error="HTTP 500"), {"role": "assistant", "content": ""}))
+        running.send(
+            TurnResponse(Record(0, error="HTTP 500"), {"role": "assistant", "content": ""})
+        )
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from negamax.bench.agent_sessions import AgentSessions
-from negamax.bench.serve_client import AnswerReader, Record, ServingClient
+from negamax.bench.serve_client import Record, ResponseReader, ServingClient
 from negamax.bench.serve_options import CHAT, BenchOptions
-from negamax.bench.serve_workloads import Answer, Session, TextScale
+from negamax.bench.serve_workloads import Session, TextScale, TurnResponse
 from negamax.checkpoint.hub import resolve_model
 from tools.load.server import Server, serving
 from tools.replay.script import Call
@@ -128,26 +128,26 @@ class _LivePlayer:
             if calls and reader.record.finish_reason == "stop":
                 reader.record.finish_reason = "tool_calls"
             try:
-                turn = turns.send(Answer(reader.record, reader.message))
+                turn = turns.send(TurnResponse(reader.record, reader.message))
             except StopIteration:
                 return
 
-    async def _ask(self, body: dict[str, Any]) -> AnswerReader:
+    async def _ask(self, body: dict[str, Any]) -> ResponseReader:
         sent = json.dumps(
             body | {"model": "nano", "stream": True, "stream_options": {"include_usage": True}}
         ).encode()
         if self._rng.random() < HANG_UP_SHARE:
-            reader = AnswerReader(Record(0), collect=True)
+            reader = ResponseReader(Record(0), collect=True)
             work = asyncio.ensure_future(self._client.stream(CHAT, sent, reader))
             await asyncio.wait({work}, timeout=self._rng.random())
             self._tally.counts["hung up"] += work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-        reader = AnswerReader(Record(0), collect=True)
+        reader = ResponseReader(Record(0), collect=True)
         await self._client.stream(CHAT, sent, reader)
         return reader
 
     def _problems(
-        self, body: dict[str, Any], reader: AnswerReader, tools: list[dict[str, Any]]
+        self, body: dict[str, Any], reader: ResponseReader, tools: list[dict[str, Any]]
     ) -> list[str]:
         record, message = reader.record, reader.message or {}
         if record.error is not None:
@@ -174,7 +174,7 @@ class _LivePlayer:
                 )
         return problems
 
-    def _count(self, reader: AnswerReader) -> None:
+    def _count(self, reader: ResponseReader) -> None:
         record, message = reader.record, reader.message or {}
         prompt = record.prompt_tokens or 0
         self._tally.longest_prompt = max(self._tally.longest_prompt, prompt)
