@@ -1,4 +1,4 @@
-"""Who asks: keys and the tenants that they stand for, administrators, and pages of other sites."""
+"""Keys and the tenants that they stand for, administrators, and pages of other sites."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Access:
-    """Tells by a request's headers who sends it. Holders of one key are one tenant."""
+    """Identifies the sender of a request by its headers. Holders of one key are one tenant."""
 
     def __init__(self, options: ServerOptions) -> None:
         """Errors: `ConfigError` for a file of keys that cannot be used."""
@@ -121,7 +121,7 @@ def is_admin(request: Request) -> bool:
 
 
 def check_admin(request: Request) -> None:
-    """Refuse what changes the server for everybody to all but administrators. Errors:
+    """Refuse what changes the server for all tenants, except to administrators. Errors:
     `ForbiddenError`.
     """
     if not is_admin(request):

@@ -1,4 +1,4 @@
-"""The border of the server: request ids, and one error shape for everything that goes wrong."""
+"""The outermost layer of the server: request ids, and one shape for all errors."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ from fastapi import FastAPI
 
 from negamax.api.schemas.request_model import RequestModel
 
-_DEFINITIONS = "$defs"
-
 
 def json_body(model: type[RequestModel]) -> dict[str, Any]:
     """What a route's `openapi_extra` says of a JSON body of type `model`."""
@@ -27,7 +25,7 @@ def document(app: FastAPI) -> dict[str, Any]:
             for operation in operations.values():
                 content = operation.get("requestBody", {}).get("content", {})
                 for body in content.values():
-                    for name, schema in body["schema"].pop(_DEFINITIONS, {}).items():
+                    for name, schema in body["schema"].pop("$defs", {}).items():
                         assert schemas.setdefault(name, schema) == schema, f"two schemas {name}"
     assert app.openapi_schema is not None
     return app.openapi_schema

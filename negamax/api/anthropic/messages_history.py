@@ -146,7 +146,7 @@ def _add_assistant(history: History, blocks: Blocks) -> None:
                     f"has type {shown(kind)}; allowed: 'text', 'thinking', 'redacted_thinking', "
                     f"'tool_use'",
                 )
-    history.add_said(parts, place=_message_of(blocks[0][0]))
+    history.add_assistant(parts, place=_message_of(blocks[0][0]))
 
 
 def _user_text(block: Mapping[str, Any], place: str) -> str | None:

@@ -34,20 +34,20 @@ class History:
         self.messages.append(message)
         self.places.append(place)
 
-    def add_said(self, said: AssistantParts, *, place: str) -> None:
+    def add_assistant(self, parts: AssistantParts, *, place: str) -> None:
         """Append a message of the assistant; its hidden thoughts are left out for now."""
-        if any(isinstance(thought, HiddenThought) for thought in said.reasoning):
-            self._hidden.append((len(self.messages), said))
-        self.add(said.message(), place=place)
+        if any(isinstance(thought, HiddenThought) for thought in parts.reasoning):
+            self._hidden.append((len(self.messages), parts))
+        self.add(parts.message(), place=place)
 
     def reveal(self, thoughts: HiddenThoughts) -> None:
         """Take the hidden thoughts that the prompt will show out of their signatures, once all
         messages are there. Errors: those of `HiddenThoughts.unpack`."""
         users = (index for index, message in enumerate(self.messages) if message["role"] == "user")
         last_user = max(users, default=-1)
-        for index, said in self._hidden:
+        for index, parts in self._hidden:
             if index > last_user or thoughts.shows_earlier:
-                self.messages[index] = said.message(thoughts, place=self.places[index])
+                self.messages[index] = parts.message(thoughts, place=self.places[index])
 
 
 @dataclass(slots=True)

@@ -58,15 +58,12 @@ class TlsFiles:
         """Errors: `ConfigError` for files that are not there or do not fit."""
         self._certfile = certfile
         self._keyfile = keyfile
-        self.context = self._read()
+        self.reload()
 
     def reload(self) -> None:
         """Read the files again, for connections to come. Errors: as above; then the earlier ones
         stay.
         """
-        self.context = self._read()
-
-    def _read(self) -> ssl.SSLContext:
         for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
             if not Path(path).is_file():
                 raise ConfigError(
@@ -78,7 +75,7 @@ class TlsFiles:
         except (ssl.SSLError, OSError) as error:
             message = f"--ssl-certfile and --ssl-keyfile cannot be used: {error}"
             raise ConfigError(message, hint="give matching PEM files") from None
-        return context
+        self.context = context
 
 
 class Acceptor:

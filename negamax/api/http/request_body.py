@@ -74,9 +74,9 @@ async def read_request(
     request: Request, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
     """The request of type `model` in a JSON body, and the size of the body in bytes. Errors: those
-    of `receive` and `understand`."""
+    of `receive` and `decode_request`."""
     body = await receive(request, limits)
-    return await understand(body, model, limits), len(body)
+    return await decode_request(body, model, limits), len(body)
 
 
 async def receive(request: Request, limits: BodyLimits) -> bytes:
@@ -117,7 +117,7 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
     return b"".join(parts)
 
 
-async def understand(body: bytes, model: type[RequestT], limits: BodyLimits) -> RequestT:
+async def decode_request(body: bytes, model: type[RequestT], limits: BodyLimits) -> RequestT:
     """The request in `body`. Errors: `InvalidRequestError` for malformed or absurd JSON (NaN,
     numbers that overflow, nesting, texts), and those of `RequestModel.parse`."""
     if len(body) <= _INLINE_BYTES:

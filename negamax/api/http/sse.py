@@ -114,7 +114,7 @@ class EventStream(Response):
         self._source = source
         self._ping = ping
         self._ping_seconds = ping_seconds
-        self._last_said = 0.0  # monotonic seconds
+        self._last_sent = 0.0  # monotonic seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -130,10 +130,10 @@ class EventStream(Response):
         channel: BodyChannel = scope["extensions"][BODY_CHANNEL]
 
         def write(events: bytes) -> None:
-            self._last_said = time.monotonic()
+            self._last_sent = time.monotonic()
             channel.write(events)
 
-        self._last_said = time.monotonic()
+        self._last_sent = time.monotonic()
         pings = asyncio.ensure_future(self._fill_pauses(channel)) if self._ping else None
         channel.feed(self._source)
         try:
@@ -147,9 +147,9 @@ class EventStream(Response):
 
     async def _fill_pauses(self, channel: BodyChannel) -> None:
         while True:
-            silence = time.monotonic() - self._last_said
+            silence = time.monotonic() - self._last_sent
             if silence >= self._ping_seconds:
-                self._last_said, silence = time.monotonic(), 0.0
+                self._last_sent, silence = time.monotonic(), 0.0
                 if not channel.is_full:
                     channel.write(self._ping)
             await asyncio.sleep(self._ping_seconds - silence)

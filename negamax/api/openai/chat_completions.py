@@ -305,13 +305,13 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
         )
 
     def _whole_choice(self, choice: _Choice) -> ChatChoice:
-        reader, said = choice.reader, collect(choice.events)
+        reader, parsed = choice.reader, collect(choice.events)
         calls = [
             ToolCall(id=known.id, type="function", function=FunctionCall(call.name, call.arguments))
-            for known, call in zip(reader.calls, said.tool_calls, strict=True)
+            for known, call in zip(reader.calls, parsed.tool_calls, strict=True)
         ]
-        content = self._echo + (said.content or "")
-        reasoning = said.reasoning
+        content = self._echo + (parsed.content or "")
+        reasoning = parsed.reasoning
         return ChatChoice(
             index=choice.index,
             message=Message(

@@ -20,7 +20,7 @@ from negamax.api.common.conversation import off_loop
 from negamax.api.common.thought_signature import ThoughtSigner
 from negamax.api.common.turns import Turn, start_turn, turn_conversation, turn_prompt
 from negamax.api.errors import error_of, json_response
-from negamax.api.http.request_body import receive, understand
+from negamax.api.http.request_body import decode_request, receive
 from negamax.api.http.sse import while_connected
 from negamax.api.openai.response_events import ResponseEventWriter
 from negamax.api.openai.response_items_schema import (
@@ -108,7 +108,7 @@ async def _read(context: ApiContext, request: Request) -> tuple[ResponsesRequest
     """The request and its size in bytes, or the answer of the server process that owns what it
     goes on from."""
     body = await receive(request, context.body_limits)
-    params = await understand(body, ResponsesRequest, context.body_limits)
+    params = await decode_request(body, ResponsesRequest, context.body_limits)
     owner = context.server_rank.owner_of(params.previous_response_id)
     if owner != context.server_rank.index:
         return await context.peers.relay(request, to=owner, body=body)
@@ -162,7 +162,7 @@ class _Responses:
                 f"{params.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}",
             )
         tenant = tenant_of(request)
-        parent, given, turn, num_bytes = await self._understood(params, tenant, num_bytes=num_bytes)
+        parent, given, turn, num_bytes = await self._prepare(params, tenant, num_bytes=num_bytes)
         blank = self._blank(params, model=model, turn=turn)
         keep = partial(
             self._keep, tenant=tenant, parent=parent, input_items=msgspec.json.encode(given)
@@ -209,13 +209,11 @@ class _Responses:
     ) -> InputTokenCount:
         """Count the tokens of a request's prompt."""
         self._context.model_name(params.model)
-        _, _, turn, num_bytes = await self._understood(
-            params, tenant_of(request), num_bytes=num_bytes
-        )
+        _, _, turn, num_bytes = await self._prepare(params, tenant_of(request), num_bytes=num_bytes)
         prompt = await turn_prompt(self._context, request, turn, params, num_bytes=num_bytes)
         return InputTokenCount(len(prompt.token_ids))
 
-    async def _understood(
+    async def _prepare(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[KeptTurn | None, list[Item], Turn, int]:
         """What a request goes on from, its own items, what they ask for together, and how many

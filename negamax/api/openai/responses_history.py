@@ -41,8 +41,8 @@ def history_of(
     history = History()
     if instructions:
         history.add({"role": "system", "content": instructions}, place="instructions")
-    said: AssistantParts | None = None
-    said_place = ""
+    parts: AssistantParts | None = None
+    parts_place = ""
     answered = {item.get("call_id") for _, item in items if item.get("type") in _RESULTS}
     for place, item in items:
         kind = item.get("type", "message")
@@ -53,33 +53,33 @@ def history_of(
             kind == "message" and item.get("role") == "assistant"
         )
         if is_assistants:
-            if said is None:
-                said, said_place = AssistantParts(), place
-            _add_part(said, item, place)
+            if parts is None:
+                parts, parts_place = AssistantParts(), place
+            _add_part(parts, item, place)
         elif kind not in _PASSED_OVER:
-            if said is not None:
-                history.add_said(said, place=said_place)
-                said = None
+            if parts is not None:
+                history.add_assistant(parts, place=parts_place)
+                parts = None
             history.add(_message(item, place), place=place)
-    if said is not None:
-        history.add_said(said, place=said_place)
+    if parts is not None:
+        history.add_assistant(parts, place=parts_place)
     history.reveal(thoughts)
     return history
 
 
-def _add_part(said: AssistantParts, item: Mapping[str, Any], place: str) -> None:
+def _add_part(parts: AssistantParts, item: Mapping[str, Any], place: str) -> None:
     """Add an item of the assistant."""
     match item.get("type", "message"):
         case "reasoning":
-            said.add_reasoning(_reasoning(item))
+            parts.add_reasoning(_reasoning(item))
         case "function_call":
-            said.add_call(item.get("call_id"), _called_name(item), item.get("arguments"))
+            parts.add_call(item.get("call_id"), _called_name(item), item.get("arguments"))
         case "custom_tool_call":
-            said.add_call(
+            parts.add_call(
                 item.get("call_id"), _called_name(item), {CUSTOM_INPUT: item.get("input")}
             )
         case _:
-            said.add_text(_said_text(item.get("content"), place), is_apart=True)
+            parts.add_text(_assistant_text(item.get("content"), place), is_apart=True)
 
 
 def _called_name(item: Mapping[str, Any]) -> Any:
@@ -104,7 +104,7 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {"role": item["role"], "content": item.get("content")}
 
 
-def _said_text(content: object, place: str) -> str:
+def _assistant_text(content: object, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
