@@ -57,8 +57,8 @@ def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     for num_tokens, hidden, width, num_experts, top_k, first, count in (
         (0, 16, 8, 4, 2, 0, 4),
         (1, 256, 96, 8, 2, 0, 8),
-        (1, 37, 24, 6, 3, 2, 2),
-        (5, 72, 70, 4, 1, 3, 1),
+        (3, 37, 24, 6, 3, 2, 2),
+        (5, 72, 70, 4, 2, 2, 2),
         (70, 72, 40, 8, 3, 0, 8),
     ):
         tensors = {
