@@ -44,7 +44,7 @@ MAX_REMEMBERED = 256  # grammars that took too long
 
 
 @dataclass(eq=False)
-class Rule:
+class RequestGrammar:
     """What one output must follow."""
 
     request: GenerateRequest
@@ -107,10 +107,10 @@ class GrammarManager:
             mask_seconds=MASK_SECONDS,
         )
         self._maker = MaskMaker(vocab_size)
-        self._rules: dict[str, Rule] = {}  # by request id
-        self._by_key: dict[int, Rule] = {}
-        self._opening: list[Rule] = []
-        self._lost: list[Rule] = []
+        self._rules: dict[str, RequestGrammar] = {}  # by request id
+        self._by_key: dict[int, RequestGrammar] = {}
+        self._opening: list[RequestGrammar] = []
+        self._lost: list[RequestGrammar] = []
         self._keys = count()
         self._client: GrammarClient | None = None
         self._retired: list[GrammarClient] = []
@@ -144,7 +144,7 @@ class GrammarManager:
 
     def open(self, request: GenerateRequest) -> None:
         """Prepare the rules of `request`; `opened` returns it when that is done."""
-        rule = self._rules[request.request_id] = Rule(request, next(self._keys))
+        rule = self._rules[request.request_id] = RequestGrammar(request, next(self._keys))
         self._by_key[rule.key] = rule
         self._opening.append(rule)
         reasoning, grammar = request.sampling.reasoning, request.sampling.grammar
@@ -157,14 +157,14 @@ class GrammarManager:
         if rule.refusal is None:
             self._send_open(rule)
 
-    def opened(self) -> list[Rule]:
+    def opened(self) -> list[RequestGrammar]:
         """The requests that can be scheduled now, and those that cannot be served, by what
         `take_lost` has received.
         """
         if not self._opening:
             return []
-        done: list[Rule] = []
-        waiting: list[Rule] = []
+        done: list[RequestGrammar] = []
+        waiting: list[RequestGrammar] = []
         for rule in self._opening:
             is_done = rule.problem is not None or (rule.is_open and self._has_gate(rule))
             (done if is_done else waiting).append(rule)
@@ -236,7 +236,7 @@ class GrammarManager:
 
     def bitmask(
         self, step_id: int, rows: Sequence[GrammarRow], *, may_wait: bool
-    ) -> tuple[GrammarBitmask, list[Rule]]:
+    ) -> tuple[GrammarBitmask, list[RequestGrammar]]:
         """What `rows` of a launched step may sample; those whose mask is late are postponed. And
         the rules of requests that cannot go on: with an error, or because their grammar has ended
         although their stop conditions have not. `may_wait`: nobody else is in the step, so it may
@@ -252,7 +252,7 @@ class GrammarManager:
             self.wait(left)
         found: list[Mask] = []
         places: dict[int, int] = {}  # by identity: rows may share one
-        ended: list[Rule] = []
+        ended: list[RequestGrammar] = []
         bitmask = GrammarBitmask(step_id, [], [], [], [])
         for row, rule in ruled:
             if rule.error is not None or rule.has_ended:
@@ -285,7 +285,7 @@ class GrammarManager:
         self._client, self._retired = None, []
         self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _mask(self, rule: Rule, *, num_outputs: int) -> Mask | None:
+    def _mask(self, rule: RequestGrammar, *, num_outputs: int) -> Mask | None:
         """What the next token may be; None: anything."""
         if rule.gate is not None and rule.gate.due is not None:
             return self._maker.only(rule.gate.due)
@@ -300,7 +300,7 @@ class GrammarManager:
         assert rule.mask is not None
         return self._maker.without(rule.mask, too_early) if is_early else rule.mask
 
-    def _has_gate(self, rule: Rule) -> bool:
+    def _has_gate(self, rule: RequestGrammar) -> bool:
         """Make the rule's gate if it needs one; False: the tokenizer for it is not loaded yet."""
         sampling = rule.request.sampling
         reasoning = sampling.reasoning
@@ -320,7 +320,7 @@ class GrammarManager:
         )
         return True
 
-    def _send_open(self, rule: Rule) -> None:
+    def _send_open(self, rule: RequestGrammar) -> None:
         grammar = rule.request.sampling.grammar
         assert grammar is not None
         rule.attempts += 1
@@ -373,7 +373,7 @@ class GrammarManager:
                     if rule is not None:
                         _set_mask(rule, answer)
 
-    def _set_open(self, rule: Rule, mask: Mask) -> None:
+    def _set_open(self, rule: RequestGrammar, mask: Mask) -> None:
         rule.is_open, rule.mask = True, mask
         sampling = rule.request.sampling
         kept_back = {
@@ -389,7 +389,7 @@ class GrammarManager:
             kept_back |= set() if call_id is None else {call_id}
         rule.kept_back = frozenset(kept_back)
 
-    def _remember(self, rule: Rule, message: str) -> None:
+    def _remember(self, rule: RequestGrammar, message: str) -> None:
         grammar = rule.request.sampling.grammar
         assert grammar is not None
         self._too_slow[grammar.kind, grammar.text] = message
@@ -440,7 +440,7 @@ class GrammarManager:
         ]
         return min(asked, default=None)
 
-    def _followed_by(self, client: GrammarClient) -> list[Rule]:
+    def _followed_by(self, client: GrammarClient) -> list[RequestGrammar]:
         """The rules of a process. A retired one is ended with the last of them, which may be the
         one refused by it.
         """
@@ -449,7 +449,7 @@ class GrammarManager:
     def _clients(self) -> list[GrammarClient]:
         return [*([self._client] if self._client is not None else []), *self._retired]
 
-    def _discard(self, rule: Rule) -> None:
+    def _discard(self, rule: RequestGrammar) -> None:
         del self._rules[rule.request.request_id], self._by_key[rule.key]
         client = rule.client
         if client is not None and client in self._clients():
@@ -459,7 +459,7 @@ class GrammarManager:
             client.kill()
 
 
-def _set_mask(rule: Rule, answer: wire.NextMask) -> None:
+def _set_mask(rule: RequestGrammar, answer: wire.NextMask) -> None:
     rule.num_asked -= 1
     if answer.error is not None:
         rule.error = answer.error
