@@ -72,6 +72,24 @@ def test_single_door(module: str, door: str) -> None:
     assert [user for user in users if not re.match(door, user)] == []
 
 
+def test_definitions_are_formulas() -> None:
+    """Inputs and costs stand in cases.py, what works in place in a provider's file; a definition
+    writes what its op is to write, and nothing else.
+    """
+    specs = sorted((PACKAGE / "kernels").glob("*/spec.py"))
+    names = {name for path in specs for name in imports(path)}
+    assert not names & {"negamax.kernels.op.Case", "negamax.kernels.op.Cost", "numpy"}
+    in_place = {
+        node.func.attr
+        for path in specs
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr.endswith("_")
+    }
+    assert in_place == {"copy_", "index_copy_"}
+
+
 @pytest.mark.parametrize("module", ["pickle", "cloudpickle", "dill", "shelve", "marshal"])
 def test_no_pickle_of_any_kind(module: str) -> None:
     assert [

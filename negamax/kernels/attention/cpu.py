@@ -163,20 +163,17 @@ def _decode_bucket(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBu
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """Queries [first, last) of the run and what they see of `num_keys` keys."""
+    """Some queries of a run, and which of the keys they see."""
 
-    first: int
-    last: int
-    num_keys: int
-    mask: Tensor  # [queries padded to whole rows, num_keys] of the cache's dtype, 0 or -inf
+    queries: slice
+    mask: Tensor  # [queries padded to whole rows, keys] of the cache's dtype, 0 or -inf
 
 
 @dataclass(frozen=True)
 class PrefillRun:
-    """One sequence's run of queries, [first, last) of the T."""
+    """One sequence's run of queries among the T."""
 
-    first: int
-    last: int
+    queries: slice
     blocks: Tensor  # from gather_index
     tiles: tuple[PrefillTile, ...]
 
@@ -193,7 +190,7 @@ def plan_prefill(
         num_keys = padded_keys(end, shape.block_size)
         blocks = gather_index(table[None], np.array([[end]]), num_keys=num_keys, shape=shape)
         tiles = _plan_tiles(end - count, end, block_size=shape.block_size, dtype=dtype)
-        runs.append(PrefillRun(first, first + count, blocks, tiles))
+        runs.append(PrefillRun(slice(first, first + count), blocks, tiles))
         first += count
     return tuple(runs)
 
@@ -210,7 +207,7 @@ def _plan_tiles(
         positions = torch.arange(first, first + -(-(last - first) // _ROW_MULTIPLE) * _ROW_MULTIPLE)
         mask = torch.zeros(len(positions), num_keys, dtype=dtype)
         mask.masked_fill_(torch.arange(num_keys) > positions[:, None], -torch.inf)
-        tiles.append(PrefillTile(first - start, last - start, num_keys, mask))
+        tiles.append(PrefillTile(slice(first - start, last - start), mask))
         first = last
     return tuple(tiles)
 
@@ -232,7 +229,7 @@ def prefill(
     num_tokens, heads, head_dim = q.shape
     out = q.new_empty(num_tokens, heads * head_dim)
     for run in plan:
-        _prefill_run(q[run.first : run.last], k_cache, v_cache, run, out[run.first : run.last])
+        _prefill_run(q[run.queries], k_cache, v_cache, run, out[run.queries])
     return out
 
 
@@ -247,16 +244,14 @@ def _prefill_run(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: PrefillRun, o
     )
     out = out.view(num_tokens, kv_heads, group, head_dim)
     for tile in run.tiles:
-        count = tile.last - tile.first
-        queries = (
-            q[tile.first : tile.last].reshape(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        )  # [kv_heads, group, T, head_dim]
+        queries = q[tile.queries].unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+        count, num_keys = queries.shape[2], tile.mask.shape[1]
         if count % _ROW_MULTIPLE:
             queries = F.pad(queries, (0, 0, 0, -count % _ROW_MULTIPLE))
         mixed = F.scaled_dot_product_attention(
-            queries, k[:, :, : tile.num_keys], v[:, :, : tile.num_keys], attn_mask=tile.mask
+            queries, k[:, :, :num_keys], v[:, :, :num_keys], attn_mask=tile.mask
         )
-        out[tile.first : tile.last] = mixed[:, :, :count].permute(2, 0, 1, 3)
+        out[tile.queries] = mixed[:, :, :count].permute(2, 0, 1, 3)
 
 
 # --- QK norm, rope, cache write ------------------------------------------------------------------
