@@ -7,14 +7,16 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from negamax.text.detokenizer import TextPiece
 from negamax.text.formats.minimax_m2 import MINIMAX_M2
 from negamax.text.formats.minimax_m3 import MARKER, MINIMAX_M3
+from negamax.text.parser.events import ParsedOutput, collect
 from negamax.text.parser.output_format import OutputFormat
+from negamax.text.parser.output_parser import OutputParser, Thinking
 
 TAG_IDS = {
     "<think>": 200050,
@@ -337,3 +339,18 @@ _M3_FRAGMENTS = [
     f"{MARKER}<tags/>", f"{MARKER}<city a=\"b\">", "</city>", "nul", "5", "[1, 2]", '{"a": 1}',
     "True", " \n ",
 ]  # fmt: skip
+
+
+def parse(
+    format: OutputFormat,
+    text: str,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    in_reasoning: bool,
+    thinking: Thinking = Thinking.SPLIT,
+) -> ParsedOutput:
+    """Parse a whole answer given as text; tags count by their text."""
+    parser = OutputParser(
+        format, tools=tools, in_reasoning=in_reasoning, tag_ids=None, thinking=thinking
+    )
+    return collect([*parser.feed([TextPiece(text, None)]), *parser.finish()])

@@ -26,7 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parser_outputs import TAG_IDS, TOOLS, GeneratedOutput, cut_at_random, generate, pieces
+from parser_outputs import (
+    TAG_IDS,
+    TOOLS,
+    GeneratedOutput,
+    cut_at_random,
+    generate,
+    parse,
+    pieces,
+)
 
 from negamax.text.detokenizer import TextPiece
 from negamax.text.formats.minimax_m2 import MINIMAX_M2
@@ -42,7 +50,7 @@ from negamax.text.parser.events import (
     collect,
 )
 from negamax.text.parser.output_format import OutputFormat
-from negamax.text.parser.output_parser import OutputParser, parse
+from negamax.text.parser.output_parser import OutputParser
 from negamax.text.parser.packets import MAX_CHARS, Packets
 
 ROOT = Path(__file__).resolve().parents[1]

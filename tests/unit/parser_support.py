@@ -14,12 +14,13 @@ from negamax.text.formats.minimax_m2 import MINIMAX_M2
 from negamax.text.formats.minimax_m3 import MARKER, MINIMAX_M3
 from negamax.text.parser.events import ParsedOutput, ParserEvent
 from negamax.text.parser.output_format import OutputFormat
-from negamax.text.parser.output_parser import OutputParser, parse
+from negamax.text.parser.output_parser import OutputParser
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 import parser_outputs as outputs
 import prove_parser as proof
+from parser_outputs import parse
 
 __all__ = [
     "MARKER",
@@ -29,6 +30,7 @@ __all__ = [
     "new_parser",
     "one_shot",
     "outputs",
+    "parse",
     "proof",
 ]
 

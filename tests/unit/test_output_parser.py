@@ -19,6 +19,7 @@ from parser_support import (
     new_parser,
     one_shot,
     outputs,
+    parse,
     proof,
 )
 from text_support import definition_text, make_tokenizer
@@ -35,7 +36,7 @@ from negamax.text.parser.events import (
     collect,
 )
 from negamax.text.parser.output_format import OutputFormat
-from negamax.text.parser.output_parser import OutputParser, Thinking, parse
+from negamax.text.parser.output_parser import OutputParser, Thinking
 from negamax.text.parser.tag_lexer import MAX_ATTRIBUTE_CHARS, NO_BEGINNINGS
 from negamax.text.tokenizer import Tokenizer
 

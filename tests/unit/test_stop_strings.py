@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser_support import MINIMAX_M2, MINIMAX_M3, outputs
+from parser_support import MINIMAX_M2, MINIMAX_M3, outputs, parse
 from test_choice_stream import EOS, TOKENIZER, info
 
 from negamax.api.common.conversation import ChatPrompt, ChoiceReader, ReadingRules
@@ -21,7 +21,7 @@ from negamax.text.chat_format import ChatFormat
 from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ParsedOutput, ParserEvent, collect
 from negamax.text.parser.output_format import OutputFormat
-from negamax.text.parser.output_parser import OutputParser, Thinking, parse
+from negamax.text.parser.output_parser import OutputParser, Thinking
 
 TAG_IDS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}
 WORDS = st.lists(st.sampled_from(["a", "b", "ab", " ", "\n", "\n\n", "<", "`"]), max_size=12).map(

@@ -31,10 +31,8 @@ from typing import Any
 from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import (
     ContentDelta,
-    ParsedOutput,
     ParserEvent,
     ReasoningDelta,
-    collect,
     merged,
 )
 from negamax.text.parser.output_format import CallBlock, CallWriter, OutputFormat
@@ -313,18 +311,3 @@ class OutputParser:
         events = self._events.copy()
         self._events.clear()
         return events if len(events) < 2 else merged(events)
-
-
-def parse(
-    format: OutputFormat,
-    text: str,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None,
-    in_reasoning: bool,
-    thinking: Thinking = Thinking.SPLIT,
-) -> ParsedOutput:
-    """Parse a whole answer given as text; tags count by their text."""
-    parser = OutputParser(
-        format, tools=tools, in_reasoning=in_reasoning, tag_ids=None, thinking=thinking
-    )
-    return collect([*parser.feed([TextPiece(text, None)]), *parser.finish()])
