@@ -48,9 +48,10 @@ class ParallelContext:
         if layout.world_size == 1:
             return ParallelContext.single()
         _meet(layout, rendezvous, backend="gloo")
-        groups: dict[tuple[int, ...], Collective] = {}
-        for ranks, group in _new_groups(layout, backend="gloo").items():
-            groups[ranks] = SingleRank() if len(ranks) == 1 else ProcessGroup(group)
+        groups: dict[tuple[int, ...], Collective] = {
+            ranks: SingleRank() if len(ranks) == 1 else ProcessGroup(group)
+            for ranks, group in _new_groups(layout, backend="gloo").items()
+        }
         return ParallelContext._of(layout, groups)
 
     @staticmethod

@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 REDUCE_ROWS = 256  # rows of hidden states summed through peers; more go through NCCL
 # rows of hidden states that the buffer holds; from there on NCCL is as fast (H200, four GPUs)
 SHARED_ROWS = 2048
-SHARD_ROWS = 16384  # rows of hidden states that ranks share out through peers; more go through NCCL
+SHARD_ROWS = 16384  # rows of hidden states that ranks shard through peers; more go through NCCL
 BUFFERS = 2
 # that a kernel waits for another rank: shorter than the engine may stand still, longer than any
 # skew
@@ -88,8 +88,7 @@ def connect(
     )  # rows, words
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
     # first, since torch's sums want the buffer at the start of its memory
-    shared_words = -(-SHARED_ROWS * hidden_size // 4)
-    shared_words = _aligned(shared_words)
+    shared_words = _aligned(-(-SHARED_ROWS * hidden_size // 4))
     shard_words = _shard_words(max_tokens, hidden_size, world)
     problem = _out_of_reach(group, device)
     if _all_agree(problem is None, group):
@@ -97,21 +96,18 @@ def connect(
             shared_words + sum(shard_words) + sum(sizes), group, device
         )
         if _all_agree(problem is None, group):
-            shards, gathered, first = (
-                None,
-                shared_words + shard_words[0],
-                shared_words + sum(shard_words),
-            )
+
+            def addresses(word: int, *others: int) -> Tensor:
+                """Where `word` lies in each rank's memory; `others` behind them."""
+                found = [*(base + 8 * word for base in bases), *others]
+                return torch.tensor(found, dtype=torch.int64, device=device)
+
+            shards, gathered = None, shared_words + shard_words[0]
+            first = shared_words + sum(shard_words)
             if shard_words[1]:
                 shards = ShardRegion(
-                    partials=torch.tensor(
-                        [base + 8 * shared_words for base in bases],
-                        dtype=torch.int64,
-                        device=device,
-                    ),
-                    gathered=torch.tensor(
-                        [base + 8 * gathered for base in bases], dtype=torch.int64, device=device
-                    ),
+                    partials=addresses(shared_words),
+                    gathered=addresses(gathered),
                     own_gathered=memory[gathered:first].view(torch.uint8),
                     rows=min(max_tokens, SHARD_ROWS),
                     words=hidden_size // 2,
@@ -119,13 +115,8 @@ def connect(
                 )
             regions = []
             for (rows, words), size in zip(shapes, sizes, strict=True):
-                addresses = torch.tensor(
-                    [*(base + 8 * first for base in bases), control.address],
-                    dtype=torch.int64,
-                    device=device,
-                )
                 flags = torch.zeros(rows, dtype=torch.int32, device=device)
-                regions.append(PeerRegion(addresses, flags, rows, words))
+                regions.append(PeerRegion(addresses(first, control.address), flags, rows, words))
                 first += size
             shared = SharedBuffer(
                 memory[:shared_words].view(torch.bfloat16), group.group_name, world

@@ -1,7 +1,14 @@
-"""Attention of runs of queries, each on top of its cached prefix.
+"""Attention of prefills, runs of queries each on top of its cached prefix, over the paged cache.
 
-One program per tile of queries and query head, over the paged keys; the tiles are listed on the
-host, those with the most keys first.
+Grid (heads, tiles): a program attends with BLOCK_M queries of one head to all keys that they see,
+BLOCK_N at a time.
+
+    q, out   [T, heads, DIM]                       keys 0 ... start ........ end
+    k, v     [blocks, kv_heads, BLOCK_SIZE, DIM]   |  no mask   |  causal  |    BLOCK_M queries at
+             by the sequence's block table         |            |          |    start .. end - 1
+
+Tiles are listed on the host, those with the most keys first; or on the device, where only it knows
+the lengths.
 """
 
 from __future__ import annotations

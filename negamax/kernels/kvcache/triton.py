@@ -1,4 +1,6 @@
-"""What a step must know of its tokens, in one launch of Triton instead of a dozen of PyTorch."""
+"""Where the keys and values of a step's tokens go, and their rotations, in one launch instead of a
+dozen of PyTorch: grid (T,), one program per token.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,28 @@ from negamax.kernels.signatures import LOCATE
 
 @triton.jit
 def _locate_kernel(
-    positions,
-    token_slots,
-    tables,
-    frequencies,
-    cos,
-    sin,
-    rows,
+    positions,  # [T] int64
+    token_slots,  # [T] int64, rows of `tables`
+    tables,  # [slots, table_stride] int32, blocks
+    frequencies,  # [ROTARY] fp32
+    cos,  # [T, ROTARY] fp32, written
+    sin,  # likewise
+    slot_mapping,  # [T * KV_HEADS] int64, written: rows of a cache [blocks * KV_HEADS * BLOCK_SIZE]
     table_stride,
     KV_HEADS: tl.constexpr,
-    HEADS_2: tl.constexpr,
+    HEADS_POW2: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROTARY: tl.constexpr,
-    ROTARY_2: tl.constexpr,
+    ROTARY_POW2: tl.constexpr,
 ):
-    """One token."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     table = tables + tl.load(token_slots + token) * table_stride
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    head = tl.arange(0, HEADS_2)
+    head = tl.arange(0, HEADS_POW2)
     row = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
-    tl.store(rows + token * KV_HEADS + head, row, mask=head < KV_HEADS)
-    i = tl.arange(0, ROTARY_2)
+    tl.store(slot_mapping + token * KV_HEADS + head, row, mask=head < KV_HEADS)
+    i = tl.arange(0, ROTARY_POW2)
     angle = position.to(tl.float32) * tl.load(frequencies + i, mask=i < ROTARY, other=0.0)
     tl.store(cos + token * ROTARY + i, tl.cos(angle), mask=i < ROTARY)
     tl.store(sin + token * ROTARY + i, tl.sin(angle), mask=i < ROTARY)
@@ -56,7 +57,7 @@ def locate(
     cos, sin = torch.empty(
         2, num_tokens, 1, rotary_dim, dtype=torch.float32, device=device
     ).unbind()
-    rows = torch.empty(num_tokens * kv_heads, dtype=torch.int64, device=device)
+    slot_mapping = torch.empty(num_tokens * kv_heads, dtype=torch.int64, device=device)
     if num_tokens:
         _locate_kernel[(num_tokens,)](
             positions,
@@ -65,16 +66,16 @@ def locate(
             frequencies,
             cos,
             sin,
-            rows,
+            slot_mapping,
             block_tables.stride(0),
             KV_HEADS=kv_heads,
-            HEADS_2=triton.next_power_of_2(kv_heads),
+            HEADS_POW2=triton.next_power_of_2(kv_heads),
             BLOCK_SIZE=block_size,
             ROTARY=rotary_dim,
-            ROTARY_2=triton.next_power_of_2(rotary_dim),
+            ROTARY_POW2=triton.next_power_of_2(rotary_dim),
             num_warps=1,
         )
-    return cos, sin, rows
+    return cos, sin, slot_mapping
 
 
 KERNELS = (

@@ -1,12 +1,15 @@
-"""Residual add and RMS norm of a row in one program, in Triton.
+"""Residual add and RMS norm, in Triton: grid (T,), one program per row.
 
-A row is read and written as 4-byte words of two values each, the form in which rows also travel
-between ranks (`kernels/collectives`), and computed in two fp32 halves: the even columns and the odd
-ones. Statistics stay in registers: a row is read once. With `quantize`, the same program writes the
-row in FP8 with a scale per 128 columns.
+    x [T, PARTS, width]     partial results, summed
+    residual [T, width]     += x
+    out [T, width]          its norm; with `quantize` also in FP8 with a scale per 128 columns
 
-Moves per row of width W, in bytes: 2W per part, 2W residual in, 2W residual out, 2W out, and W +
-W/32 with FP8.
+    a row in memory         | even odd | even odd | ...    int32 words of two 16-bit values
+    in registers            even [BLOCK] and odd [BLOCK], fp32
+
+Words are the form in which rows also travel between ranks (`kernels/collectives`). A row is read
+once: statistics stay in registers. Moves per row, in bytes: 2 * width per part, for the residual in
+and out, and for out; width + width / 32 with FP8.
 """
 
 from __future__ import annotations
