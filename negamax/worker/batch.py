@@ -82,14 +82,6 @@ class StepInputs:
     query_starts: Tensor  # [S + 1]
 
 
-@dataclass(frozen=True)
-class ForwardBatch:
-    """The inputs of one step on the device."""
-
-    token_ids: Tensor  # [T] int64
-    attention: AttentionMetadata
-
-
 def is_decode(plan: StepPlan, requests: RequestState) -> bool:
     """Every row runs one generated token and samples the next: the step that a captured graph can
     replay.
@@ -181,16 +173,16 @@ def place(
     return StepInputs(*slots.split(parts), *places.split(parts), query_starts)
 
 
-def forward_batch(
+def model_inputs(
     inputs: StepInputs,
     requests: RequestState,
     *,
     query_starts: Tensor,
     active: Tensor | None = None,
     **host: Any,
-) -> ForwardBatch:
-    """What the model takes for the step `inputs`. `active` [1]: the tokens that are no padding;
-    `host`: what the host knows of the step (see `AttentionMetadata`).
+) -> tuple[Tensor, AttentionMetadata]:
+    """The token ids [T] int64 of the step `inputs`, and where they stand. `active` [1]: the tokens
+    that are no padding; `host`: what the host knows of the step (see `AttentionMetadata`).
     """
     metadata = AttentionMetadata(
         positions=inputs.positions,
@@ -202,10 +194,10 @@ def forward_batch(
         num_actual_tokens=None if active is None else active.int(),
         **host,
     )
-    return ForwardBatch(requests.tokens[inputs.token_slots, inputs.positions].long(), metadata)
+    return requests.tokens[inputs.token_slots, inputs.positions].long(), metadata
 
 
-def build(layout: BatchLayout, requests: RequestState) -> ForwardBatch:
+def build(layout: BatchLayout, requests: RequestState) -> tuple[Tensor, AttentionMetadata]:
     """The tokens, positions and cache slots of `layout`, gathered from `requests` (already holding
     the plan's changes).
     """
@@ -213,7 +205,7 @@ def build(layout: BatchLayout, requests: RequestState) -> ForwardBatch:
     (packed,) = upload([np.concatenate(columns)], requests.tokens.device)
     num_tokens, num_seqs = len(columns.token_slots), len(columns.slots)
     inputs = place(packed, requests, num_tokens=num_tokens, num_seqs=num_seqs)
-    return forward_batch(
+    return model_inputs(
         inputs,
         requests,
         query_starts=inputs.query_starts,

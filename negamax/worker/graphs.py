@@ -30,7 +30,7 @@ from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
-from negamax.worker.batch import Column, StepColumns, forward_batch, place
+from negamax.worker.batch import Column, StepColumns, model_inputs, place
 from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.request_state import RequestState
 from negamax.worker.speculation import TokenStates
@@ -264,7 +264,7 @@ class StepGraphs:
             out=self._places[: num_tokens + num_seqs],
         )
         is_decode = shape.max_query_len == 1
-        batch = forward_batch(
+        token_ids, metadata = model_inputs(
             inputs,
             requests,
             query_starts=self._query_starts[: num_seqs + 1] if is_decode else inputs.query_starts,
@@ -273,9 +273,7 @@ class StepGraphs:
             host_seq_lens=(),
             host_query_lens=(),
         )
-        hidden, residuals = self._model.forward(
-            batch.token_ids, batch.attention, kv, capture=self._layers
-        )
+        hidden, residuals = self._model.forward(token_ids, metadata, kv, capture=self._layers)
         for buffer, residual in zip(self.buffers.residuals, residuals, strict=False):
             buffer[:num_tokens].copy_(residual)
         if not shape.is_sampled:

@@ -5,7 +5,7 @@ on its way when these functions return.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -174,8 +174,12 @@ class Sampler:
         return Sampled(token_ids, asked, entries)
 
     def _by_order(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
-        """The CPU's choice."""
-        token_ids = _draw(logits, inputs, rows=self._requests)
+        """The CPU's choice: greedy rows take the maximum, the others draw."""
+        state = self._requests.state
+        drawing = [i for i, slot in enumerate(inputs.slots) if state(slot).sampling.temperature]
+        token_ids = logits.argmax(dim=-1)
+        for index, drawn in self._draws(logits, inputs, drawing):
+            token_ids[index] = drawn
         # argmax and topk both put NaN first
         best = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         return token_ids.where(best.isfinite(), BROKEN)
@@ -190,91 +194,35 @@ class Sampler:
             seeds=requests.seeds[slots],
             positions=inputs.positions_device,
         )
-        for chosen, candidates in _filtered(inputs, requests, vocab_size=logits.shape[1]):
-            where = indices(chosen, logits.device)
-            drawn = _draw_from(logits[where], inputs, chosen, candidates=candidates, rows=requests)
-            token_ids[where] = drawn.where(token_ids[where] != BROKEN, BROKEN)
+        filtered = [i for i, slot in enumerate(inputs.slots) if slot in requests.filtered_slots]
+        for index, drawn in self._draws(logits, inputs, filtered):
+            token_ids[index] = drawn.where(token_ids[index] != BROKEN, BROKEN)
         return token_ids
 
+    def _draws(
+        self, logits: Tensor, inputs: SampleInputs, members: list[int]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Draw for `members` of the rows: which, and their tokens. Rows with a small top_k draw
+        from a fixed number of candidates, the others sort all.
 
-def _draw(logits: Tensor, inputs: SampleInputs, *, rows: RequestState) -> Tensor:
-    """Greedy rows take the maximum; rows with a small top_k draw from a fixed number of candidates;
-    the others sort all.
-
-    Each group's arithmetic has a shape that does not depend on the rows of the other groups, so
-    that the same seed gives the same token in any company.
-    """
-    sampling = [rows.state(slot).sampling for slot in inputs.slots]
-    greedy = [i for i, params in enumerate(sampling) if params.temperature == 0.0]
-    if len(greedy) == len(sampling):
-        return logits.argmax(dim=-1)
-    token_ids = torch.empty(len(sampling), dtype=torch.int64, device=logits.device)
-    if greedy:
-        token_ids[greedy] = logits[greedy].argmax(dim=-1)
-    narrow = [
-        i for i, params in enumerate(sampling) if params.temperature and _is_narrow(params.top_k)
-    ]
-    wide = [
-        i
-        for i, params in enumerate(sampling)
-        if params.temperature and not _is_narrow(params.top_k)
-    ]
-    vocab_size = logits.shape[1]
-    for members, candidates in ((narrow, min(ops.CANDIDATES, vocab_size)), (wide, vocab_size)):
-        if not members:
-            continue
-        whole = len(members) == len(sampling)
-        chosen = logits if whole else logits[members]
-        drawn = _draw_from(chosen, inputs, members, candidates=candidates, rows=rows)
-        if whole:
-            return drawn
-        token_ids[members] = drawn
-    return token_ids
-
-
-def _filtered(
-    inputs: SampleInputs, rows: RequestState, *, vocab_size: int
-) -> list[tuple[list[int], int]]:
-    """The rows with top-k, top-p or min-p, in groups (rows, candidates to draw from)."""
-    narrow: list[int] = []
-    wide: list[int] = []
-    for i, slot in enumerate(inputs.slots):
-        if slot in rows.filtered_slots:
-            (narrow if _is_narrow(rows.state(slot).sampling.top_k) else wide).append(i)
-    groups = ((narrow, min(ops.CANDIDATES, vocab_size)), (wide, vocab_size))
-    return [(members, candidates) for members, candidates in groups if members]
-
-
-def _is_narrow(top_k: int | None) -> bool:
-    assert top_k is not None
-    return 0 < top_k <= ops.CANDIDATES
-
-
-def _draw_from(
-    logits: Tensor,
-    inputs: SampleInputs,
-    members: list[int],
-    *,
-    candidates: int,
-    rows: RequestState,
-) -> Tensor:
-    """Draw for `members` of the rows; logits [len(members), V]."""
-    return ops.sample(logits, candidates=candidates, **_filters(inputs, members, rows=rows))
-
-
-def _filters(inputs: SampleInputs, members: list[int], *, rows: RequestState) -> dict[str, Tensor]:
-    """The parameters by which `members` of the rows are drawn, and their random numbers; each
-    [len(members)] fp32.
-    """
-    slots = inputs.slots_device
-    whole = len(members) == len(inputs.slots)
-    positions = inputs.positions_device
-    if not whole:
-        where = indices(members, slots.device)
-        slots, positions = slots[where], positions[where]
-    names = ("temperature", "top_k", "top_p", "min_p")
-    filters = dict(zip(names, rows.sampling[slots].unbind(1), strict=True))
-    return filters | {"uniforms": noise.uniforms(rows.seeds[slots], positions)}
+        Each group's arithmetic has a shape that does not depend on the rows of the other group, so
+        that the same seed gives the same token in any company.
+        """
+        requests, vocab_size = self._requests, logits.shape[1]
+        top_k = {i: requests.state(inputs.slots[i]).sampling.top_k or 0 for i in members}
+        narrow = [i for i in members if 0 < top_k[i] <= ops.CANDIDATES]
+        wide = [i for i in members if not 0 < top_k[i] <= ops.CANDIDATES]
+        groups = ((narrow, min(ops.CANDIDATES, vocab_size)), (wide, vocab_size))
+        for chosen, candidates in groups:
+            if chosen:
+                index = indices(chosen, logits.device)
+                rows = logits if len(chosen) == len(logits) else logits[index]
+                slots, positions = inputs.slots_device[index], inputs.positions_device[index]
+                names = ("temperature", "top_k", "top_p", "min_p")
+                filters = dict(zip(names, requests.sampling[slots].unbind(1), strict=True))
+                uniforms = noise.uniforms(requests.seeds[slots], positions)
+                drawn = ops.sample(rows, candidates=candidates, uniforms=uniforms, **filters)
+                yield index, drawn
 
 
 def _edit_rows(

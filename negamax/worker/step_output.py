@@ -4,7 +4,7 @@ become a `StepResult`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,16 +44,9 @@ class StepOutput:
     sampled: Sampled | None = None
     prompt_logprobs: dict[int, list[LogprobEntries]] = field(default_factory=dict)
     times: StepTimes | None = None
-    failures: dict[int, str] = field(default_factory=dict)  # by row of the plan
+    # by row of the plan: what failed before the model ran, or after
+    failures: dict[int, str] = field(default_factory=dict)
     verification: Verification | None = None  # None: the plan has no draft tokens
-
-    def failing(self, failures: dict[int, str]) -> StepOutput:
-        """The same with rows that failed before the model ran, or after."""
-        return replace(self, failures=failures) if failures else self
-
-    def timed(self, times: StepTimes) -> StepOutput:
-        """The same with the step's times."""
-        return replace(self, times=times)
 
     def accepted(self) -> dict[int, int]:
         """By row of the plan, how many of its draft tokens were right."""

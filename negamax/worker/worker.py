@@ -5,7 +5,10 @@ order.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +23,7 @@ from negamax.kernels.registry import resolve
 from negamax.models.decoder import Decoder
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
-from negamax.scheduler.step import StepPlan, StepResult, TokenLogprobs
+from negamax.scheduler.step import StepPlan, StepResult
 from negamax.worker import batch as batches
 from negamax.worker import kv_cache
 from negamax.worker.config import DebugCommand, DebugResult, WorkerConfig, WorkerReady
@@ -56,6 +59,8 @@ from negamax.worker.step_output import StepOutput, StepTimes
 from negamax.worker.warmup import warming_up, warmup_layers
 
 logger = get_logger(__name__)
+
+Value = TypeVar("Value")
 
 
 class Worker:
@@ -272,12 +277,9 @@ class Worker:
         if bitmask.postponed:
             columns = np.array([plan.slots[row] for row in bitmask.postponed])
             self._rows.advance(*batches.upload((columns, np.full_like(columns, -1)), self._device))
-        outcome = outcome.failing(self._rows.failures_of(plan.slots))
-        ended, previous = self._runtime.record_event(), self._ended
-        if began is None or ended is None:
-            return outcome
-        self._ended = ended
-        return outcome.timed(StepTimes(began, ended, previous))
+        previous, self._ended = self._ended, self._runtime.record_event()
+        times = StepTimes(began, self._ended, previous) if began and self._ended else None
+        return replace(outcome, failures=self._rows.failures_of(plan.slots), times=times)
 
     def _forward(
         self, plan: StepPlan, bitmask: PendingBitmask, graphs: StepGraphs | None
@@ -301,12 +303,12 @@ class Worker:
             hidden = graphs.replay(shape).hidden
             states = graphs.states(shape, len(columns.token_slots))
         else:
-            batch = batches.build(layout, self._rows)
+            token_ids, metadata = batches.build(layout, self._rows)
             began = self._runtime.record_event()
             hidden, residuals = self._model.forward(
-                batch.token_ids, batch.attention, self._kv, capture=self._layers
+                token_ids, metadata, self._kv, capture=self._layers
             )
-            states = TokenStates(batch.attention.token_slots, batch.attention.positions, residuals)
+            states = TokenStates(metadata.token_slots, metadata.positions, residuals)
         prompt_logprobs = score_prompts(self._model, plan, hidden, layout=layout, rows=self._rows)
         rows = layout.sample_rows
         if not rows:
@@ -390,32 +392,37 @@ class Worker:
 
     def _run_rows_separately(self, plan: StepPlan, bitmask: PendingBitmask) -> StepResult:
         """The same plan a row at a time, so that only rows that fail by themselves are lost."""
-        token_ids: list[int] = []
-        logprobs: dict[int, TokenLogprobs] = {}
-        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        errors: dict[int, str] = {}
-        num_accepted: dict[int, int] = {}
         self._rows.restore_lengths()
-        for row, samples in enumerate(plan.needs_sampling):
-            try:
-                result = self._run(_single_row(plan, row), bitmask.single(row)).result()
-            except EngineDeadError:
-                raise
-            except Exception as error:
-                logger.exception("row %d of step %d failed", row, plan.step_id)
-                errors[row] = f"{type(error).__name__} while the model ran this request"
-                token_ids += [0] if samples else []
-                continue
-            for place, entry in result.logprobs.items():
-                logprobs[len(token_ids) + place] = entry
-            if 0 in result.num_accepted:
-                num_accepted[row] = result.num_accepted[0]
-            if 0 in result.prompt_logprobs:
-                prompt_logprobs[row] = result.prompt_logprobs[0]
-            if 0 in result.errors:
-                errors[row] = result.errors[0]
-            token_ids += result.token_ids
-        return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors, num_accepted)
+        results = [self._run_row(plan, row, bitmask) for row in range(len(plan.slots))]
+        firsts = list(accumulate((len(result.token_ids) for result in results), initial=0))
+        return StepResult(
+            plan.step_id,
+            [token for result in results for token in result.token_ids],
+            {
+                first + place: entry
+                for first, result in zip(firsts, results, strict=False)
+                for place, entry in result.logprobs.items()
+            },
+            _by_row([result.prompt_logprobs for result in results]),
+            _by_row([result.errors for result in results]),
+            _by_row([result.num_accepted for result in results]),
+        )
+
+    def _run_row(self, plan: StepPlan, row: int, bitmask: PendingBitmask) -> StepResult:
+        """The step of one row."""
+        try:
+            return self._run(_single_row(plan, row), bitmask.single(row)).result()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            logger.exception("row %d of step %d failed", row, plan.step_id)
+            message = f"{type(error).__name__} while the model ran this request"
+            return StepResult(plan.step_id, [0] * plan.needs_sampling[row], {}, {}, {0: message})
+
+
+def _by_row(results: list[dict[int, Value]]) -> dict[int, Value]:
+    """What single rows have to say, each of its row 0."""
+    return {row: result[0] for row, result in enumerate(results) if 0 in result}
 
 
 def _take_device(config: WorkerConfig) -> torch.device:

@@ -121,7 +121,7 @@ def test_a_resumed_sequence_runs_token_by_token_only_where_bits_count(apart: boo
     columns = layout.columns
     token_slots = columns.token_slots.tolist()
     positions = (columns.token_offsets + rows.num_computed_bound[token_slots]).tolist()
-    assert batch.build(layout, rows).attention.positions.tolist() == positions
+    assert batch.build(layout, rows)[1].positions.tolist() == positions
     tokens = list(zip(token_slots, positions, strict=True))
     if apart:
         assert tokens == [

@@ -65,8 +65,7 @@ def step(slots: list[int], counts: list[int]) -> StepPlan:
 def eager(model: Decoder, side: Side, plan: StepPlan) -> tuple[batch.BatchLayout, Tensor]:
     """Where the tokens of `plan` stand, and their hidden states."""
     layout = batch.build_batch_layout(plan, side.requests, generated_apart=False)
-    forward = batch.build(layout, side.requests)
-    hidden, _ = model.forward(forward.token_ids, forward.attention, side.kv)
+    hidden, _ = model.forward(*batch.build(layout, side.requests), side.kv)
     return layout, hidden
 
 
