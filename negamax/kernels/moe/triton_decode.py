@@ -60,6 +60,8 @@ def _gate_up_gemv_kernel(
     VECTORS: tl.constexpr = BLOCK_K // _VECTOR
     STEPS: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_K)
     TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
+    K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
+    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # scales of gate, before those of up
     pair, tile = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     vector = tl.arange(0, VECTORS)
@@ -70,7 +72,7 @@ def _gate_up_gemv_kernel(
     if (expert < 0) | (expert >= num_experts):
         return
     w_ptr += expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
-    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + tile * BLOCK_N // BLOCK) * (E.HIDDEN // BLOCK)
+    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + tile * BLOCK_N // BLOCK) * K_BLOCKS
     xs, gates, ups, gate_scales, up_scales = (), (), (), (), ()
     for step in tl.static_range(STEPS):
         k = step * BLOCK_K + offs_k
@@ -81,10 +83,9 @@ def _gate_up_gemv_kernel(
         xs = xs + (tl.load(x_ptr + k, mask=(k < E.HIDDEN) | EVEN, other=0.0),)
         if E.FP8:
             block = (step * BLOCK_K + vector * _VECTOR) // BLOCK
-            scale_ptrs = w_scale_ptr + block
-            fits = block < E.HIDDEN // BLOCK
-            gate_scales = gate_scales + (tl.load(scale_ptrs, mask=fits, other=0.0),)
-            scale_ptrs += (E.WIDTH // BLOCK) * (E.HIDDEN // BLOCK)
+            fits = block < K_BLOCKS
+            gate_scales = gate_scales + (tl.load(w_scale_ptr + block, mask=fits, other=0.0),)
+            scale_ptrs = w_scale_ptr + UP_BLOCKS + block
             up_scales = up_scales + (tl.load(scale_ptrs, mask=fits, other=0.0),)
     gate = tl.zeros([VECTORS, BLOCK_N], tl.float32)
     up = tl.zeros([VECTORS, BLOCK_N], tl.float32)

@@ -125,11 +125,11 @@ def _topk_of_token(
 
 
 @triton.jit
-def _load_gate(ptrs, mask, GATE_SIZE: tl.constexpr):
+def _load_gate(ptrs, k, mask, GATE_SIZE: tl.constexpr):
     """hi, mid and lo of a tile of the gate."""
-    hi = tl.load(ptrs, mask=mask, other=0.0)
-    mid = tl.load(ptrs + GATE_SIZE, mask=mask, other=0.0)
-    return hi, mid, tl.load(ptrs + 2 * GATE_SIZE, mask=mask, other=0.0)
+    hi = tl.load(ptrs + k, mask=mask, other=0.0)
+    mid = tl.load(ptrs + GATE_SIZE + k, mask=mask, other=0.0)
+    return hi, mid, tl.load(ptrs + 2 * GATE_SIZE + k, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -179,8 +179,8 @@ def _route_small_m_kernel(
     for step in tl.static_range(STEPS):
         k = step * BLOCK_K + offs_k
         for row in tl.static_range(BLOCK_N):
-            gate_ptrs = gate_ptr + tl.minimum(first_n + row, NUM_EXPERTS - 1) * HIDDEN + k
-            parts += (_load_gate(gate_ptrs, k < HIDDEN, GATE_SIZE),)
+            row_ptr = gate_ptr + tl.minimum(first_n + row, NUM_EXPERTS - 1) * HIDDEN
+            parts += (_load_gate(row_ptr, k, k < HIDDEN, GATE_SIZE),)
     expert = _experts_in_groups(NUM_EXPERTS)
     bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     wait_then_launch_dependents(PDL)
@@ -284,7 +284,7 @@ def _route_large_m_kernel(
         for step in tl.static_range(STEPS):
             k = first_k + step * BLOCK_K + offs_k
             inside = (offs_n < NUM_EXPERTS)[:, None] & (k < HIDDEN)[None, :]
-            parts = parts + (_load_gate(gate_ptrs + k[None, :], inside, GATE_SIZE),)
+            parts = parts + (_load_gate(gate_ptrs, k[None, :], inside, GATE_SIZE),)
         wait_then_launch_dependents(PDL)
         for step in tl.static_range(STEPS):
             k = first_k + step * BLOCK_K + offs_k
@@ -299,7 +299,7 @@ def _route_large_m_kernel(
             k = start + offs_k
             k_inside = (k < HIDDEN)[None, :] | EVEN_K
             inside = (offs_n < NUM_EXPERTS)[:, None] & k_inside
-            parts = _load_gate(gate_ptrs + k[None, :], inside, GATE_SIZE)
+            parts = _load_gate(gate_ptrs, k[None, :], inside, GATE_SIZE)
             inside = (offs_m < M)[:, None] & k_inside
             x_ptrs = x_ptr + offs_m[:, None] * HIDDEN + k[None, :]
             acc = _gate_product(parts, tl.load(x_ptrs, mask=inside, other=0.0), acc)
