@@ -62,20 +62,19 @@ class Server:
         return int(self.gauge("sglang:num_aborted_requests_total"))
 
     def engine_pid(self) -> int:
-        """The engine process, or the stub in its place."""
-        (pid,) = self._children("negamax.engine.core.process", "tools.load.stub_engine")
+        """The engine process."""
+        (pid,) = self._children("negamax.engine.core.process")
         return pid
 
     def member_pids(self) -> list[int]:
         """The server processes beside the first."""
         return self._children("negamax.api.server_worker")
 
-    def _children(self, *modules: str) -> list[int]:
+    def _children(self, module: str) -> list[int]:
         pids = (
             Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         )
-        lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
-        return [pid for pid, line in lines.items() if any(module in line for module in modules)]
+        return [int(pid) for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text()]
 
     def stop(self, number: signal.Signals = signal.SIGTERM, *, seconds: float = 60.0) -> int:
         self.process.send_signal(number)

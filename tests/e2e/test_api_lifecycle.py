@@ -104,7 +104,7 @@ def test_draining_finishes_what_is_open_and_refuses_what_is_new(
         server.http() as other,
     ):
         assert other.get("/readyz").status_code == 200
-        with http.stream("POST", CHAT, json=LONG | {"n": 1, "max_tokens": 400}) as running:
+        with http.stream("POST", CHAT, json=LONG | {"n": 1, "max_tokens": 1000}) as running:
             lines = running.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
@@ -127,7 +127,7 @@ def test_draining_waits_for_a_response_in_the_background_and_for_its_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No connection tells of it while it runs; its client comes and asks now and then."""
-    body = {"input": "Hello", "background": True, "ignore_eos": True, "max_output_tokens": 400}
+    body = {"input": "Hello", "background": True, "ignore_eos": True, "max_output_tokens": 1000}
     monkeypatch.setenv("STUB_STEP_MS", "5")
     with (
         serving(program=STUB, log_file=tmp_path / "log") as server,
@@ -144,7 +144,7 @@ def test_draining_waits_for_a_response_in_the_background_and_for_its_client(
             time.sleep(0.5)
             fetched = client.responses.retrieve(begun["id"])
         assert (
-            fetched.status == "completed" and fetched.usage and fetched.usage.output_tokens == 400
+            fetched.status == "completed" and fetched.usage and fetched.usage.output_tokens == 1000
         )
         assert server.process.wait(30) == 0  # it was fetched: nothing is left to wait for
         assert "Traceback" not in server.log
