@@ -25,7 +25,7 @@ from negamax.bench.report import environment, gpu_seconds
 from negamax.kernels.formats import PLAIN
 from negamax.kernels.op import FLOAT_DTYPES, Case, Kernel, Op
 from negamax.kernels.platform import platform_of
-from negamax.kernels.registry import OPS, providers
+from negamax.kernels.registry import OPS, resolve
 from negamax.worker.device import choose_device
 
 SCHEMA = "negamax-bench-kernels/1"
@@ -215,7 +215,8 @@ def measure_ceilings(platform: str, *, dtype: torch.dtype) -> Ceilings:
 
 
 def _kernels(name: str, platform: str, *, dtype: torch.dtype, provider: str | None) -> list[Kernel]:
-    found = providers(name, platform=platform_of(torch.device(platform)), dtype=dtype)
+    table = resolve(platform=platform_of(torch.device(platform)), dtype=dtype)
+    found = list(table.candidates[name])
     if provider is not None:
         return [kernel for kernel in found if kernel.provider == provider]
     return (

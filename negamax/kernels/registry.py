@@ -137,11 +137,6 @@ class KernelTable:
         return "\n".join(lines)
 
 
-def providers(op: OpName[Any, Any], *, platform: Platform, dtype: torch.dtype) -> list[AnyKernel]:
-    """Every kernel of `op` that runs here, preferred first."""
-    return list(resolve(platform=platform, dtype=dtype).candidates[op])
-
-
 def resolve(*, platform: Platform, dtype: torch.dtype) -> KernelTable:
     """The table for `platform` and `dtype`. References run everywhere."""
     kernels = gpu_kernels() if Feature.TRITON in platform.features else KERNELS

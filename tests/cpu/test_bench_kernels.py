@@ -19,14 +19,14 @@ from negamax.cli.main import main
 from negamax.kernels.formats import StoredWeight
 from negamax.kernels.op import Case
 from negamax.kernels.platform import CPU
-from negamax.kernels.registry import OPS, providers
+from negamax.kernels.registry import OPS, resolve
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_every_op_can_be_bound_and_repeated(name: str) -> None:
     op = OPS[name]
     for case in cases(op, platform="cpu", dtype=torch.bfloat16, ranks=(1,)):
-        for kernel in providers(name, platform=CPU, dtype=torch.bfloat16):
+        for kernel in resolve(platform=CPU, dtype=torch.bfloat16).candidates[name]:
             call = bind(op, kernel, case)
             with torch.inference_mode():
                 call()

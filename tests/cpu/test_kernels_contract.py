@@ -12,7 +12,7 @@ from kernel_contract import cases, check, contract_id, contracts
 
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import CPU
-from negamax.kernels.registry import KERNELS, OPS, providers, resolve
+from negamax.kernels.registry import KERNELS, OPS, resolve
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,8 @@ def test_a_device_without_any_feature_runs_the_references() -> None:
 
 
 def test_preferred_provider_comes_first_and_the_reference_last() -> None:
+    table = resolve(platform=CPU, dtype=torch.bfloat16)
     for name in OPS:
-        found = providers(name, platform=CPU, dtype=torch.bfloat16)
+        found = table.candidates[name]
         assert found[-1].provider == "reference"
-        assert resolve(platform=CPU, dtype=torch.bfloat16)[name] is found[0]
+        assert table[name] is found[0]

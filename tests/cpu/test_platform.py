@@ -17,7 +17,7 @@ from negamax.config.families import bundled_spec
 from negamax.kernels.formats import E4M3_BLOCKS, PLAIN
 from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.platform import CPU, Feature, nvidia, platform_of
-from negamax.kernels.registry import OPS, providers, resolve
+from negamax.kernels.registry import OPS, resolve
 from negamax.worker.device import check_platform, choose_dtype
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -135,7 +135,7 @@ def test_rocm_which_says_cuda_never_gets_a_kernel_that_needs_nvidia(gpu: FakeGpu
     found = platform_of(gpu("AMD Instinct MI300X", (9, 4), "6.2"))
     assert (found.arch, found.warp_size) == ("gfx942", 64) and not found.features & nvidias
     assert not any(
-        kernel.requires & nvidias for kernel in providers(op, platform=found, dtype=BF16)
+        kernel.requires & nvidias for kernel in resolve(platform=found, dtype=BF16).candidates[op]
     )
     assert resolve(platform=found, dtype=BF16)[op].provider
 
@@ -175,7 +175,7 @@ def test_a_cpu_computes_in_bf16_only_where_it_has_instructions_for_it(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_native_kernels_run_in_both_dtypes_of_the_cpu(dtype: torch.dtype) -> None:
-    linear = providers("gemm.linear", platform=CPU, dtype=dtype)[0]
+    linear = resolve(platform=CPU, dtype=dtype)["gemm.linear"]
     if linear.provider != "onednn":
         pytest.skip(f"no oneDNN linear here in {dtype}")
     table = resolve(platform=CPU, dtype=dtype)
