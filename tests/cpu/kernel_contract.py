@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,7 @@ def check(kernel: AnyKernel, case: Case, dtype: torch.dtype) -> None:
             check_quantized(op, got.float(), want, case.label)
 
 
-def check_quantized(op: Op, got: Tensor, want: Tensor, label: str) -> None:
+def check_quantized(op: Op[Any, Any], got: Tensor, want: Tensor, label: str) -> None:
     """Products of quantised factors: what the op allows at full size, of all values together and
     of each.
     """
