@@ -13,7 +13,7 @@ from graph_support import RepeatedSteps
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
 
-LONG: dict[str, Any] = {"max_tokens": 14, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True}
 PARAMS = [
     SamplingParams(seed=seed, **params)
     for seed, params in enumerate(
@@ -31,10 +31,12 @@ PARAMS = [
 ]
 PROMPTS = [[5 + seed, *range(20 + seed, 20 + 7 * seed)] for seed in range(len(PARAMS))]
 OPTIONS: dict[str, dict[str, Any]] = {
-    "all rows at once": {},
-    "chunks of prompts": {"max_num_batched_tokens": 11, "max_num_seqs": 5},
-    "few rows captured": {"max_cudagraph_capture_size": 3},
     "preempted": {"num_kv_blocks": 18},
+    "chunks, and more rows than are captured": {
+        "max_num_batched_tokens": 11,
+        "max_num_seqs": 5,
+        "max_cudagraph_capture_size": 3,
+    },
 }
 
 
@@ -57,7 +59,9 @@ def test_captured_steps_give_what_eager_ones_give(options: str, pool: RepeatedSt
                 for one in llm.generate(PROMPTS, PARAMS)
                 for output in one.outputs
             ]
-            steps.append(llm._loop.stats().step_count)
+            stats = llm._loop.stats()
+            steps.append(stats.step_count)
+            assert stats.preemption_count > 0 or options != "preempted"
             return found
 
     steps: list[int] = []
