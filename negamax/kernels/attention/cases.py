@@ -140,6 +140,7 @@ def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         )
         for lengths, kv_heads, group, head_dim, block_size in (
             ((1,), 1, 1, 8, 16),
+            ((100,), 1, 1, 8, 16),
             ((150,), 1, 4, 128, 16),
             ((5, 130, 1, 520), 2, 3, 12, 5),
             ((16, 32, 31), 1, 12, 20, 16),
