@@ -27,7 +27,7 @@ WARM_UP_STEPS = 8
 # Operation, and how the names of its GPU kernels begin; the first match counts. `_kernel_name` has
 # taken decorations off.
 OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("all-reduce + add + norm", ("_all_reduce_add_rms", "_scatter_rows", "_complete_rows")),
+    ("all-reduce + add + norm", ("_all_reduce_add_rms", "_push_partials", "_add_rms_all_gather")),
     ("add + norm", ("_add_rms", "_sum_parts")),
     ("token placement", ("_locate_kernel",)),
     ("QK norm + rope + KV write", ("_qk_norm", "_sums_kernel")),
@@ -53,8 +53,8 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("activation quantisation", ("_quantize_kernel",)),
-    ("sampling", ("_best_of", "_largest_of", "_draw_of")),
-    ("exchange of words between ranks", ("_send_words",)),
+    ("sampling", ("_tile_argmax", "_row_argmax", "_strip_max", "_draw_leading")),
+    ("all-gather", ("_all_gather_kernel",)),
     ("NCCL", ("nccl",)),
     ("copies", ("Memcpy", "Memset")),
     ("indexing", ("index", "vectorized_gather", "gather", "scatter")),

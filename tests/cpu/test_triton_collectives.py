@@ -12,7 +12,7 @@ import torch
 from triton.language import constexpr
 from triton_support import Group, Ranks
 
-from negamax.kernels.collectives import spec, tiles
+from negamax.kernels.collectives import spec, tiles, triton_ll
 from negamax.kernels.collectives import triton as kernels
 from negamax.kernels.norm import spec as norm_spec
 from negamax.kernels.norm import triton as norm_kernels
@@ -105,7 +105,7 @@ def test_more_rows_than_the_region_holds_go_through_the_group() -> None:
 
 @pytest.fixture
 def looks_up_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_SPINS", constexpr(8))
+    monkeypatch.setattr(triton_ll, "_SPINS", constexpr(8))
 
 
 def words_of_nobody(control: Callable[[torch.Tensor], None]) -> Ranks:
