@@ -12,7 +12,9 @@ from negamax.kernels.signatures import CANDIDATES
 
 
 def pick_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No rows, one, several; then rows that hold what is not finite, and a tie."""
+    """No rows, one, several; rows that hold what is not finite, and a tie; a tie of two tiles, in
+    rows with other values behind them.
+    """
     sizes = ((0, 16), (1, 4160), (9, 331), (5, 2048))
     broken = _pick_case(6, 300, generator, label="NaN, infinities, a tie")
     logits = broken.tensors["logits"]
@@ -20,7 +22,10 @@ def pick_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     logits[3, :299] = -torch.inf
     logits[4, 5] = logits[4, 250] = 50.0
     broken.tensors["temperature"][4] = 0.0
-    return [*(_pick_case(*size, generator) for size in sizes), broken]
+    tie = _pick_case(2, 4500, generator, label="a tie of two tiles")
+    tie.tensors["logits"] = logits = _inside_longer_rows(tie.tensors["logits"])
+    logits[1, 4200] = logits[1, 4400] = logits[1, 30] = 50.0
+    return [*(_pick_case(*size, generator) for size in sizes), broken, tie]
 
 
 def pick_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -42,14 +47,20 @@ def _pick_case(rows: int, vocab: int, generator: torch.Generator, *, label: str 
 
 
 def leading_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No rows, one, several; then rows that hold what is not finite, and ties."""
+    """No rows, one, several; rows that hold what is not finite, and ties; ties of which top_k takes
+    the first two, in rows with other values behind them.
+    """
     sizes = ((0, 100), (1, 700), (3, 331), (7, 64), (2, 20))
     broken = _leading_case(4, 300, generator, label="NaN, infinities, ties")
     logits = broken.tensors["logits"]
     logits[0, 7], logits[1, 299], logits[2] = torch.nan, torch.inf, -torch.inf
     logits[3, 20:90] = 50.0
     broken.tensors["filters"][:, 1] = 40
-    return [*(_leading_case(*size, generator) for size in sizes), broken]
+    ties = _leading_case(8, 300, generator, label="ties at top_k")
+    ties.tensors["logits"] = _inside_longer_rows(ties.tensors["logits"])
+    ties.tensors["logits"][:, [3, 100, 290]] = 50.0
+    ties.tensors["filters"] = torch.tensor([[1.0, 2.0, 1.0, 0.0]]).repeat(8, 1)
+    return [*(_leading_case(*size, generator) for size in sizes), broken, ties]
 
 
 def leading_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -84,6 +95,12 @@ def _rows(rows: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor
         "seeds": draw(-(2**63), 2**63 - 1),
         "positions": draw(0, 200_000),
     }
+
+
+def _inside_longer_rows(logits: Tensor) -> Tensor:
+    """The same logits in longer rows, which end in the largest values."""
+    behind = logits.new_full((logits.shape[0], 100), 90.0)
+    return torch.cat((logits, behind), dim=1)[:, : logits.shape[1]]
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
