@@ -102,9 +102,12 @@ function isReady() {
 async function openAddressed() {
   const id = location.hash.slice(1);
   if (id === chat.conversation.id) return;
-  const record = id ? await store.load(id) : null;
-  if (id && !record) history.replaceState(null, "", location.pathname);
-  show(record ? Conversation.restored(record) : new Conversation());
+  // Not from the store while it is answered: the answer may end before the record has come.
+  const running = chat.runs.get(id)?.conversation;
+  const record = id && !running ? await store.load(id) : null;
+  if (location.hash.slice(1) !== id) return; // another one was opened meanwhile
+  if (id && !running && !record) history.replaceState(null, "", location.pathname);
+  show(running ?? (record ? Conversation.restored(record) : new Conversation()));
 }
 
 function show(conversation) {
