@@ -161,7 +161,7 @@ def test_tls_with_a_certificate_and_its_key(
         for _ in range(8):  # by each process: one of them asks the other
             assert httpx.get(f"{server.url}/metrics", verify=context).status_code == 200
         with httpx.Client(base_url=server.url, verify=context, timeout=60) as http:
-            assert http.get("/readyz").status_code == 200
+            assert http.get("/livez").status_code == 200
             with http.stream("POST", CHAT, json=BODY | {"stream": True}) as answer:
                 assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
             with http.stream(
@@ -172,13 +172,13 @@ def test_tls_with_a_certificate_and_its_key(
                 shutil.copy(other_certificate, certificate)
                 server.process.send_signal(signal.SIGHUP)  # in between the files do not fit
                 assert eventually(lambda: server.log.count("--ssl-keyfile cannot be used") == 2)
-                assert httpx.get(f"{server.url}/readyz", verify=context).status_code == 200
+                assert httpx.get(f"{server.url}/livez", verify=context).status_code == 200
                 shutil.copy(other_key, key)
                 server.process.send_signal(signal.SIGHUP)
                 assert eventually(lambda: server.log.count("the files were read again") == 2)
                 renewed = ssl.create_default_context(cafile=other_certificate)
                 for _ in range(8):
-                    assert httpx.get(f"{server.url}/readyz", verify=renewed).status_code == 200
+                    assert httpx.get(f"{server.url}/livez", verify=renewed).status_code == 200
                 assert list(lines)[-1] == "data: [DONE]"
         with pytest.raises(httpx.HTTPError):
             httpx.get(server.url.replace("https", "http") + "/readyz")
