@@ -24,9 +24,8 @@ class TokenStates:
 
     slots: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    residuals: list[
-        Tensor
-    ]  # of each layer in `Proposer.capture` [T, hidden]; see `Decoder.forward`
+    # of each layer in `Proposer.capture` [T, hidden]; see `Decoder.forward`
+    residuals: list[Tensor]
 
 
 class Proposer(Protocol):

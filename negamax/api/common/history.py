@@ -35,7 +35,7 @@ class History:
         self.places.append(place)
 
     def add_assistant(self, parts: AssistantParts, *, place: str) -> None:
-        """Append a message of the assistant; its hidden thoughts are left out for now."""
+        """Append a message of the assistant; `reveal` adds its hidden thoughts."""
         if any(isinstance(thought, HiddenThought) for thought in parts.reasoning):
             self._hidden.append((len(self.messages), parts))
         self.add(parts.message(), place=place)
