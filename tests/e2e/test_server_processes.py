@@ -72,17 +72,25 @@ def response_from(server: Server, index: int, **fields: Any) -> Any:
 def streams_under_way(
     server: Server, pool: concurrent.futures.Executor, count: int
 ) -> list[concurrent.futures.Future[list[str]]]:
-    """Long streams that run now; each gives the last two lines it got."""
+    """Long streams that have all begun; each gives the last two lines it got."""
+    begun = threading.Semaphore(0)
 
     def run() -> list[str]:
         with (
             server.http() as http,
             http.stream("POST", CHAT, json=LONG | {"stream": True}) as running,
         ):
-            return [line for line in running.iter_lines() if line][-2:]
+            lines = []
+            for line in filter(None, running.iter_lines()):
+                if not lines:
+                    begun.release()
+                lines = [*lines[-1:], line]
+            return lines
 
     ends = [pool.submit(run) for _ in range(count)]
-    assert eventually(lambda: server.gauge("vllm:num_requests_running") == count)
+    for _ in range(count):
+        assert begun.acquire(timeout=60)
+    assert server.gauge("vllm:num_requests_running") == count
     return ends
 
 
