@@ -22,6 +22,8 @@ from negamax.kernels.platform import Feature, Platform
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from negamax.kernels.codes import Codes
+
 ITEM_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4,
     "int8": 1, "uint8": 1,
@@ -100,11 +102,15 @@ class TensorFormat:
     name: str
     element: str  # of the matrix: "float8_e4m3fn", "uint4"
     tensors: tuple[StoredTensor, ...]  # the values first
-    # the tensors by their names -> the matrix [rows, columns] fp32
-    dequantize: Callable[[Mapping[str, Tensor]], Tensor]
+    # the tensors by their names -> the codes of the matrix, one per element
+    unpack: Callable[[Mapping[str, Tensor]], Codes]
 
     def __post_init__(self) -> None:
         assert self.name not in ("fp8", "int8", "int4", "fp4"), f"{self.name!r} says no scale"
+
+    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The tensors by their names -> the matrix [rows, columns] fp32."""
+        return self.unpack(tensors).dequantize()
 
     @property
     def values(self) -> StoredTensor:
@@ -189,11 +195,19 @@ def _enclose(part: range, unit: int, total: int) -> range:
 
 ROWS, COLUMNS = Dim(Axis.ROWS), Dim(Axis.COLUMNS)
 FLOATS = ("float32", "bfloat16", "float16")
+
+
+def _unpack_plain(tensors: Mapping[str, Tensor]) -> Codes:
+    from negamax.kernels.codes import Codes
+
+    return Codes(tensors["weight"])
+
+
 PLAIN = TensorFormat(
     name="plain",
     element="float",
     tensors=(StoredTensor("weight", Role.VALUES, FLOATS, (ROWS, COLUMNS)),),
-    dequantize=lambda tensors: tensors["weight"].float(),
+    unpack=_unpack_plain,
 )
 
 
@@ -215,10 +229,11 @@ E4M3_GROUP = 128  # columns of activations, rows and columns of weights that sha
 E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
 
 
-def _dequantize_e4m3_blocks(tensors: Mapping[str, Tensor]) -> Tensor:
-    from negamax.kernels.quantize.cpu import dequantize_block
+def _unpack_e4m3_blocks(tensors: Mapping[str, Tensor]) -> Codes:
+    from negamax.kernels.codes import Codes
 
-    return dequantize_block(tensors["weight"], tensors["weight_scale_inv"])
+    block = (E4M3_GROUP, E4M3_GROUP)
+    return Codes(tensors["weight"], tensors["weight_scale_inv"], block)
 
 
 # The native format of the M2 family. In spite of its name `weight_scale_inv` multiplies. Blocks at
@@ -235,7 +250,7 @@ E4M3_BLOCKS = TensorFormat(
             (Dim(Axis.ROWS, E4M3_GROUP), Dim(Axis.COLUMNS, E4M3_GROUP)),
         ),
     ),
-    dequantize=_dequantize_e4m3_blocks,
+    unpack=_unpack_e4m3_blocks,
 )
 
 

@@ -27,16 +27,20 @@ from negamax.quantization.scheme import Scheme, check_fields, matches, module_li
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from negamax.kernels.codes import Codes
 
-def _dequantize(tensors: Mapping[str, Tensor]) -> Tensor:
-    scale = tensors["weight_scale"].float()  # [N, 1], or one for all
-    return tensors["weight"].float() * scale
+
+def _unpack(tensors: Mapping[str, Tensor]) -> Codes:
+    from negamax.kernels.codes import Codes
+
+    scale = tensors["weight_scale"]  # [N, 1], or one for all
+    return Codes(tensors["weight"], scale.reshape(-1, 1))
 
 
 def _e4m3(name: str, scale: tuple[Dim, ...]) -> TensorFormat:
     values = StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS))
     scales = StoredTensor("weight_scale", Role.SCALE, FLOATS, scale)
-    return TensorFormat(name, E4M3, (values, scales), _dequantize)
+    return TensorFormat(name, E4M3, (values, scales), _unpack)
 
 
 _ONE = Dim(Axis.FIXED, 1)
