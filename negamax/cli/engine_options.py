@@ -31,6 +31,12 @@ _TABLE = (
     Flag(
         "load_format", MODEL, "How weights are read; synthetic: random ones.", choices=LOAD_FORMATS
     ),
+    Flag(
+        "quantization",
+        MODEL,
+        "How the checkpoint is quantised; default: as its files say.",
+        flags=("--quantization", "-q"),
+    ),
     Flag("device", MODEL, "auto: cuda where there is a GPU.", choices=DEVICES),
     Flag("num_hidden_layers", MODEL, "Run fewer layers than the model has (synthetic weights)."),
     Flag(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from negamax.cli import foreign_rules as rules
 from negamax.cli.flags import Kind
-from negamax.cli.foreign_rules import EXPERTS, GRAPHS, STORED, Rule
+from negamax.cli.foreign_rules import EXPERTS, GRAPHS, Rule
 from negamax.config.parallel import UNSUPPORTED
 
 _NOTHING = (
@@ -434,10 +434,9 @@ _REFUSED = (
         lists="lora-modules lora-target-modules lora-paths prompt-adapters",
         json="default-mm-loras",
     ),
-    _group(STORED, rule=rules.quantization, values="quantization -q"),
     _group(
-        STORED,
-        remedy="serve a checkpoint in FP8 blocks or bf16",
+        "weights run as the checkpoint stores them",
+        remedy="leave it out; --quantization names a format",
         switches="allow-deprecated-quantization quantize-and-serve",
         values="""quantization-param-path modelopt-quant modelopt-checkpoint-restore-path
         modelopt-checkpoint-save-path modelopt-export-path rl-quant-profile torchao-config""",

@@ -11,7 +11,6 @@ from negamax.config.parallel import UNSUPPORTED, instead_of
 
 GRAPHS = "whole steps run as CUDA graphs; --enforce-eager turns that off"
 EXPERTS = "where experts lie is for --enable-expert-parallel to say; the answers are the same"
-STORED = "weights run as the checkpoint stores them"
 TRANSFER = "the KV cache stays in the server that computed it"
 TOKENIZER = "the tokenizer is the checkpoint's"
 
@@ -107,14 +106,6 @@ def unsupported_split(field: str) -> Rule:
         return Translation(refusal=UNSUPPORTED[field], remedy=remedy)
 
     return rule
-
-
-def quantization(value: Any, line: Mapping[str, str]) -> Translation:
-    """fp8 and auto are what the checkpoint stores; others are refused."""
-    if value in ("fp8", "auto"):
-        return Translation(note=STORED)
-    remedy = "leave it out, and serve a checkpoint in FP8 blocks or bf16"
-    return Translation(refusal=STORED, remedy=remedy)
 
 
 def kv_transfer(value: Any, line: Mapping[str, str]) -> Translation:

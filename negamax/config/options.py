@@ -34,6 +34,8 @@ class EngineOptions:
     download_dir: str | None = None
     dtype: str = "auto"  # "auto": the checkpoint's, or float32 on CPUs without bf16 instructions
     load_format: str = "auto"
+    # as a checkpoint is quantised, which its files say, too (quantization/names.py)
+    quantization: str | None = None
     script: str | None = None  # answers by the rules of this TOML file, without a model
     device: str = "auto"  # "auto": cuda where there is a GPU
     # fewer layers than the spec has; with synthetic weights only

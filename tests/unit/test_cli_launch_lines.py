@@ -179,7 +179,6 @@ UNDERSTOOD = {
     ),
 }
 
-FORMAT = "serve a checkpoint in FP8 blocks or bf16"
 NO_KEY = ("--api-key", "--allow-unauthenticated")
 REFUSED = {
     "vLLM's recipe, data and expert parallel": (
@@ -205,7 +204,7 @@ REFUSED = {
         f"--data-parallel-size 4 --max-num-seqs 48"
         """ --max-model-len 40690 --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'"""
         f" --max-num-batched-tokens 16384 --gpu-memory-utilization 0.85 {EAGLE}",
-        (FORMAT, "use --tensor-parallel-size 4, and start one server per group of GPUs"),
+        ("use --tensor-parallel-size 4, and start one server per group of GPUs",),
     ),
     "vLLM Ascend's guide, A3, long contexts": (
         f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 8 "
@@ -213,7 +212,7 @@ REFUSED = {
         " --decode-context-parallel-size 1 --prefill-context-parallel-size 2 "
         "--cp-kv-cache-interleave-size 128"
         f" --max-num-seqs 16 --max-model-len 138000 {EAGLE}",
-        (FORMAT, "--prefill-context-parallel-size is '2'", "--tensor-parallel-size 8 without it"),
+        ("--prefill-context-parallel-size is '2'", "--tensor-parallel-size 8 without it"),
     ),
     "vLLM Ascend's guide, A2": (
         f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 8 --max-num-seqs 32 "
@@ -222,7 +221,7 @@ REFUSED = {
         " --enable-force-include-usage --model-loader-extra-config "
         '\'{"enable_multithread_load":true,"num_threads":16}\''
         f" {EAGLE}",
-        (FORMAT,),
+        NO_KEY,
     ),
 }
 

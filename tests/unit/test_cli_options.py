@@ -55,6 +55,7 @@ def test_no_flags_are_the_defaults() -> None:
         (("--revision",), "revision", "main"),
         (("--download-dir",), "download_dir", "somewhere"),
         (("--dtype",), "dtype", "float32"),
+        (("--quantization", "-q"), "quantization", "awq_marlin"),
         (("--load-format",), "load_format", "synthetic"),
         (("--device",), "device", "cpu"),
         (("--log-level",), "log_level", "error"),

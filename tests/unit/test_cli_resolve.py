@@ -254,7 +254,7 @@ def test_values_and_names_of_other_servers(
             "--uds is",
         ),
         ("--tokenizer other", "--tokenizer is 'other': the tokenizer is the checkpoint's"),
-        ("--quantization awq", "leave it out"),
+        ('--quantization-config \'{"moe": "fp8"}\'', "--quantization names a format"),
         ("--dtype int3", "allowed: auto, bfloat16, float16, float32"),
         ("--port", "--port needs a value"),
         ("--enforce-eager=maybe", "--enforce-eager is 'maybe'; allowed: true, false"),

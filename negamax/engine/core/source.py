@@ -13,6 +13,7 @@ from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 from negamax.quantization.detect import detect
+from negamax.quantization.names import check_name, check_quantization
 
 NANO = "nano"
 
@@ -33,6 +34,7 @@ def locate(options: EngineOptions) -> ModelSource:
     """Find (and if need be download) the model's files and read its configuration. Errors:
     `ConfigError`, `CheckpointError`.
     """
+    check_name(options.quantization)  # before a download
     if options.model.lower() in bundled_names() and not Path(options.model).exists():
         if options.load_format != "synthetic":
             raise ConfigError(
@@ -42,6 +44,7 @@ def locate(options: EngineOptions) -> ModelSource:
             )
         tokenizer_folder = resolve_model(NANO)
         spec = _shortened(bundled_spec(options.model), options.num_hidden_layers)
+        spec = _with_quantization(spec, options.quantization)
         sampling = SamplingDefaults(**family_of(spec.architecture).sampling)
         generation = GenerationDefaults(sampling=sampling, eos_token_ids=spec.eos_token_ids)
         return ModelSource(spec, generation, None, tokenizer_folder, options.model)
@@ -51,11 +54,18 @@ def locate(options: EngineOptions) -> ModelSource:
         options.num_hidden_layers,
     )
     detect(spec.quantization)  # refuses what no format reads
+    spec = _with_quantization(spec, options.quantization)
     weights = None if options.load_format == "synthetic" else folder
     generation = read_generation_defaults(
         folder, spec, absent=family_of(spec.architecture).sampling
     )
     return ModelSource(spec, generation, weights, folder, options.model.rstrip("/"))
+
+
+def _with_quantization(spec: ModelSpec, name: str | None) -> ModelSpec:
+    """The model quantised as `name` says. Errors: `ConfigError` where it is stored otherwise."""
+    note = check_quantization(name, spec.quantization)
+    return spec if note is None else replace(spec, notes=(*spec.notes, note))
 
 
 def _shortened(spec: ModelSpec, num_layers: int | None) -> ModelSpec:

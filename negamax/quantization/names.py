@@ -1,0 +1,83 @@
+"""The names of vLLM 0.33 and SGLang 0.5.23 for quantisations (`--quantization NAME`), checked
+against what a checkpoint says of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from negamax.base.errors import ConfigError
+from negamax.config.quantization import QuantizationSpec
+
+# What a plain checkpoint may be quantised to while it is read.
+ONLINE = ("fp8", "int8", "int4")
+
+# Method of a checkpoint -> other names of it -> the kind of it that alone has the name, "" where
+# all have. Some say which kernels are to multiply: here the platform chooses those.
+_NAMES: Mapping[str, Mapping[str, str]] = {
+    "auto-round": {"inc": ""},
+    "awq": dict.fromkeys(("auto_awq", "awq_marlin", "cpu_awq", "marlin", "moe_wna16"), ""),
+    "compressed-tensors": {"w8a8_fp8": "float-quantized", "w8a8_int8": "int-quantized"},
+    "fp8": {},
+    "gptq": dict.fromkeys(("auto_gptq", "gptq_marlin", "marlin", "moe_wna16"), ""),
+    "modelopt": {
+        "modelopt_fp4": "NVFP4", "modelopt_fp8": "FP8", "modelopt_mixed": "MIXED_PRECISION",
+        "modelopt_mxfp8": "MXFP8", "mxfp8": "MXFP8", "petit_nvfp4": "NVFP4",
+    },
+    "modelslim": {"ascend": ""},
+    "mxfp4": {},
+    "mxfp8": {"modelopt_mxfp8": ""},
+    "quark": {},
+}  # fmt: skip
+
+
+def check_name(name: str | None) -> str | None:
+    """The one spelling of `name`; None where it leaves the choice to the checkpoint. Errors:
+    `ConfigError` for a name that nothing here has.
+    """
+    plain = _plain(name or "")
+    if plain in ("", "auto", "none"):
+        return None
+    known = {*_NAMES, *ONLINE, *(alias for aliases in _NAMES.values() for alias in aliases)}
+    if plain not in map(_plain, known):
+        raise ConfigError(
+            f"--quantization is {name!r}; allowed: {', '.join(sorted(known))}",
+            hint="leave it out: the format of a checkpoint is found in its files",
+        )
+    return plain
+
+
+def check_quantization(name: str | None, spec: QuantizationSpec | None) -> str | None:
+    """What `--quantization` comes to on a checkpoint that `spec` describes: a line for the log.
+    Errors: `ConfigError` where the checkpoint is stored in another way.
+    """
+    wanted = check_name(name)
+    if wanted is None:
+        return None
+    if spec is None:
+        raise ConfigError(
+            f"--quantization is {name!r}; the checkpoint is not quantised",
+            hint="leave it out, or serve a checkpoint that is",
+        )
+    method = _plain(spec.method)
+    names = {method, *(_plain(name) for name in _names(spec))}
+    if wanted not in names:
+        raise ConfigError(
+            f"--quantization is {name!r}; the checkpoint is quantised by {spec.method!r}, says its "
+            f"{spec.source}",
+            hint="leave it out",
+        )
+    return f"--quantization {name}: detected in {spec.source}, not needed"
+
+
+def _names(spec: QuantizationSpec) -> list[str]:
+    """What the quantisation of a checkpoint is called beside its method."""
+    fields = spec.fields.get("quantization")  # of hf_quant_config.json
+    fields = fields if isinstance(fields, Mapping) else spec.fields
+    kinds = ("", fields.get("format"), fields.get("quant_algo"))
+    return [name for name, kind in _NAMES.get(_plain(spec.method), {}).items() if kind in kinds]
+
+
+def _plain(name: str) -> str:
+    """Of the spellings `auto_round`, `auto-round` and `AUTO-ROUND` one."""
+    return name.lower().replace("_", "-")

@@ -1,0 +1,79 @@
+"""`--quantization NAME` against what a checkpoint says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from negamax.base.errors import ConfigError
+from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.config.options import EngineOptions
+from negamax.config.quantization import QuantizationSpec
+from negamax.engine.core.source import locate
+from negamax.quantization.names import check_name, check_quantization
+
+# description -> the names that vLLM and SGLang accept for it
+ACCEPTED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "fp8"}, "fp8 FP8"),
+    ({"quant_method": "awq"}, "awq auto_awq awq_marlin marlin moe_wna16"),
+    ({"quant_method": "gptq"}, "gptq auto_gptq gptq_marlin gptq-marlin marlin moe_wna16"),
+    ({"quant_method": "compressed-tensors"}, "compressed-tensors compressed_tensors"),
+    ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "w8a8_int8"),
+    ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "w8a8_fp8"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt modelopt_fp8"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt modelopt_fp4 petit_nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "modelopt modelopt_mxfp8 mxfp8"),
+    (
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION"}},
+        "modelopt modelopt_mixed",
+    ),
+    ({"quant_method": "modelslim"}, "modelslim ascend"),
+    ({"quant_method": "auto-round"}, "auto-round auto_round inc"),
+    ({"quant_method": "mxfp8"}, "mxfp8 modelopt_mxfp8"),
+    ({"quant_method": "mxfp4"}, "mxfp4"),
+    ({"quant_method": "quark"}, "quark"),
+]
+
+
+@pytest.mark.parametrize(("description", "names"), ACCEPTED)
+def test_every_name_of_what_was_detected_is_accepted_and_no_other(
+    description: dict[str, Any], names: str
+) -> None:
+    spec = QuantizationSpec(description["quant_method"], description)
+    for name in names.split():
+        assert check_quantization(name, spec) == (
+            f"--quantization {name}: detected in config.json, not needed"
+        )
+    others = {name for _, each in ACCEPTED for name in each.split()} | {"int4"}
+    plain = {name.lower().replace("_", "-") for name in names.split()} | {spec.method}
+    for name in sorted(others):
+        if name.lower().replace("_", "-") not in plain:
+            with pytest.raises(ConfigError, match=f"'{name}'; .* by '{spec.method}', says its con"):
+                check_quantization(name, spec)
+
+
+@pytest.mark.parametrize("name", [None, "auto", "None", ""])
+def test_a_name_that_leaves_it_open_is_none(name: str | None) -> None:
+    assert check_name(name) is None
+    assert check_quantization(name, QuantizationSpec("awq", {})) is None
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes", "gguf", "torchao", "w4afp8", "fp7"])
+def test_a_name_that_nothing_here_has_is_refused_before_a_model_is_looked_for(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--quantization is '{name}'; allowed: .*awq_marlin, .*"):
+        locate(EngineOptions(model="nobody/has-this", quantization=name))
+
+
+def test_a_checkpoint_is_checked_when_it_is_located(tmp_path: Path) -> None:
+    found = locate(EngineOptions(model="minimax-m2", load_format="synthetic", quantization="fp8"))
+    assert found.spec.notes[-1].startswith("--quantization fp8: detected in config.json")
+    assert locate(EngineOptions(model="nano", quantization="fp8")).spec.notes
+    with pytest.raises(ConfigError, match="'awq'; the checkpoint is quantised by 'fp8'"):
+        locate(EngineOptions(model="nano", quantization="awq"))
+    config = json.loads((NANO_FOLDER / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    with pytest.raises(ConfigError, match="'awq'; the checkpoint is not quantised"):
+        locate(EngineOptions(model=str(tmp_path), quantization="awq"))
