@@ -99,7 +99,8 @@ class _Move:
             return
         part = self.slot.source.enclose(self.slot.matrix_region, self.slot.matrix_shape)
         for stored, entry in self.tensors:
-            yield stored, entry, stored.part(part)
+            if stored.role is not Role.ACTIVATION:
+                yield stored, entry, stored.part(part)
 
     @property
     def num_bytes(self) -> int:
@@ -193,11 +194,11 @@ def _plan(
     missing: list[str] = []
     for slot in slots.values():
         sources = _sources(slot, found)
-        absent = [name for name in sources if name not in found]
+        absent = [n for n, stored in sources.items() if n not in found and not stored.optional]
         tensors = [(stored, found.pop(n)) for n, stored in sources.items() if n in found]
         for stored, entry in tensors:
             _check_tensor(entry, stored, slot)
-        if not absent:
+        if tensors and not absent:
             moves.append(_Move(slot, tuple(tensors)))
         elif tensors:
             raise CheckpointError(
@@ -301,10 +302,12 @@ def _read(reader: CheckpointReader, move: _Move) -> Tensor:
     if not move.is_dequantized:
         part = reader.read(move.first, slot.region or None)
         return part.reshape([len(wanted) for wanted in slot.region])
-    read = {
-        stored.name: reader.read(entry, part if entry.shape else None)
-        for stored, entry, part in move.regions()
-    }
+    read: dict[str, Tensor] = {}
+    for stored, entry, part in move.regions():
+        found = reader.read(entry, part if entry.shape else None)
+        stored.check(found, part, slot.matrix_shape, name=entry.name)
+        if stored.is_kept:
+            read[stored.name] = found
     whole = slot.source.enclose(slot.matrix_region, slot.matrix_shape)
     plain = slot.source.dequantize(read)
     return plain[

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import CheckpointError, ConfigError
 from negamax.kernels.platform import Feature, Platform
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Role(Enum):
     ZERO_POINT = "zero point"
     PERMUTATION = "permutation"  # of the columns: the group of each
     SHAPE = "shape"
+    ACTIVATION = "activation"  # of the activations, which are not quantised: never read
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,29 @@ class StoredTensor:
     dtypes: tuple[str, ...]
     dims: tuple[Dim, ...]
     level: int = 1  # 2: a scale of the scales
+    optional: bool = False  # a checkpoint may lack it: one that is not kept
+    # What it must be for a matrix of a shape: it is compared with that, and not kept.
+    known: Callable[[tuple[int, int]], Tensor] | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the values of the matrix depend on it."""
+        return self.role is not Role.ACTIVATION and self.known is None
+
+    def check(
+        self, found: Tensor, part: tuple[range, ...], shape: tuple[int, int], *, name: str
+    ) -> None:
+        """Errors: `CheckpointError` where `found`, the part `part` of the tensor `name`, is not
+        what is `known` of it.
+        """
+        if self.known is not None:
+            expected = self.known(shape)[tuple(slice(each.start, each.stop) for each in part)]
+            if not (found == expected).all():
+                raise CheckpointError(
+                    f"tensor {name} is {_first(found)}; the {self.role.value} of {shape[0]} x "
+                    f"{shape[1]} is {_first(expected)}",
+                    hint="config.json and the weights are not of the same model",
+                )
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """Its shape for a matrix of shape `shape`."""
@@ -107,6 +131,7 @@ class TensorFormat:
 
     def __post_init__(self) -> None:
         assert self.name not in ("fp8", "int8", "int4", "fp4"), f"{self.name!r} says no scale"
+        assert not any(tensor.optional and tensor.is_kept for tensor in self.tensors)
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The tensors by their names -> the matrix [rows, columns] fp32."""
@@ -120,12 +145,14 @@ class TensorFormat:
     @property
     def permuted(self) -> bool:
         """Whether columns belong to groups by a stored order: their scales are read in full."""
-        return any(tensor.role is Role.PERMUTATION for tensor in self.tensors)
+        return any(t.role is Role.PERMUTATION and t.is_kept for t in self.tensors)
 
     @property
     def stacks(self) -> bool:
-        """Whether matrices lie on each other in one: each stored tensor runs over the rows."""
-        return all(tensor.axis(Axis.ROWS) is not None for tensor in self.tensors)
+        """Whether matrices lie on each other in one: each tensor that is kept runs over the
+        rows.
+        """
+        return all(t.axis(Axis.ROWS) is not None for t in self.tensors if t.is_kept)
 
     def unit(self, axis: Axis) -> int:
         """Rows or columns that cannot be cut apart without cutting an entry."""
@@ -154,7 +181,9 @@ class TensorFormat:
 
     def bytes_per_weight(self, shape: tuple[int, int]) -> float:
         """Bytes of all tensors of a matrix of `shape`, per element of it."""
-        stored = sum(math.prod(t.shape(shape)) * ITEM_BYTES[t.dtypes[0]] for t in self.tensors)
+        stored = sum(
+            math.prod(t.shape(shape)) * ITEM_BYTES[t.dtypes[0]] for t in self.tensors if t.is_kept
+        )
         return stored / math.prod(shape)
 
 
@@ -185,6 +214,12 @@ class StoredWeight:
         """The first-level scales."""
         (scale,) = (t for t in self.format.tensors if t.role is Role.SCALE and t.level == 1)
         return self.tensors[scale.name]
+
+
+def _first(numbers: Tensor) -> str:
+    """A few of them."""
+    shown = ", ".join(str(number) for number in numbers.flatten()[:6].tolist())
+    return f"[{shown}{', ...' if numbers.numel() > 6 else ''}]"
 
 
 def _enclose(part: range, unit: int, total: int) -> range:

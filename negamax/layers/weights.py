@@ -30,8 +30,9 @@ class WeightSlot:
     one) that receives the part `region` of the tensor, one range per dimension; `target` None means
     that this rank keeps nothing (`needed` is False). `source`: the format of the matrix in the
     checkpoint; the slot takes it dequantised, or, with `stored`, that tensor of it as it is.
-    `optional`: a checkpoint may lack the tensor. The slot lets go of its target once written, so
-    that a layer can free the plain copy when it packs its weights.
+    With `compared`, the shape of the matrix, nothing is kept of `stored`, but compared with what is
+    known of it. `optional`: a checkpoint may lack the tensor. The slot lets go of its target once
+    written, so that a layer can free the plain copy when it packs its weights.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class WeightSlot:
         region: tuple[range, ...] = (),
         source: TensorFormat = PLAIN,
         stored: StoredTensor | None = None,
+        compared: tuple[int, int] | None = None,
         optional: bool = False,
     ) -> None:
         region = region or tuple(range(size) for size in shape)
@@ -54,11 +56,11 @@ class WeightSlot:
         self.shape = shape
         self.region = region
         self.optional = optional
-        self.needed = target is not None
+        self.needed = target is not None or compared is not None
         self.written = False
         self.dtype = None if target is None else target.dtype
         self.device = None if target is None else target.device
-        self.source, self.stored = source, stored
+        self.source, self.stored, self._compared = source, stored, compared
         self._target = target
 
     @property
@@ -103,6 +105,8 @@ class WeightSlot:
                 f"tensor {self.name} has dtype {dtype}; {self.source.name} is stored in "
                 f"{' or '.join(self.stored.dtypes)}"
             )
+        if self.stored is not None and self._compared is not None:
+            self.stored.check(part, self.region, self._compared, name=self.name)
         target, self._target = self._target, None
         self.written = True
         if target is None:
@@ -144,6 +148,7 @@ class MatrixWeight:
                 device=weights.device,
             )
             for tensor in stored.tensors
+            if tensor.is_kept
         }
 
     def slots(
@@ -171,10 +176,10 @@ class MatrixWeight:
             source.check_region(region, shape, name=name)
         slots = []
         for tensor in source.tensors:
-            part: tuple[range, ...] = ()
+            part: tuple[range, ...] = () if region is None else tensor.part(region)
             held = None
-            if region is not None:
-                axis, part = tensor.axis(Axis.ROWS), tensor.part(region)
+            if region is not None and tensor.is_kept:
+                axis = tensor.axis(Axis.ROWS)
                 assert axis is not None, f"{source.name} is not stacked"
                 unit = tensor.dims[axis].unit
                 assert at[-1] % unit == 0, f"{name} at row {at[-1]}"
@@ -183,7 +188,8 @@ class MatrixWeight:
             slots.append(
                 WeightSlot(
                     module + tensor.name, tensor.shape(shape), target=held, region=part,
-                    source=source, stored=tensor,
+                    source=source, stored=tensor, optional=tensor.optional,
+                    compared=shape if tensor.known and region is not None else None,
                 )
             )  # fmt: skip
         return slots
