@@ -62,6 +62,11 @@ class Codes:
             numbers = numbers * self.global_scale.float().reshape(*numbers.shape[:-2], 1, 1)
         return numbers
 
+    def tensors(self, values: str, scale: str) -> dict[str, Tensor]:
+        """Values and scales by these names."""
+        assert self.scale is not None
+        return {values: self.values, scale: self.scale}
+
     def _numbers(self) -> Tensor:
         """What the codes stand for, fp32."""
         if not self.is_e2m1:

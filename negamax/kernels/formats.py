@@ -128,6 +128,8 @@ class TensorFormat:
     tensors: tuple[StoredTensor, ...]  # the values first
     # the tensors by their names -> the codes of the matrix, one per element
     unpack: Callable[[Mapping[str, Tensor]], Codes]
+    # the inverse: a matrix [rows, columns] fp32 -> the tensors by their names; None: only read
+    quantize: Callable[[Tensor], Mapping[str, Tensor]] | None = None
 
     def __post_init__(self) -> None:
         assert self.name not in ("fp8", "int8", "int4", "fp4"), f"{self.name!r} says no scale"
@@ -271,6 +273,13 @@ def _unpack_e4m3_blocks(tensors: Mapping[str, Tensor]) -> Codes:
     return Codes(tensors["weight"], tensors["weight_scale_inv"], block)
 
 
+def _quantize_e4m3_blocks(matrix: Tensor) -> Mapping[str, Tensor]:
+    from negamax.kernels.quantizers import to_e4m3
+
+    codes = to_e4m3(matrix, (E4M3_GROUP, E4M3_GROUP))
+    return codes.tensors("weight", "weight_scale_inv")
+
+
 # The native format of the M2 family. In spite of its name `weight_scale_inv` multiplies. Blocks at
 # the lower and right edge may be ragged.
 E4M3_BLOCKS = TensorFormat(
@@ -286,6 +295,7 @@ E4M3_BLOCKS = TensorFormat(
         ),
     ),
     unpack=_unpack_e4m3_blocks,
+    quantize=_quantize_e4m3_blocks,
 )
 
 

@@ -37,10 +37,17 @@ def _unpack(tensors: Mapping[str, Tensor]) -> Codes:
     return Codes(tensors["weight"], scale.reshape(-1, 1))
 
 
+def _quantize(matrix: Tensor) -> Mapping[str, Tensor]:
+    from negamax.kernels.quantizers import to_e4m3
+
+    return to_e4m3(matrix, (1, matrix.shape[1])).tensors("weight", "weight_scale")
+
+
 def _e4m3(name: str, scale: tuple[Dim, ...]) -> TensorFormat:
     values = StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS))
     scales = StoredTensor("weight_scale", Role.SCALE, FLOATS, scale)
-    return TensorFormat(name, E4M3, (values, scales), _unpack)
+    quantize = _quantize if scale[0] is ROWS else None
+    return TensorFormat(name, E4M3, (values, scales), _unpack, quantize)
 
 
 _ONE = Dim(Axis.FIXED, 1)

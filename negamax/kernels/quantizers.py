@@ -1,0 +1,115 @@
+"""Round to nearest: from a plain matrix to its codes, the inverse of `Codes.dequantize`.
+
+Scales are rounded to the dtype in which they are stored before the codes are chosen, so that a code
+is the nearest to its element for the scale that readers see. A group of zeros has scale 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from negamax.kernels.codes import E2M1_VALUES, Codes
+from negamax.kernels.formats import E4M3_MAX
+
+E2M1_MAX = E2M1_VALUES[-1]
+
+
+def to_e4m3(matrix: Tensor, block: tuple[int, int], *, largest: float = E4M3_MAX) -> Codes:
+    """matrix [N, K] fp32 -> e4m3 values and an fp32 scale for each block of rows and columns. The
+    largest magnitude of a block becomes `largest`.
+    """
+    scale = _positive(_largest(matrix, block) / largest)
+    values = (matrix / _spread(scale, block, matrix)).clamp_(-largest, largest)
+    return Codes(values.to(torch.float8_e4m3fn), scale, block)
+
+
+def to_integers(
+    matrix: Tensor, bits: int, columns: int, *, scale_dtype: torch.dtype = torch.float32
+) -> Codes:
+    """matrix [N, K] fp32 -> symmetric int8 codes of `bits` bits, a scale per row and `columns`
+    columns: the largest magnitude / (2^(bits - 1) - 1), so that no element is cut off.
+    """
+    largest = 2 ** (bits - 1) - 1
+    block = (1, columns)
+    scale = _positive(_largest(matrix, block) / largest, scale_dtype)
+    values = (matrix / _spread(scale.float(), block, matrix)).round_().clamp_(-largest - 1, largest)
+    return Codes(values.to(torch.int8), scale, block)
+
+
+def to_e4m3_powers(matrix: Tensor, columns: int) -> Codes:
+    """matrix [N, K] fp32 -> e4m3 values and an e8m0 scale per row and `columns` columns: the least
+    power of two with which nothing exceeds 448 (the OCP formula, a floor, cuts elements off).
+    """
+    block = (1, columns)
+    scale = _power_of_two(_largest(matrix, block) / E4M3_MAX)
+    values = (matrix / _spread(scale.float(), block, matrix)).clamp_(-E4M3_MAX, E4M3_MAX)
+    return Codes(values.to(torch.float8_e4m3fn), scale, block)
+
+
+def to_e2m1_powers(matrix: Tensor, columns: int) -> Codes:
+    """The same to FP4, whose largest value is 6."""
+    block = (1, columns)
+    scale = _power_of_two(_largest(matrix, block) / E2M1_MAX)
+    return Codes(_e2m1(matrix / _spread(scale.float(), block, matrix)), scale, block, is_e2m1=True)
+
+
+def to_e2m1(matrix: Tensor, columns: int) -> Codes:
+    """matrix [N, K] fp32 -> FP4 codes, an e4m3 scale per row and `columns` columns, and one fp32
+    scale of the scales: the largest magnitude of the matrix / (6 * 448).
+    """
+    block = (1, columns)
+    groups = _largest(matrix, block) / E2M1_MAX
+    whole = _positive(groups.amax().reshape(1) / E4M3_MAX)
+    scale = (groups / whole).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    # A group that is tiny beside the largest has scale 0, and so have all its elements.
+    divisor = scale.float().where(scale.float() > 0, torch.inf) * whole
+    return Codes(
+        _e2m1(matrix / _spread(divisor, block, matrix)), scale, block, global_scale=whole,
+        is_e2m1=True,
+    )  # fmt: skip
+
+
+def _largest(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest magnitude in each block; those at the lower and right edge may be ragged."""
+    rows, columns = block[0], min(block[1], matrix.shape[1])
+    height, width = matrix.shape
+    padded = F.pad(matrix.abs(), (0, -width % columns, 0, -height % rows))
+    blocks: Tensor = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return blocks.amax(dim=(1, 3))
+
+
+def _spread(scale: Tensor, block: tuple[int, int], matrix: Tensor) -> Tensor:
+    """One entry per block -> per element, or per row where a block is as wide as the matrix."""
+    height, width = matrix.shape
+    scale = scale.repeat_interleave(block[0], 0)[:height] if block[0] > 1 else scale
+    if scale.shape[1] == 1:
+        return scale
+    return scale.repeat_interleave(block[1], 1)[:, :width]
+
+
+def _positive(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`scale` in `dtype`; 1 for zeros, and never 0 for others."""
+    stored = scale.to(dtype).clamp_min(torch.finfo(torch.bfloat16).tiny)
+    return stored.where(scale != 0, 1.0)
+
+
+def _power_of_two(scale: Tensor) -> Tensor:
+    """The least power of two that is not below `scale`, e8m0; 1 for zeros."""
+    mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
+    exponent = exponent - (mantissa == 0.5).int()
+    biased = (exponent + 127).clamp(0, 254).where(scale != 0, 127)
+    return biased.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _e2m1(numbers: Tensor) -> Tensor:
+    """The nearest FP4 code of each number, uint8; halfway the one with the even code."""
+    values = torch.tensor(E2M1_VALUES, device=numbers.device)
+    middles = (values[1:] + values[:-1]) / 2
+    magnitude = numbers.abs()
+    # On a middle `right` gives the upper code, else the lower one.
+    upper = torch.bucketize(magnitude, middles, right=True)
+    lower = torch.bucketize(magnitude, middles, right=False)
+    code = upper.where(upper % 2 == 0, lower)
+    return (code + 8 * torch.signbit(numbers)).to(torch.uint8)
