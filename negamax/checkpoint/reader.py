@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,15 @@ class TensorEntry:
     num_bytes: int
 
 
-class CheckpointReader:
-    """The entries of a checkpoint and their data. Files are mapped into memory when first read
-    from.
-    """
+class CheckpointReader(AbstractContextManager["CheckpointReader"]):
+    """Reads tensors. Files are mapped into memory when first read from."""
 
-    def __init__(self, entries: Mapping[str, TensorEntry], stack: ExitStack) -> None:
-        self.entries = entries
-        self._stack = stack
+    def __init__(self) -> None:
+        self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
     def read(self, entry: TensorEntry, region: tuple[range, ...] | None = None) -> Tensor:
         """The data of `entry`, or its part `region` (one range per dimension), on the CPU; nothing
@@ -84,9 +84,8 @@ class CheckpointReader:
         return tensor
 
 
-@contextmanager
-def open_checkpoint(folder: Path) -> Iterator[CheckpointReader]:
-    """Open the weights in `folder`; every header is read and checked, no data yet.
+def read_entries(folder: Path) -> dict[str, TensorEntry]:
+    """The tensors in `folder` by name; every header is read and checked, no data.
 
     Errors: `CheckpointError` for a missing folder, index, file or tensor, and for truncated or
     malformed files.
@@ -104,8 +103,7 @@ def open_checkpoint(folder: Path) -> Iterator[CheckpointReader]:
             entries[entry.name] = entry
     if index is not None:
         _check_index(index, entries)
-    with ExitStack() as stack:
-        yield CheckpointReader(entries, stack)
+    return entries
 
 
 def read_header(file: Path) -> list[TensorEntry]:
@@ -128,9 +126,16 @@ def read_header(file: Path) -> list[TensorEntry]:
         raise CheckpointError(
             f"{file} has a header that cannot be read: {error!r}", hint=_AGAIN
         ) from error
-    expected = (
-        8 + header_bytes + max((entry.offset + entry.num_bytes for entry in entries), default=0)
-    )
+    end = 0
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
+        if entry.offset != end:
+            raise CheckpointError(
+                f"{file} has a header in which {entry.name} begins at byte {entry.offset} of the "
+                f"data and what stands before it ends at {end}",
+                hint=_AGAIN,
+            )
+        end += entry.num_bytes
+    expected = 8 + header_bytes + end
     if size != expected:
         raise CheckpointError(
             f"{file} has {size} bytes and its header describes {expected}: cut off or damaged",

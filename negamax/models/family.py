@@ -16,11 +16,14 @@ from negamax.config.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a checkpoint tensor goes: the slot that it fills, or, with a `skip_reason` and no such
+    """Where a checkpoint tensor goes: the slots that it fills, or, with a `skip_reason` and no such
     slot, nowhere.
+
+    Several `slots`: their tensors joined along the rows of their matrices, in this order. A * in
+    their names stands for the numbers of experts, which are stacked in the first dimension.
     """
 
-    slot: str
+    slots: tuple[str, ...]
     skip_reason: str | None = None
 
 

@@ -252,7 +252,7 @@ def test_other_spellings_of_the_same_tensors_are_understood(tmp_path: Path) -> N
 def test_names_are_placed_without_a_checkpoint() -> None:
     router, beyond = "model.layers.3.mlp.gate.weight", "model.layers.4.mlp.gate.weight"
     placed = place([router, beyond, "lm_head.weight"], num_layers=4)
-    assert placed[router].slot == "model.layers.3.block_sparse_moe.gate.weight"
+    assert placed[router].slots == ("model.layers.3.block_sparse_moe.gate.weight",)
     assert not any(placement.skip_reason for placement in placed.values())
     mtp = ["model.layers.4.hnorm.weight", "model.layers.5.norm.weight", "model.enorm.weight"]
     placed = place([beyond, *mtp], num_layers=4)

@@ -2,8 +2,8 @@
 checkpoint to the model's slot, or to the reason to skip it.
 
 Slots carry the names of MiniMax's own checkpoints
-(`model.layers.0.block_sparse_moe.experts.0.w1.weight`). Re-saved and converted checkpoints use a
-few other spellings of the same tensors; they are listed here and nowhere else.
+(`model.layers.0.block_sparse_moe.experts.0.w1.weight`). Re-saved and converted checkpoints spell
+some of them otherwise, or store several matrices as one; the rules are here and nowhere else.
 """
 
 from __future__ import annotations
@@ -20,13 +20,37 @@ DECODER = DecoderNames(
 )
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# (pattern, replacement), applied in order.
+# Other spellings: (pattern, replacement), applied in order.
 _ALIASES = (
+    # wrappers of other architectures, and none
+    (
+        re.compile(
+            r"^(?:model\.language_model\.|language_model\.)?(?:model\.)?"
+            r"(?=(?:layers|embed_tokens|norm)\.)"
+        ),
+        "model.",
+    ),
+    (re.compile(r"^(?:model|language_model)\.(?=lm_head\.)"), ""),
     (re.compile(r"^(model\.layers\.\d+\.)mlp\."), r"\1block_sparse_moe."),
     (re.compile(r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$"), r"\1\2"),
+    (re.compile(r"(\.experts\.\d+\.)gate_proj\."), r"\1w1."),
+    (re.compile(r"(\.experts\.\d+\.)up_proj\."), r"\1w3."),
+    (re.compile(r"(\.experts\.\d+\.)down_proj\."), r"\1w2."),
     (re.compile(r"(\.self_attn\.)(?:attn|k_proj|qkv_proj)\.k_scale$"), r"\1k_scale"),
     (re.compile(r"(\.self_attn\.)(?:attn|v_proj|qkv_proj)\.v_scale$"), r"\1v_scale"),
     (re.compile(r"(\.self_attn\.)([kv])_cache\.scale$"), r"\1\2_scale"),
+    # Stacked experts are parameters of one module: "w13_weight_scale", and, as transformers
+    # saves them, "gate_up_proj" and "gate_up_proj_scale_inv".
+    (re.compile(r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))$"), r"\1.weight"),
+    (re.compile(r"(\.experts\.(?:gate_up_proj|down_proj))_(scale(?:_inv)?)$"), r"\1.weight_\2"),
+    (re.compile(r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))_"), r"\1."),
+)
+# Several matrices in one tensor: (pattern, the slots in their order), of which the first applies.
+_FUSED = (
+    (re.compile(r"(\.self_attn\.)qkv_proj\."), (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
+    (re.compile(r"(\.experts\.\d+\.)(?:w13|gate_up_proj)\."), (r"\1w1.", r"\1w3.")),
+    (re.compile(r"(\.experts\.)(?:w13|gate_up_proj)\."), (r"\1*.w1.", r"\1*.w3.")),
+    (re.compile(r"(\.experts\.)(?:w2|down_proj)\."), (r"\1*.w2.",)),
 )
 _MTP = "multi-token prediction, not used"
 # What only a layer of multi-token prediction has. Such layers may be numbered behind the model's
@@ -115,13 +139,13 @@ def _place(name: str, *, num_layers: int, mtp: Set[int]) -> Placement:
     slot = name
     for pattern, replacement in _ALIASES:
         slot = pattern.sub(replacement, slot)
-    for pattern, reason in _SKIPPED:
-        if pattern.search(name):
-            return Placement(slot, skip_reason=reason)
     layer = layer_of(slot)
-    if layer is not None and layer >= num_layers and layer in mtp:
-        return Placement(slot, skip_reason=_MTP)
-    return Placement(slot)
+    skips = (reason for pattern, reason in _SKIPPED if pattern.search(name))
+    reason = next(skips, _MTP if layer in mtp and (layer or 0) >= num_layers else None)
+    for pattern, slots in _FUSED:
+        if pattern.search(slot):
+            return Placement(tuple(pattern.sub(part, slot) for part in slots), reason)
+    return Placement((slot,), reason)
 
 
 def layer_of(slot: str) -> int | None:

@@ -32,7 +32,7 @@ def norms(layer: int) -> tuple[str, str]:
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
     """See `models/family.py`."""
-    return {name: Placement(name) for name in names}
+    return {name: Placement((name,)) for name in names}
 
 
 def layer_of(slot: str) -> int | None:

@@ -1,0 +1,385 @@
+"""What a load will do, from the files' headers alone: which tensor of a checkpoint fills which slot
+of a model, every tensor once and every slot once, or the start is refused.
+
+No data is read and no parameter needs memory: slots of a model on the meta device will do. A tensor
+that holds several matrices (q, k and v; gate and up; all experts of a layer) fills a slot for each,
+with a window of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count as count_from
+from itertools import takewhile
+from pathlib import Path
+
+from negamax.base.errors import CheckpointError
+from negamax.checkpoint.reader import (
+    SAFETENSORS_NAMES,
+    TensorEntry,
+    first_names,
+    read_entries,
+)
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import PLAIN, Axis, Role, StoredTensor
+from negamax.layers.weights import WeightSlot
+from negamax.models.family import Placement, WeightNames, names_of
+
+PLAIN_DTYPES = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of a checkpoint, or the window of it that stands for one matrix."""
+
+    entry: TensorEntry
+    shape: tuple[int, ...]
+    index: tuple[int, ...] = ()  # in the leading dimensions of `entry`
+    start: tuple[int, ...] = ()  # in the others; (): at the beginning of each
+
+    def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
+        """The part `part` of this window (one range per dimension) in the entry's dimensions."""
+        if len(part) != len(self.shape):  # one number, in its other spelling
+            part = tuple(map(range, self.shape))
+        start = self.start or (0,) * len(part)
+        moved = (range(p.start + s, p.stop + s) for p, s in zip(part, start, strict=True))
+        return (*(range(at, at + 1) for at in self.index), *moved)
+
+    def num_bytes(self, part: tuple[range, ...]) -> int:
+        """Of the part `part`."""
+        elements = math.prod(map(len, part))
+        return self.entry.num_bytes * elements // max(1, math.prod(self.entry.shape))
+
+
+@dataclass(frozen=True)
+class Move:
+    """What fills one slot: a tensor of the checkpoint, or all those of a matrix that is dequantised
+    on the way.
+    """
+
+    slot: WeightSlot
+    tensors: tuple[tuple[StoredTensor, Source], ...]  # of the slot's format, values first
+
+    @property
+    def is_dequantized(self) -> bool:
+        return self.slot.stored is None and self.tensors[0][0] is not PLAIN.values
+
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Where the tensors lie."""
+        return tuple(source.entry for _, source in self.tensors)
+
+    def parts(self) -> Iterator[tuple[StoredTensor, Source, tuple[range, ...]]]:
+        """What is read of each tensor, in the dimensions that it should have."""
+        if not self.is_dequantized:
+            ((stored, source),) = self.tensors
+            yield stored, source, self.slot.region
+            return
+        part = self.slot.source.enclose(self.slot.matrix_region, self.slot.matrix_shape)
+        for stored, source in self.tensors:
+            if stored.role is not Role.ACTIVATION:
+                yield stored, source, stored.part(part)
+
+    @property
+    def num_bytes(self) -> int:
+        """Read on this rank."""
+        return sum(source.num_bytes(part) for _, source, part in self.parts())
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """All moves of one rank, in reading order, and the names that are skipped, by reason."""
+
+    moves: list[Move]
+    skipped: Mapping[str, tuple[str, ...]]
+    num_tensors: int  # of the checkpoint, skipped ones not
+
+    @property
+    def needed(self) -> list[Move]:
+        """The moves that bring something to this rank."""
+        return [move for move in self.moves if move.slot.needed]
+
+
+def plan_load(slots: Mapping[str, WeightSlot], spec: ModelSpec, folder: Path) -> LoadPlan:
+    """How the safetensors files in `folder` fill `slots`, those of a model of `spec`.
+
+    Errors: `CheckpointError` naming the files or tensors that are missing, unknown, surplus,
+    there twice, mis-shaped or of a wrong dtype.
+    """
+    return _plan(read_entries(folder), slots, names_of(spec), num_layers=spec.num_layers)
+
+
+def _plan(
+    entries: Mapping[str, TensorEntry],
+    slots: Mapping[str, WeightSlot],
+    names: WeightNames,
+    *,
+    num_layers: int,
+) -> LoadPlan:
+    places = _places(slots.values())
+    found, skipped = _find(entries, places, names, num_layers=num_layers)
+    moves: list[Move] = []
+    problems = _Problems()
+    for slot in slots.values():
+        wanted = _wanted(slot, found)
+        there = {name: found.pop(name) for name in wanted if name in found}
+        tensors = tuple((wanted[name], source) for name, source in there.items())
+        for stored, source in tensors:
+            _check_tensor(source, stored, slot, problems)
+        absent = [n for n, stored in wanted.items() if n not in there and not stored.optional]
+        if tensors and not absent:
+            moves.append(Move(slot, tensors))
+        elif tensors:
+            first = tensors[0][1].entry.name
+            text = f"tensor {first} is stored as {slot.source.name} and {first_names(absent)}"
+            problems.misfits.setdefault(first, (f"{text} is missing", _INCOMPLETE))
+        elif not slot.optional:
+            problems.missing += absent
+    problems.unknown = found
+    problems.check(slots, names, num_layers=num_layers, num_found=len(moves))
+    moves.sort(key=lambda move: (names.layer_of(move.slot.name) or 0, *_position(move)))
+    skips = {reason: tuple(those) for reason, those in skipped.items()}
+    return LoadPlan(moves, skips, len(entries) - sum(map(len, skips.values())))
+
+
+def _position(move: Move) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
+    source = move.tensors[0][1]
+    return str(source.entry.file), source.entry.offset, source.index, source.start
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+Places = Mapping[str, tuple[WeightSlot, StoredTensor]]  # by the name of a tensor
+
+
+def _places(slots: Iterable[WeightSlot]) -> Places:
+    """All tensors that the slots may be filled from."""
+    places: dict[str, tuple[WeightSlot, StoredTensor]] = {}
+    for slot in slots:
+        if slot.stored is None and slot.source is not PLAIN:
+            module = _module(slot.name)
+            for stored in slot.source.tensors:
+                places[f"{module}.{stored.name}"] = slot, stored
+        places.setdefault(slot.name, (slot, slot.stored or PLAIN.values))
+    return places
+
+
+def _wanted(slot: WeightSlot, found: Mapping[str, Source]) -> dict[str, StoredTensor]:
+    """The names of the tensors that fill `slot`."""
+    if slot.stored is not None or slot.source is PLAIN:
+        return {slot.name: slot.stored or PLAIN.values}
+    module = _module(slot.name)
+    wanted = {f"{module}.{stored.name}": stored for stored in slot.source.tensors}
+    # A module may be stored plain that config.json forgets to leave out.
+    source = found.get(slot.name)
+    is_plain = source is not None and source.entry.dtype in PLAIN_DTYPES
+    if is_plain and not any(name in found for name in wanted if name != slot.name):
+        return {slot.name: PLAIN.values}
+    return wanted
+
+
+def _find(
+    entries: Mapping[str, TensorEntry], places: Places, names: WeightNames, *, num_layers: int
+) -> tuple[dict[str, Source], dict[str, list[str]]]:
+    """What there is by the name of its place, or by its own where it has none; what is skipped."""
+    found: dict[str, Source] = {}
+    skipped: dict[str, list[str]] = defaultdict(list)
+
+    def add(name: str, source: Source) -> None:
+        if name in found:
+            raise CheckpointError(
+                f"tensors {found[name].entry.name} and {source.entry.name} are the same weight, "
+                f"{name}",
+                hint="keep one of the two spellings",
+            )
+        found[name] = source
+
+    others = []
+    for name, entry in entries.items():
+        if name in places:
+            add(name, Source(entry, entry.shape))
+        else:
+            others.append(name)
+    for name, placement in names.place(others, num_layers=num_layers).items():
+        entry = entries[name]
+        if placement.skip_reason and not any(slot in places for slot in placement.slots):
+            skipped[placement.skip_reason].append(name)
+            continue
+        for slot_name, source in _windows(entry, placement, places):
+            add(slot_name, source)
+    return found, skipped
+
+
+def _windows(
+    entry: TensorEntry, placement: Placement, places: Places
+) -> Iterator[tuple[str, Source]]:
+    """The windows of `entry` by the names of their places.
+
+    Errors: `CheckpointError` where its shape is not that of its matrices together.
+    """
+    names, stacked = placement.slots, "*" in placement.slots[0]
+    if len(names) == 1 and not stacked:
+        yield names[0], Source(entry, entry.shape)
+        return
+    count = sum(1 for _ in _numbered(names[0], places)) if stacked else 1
+    parts = [places.get(name.replace("*", "0")) for name in names]
+    if None in parts:
+        yield entry.name, Source(entry, entry.shape)
+        return
+    known = [part for part in parts if part is not None]
+    shapes, axis = [_shape(*part) for part in known], known[0][1].axis(Axis.ROWS)
+    lead, inner = ((count,), entry.shape[1:]) if stacked else ((), entry.shape)
+    starts, joined = _join(shapes, axis, inner)
+    if entry.shape[: len(lead)] != lead or not _same_shape(inner, joined):
+        raise _misshaped(entry, entry.shape, (*lead, *joined))
+    for at in range(count):
+        index = (at,) if stacked else ()
+        for name, shape, start in zip(names, shapes, starts, strict=True):
+            part = shape if len(shape) == len(inner) else inner
+            yield name.replace("*", str(at)), Source(entry, part, index, start[: len(part)])
+
+
+def _numbered(name: str, places: Places) -> Iterator[str]:
+    """`name` with 0, 1, ... for its *, as far as there are places of these names."""
+    return takewhile(places.__contains__, (name.replace("*", str(at)) for at in count_from(0)))
+
+
+def _join(
+    shapes: list[tuple[int, ...]], axis: int | None, given: tuple[int, ...]
+) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """Where each of several tensors begins in all of them together, and the shape of these: joined
+    along `axis`. What does not run over rows, such as one scale, is either common to all, or there
+    is one for each.
+    """
+    if axis is None:
+        if len(shapes) == 1 or given != (len(shapes),):
+            return [(0,) * len(given)] * len(shapes), shapes[0]
+        axis, shapes = 0, [(1,)] * len(shapes)
+    starts, total = [], 0
+    for shape in shapes:
+        starts.append(tuple(total if dim == axis else 0 for dim in range(len(shape))))
+        total += shape[axis]
+    return starts, (*shape[:axis], total, *shape[axis + 1 :])
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+_ONE = ((), (1,))
+_OTHER_MODEL = "config.json and the weights are not of the same model"
+_OTHER_CONFIG = "config.json has no quantization_config that says so of this module"
+_INCOMPLETE = "the checkpoint is incomplete, or its quantisation config is that of another one"
+_UNLISTED = (
+    "modules that are stored plain must be listed in the checkpoint's quantisation config "
+    "(modules_to_not_convert, ignore)"
+)
+
+
+@dataclass
+class _Problems:
+    """What keeps a checkpoint from being this model's. Single writer: `_plan`."""
+
+    misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # tensor -> message, hint
+    missing: list[str] = field(default_factory=list)
+    unknown: Mapping[str, Source] = field(default_factory=dict)  # by the name of their place
+
+    def check(
+        self,
+        slots: Mapping[str, WeightSlot],
+        names: WeightNames,
+        *,
+        num_layers: int,
+        num_found: int,
+    ) -> None:
+        """Errors: `CheckpointError` naming them all, or the first ten of each kind."""
+        texts, hints = [], []
+        if self.misfits:
+            texts.append(next(iter(self.misfits.values()))[0])
+            hints.append(next(iter(self.misfits.values()))[1])
+            if len(self.misfits) > 1:
+                texts.append(_count(list(self.misfits)[1:], "do not fit either"))
+        surplus = [name for name in self.unknown if (names.layer_of(name) or 0) >= num_layers]
+        if surplus:
+            texts.append(self._layers(surplus, names, num_layers))
+            last = max(names.layer_of(name) or 0 for name in surplus) + 1
+            hints.append(
+                f"set num_hidden_layers to {last} or use the config.json that belongs to the "
+                f"weights"
+            )
+        rest = [name for name in self.unknown if name not in set(surplus)]
+        if rest:
+            unknown = list(dict.fromkeys(self.unknown[name].entry.name for name in rest))
+            texts.append(_count(unknown, "are not part of this model"))
+            undeclared = any(_module(name) + ".weight" in slots for name in rest)
+            hints.append(
+                "config.json says that these modules are stored plain" if undeclared else ""
+            )
+        if self.missing:
+            texts.append(_count(self.missing, "are missing from the checkpoint"))
+        if texts:
+            hint = next(filter(None, hints), _OTHER_MODEL)
+            if not num_found:
+                hint = "these are the weights of another model than config.json says"
+            raise CheckpointError("; ".join(texts), hint=hint)
+
+    def _layers(self, surplus: list[str], names: WeightNames, num_layers: int) -> str:
+        """Tensors of layers that config.json does not have: without them the model is another
+        one.
+        """
+        layers = {names.layer_of(name) or 0 for name in surplus}
+        return (
+            f"num_hidden_layers in config.json is {num_layers}; the checkpoint has {len(layers)} "
+            f"more, up to layer {max(layers)} ({len(surplus)} tensors, "
+            f"{self.unknown[surplus[0]].entry.name} the first)"
+        )
+
+
+def _count(names: list[str], what: str) -> str:
+    """As in "3 tensors are missing: a, b, c"."""
+    if len(names) > 1:
+        return f"{len(names)} tensors {what}: {first_names(names)}"
+    return f"1 tensor {what}: {names[0]}".replace(" are ", " is ", 1).replace(" do ", " does ", 1)
+
+
+def _check_tensor(
+    source: Source, stored: StoredTensor, slot: WeightSlot, problems: _Problems
+) -> None:
+    entry = source.entry
+    if stored is PLAIN.values:
+        allowed, hint = PLAIN_DTYPES, _OTHER_CONFIG
+        what = f"tensor {entry.name} has dtype {entry.dtype}; supported:"
+    else:
+        allowed, hint = tuple(SAFETENSORS_NAMES[dtype] for dtype in stored.dtypes), _UNLISTED
+        what = f"tensor {entry.name} has dtype {entry.dtype}; {slot.source.name} is stored in"
+    expected = _shape(slot, stored)
+    if entry.dtype not in allowed:
+        problems.misfits.setdefault(entry.name, (f"{what} {', '.join(allowed)}", hint))
+    elif not _same_shape(source.shape, expected):
+        error = _misshaped(entry, source.shape, expected)
+        problems.misfits.setdefault(entry.name, (error.message, _OTHER_MODEL))
+
+
+def _shape(slot: WeightSlot, stored: StoredTensor) -> tuple[int, ...]:
+    """Of a tensor that fills `slot`."""
+    is_whole = slot.stored is not None or stored is PLAIN.values
+    return slot.shape if is_whole else stored.shape(slot.matrix_shape)
+
+
+def _same_shape(given: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """One number has two spellings."""
+    return given == expected or (given in _ONE and expected in _ONE)
+
+
+def _misshaped(
+    entry: TensorEntry, given: tuple[int, ...], expected: tuple[int, ...]
+) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {entry.name} has shape {list(given)}; config.json asks for {list(expected)}",
+        hint=_OTHER_MODEL,
+    )

@@ -1,0 +1,194 @@
+"""Checkpoints that spell tensors otherwise, or store several matrices as one, load the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from m2_checkpoints import (
+    FP8_CONFIG,
+    TINY,
+    SlotModel,
+    random_tensors,
+    save_single,
+    tiny_spec,
+    to_fp8,
+)
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError
+from negamax.checkpoint.loader import load_weights
+from negamax.config.families import read_spec
+from negamax.config.model_spec import ModelSpec
+
+SPEC = tiny_spec()
+# every part of a fused matrix is a whole number of blocks
+FP8_SPEC = tiny_spec(
+    quantization_config=FP8_CONFIG, hidden_size=128, intermediate_size=128, num_key_value_heads=4,
+    num_attention_heads=8, head_dim=32,
+)  # fmt: skip
+
+Tensors = dict[str, Tensor]
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(w[123])\.(\w+)$")
+
+
+def checkpoint(spec: ModelSpec) -> Tensors:
+    tensors = random_tensors(spec)
+    return to_fp8(tensors) if spec.quantization else tensors
+
+
+def respelled(pattern: str, replacement: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {
+        re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()
+    }
+
+
+def fused_experts(name: str) -> Callable[[Tensors], Tensors]:
+    """Gate and up of each expert in one tensor, gate rows first."""
+
+    def change(tensors: Tensors) -> Tensors:
+        changed = {}
+        for key, tensor in tensors.items():
+            match = _EXPERT.match(key)
+            if match and match[3] == "w1":
+                up = tensors[key.replace(".w1.", ".w3.")]
+                changed[key.replace(".w1.", f".{name}.")] = torch.cat([tensor, up])
+            elif not match or match[3] == "w2":
+                changed[key] = tensor
+        return changed
+
+    return change
+
+
+def stacked_experts(gate_up: str, down: str) -> Callable[[Tensors], Tensors]:
+    """All experts of a layer in two tensors; `gate_up` and `down` are formats of their names."""
+
+    def change(tensors: Tensors) -> Tensors:
+        changed, stacks = {}, dict[str, list[Tensor]]()
+        for key, tensor in fused_experts("w13")(tensors).items():
+            match = re.match(r"(.*\.experts\.)(\d+)\.(w13|w2)\.(\w+)$", key)
+            if match is None:
+                changed[key] = tensor
+                continue
+            name = (gate_up if match[3] == "w13" else down).format(match[4])
+            # transformers names the parameters of its module without "weight"
+            name = name.replace("_proj_weight", "_proj")
+            stacks.setdefault(match[1] + name, []).insert(int(match[2]), tensor)
+        return changed | {name: torch.stack(stack) for name, stack in stacks.items()}
+
+    return change
+
+
+def fused_attention(tensors: Tensors) -> Tensors:
+    changed = {}
+    for key, tensor in tensors.items():
+        if ".q_proj." in key:
+            others = [tensors[key.replace("q_proj", part)] for part in ("k_proj", "v_proj")]
+            changed[key.replace("q_proj", "qkv_proj")] = torch.cat([tensor, *others])
+        elif not re.search(r"\.[kv]_proj\.", key):
+            changed[key] = tensor
+    return changed
+
+
+CHANGES = {
+    "w13": fused_experts("w13"),
+    "gate_up_proj": fused_experts("gate_up_proj"),
+    "stacked as transformers saves them": stacked_experts("gate_up_proj_{}", "down_proj_{}"),
+    "stacked, dots": stacked_experts("gate_up_proj.{}", "down_proj.{}"),
+    "stacked, w13": stacked_experts("w13_{}", "w2_{}"),
+    "qkv_proj": fused_attention,
+    "experts' projections": lambda tensors: respelled(r"\.w1\.", ".gate_proj.")(
+        respelled(r"\.w2\.", ".down_proj.")(respelled(r"\.w3\.", ".up_proj.")(tensors))
+    ),
+    "mlp": respelled("block_sparse_moe", "mlp"),
+    "bias of the gate": respelled(r"block_sparse_moe\.e_score", "mlp.gate.e_score"),
+    "bias beside the gate": respelled(r"block_sparse_moe\.e_score", "mlp.e_score"),
+    "language_model.": respelled("^", "language_model."),
+    "model.language_model.": respelled(r"^model\.", "model.language_model."),
+    "no prefix": respelled(r"^model\.", ""),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("spec", [SPEC, FP8_SPEC], ids=["plain", "fp8"])
+def test_other_names_and_fused_tensors_give_the_same_weights(
+    tmp_path: Path, spec: ModelSpec, change: str
+) -> None:
+    tensors, (one, two) = checkpoint(spec), (tmp_path / "one", tmp_path / "two")
+    changed = {name: tensor.contiguous() for name, tensor in CHANGES[change](tensors).items()}
+    assert changed.keys() != tensors.keys()
+    one.mkdir()
+    two.mkdir()
+    save_single(one, tensors)
+    save_single(two, changed)
+    for rank in range(2):
+        expected, model = (SlotModel(spec, rank=rank, size=2) for _ in range(2))
+        report = load_weights(expected.weight_slots(), spec, one)
+        other = load_weights(model.weight_slots(), spec, two)
+        for name, parameter in model.parameters.items():
+            assert torch.equal(parameter, expected.parameters[name]), name
+        assert (other.num_tensors, other.num_bytes) == (len(changed), report.num_bytes)
+
+
+def test_models_that_transformers_saves_with_stacked_experts_load(tmp_path: Path) -> None:
+    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
+    torch.manual_seed(0)
+    saved = MiniMaxM2ForCausalLM(MiniMaxM2Config(**TINY)).eval()
+    models = []
+    for original in (True, False):
+        folder = tmp_path / str(original)
+        saved.save_pretrained(folder, save_original_format=original)
+        spec = read_spec(json.loads((folder / "config.json").read_text()))
+        models.append(SlotModel(spec))
+        load_weights(models[-1].weight_slots(), spec, folder)
+    for name, parameter in models[0].parameters.items():
+        assert torch.equal(parameter, models[1].parameters[name]), name
+
+
+STACK = "model.layers.1.block_sparse_moe.experts.w13_weight_scale_inv"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t[:3], rf"{STACK} has shape \[3, 2, 1\]; config.json asks for \[4, 2, 1\]"),
+        (lambda t: torch.cat([t, t]), r"has shape \[8, 2, 1\]"),
+        (lambda t: t[:, :1], r"has shape \[4, 1, 1\]"),
+        (lambda t: t.transpose(1, 2), r"has shape \[4, 1, 2\]"),
+        (lambda t: t.to(torch.float16), rf"{STACK} has dtype F16; fp8\S+ is stored in F32 "),
+        (
+            lambda t: None,
+            r"w13_weight is stored as fp8\S+ and \S+experts.0.w1.weight_scale_inv is missing",
+        ),
+    ],
+)
+def test_stacks_that_do_not_fit_are_refused_by_their_own_name(
+    tmp_path: Path, change: Callable[[Tensor], Tensor | None], message: str
+) -> None:
+    tensors = CHANGES["stacked, w13"](checkpoint(FP8_SPEC))
+    changed = change(tensors.pop(STACK))
+    if changed is not None:
+        tensors[STACK] = changed.contiguous()
+    save_single(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(SlotModel(FP8_SPEC).weight_slots(), FP8_SPEC, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["w13.bias", "gate_up_proj_bias", "0.w13.bias"])
+def test_fused_tensors_that_no_matrix_has_are_refused(tmp_path: Path, name: str) -> None:
+    name = "model.layers.1.block_sparse_moe.experts." + name
+    save_single(tmp_path, random_tensors(SPEC) | {name: torch.zeros(4, 48)})
+    with pytest.raises(CheckpointError, match=f"1 tensor is not part of this model: {name}"):
+        load_weights(SlotModel(SPEC).weight_slots(), SPEC, tmp_path)
+
+
+def test_a_matrix_alone_and_in_a_fused_tensor_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    save_single(tmp_path, tensors | CHANGES["w13"](tensors))
+    with pytest.raises(CheckpointError, match=r"experts\.0\.w1.weight and .*\.w13\.\S+ are the sa"):
+        load_weights(SlotModel(SPEC).weight_slots(), SPEC, tmp_path)
