@@ -101,7 +101,7 @@ def run(
     unknown = [name for name in ops if name not in OPS]
     if unknown:
         raise ConfigError(f"--op is {unknown[0]!r}; known: {', '.join(sorted(OPS))}")
-    platform = choose_device(device, num_ranks=1)
+    platform = choose_device(device)
     kind = _dtype(dtype)
     chosen = [
         kernel

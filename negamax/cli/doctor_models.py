@@ -4,7 +4,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
@@ -15,7 +15,7 @@ from negamax.config.options import EngineOptions
 from negamax.config.parallel import ParallelOptions
 from negamax.kernels.formats import is_kept
 from negamax.kernels.platform import Platform, nvidia
-from negamax.models.memory import as_stored, dequantized, weight_bytes
+from negamax.models.memory import as_stored, dequantized, expert_padding, weight_bytes
 from negamax.parallel.split import possible_splits
 from negamax.quantization.detect import detect
 
@@ -23,6 +23,7 @@ GIB = 2**30
 # Beside weights and cache on each GPU: a step's workspace, CUDA graphs, the driver. The engine
 # measures it; on an H200 with the default sizes of a step it is 7.0 GiB.
 GPU_RESERVE = 15 * GIB // 2
+MEASURED_RANKS = 4  # the most that M2 was measured on
 _LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
 _NANO_BYTES = GIB
 _DTYPE = "bfloat16"
@@ -105,11 +106,9 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     if refusal:
         return ModelVerdict(model, False, "", refusal)
     tokens, best = 0, ParallelOptions()
-    possible = list(_possible_splits(spec, len(gpus), kept=kept))
+    possible = possible_splits(spec, most=len(gpus))
     for splits in sorted(possible, key=lambda each: each.enable_expert_parallel):
-        if splits.enable_expert_parallel and tokens >= _LEAST_TOKENS:
-            break  # what was measured comes first
-        found = _cache_tokens(spec, gpus[: splits.tensor_parallel_size], kept=kept)
+        found = _cache_tokens(spec, splits, gpus, kept=kept)
         if found > tokens:
             tokens, best = found, splits
         if tokens >= spec.max_position_embeddings:
@@ -118,13 +117,17 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     if tokens < _LEAST_TOKENS:
         share = EngineOptions.gpu_memory_utilization
         per_gpu = min(int(gpu.total_bytes * share) for gpu in gpus) - GPU_RESERVE
-        splits_of_any = _possible_splits(spec, 64, kept=kept)
-        sizes = (splits.tensor_parallel_size for splits in splits_of_any)
-        needed = next((n for n in sizes if _weights(spec, n, kept=kept) < per_gpu), None)
+        fitting = (
+            splits.tensor_parallel_size
+            for splits in possible_splits(spec, most=64)
+            if _weights(spec, splits, kept=kept) < per_gpu
+        )
+        needed = next(fitting, None)
         hint = f"about {needed} free GPUs like these" if needed else "larger GPUs"
         free = _gib(min(gpu.free_bytes for gpu in gpus))
         need = (
-            f"needs {_gib(_weights(spec, 1, kept=kept))} for its weights, {free} are free per GPU"
+            f"needs {_gib(_weights(spec, ParallelOptions(), kept=kept))} for its weights, "
+            f"{free} are free per GPU"
         )
         return ModelVerdict(model, False, "", f"{need}; it takes {hint}")
     command = f"negamax serve {model}" + (f" --tensor-parallel-size {size}" if size > 1 else "")
@@ -132,10 +135,16 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     if tokens < spec.max_position_embeddings:
         command += f" --max-model-len {tokens // 1024 * 1024}"
     form = "FP8 as stored" if kept else "FP8 dequantised to bf16"
-    detail = f"{form}, {_gib(_weights(spec, size, kept=kept))} of weights per GPU"
+    detail = f"{form}, {_gib(_weights(spec, best, kept=kept))} of weights per GPU"
     detail += f", KV cache of about {tokens // 1000 * 1000:,} tokens"
     if not all(gpu.platform.is_measured for gpu in gpus[:size]):
         detail += "; never measured on such a GPU"
+    padding = expert_padding(
+        spec, kept=as_stored if kept else dequantized, ranks=size, ep=best.num_expert_ranks
+    )
+    detail += f"; {padding}" if padding else ""
+    if size > MEASURED_RANKS:
+        detail += f"; never measured on more than {MEASURED_RANKS} GPUs"
     if best.enable_expert_parallel:
         detail += "; never measured with whole experts on each GPU"
     return ModelVerdict(model, True, command, detail)
@@ -159,23 +168,20 @@ def _refusal(gpus: Sequence[Gpu]) -> str | None:
     return None
 
 
-def _possible_splits(spec: ModelSpec, most: int, *, kept: bool) -> Iterator[ParallelOptions]:
-    """How the model can be split over up to `most` ranks."""
-    scheme = detect(spec.quantization)
-    block = scheme.block if scheme and kept else 1
-    return possible_splits(spec, block=block, most=most)
+def _weights(spec: ModelSpec, splits: ParallelOptions, *, kept: bool) -> int:
+    """Bytes of weights on each GPU."""
+    form = as_stored if kept else dequantized
+    ranks, ep = splits.tensor_parallel_size, splits.num_expert_ranks
+    return weight_bytes(spec, dtype=_DTYPE, kept=form, ranks=ranks, ep=ep)
 
 
-def _weights(spec: ModelSpec, size: int, *, kept: bool) -> int:
-    """Bytes of weights on each of `size` GPUs."""
-    return weight_bytes(spec, dtype=_DTYPE, kept=as_stored if kept else dequantized, ranks=size)
-
-
-def _cache_tokens(spec: ModelSpec, gpus: Sequence[Gpu], *, kept: bool) -> int:
-    """Tokens whose KV cache fits beside the weights on each of `gpus`."""
-    share = EngineOptions.gpu_memory_utilization
+def _cache_tokens(
+    spec: ModelSpec, splits: ParallelOptions, gpus: Sequence[Gpu], *, kept: bool
+) -> int:
+    """Tokens whose KV cache fits beside the weights on each of the first `gpus`."""
+    gpus, share = gpus[: splits.tensor_parallel_size], EngineOptions.gpu_memory_utilization
     budget = min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)
-    room = budget - _weights(spec, len(gpus), kept=kept) - GPU_RESERVE
+    room = budget - _weights(spec, splits, kept=kept) - GPU_RESERVE
     per_token = block_bytes(spec.kv_caches(), 1, dtype=_DTYPE, ranks=len(gpus))
     return max(0, room) // per_token
 

@@ -13,22 +13,29 @@ UNSUPPORTED = {
     "prefill_context_parallel_size": "prompts are not split over GPUs",
 }
 MOST_RANKS = 8  # of one machine
-MOST_LISTED = 64  # the largest size that a refusal offers
+# Numbers of ranks that published models are split over, and that refusals offer; what else a model
+# takes is said by `parallel/split.py`, which knows it.
+USUAL_SIZES = (1, 2, 4, 8, 16)
 
 
 def instead_of(name: str, size: int, *, ranks: int, splits_experts: bool) -> str:
     """The nearest setting that works to `size` of the unsupported `name`, beside `ranks`
     tensor-parallel ones.
     """
-    nearest = "use --tensor-parallel-size"
+    nearest, own = "use --tensor-parallel-size", _usual(ranks)
     if splits_experts and ranks * size <= MOST_RANKS:
-        return f"{nearest} {ranks * size} --enable-expert-parallel"
+        return f"{nearest} {_usual(ranks * size)} --enable-expert-parallel"
     if name != "data_parallel_size":
-        return f"{nearest} {ranks} without it" if ranks > 1 else f"{nearest} {size}"
+        return f"{nearest} {own} without it" if ranks > 1 else f"{nearest} {_usual(size)}"
     return (
-        f"{nearest} {ranks if ranks > 1 else 4}, and start one server per group of GPUs "
+        f"{nearest} {own if ranks > 1 else 4}, and start one server per group of GPUs "
         "(CUDA_VISIBLE_DEVICES)"
     )
+
+
+def _usual(size: int) -> int:
+    """The largest usual size up to `size`."""
+    return max(each for each in USUAL_SIZES if each <= max(1, size))
 
 
 @dataclass(frozen=True)
@@ -54,12 +61,13 @@ class ParallelOptions:
             if size < 1:
                 raise ConfigError(f"{name} is {size}; allowed: 1 or more")
         if experts is not None and ranks % experts:
-            most = min(ranks, MOST_LISTED)
-            fitting = ", ".join(str(size) for size in range(1, most + 1) if ranks % size == 0)
+            usual = _usual(ranks)
+            fitting = ", ".join(str(size) for size in USUAL_SIZES if size <= usual)
             raise ConfigError(
                 f"--expert-parallel-size is {experts}; experts are split over ranks of "
                 f"--tensor-parallel-size, which is {ranks}",
-                hint=f"use one of {fitting}",
+                hint=f"use one of {fitting}"
+                + (f" with --tensor-parallel-size {usual}" if usual != ranks else ""),
             )
         if self.enable_expert_parallel and experts == 1 < ranks:
             raise ConfigError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from negamax.base.errors import CheckpointError, ConfigError
+from negamax.base.errors import CheckpointError
 from negamax.kernels.platform import Feature, Platform
 
 if TYPE_CHECKING:
@@ -160,6 +160,11 @@ class TensorFormat:
         """Rows or columns that cannot be cut apart without cutting an entry."""
         return math.lcm(*(d.unit for tensor in self.tensors for d in tensor.dims if d.axis is axis))
 
+    @property
+    def width_unit(self) -> int:
+        """Likewise, of a width that is the rows of one matrix and the columns of the next."""
+        return math.lcm(self.unit(Axis.ROWS), self.unit(Axis.COLUMNS))
+
     def enclose(self, region: Region, shape: tuple[int, int]) -> Region:
         """The least part of a matrix of `shape` that holds `region` and cuts no entry."""
         rows, columns = (
@@ -167,19 +172,6 @@ class TensorFormat:
             for part, axis, total in zip(region, (Axis.ROWS, Axis.COLUMNS), shape, strict=True)
         )
         return rows, range(shape[1]) if self.permuted else columns
-
-    def check_region(self, region: Region, shape: tuple[int, int], *, name: str) -> None:
-        """Errors: `ConfigError` where `region` of the matrix `name` cuts an entry."""
-        for part, whole, total, axis in zip(
-            region, self.enclose(region, shape), shape, (Axis.ROWS, Axis.COLUMNS), strict=True
-        ):
-            if part != whole:
-                raise ConfigError(
-                    f"a rank's share of the {total} {axis.name.lower()} of {name} is {len(part)}, "
-                    f"from {part.start} to {part.stop - 1}; {self.name} cannot be cut within "
-                    f"{self.unit(axis)} of them",
-                    hint="use fewer ranks",
-                )
 
     def bytes_per_weight(self, shape: tuple[int, int]) -> float:
         """Bytes of all tensors of a matrix of `shape`, per element of it."""

@@ -4,13 +4,14 @@ columns (row parallel).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.formats import Axis
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import LINEAR, Prepared
@@ -38,10 +39,11 @@ class _Linear:
         names: Sequence[str],
         shape: tuple[int, int],
         *,
+        shares: Iterable[tuple[Axis, int]],
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
-        kernel, held = choose_kernel(LINEAR, names, kernels=kernels, weights=weights)
+        kernel, held = choose_kernel(LINEAR, names, kernels=kernels, weights=weights, shares=shares)
         self._run, self._prepare = kernel.run, kernel.prepare
         self.activation = kernel.activation  # what it wants of its input beside the plain values
         self._matrix = MatrixWeight(shape, held, weights=weights)
@@ -61,7 +63,14 @@ class ColumnParallel(_Linear):
         self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, weights: WeightFormat
     ) -> None:
         shape = (sum(len(part.rows) for part in parts), inputs)
-        super().__init__([part.name for part in parts], shape, kernels=kernels, weights=weights)
+        is_cut = len(parts) > 1 or len(parts[0].rows) < parts[0].total_rows
+        super().__init__(
+            [part.name for part in parts],
+            shape,
+            shares=[(Axis.ROWS, len(part.rows)) for part in parts] if is_cut else [],
+            kernels=kernels,
+            weights=weights,
+        )
         self.slots, first = [], 0
         for part in parts:
             self.slots += self._matrix.slots(
@@ -98,7 +107,9 @@ class RowParallel(_Linear):
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
-        super().__init__([name], (shape[0], len(columns)), kernels=kernels, weights=weights)
+        shares = [(Axis.COLUMNS, len(columns))] if len(columns) < shape[1] else []
+        own = shape[0], len(columns)
+        super().__init__([name], own, shares=shares, kernels=kernels, weights=weights)
         self._group = group
         self.slots = self._matrix.slots(name, shape, region=(range(shape[0]), columns))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,6 @@ class SparseMoe:
             table or ExpertTable.identity(num_experts), context=context, device=weights.device
         )
         self.num_experts, self.top_k = num_experts, top_k
-        rows, everything = context.layout.experts.width(width), range(hidden_size)
         self._route_kernel = kernels[ROUTE]
         self._gate = torch.empty(
             num_experts, hidden_size, dtype=torch.float32, device=weights.device
@@ -60,16 +60,21 @@ class SparseMoe:
         self._experts_kernel, held = choose_kernel(EXPERTS, local, kernels=kernels, weights=weights)
         self.activation = self._experts_kernel.activation
         count = len(self._dispatch.experts)
-        self._gate_up = MatrixWeight((count, 2 * len(rows), hidden_size), held, weights=weights)
-        self._down = MatrixWeight((count, hidden_size, len(rows)), held, weights=weights)
+        share = context.layout.experts.width(width, unit=held.width_unit)
+        rows, everything = share.part, range(hidden_size)
+        allocate = partial(
+            MatrixWeight, stored=held, weights=weights, padded=len(rows) < share.size
+        )
+        self._gate_up = allocate((count, 2 * share.size, hidden_size))
+        self._down = allocate((count, hidden_size, share.size))
         wide, tall = (width, hidden_size), (hidden_size, width)
         for expert in range(num_experts):
-            mine = expert in self._dispatch.experts
+            mine = expert in self._dispatch.experts and len(rows) > 0
             index = self._dispatch.experts.index(expert) if mine else 0
             across, along = ((rows, everything), (everything, rows)) if mine else (None, None)
             for name, matrix, shape, region, first in (
                 (names.gate, self._gate_up, wide, across, 0),
-                (names.up, self._gate_up, wide, across, len(rows)),
+                (names.up, self._gate_up, wide, across, share.size),
                 (names.down, self._down, tall, along, 0),
             ):
                 self.slots += matrix.slots(

@@ -132,17 +132,25 @@ class MatrixWeight:
     """One rank's matrices in one parameter, in the format that their kernel reads.
 
     `shape` is [..., rows, columns] on this rank; checkpoint tensors fill it window by window
-    through `slots`.
+    through `slots`. What they leave is zeros: in every format these are values of 0.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], stored: TensorFormat, *, weights: WeightFormat
+        self,
+        shape: tuple[int, ...],
+        stored: TensorFormat,
+        *,
+        weights: WeightFormat,
+        padded: bool = False,
     ) -> None:
-        """`stored`: the format in which it is held, `PLAIN` for the compute dtype."""
+        """`stored`: the format in which it is held, `PLAIN` for the compute dtype. `padded`:
+        whether `slots` leave anything.
+        """
         *lead, rows, columns = shape
         self.format, self._weights = stored, weights
+        allocate = torch.zeros if padded else torch.empty
         self._tensors = {
-            tensor.name: torch.empty(
+            tensor.name: allocate(
                 (*lead, *tensor.shape((rows, columns))),
                 dtype=weights.dtype if stored is PLAIN else getattr(torch, tensor.dtypes[0]),
                 device=weights.device,
@@ -162,37 +170,40 @@ class MatrixWeight:
         """The slots of the matrix that is called `name` where it is stored plain, of which this
         rank keeps `region` (None: nothing).
 
-        `at`: where it goes, as leading indices and the first row. Errors: `ConfigError` for a
-        region that cuts what is stored together.
+        `at`: where it goes, as leading indices and the first row. A region of a format that is held
+        as it is stored cuts none of its entries.
         """
         source = self._weights.stored(name)
         if self.format is PLAIN:
-            (values,) = self._tensors.values()
-            target = None if region is None else _narrowed(values, 0, at, region[0])
+            target = None if region is None else self._place_of(PLAIN.values, region, at)
             return [WeightSlot(name, shape, target=target, region=region or (), source=source)]
         assert source == self.format, f"{name}: {source.name} <- {self.format.name}"
+        assert region is None or region == source.enclose(region, shape), f"{name}: {region}"
         module = name.removesuffix(PLAIN.values.name)
-        if region is not None:
-            source.check_region(region, shape, name=name)
-        slots = []
-        for tensor in source.tensors:
-            part: tuple[range, ...] = () if region is None else tensor.part(region)
-            held = None
-            if region is not None and tensor.is_kept:
-                axis = tensor.axis(Axis.ROWS)
-                assert axis is not None, f"{source.name} is not stacked"
-                unit = tensor.dims[axis].unit
-                assert at[-1] % unit == 0, f"{name} at row {at[-1]}"
-                where = (*at[:-1], at[-1] // unit)
-                held = _narrowed(self._tensors[tensor.name], axis, where, part[axis])
-            slots.append(
-                WeightSlot(
-                    module + tensor.name, tensor.shape(shape), target=held, region=part,
-                    source=source, stored=tensor, optional=tensor.optional,
-                    compared=shape if tensor.known and region is not None else None,
-                )
-            )  # fmt: skip
-        return slots
+        return [
+            WeightSlot(
+                module + tensor.name,
+                tensor.shape(shape),
+                target=self._place_of(tensor, region, at) if region and tensor.is_kept else None,
+                region=tensor.part(region) if region else (),
+                source=source,
+                stored=tensor,
+                optional=tensor.optional,
+                compared=shape if tensor.known and region else None,
+            )
+            for tensor in source.tensors
+        ]
+
+    def _place_of(self, tensor: StoredTensor, region: Region, at: tuple[int, ...]) -> Tensor:
+        """Where the part `region` of a matrix goes in the parameter of `tensor`: from row at[-1]
+        and column 0 on.
+        """
+        held = self._tensors[tensor.name][at[:-1]]
+        for n, (dim, part) in enumerate(zip(tensor.dims, tensor.part(region), strict=True)):
+            row = at[-1] if dim.axis is Axis.ROWS else 0
+            assert row % dim.unit == 0, f"{tensor.name} at row {row}"
+            held = held.narrow(n, row // dim.unit, len(part))
+        return held
 
     def take(self) -> StoredWeight:
         """The weight for a kernel's `prepare`; nothing is kept here."""
@@ -201,25 +212,26 @@ class MatrixWeight:
         return StoredWeight(self.format, tensors)
 
 
-def _narrowed(tensor: Tensor, axis: int, at: tuple[int, ...], rows: range) -> Tensor:
-    """The rows of `tensor` from at[-1] on along dimension `axis`, of the matrix at[:-1]."""
-    matrix = tensor[at[:-1]] if len(at) > 1 else tensor
-    return matrix.narrow(axis, at[-1], len(rows))
-
-
 def choose_kernel(
-    op: OpName[P, R], names: Iterable[str], *, kernels: KernelTable, weights: WeightFormat
+    op: OpName[P, R],
+    names: Iterable[str],
+    *,
+    kernels: KernelTable,
+    weights: WeightFormat,
+    shares: Iterable[tuple[Axis, int]] = (),
 ) -> tuple[Kernel[P, R], TensorFormat]:
     """The kernel for the matrices `names`, which share parameters, and the format in which it is
-    given them.
+    given them. `shares`: numbers of rows or columns that a rank has of one of them.
 
-    That is the checkpoint's own where all of them have it and a kernel reads it; else they are
-    dequantised at load.
+    That is the checkpoint's own where all of them have it, a kernel reads it and no share cuts an
+    entry of it; else they are dequantised at load.
     """
     sources = {weights.stored(name) for name in names}
     if len(sources) == 1 and weights.keep_quantized:
         (source,) = sources
-        kernel = kernels.choose(op, source) if source.stacks and not source.permuted else None
+        is_cut = any(length % source.unit(axis) for axis, length in shares)
+        is_held = source.stacks and not source.permuted and not is_cut
+        kernel = kernels.choose(op, source) if is_held else None
         if kernel is not None:
             return kernel, source
     return kernels[op], PLAIN

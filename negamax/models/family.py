@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 from negamax.config.families import family_of
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import Axis
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class WeightSpec:
     count: int = 1
     used: int | None = None  # of `count`, by one token; None: all
     parts: int | None = None  # among which ranks share it at most, others hold copies; None: any
+    splits: Axis | None = None  # what ranks share of a matrix: its rows or its columns
     dtype: str | None = None  # it is held in; None: as stored, or the compute dtype
     is_table: bool = False  # its rows are looked up, not multiplied
 

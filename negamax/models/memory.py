@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from negamax.config.kv_cache import ELEMENT_BYTES
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import PLAIN, TensorFormat
 from negamax.models.family import WeightSpec, names_of
+from negamax.parallel.layout import share
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
@@ -24,30 +26,53 @@ def dequantized(stored: TensorFormat) -> bool:
     return False
 
 
-def weight_bytes(spec: ModelSpec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1) -> int:
-    """Bytes of the weights on each of `ranks` that compute in `dtype`. Matrices of the formats that
-    are `kept` stay as the checkpoint stores them.
+def weight_bytes(
+    spec: ModelSpec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1, ep: int = 1
+) -> int:
+    """Bytes of the weights on each of `ranks`, `ep` of which split the experts, that compute in
+    `dtype`. Matrices of the formats that are `kept` stay as the checkpoint stores them, padded to
+    whole units where ranks cut the width of experts.
     """
     scheme = detect(spec.quantization)
     return round(
         sum(
-            _bytes_on_rank(weight, scheme, dtype=dtype, kept=kept, ranks=ranks)
+            _bytes_on_rank(weight, scheme, dtype=dtype, kept=kept, ranks=ranks, ep=ep)
             for weight in names_of(spec).weights(spec)
         )
     )
 
 
+def expert_padding(
+    spec: ModelSpec, *, kept: Kept = as_stored, ranks: int = 1, ep: int = 1
+) -> str | None:
+    """What each of `ranks` computes and holds for nothing where they cut the width of experts, in
+    words; None: nothing.
+    """
+    scheme = detect(spec.quantization)
+    for weight in names_of(spec).weights(spec):
+        if weight.used is not None and weight.splits is not None:
+            stored, width = _stored(weight, scheme), weight.shape[weight.splits.value]
+            cut, unit = ranks // ep, stored.width_unit if kept(stored) else 1
+            held, even = share(width, rank=0, size=cut, unit=unit).size, width / cut
+            if held > even:
+                return (
+                    f"{held} columns of each expert where {even:g} would be even, since "
+                    f"{stored.name} is cut in units of {unit}: {held / even - 1:.0%} more bytes "
+                    "and arithmetic in the experts"
+                )
+    return None
+
+
 def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> float:
     """Bytes of weights that each of `ranks` must read to run `num_tokens` tokens, experts chosen
-    uniformly.
+    uniformly. Padding is not counted: nothing asks for it.
     """
     total, scheme = 0.0, detect(spec.quantization)
     for weight in names_of(spec).weights(spec):
         if not weight.is_table:
             share = _expected_distinct(weight, num_tokens) / weight.count
-            total += share * _bytes_on_rank(
-                weight, scheme, dtype=dtype, kept=as_stored, ranks=ranks
-            )
+            whole = _bytes_on_rank(weight, scheme, dtype=dtype, kept=as_stored)
+            total += share * whole / min(ranks, weight.parts or ranks)
     return total
 
 
@@ -67,12 +92,37 @@ def _expected_distinct(weight: WeightSpec, num_tokens: int) -> float:
 
 
 def _bytes_on_rank(
-    weight: WeightSpec, scheme: Scheme | None, *, dtype: str, kept: Kept, ranks: int
+    weight: WeightSpec,
+    scheme: Scheme | None,
+    *,
+    dtype: str,
+    kept: Kept,
+    ranks: int = 1,
+    ep: int = 1,
 ) -> float:
-    element: float = ELEMENT_BYTES[weight.dtype or dtype]
-    if scheme is not None and not weight.dtype and not weight.is_table and len(weight.shape) == 2:
-        rows, columns = weight.shape
-        stored = scheme.format_of(weight.name.replace("*", "0").removesuffix(".weight"))
-        if stored is not PLAIN and kept(stored):
-            element = stored.bytes_per_weight((rows, columns))
-    return weight.num_elements * element / min(ranks, weight.parts or ranks)
+    """Of all `count`."""
+    plain = ELEMENT_BYTES[weight.dtype or dtype]
+    ranks = min(ranks, weight.parts or ranks)
+    stored = _stored(weight, scheme)
+    if stored is PLAIN or not kept(stored):
+        return weight.num_elements * plain / ranks
+    rows, columns = weight.shape
+    if weight.splits is None:
+        return weight.num_elements * stored.bytes_per_weight((rows, columns)) / ranks
+    held, axis = [rows, columns], weight.splits.value
+    if weight.used is None:
+        held[axis] //= ranks
+        if ranks > 1 and held[axis] % stored.unit(weight.splits):  # dequantised at load
+            return weight.num_elements * plain / ranks
+    else:
+        size, unit = ranks // ep, stored.width_unit
+        held[axis] = share(held[axis], rank=0, size=size, unit=unit).size
+    here = weight.count / (1 if weight.used is None else ep) * math.prod(held)
+    return here * stored.bytes_per_weight((held[0], held[1]))
+
+
+def _stored(weight: WeightSpec, scheme: Scheme | None) -> TensorFormat:
+    """The format of the matrices `weight` in the checkpoint."""
+    if scheme is None or weight.dtype or weight.is_table or len(weight.shape) != 2:
+        return PLAIN
+    return scheme.format_of(weight.name.replace("*", "0").removesuffix(".weight"))

@@ -61,6 +61,16 @@ class AttentionView:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A rank's part of rows or columns, and for how many every rank has room: what a part lacks of
+    that is zeros.
+    """
+
+    part: range
+    size: int
+
+
+@dataclass(frozen=True)
 class ExpertView:
     """The expert group of one rank: which experts it owns and which slice of their width."""
 
@@ -92,11 +102,13 @@ class ExpertView:
         per_rank = num_experts // self.ep
         return range(self.ep_rank * per_rank, (self.ep_rank + 1) * per_rank)
 
-    def width(self, intermediate_size: int) -> range:
-        """Rows of each expert's gate and up projection (columns of down) on this rank."""
-        return shard(
-            intermediate_size, rank=self.tp_rank, size=self.tp, what="expert intermediate size"
-        )
+    def width(self, intermediate_size: int, *, unit: int = 1) -> Share:
+        """Rows of each expert's gate and up projection (columns of down) on this rank, cut at
+        multiples of `unit`.
+        """
+        what = "expert intermediate size"
+        shard(intermediate_size, rank=self.tp_rank, size=self.tp, what=what)
+        return share(intermediate_size, rank=self.tp_rank, size=self.tp, unit=unit)
 
 
 @dataclass(frozen=True)
@@ -216,3 +228,12 @@ def shard(total: int, *, rank: int, size: int, what: str) -> range:
         raise ConfigError(f"{what} {total} cannot be split over {size} ranks")
     per_rank = total // size
     return range(rank * per_rank, (rank + 1) * per_rank)
+
+
+def share(total: int, *, rank: int, size: int, unit: int) -> Share:
+    """The `rank`-th of `size` slices of `total` that begin at multiples of `unit`. They differ by
+    one `unit` at most, so that no other cut needs less room on every rank.
+    """
+    units = -(-total // unit)
+    first, stop = (min(units * edge // size * unit, total) for edge in (rank, rank + 1))
+    return Share(range(first, stop), -(-units // size) * unit)

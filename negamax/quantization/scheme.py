@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from negamax.config import fields
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import KEPT_FORMATS, PLAIN, Axis, TensorFormat
+from negamax.kernels.formats import PLAIN, TensorFormat
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +25,6 @@ class Scheme:
     formats: tuple[TensorFormat, ...]  # that some of its modules are stored in
     # the format of a module by its name in the checkpoint, "model.layers.0.self_attn.q_proj"
     format_of: Callable[[str], TensorFormat]
-
-    @property
-    def block(self) -> int:
-        """The unit in which rows and columns are cut where they are kept as stored."""
-        kept = [stored for stored in self.formats if stored in KEPT_FORMATS]
-        axes = (Axis.ROWS, Axis.COLUMNS)
-        return max((stored.unit(axis) for stored in kept for axis in axes), default=1)
 
 
 @dataclass(frozen=True)

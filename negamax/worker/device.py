@@ -26,10 +26,10 @@ from negamax.kernels.platform import Platform, cpu_computes_bf16
 logger = get_logger(__name__)
 
 
-def choose_device(name: str, *, num_ranks: int) -> str:
+def choose_device(name: str) -> str:
     """Option `name` as "cpu" or "cuda"; "auto" is cuda where there is a GPU.
 
-    Errors: `ConfigError` for another name, and for fewer GPUs than ranks.
+    Errors: `ConfigError` for another name, and for "cuda" without a GPU.
     """
     if name not in DEVICES:
         raise ConfigError(f"--device is {name!r}; allowed: {', '.join(DEVICES)}")
@@ -40,12 +40,12 @@ def choose_device(name: str, *, num_ranks: int) -> str:
         raise ConfigError(
             "--device is cuda; PyTorch finds no CUDA device here", hint="use --device cpu or auto"
         )
-    if found < num_ranks:
-        raise ConfigError(
-            f"{num_ranks} ranks need {num_ranks} GPUs, {found} are there",
-            hint=f"use --tensor-parallel-size {found} or less, or --device cpu",
-        )
     return "cuda"
+
+
+def num_gpus(device: str) -> int | None:
+    """Of what `choose_device` has chosen; None on the CPU, which any number of ranks share."""
+    return torch.cuda.device_count() if device == "cuda" else None
 
 
 def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:

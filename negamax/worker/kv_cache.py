@@ -19,7 +19,8 @@ from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs, block_bytes
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
-from negamax.models.memory import weight_bytes
+from negamax.models.memory import expert_padding, weight_bytes
+from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import WorkerConfig
 
 logger = get_logger(__name__)
@@ -177,14 +178,18 @@ def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
 
 
 def check_weights_fit(
-    spec: ModelSpec, *, kernels: KernelTable, device: torch.device, num_ranks: int
+    spec: ModelSpec, *, kernels: KernelTable, device: torch.device, layout: ParallelLayout
 ) -> None:
     """Refuse a model whose weights exceed the free memory: of each rank's GPU, or of this machine
-    for all CPU ranks.
+    for all CPU ranks. Rank 0 says what padding costs.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu, num_ranks = device.type == "cuda", layout.world_size
+    kept, ep = kernels.reads_stored, layout.ep
+    padding = expert_padding(spec, kept=kept, ranks=num_ranks, ep=ep)
+    if padding and layout.rank == 0:
+        logger.info("each rank holds %s (--enable-expert-parallel cuts no expert)", padding)
     needed = weight_bytes(
-        spec, dtype=_name(kernels.dtype), kept=kernels.reads_stored, ranks=num_ranks
+        spec, dtype=_name(kernels.dtype), kept=kept, ranks=num_ranks, ep=ep
     )  # of a rank
     if on_gpu:
         free = torch.cuda.mem_get_info(device)[0]

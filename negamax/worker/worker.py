@@ -79,7 +79,7 @@ class Worker:
         check_platform(platform, cache_dtype=cache_dtype, rank=config.layout.rank)
         self._kernels = kernels = resolve(platform=platform, dtype=dtype)
         kv_cache.check_weights_fit(
-            config.spec, kernels=kernels, device=device, num_ranks=config.layout.world_size
+            config.spec, kernels=kernels, device=device, layout=config.layout
         )
         kv_cache.check_rows_fit(config, device=device)
         self._proposer = load_proposer(config)

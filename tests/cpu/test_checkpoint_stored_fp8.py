@@ -4,7 +4,10 @@ refused.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from m2_checkpoints import FP8_CONFIG, random_tensors, save_single, tiny_spec, to_fp8
 from torch import Tensor
 
-from negamax.base.errors import CheckpointError, ConfigError
+from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import CheckpointReport, load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.families import bundled_spec
@@ -33,6 +36,7 @@ from negamax.kernels.registry import KernelTable, resolve
 from negamax.layers.attention import Attention
 from negamax.layers.moe import SparseMoe
 from negamax.layers.weights import MatrixWeight, WeightSlot, slots_by_name
+from negamax.models.memory import weight_bytes
 from negamax.models.minimax_m2 import names
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
@@ -201,45 +205,60 @@ def test_a_rank_reads_the_bytes_of_its_slices_only(tmp_path: Path, ep: int) -> N
         assert load(OneLayer(SPEC, layout), stored, tmp_path).num_bytes == split // 4 + replicated
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_blocks_of_minimax_m2_are_dealt_out_once(tp: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "ep"), [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 16)]
+)
+def test_blocks_of_minimax_m2_are_dealt_out_once(tp: int, ep: int) -> None:
     """At the published sizes, on no memory: the ranks' regions tile every quantised tensor and
-    every scale.
+    every scale, and a rank has the bytes that are counted before it starts.
     """
-    spec = replace(bundled_spec("minimax-m2"), num_layers=1)
-    layers = [
-        OneLayer(spec, layout, device=torch.device("meta")).weight_slots() for layout in ranks(tp)
-    ]
-    quantized = [name for name in layers[0] if name.endswith(QUANTIZED)]
-    assert len(quantized) == 4 + 3 * 256
+    spec, meta = replace(bundled_spec("minimax-m2"), num_layers=1, num_experts=16), "meta"
+    layers = [OneLayer(spec, each, device=torch.device(meta)) for each in ranks(tp, ep)]
+    slots = [layer.weight_slots() for layer in layers]
+    quantized = [name for name in slots[0] if name.endswith(QUANTIZED)]
+    assert len(quantized) == 4 + 3 * 16
     for name in quantized:
-        rows, columns = layers[0][name].shape
-        assert layers[0][name + "_scale_inv"].shape == (rows // 128, columns // 128)
-        axis = 1 if name.endswith(("o_proj.weight", "w2.weight")) else 0
-        for unit, key in ((1, name), (128, name + "_scale_inv")):
-            regions = [slots[key].region for slots in layers]
-            assert [region[1 - axis] for region in regions] == [
-                range((columns, rows)[axis] // unit)
-            ] * tp
-            assert [i for region in regions for i in region[axis]] == list(
-                range((rows, columns)[axis] // unit)
+        copies = max(1, tp // 8) if name.endswith(("k_proj.weight", "v_proj.weight")) else 1
+        for key, unit in ((name, 1), (name + "_scale_inv", 128)):
+            shape = slots[0][key].shape
+            assert shape == tuple(size // unit for size in slots[0][name].shape)
+            cells = Counter(
+                cell
+                for each in slots
+                if each[key].needed
+                for cell in product(*(part[:: 128 // unit] for part in each[key].region))
             )
-    last = layers[-1]["model.layers.0.self_attn.q_proj.weight_scale_inv"]
-    assert (last.region, last.dtype) == ((range(48 - 48 // tp, 48), range(24)), torch.float32)
+            every = product(*(range(0, size, 128 // unit) for size in shape))
+            assert cells == dict.fromkeys(every, copies)
+    others = 4 * spec.hidden_size * (2 * spec.vocab_size // tp + 3)  # of no slots here
+    for layer, own in zip(layers, slots, strict=True):
+        held = sum(
+            math.prod(map(len, slot.region)) * 4
+            for slot in own.values()
+            if slot.needed and slot.source is PLAIN and not slot.optional
+        )
+        layer.matrices()
+        held += sum(
+            tensor.nbytes
+            for calls in layer.prepared.values()
+            for weights in calls
+            for weight in weights
+            for tensor in weight.tensors.values()
+        )
+        assert held + others == weight_bytes(spec, dtype="float32", ranks=tp, ep=ep)
 
 
-def test_slices_that_cut_a_block_are_refused_with_the_way_out() -> None:
-    spec = replace(bundled_spec("minimax-m2"), num_layers=1)
-    with pytest.raises(ConfigError) as caught:
-        OneLayer(spec, ParallelLayout(rank=1, tp=8), device=torch.device("meta"))
-    assert str(caught.value) == (
-        "a rank's share of the 1536 rows of model.layers.0.block_sparse_moe.experts.0.w1.weight is "
-        "192, from 192 to 383; fp8_e4m3_block_128x128 cannot be cut within 128 of them "
-        "(use fewer ranks)"
-    )
-    OneLayer(spec, ParallelLayout(rank=1, tp=8), keep_quantized=False, device=torch.device("meta"))
-    # half the experts, 384 wide
-    OneLayer(spec, ParallelLayout(rank=1, tp=8, ep=2), device=torch.device("meta"))
+@pytest.mark.parametrize(("head_dim", "kept"), [(128, True), (64, True), (16, False)])
+def test_heads_that_cut_blocks_are_dequantised_on_every_rank(head_dim: int, kept: bool) -> None:
+    """Four query heads and a KV head on each of 4 ranks."""
+    for layout in ranks(4):
+        spec = replace(SPEC, num_heads=16, head_dim=head_dim, rotary_dim=16)
+        attention = OneLayer(spec, layout).attention
+        slots = slots_by_name(attention.slots)
+        assert ("model.layers.0.self_attn.o_proj.weight_scale_inv" in slots) is kept
+        qkv = kept and head_dim == 128
+        assert ("model.layers.0.self_attn.q_proj.weight_scale_inv" in slots) is qkv
+        assert (attention.activation is not None) is qkv
 
 
 # What is kept and what is not

@@ -41,7 +41,9 @@ def verdict(here: Machine, model: str = M2) -> ModelVerdict:
     ("here", "command"),
     [
         (machine(4, gib=139.8), f"negamax serve {M2} --tensor-parallel-size 4"),
-        (machine(8, gib=79.1), f"negamax serve {M2} --tensor-parallel-size 4"),
+        (machine(8, gib=79.1), f"negamax serve {M2} --tensor-parallel-size 8"),
+        # padded experts do not fit beside a cache, whole ones do
+        (machine(8, gib=48), f"negamax serve {M2} --tensor-parallel-size 8 --enable-expert-pa"),
         (machine(1, gib=287), f"negamax serve {M2}"),
         (machine(2, gib=139.8), f"negamax serve {M2} --tensor-parallel-size 2 --max-model-len"),
         (machine(0, memory_bytes=500 * GIB), f"negamax serve {M2}"),

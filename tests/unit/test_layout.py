@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from negamax.base.errors import ConfigError
-from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.layout import ParallelLayout, share
 
 
 @st.composite
@@ -47,8 +47,8 @@ def test_kv_heads_are_split_or_replicated_next_to_their_query_heads(
         assert needed == set(attention.kv_heads(num_kv_heads))
 
 
-@given(grids())
-def test_each_stage_covers_every_expert_slice_once(grid: list[ParallelLayout]) -> None:
+@given(grids(), st.sampled_from([1, 8, 24, 128]))
+def test_each_stage_covers_every_expert_slice_once(grid: list[ParallelLayout], unit: int) -> None:
     num_experts, width = 16, 64
     for stage in range(grid[0].pp):
         cells = Counter(
@@ -56,7 +56,7 @@ def test_each_stage_covers_every_expert_slice_once(grid: list[ParallelLayout]) -
             for layout in grid
             if layout.pp_rank == stage
             for expert in layout.experts.experts(num_experts)
-            for row in layout.experts.width(width)
+            for row in layout.experts.width(width, unit=unit).part
         )
         assert len(cells) == num_experts * width
         assert set(cells.values()) == {1}
@@ -94,6 +94,28 @@ def test_real_m2_shards() -> None:
 def test_impossible_layouts_are_refused(arguments: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ParallelLayout(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("size", "unit", "lengths", "room"),
+    [
+        (8, 1, {192}, 192),
+        (8, 128, {128, 256}, 256),
+        (16, 128, {0, 128}, 128),
+        (16, 64, {64, 128}, 128),
+        (16, 32, {96}, 96),
+        (1, 1000, {1536}, 2000),
+    ],
+)
+def test_no_share_cuts_a_unit_and_all_have_room_for_the_largest(
+    size: int, unit: int, lengths: set[int], room: int
+) -> None:
+    """M2's experts, 1536 wide."""
+    shares = [share(1536, rank=rank, size=size, unit=unit) for rank in range(size)]
+    assert [row for each in shares for row in each.part] == list(range(1536))
+    assert all(each.part.start % unit == 0 or not each.part for each in shares)
+    assert {len(each.part) for each in shares} == lengths
+    assert {each.size for each in shares} == {room}
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

@@ -43,7 +43,8 @@ def test_experts_are_split_over_the_ranks_that_are_asked_for(
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size is 0; allowed: 1 or more"),
         ({"expert_parallel_size": -1}, "--expert-parallel-size is -1; allowed: 1 or more"),
         ({"tensor_parallel_size": 4, "expert_parallel_size": 3}, r"is 4 \(use one of 1, 2, 4\)"),
-        ({"tensor_parallel_size": 10**12, "expert_parallel_size": 3}, "50, 64"),
+        ({"tensor_parallel_size": 10**12, "expert_parallel_size": 3}, "8, 16 with --t.* 16"),
+        ({"tensor_parallel_size": 6, "expert_parallel_size": 4}, "1, 2, 4 with --t.*-size 4"),
         ({"expert_parallel_size": 2}, r"which is 1 \(use one of 1\)"),
         (
             {
@@ -59,6 +60,7 @@ def test_experts_are_split_over_the_ranks_that_are_asked_for(
             r"\(use --tensor-parallel-size 8 --enable-expert-parallel\)",
         ),
         ({"pipeline_parallel_size": 2}, r"into stages \(use --tensor-parallel-size 2\)"),
+        ({"pipeline_parallel_size": 6}, r"into stages \(use --tensor-parallel-size 4\)"),
         (
             {"prefill_context_parallel_size": 2, "tensor_parallel_size": 4},
             r"not split over GPUs \(use --tensor-parallel-size 4 without it\)",

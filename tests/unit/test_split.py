@@ -8,50 +8,78 @@ from dataclasses import replace
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.config.families import bundled_spec
+from negamax.config.families import bundled_names, bundled_spec
+from negamax.config.model_spec import ModelSpec
+from negamax.config.parallel import UNSUPPORTED, ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
 
 M2 = bundled_spec("minimax-m2")
+# a width that few sizes cut, and a number of experts that fewer share
+ODD = replace(M2, intermediate_size=1400, num_experts=6, experts_per_token=2)
 
 
-def test_what_is_offered_instead_of_a_refused_size_is_taken() -> None:
-    for block in (1, 128):
-        for size in range(1, 49):
+def offered(error: ConfigError) -> list[ParallelOptions]:
+    """The settings that the hint names."""
+    plain, _, whole = (error.hint or "").partition(", or ")
+    found = [ParallelOptions(int(size)) for size in re.findall(r"\d+", plain)]
+    if "--enable-expert-parallel" in plain:
+        found = [replace(each, enable_expert_parallel=True) for each in found]
+    if "--enable-expert-parallel" in whole:
+        found += [
+            ParallelOptions(int(size), enable_expert_parallel=True)
+            for size in re.findall(r"\d+", whole)
+        ]
+    return found
+
+
+@pytest.mark.parametrize("spec", [M2, ODD])
+@pytest.mark.parametrize("gpus", [None, 1, 2, 3, 6, 8, 12])
+def test_what_is_offered_instead_of_a_refused_size_is_taken(
+    spec: ModelSpec, gpus: int | None
+) -> None:
+    refused = 0
+    for size in range(1, 49):
+        for ep in (each for each in range(1, size + 1) if size % each == 0):
             try:
-                check_split(ParallelLayout(tp=size), M2, block=block)
+                check_split(ParallelLayout(tp=size, ep=ep), spec, gpus=gpus)
             except ConfigError as error:
-                plain, _, whole = (error.hint or "").partition(", or ")
-                assert str(size) not in re.findall(r"\d+", plain)
-                offered = [ParallelLayout(tp=int(n)) for n in re.findall(r"\d+", plain)]
-                offered += [ParallelLayout(tp=int(n), ep=int(n)) for n in re.findall(r"\d+", whole)]
-                assert offered
-                for layout in offered:
-                    check_split(layout, M2, block=block)
+                refused += 1
+                assert offered(error)
+                for options in offered(error):
+                    check_split(ParallelLayout.of(options), spec, gpus=gpus)
+    assert refused
 
 
-def test_fp8_weights_leave_fewer_sizes_than_dequantised_ones() -> None:
-    assert sizes(128) == ([1, 2, 4], [8, 16])
-    assert sizes(1) == ([1, 2, 4, 8, 16, 24, 48], [])
+def test_what_is_offered_before_the_model_is_known_is_taken_by_every_published_one() -> None:
+    names = [name for name in UNSUPPORTED if name != "data_parallel_size"]
+    lines = [{name: size, "tensor_parallel_size": tp} for name in names
+             for size in range(2, 20) for tp in range(1, 20)]  # fmt: skip
+    lines += [{"tensor_parallel_size": tp, "expert_parallel_size": ep}
+              for tp in range(1, 20) for ep in range(1, 20) if tp % ep]  # fmt: skip
+    for line in lines:
+        with pytest.raises(ConfigError) as caught:
+            ParallelOptions(**line)
+        sizes = [int(size) for size in re.findall(r"\d+", caught.value.hint or "")]
+        assert sizes
+        for size in sizes:
+            for name in bundled_names():
+                check_split(ParallelLayout(tp=size), bundled_spec(name))
+
+
+def test_fp8_weights_are_split_over_as_many_ranks_as_others() -> None:
+    sizes = {False: [1, 2, 4, 8, 16, 24, 48], True: [2, 4, 8, 16]}
+    for whole, expected in sizes.items():
+        found = [
+            each.tensor_parallel_size
+            for each in possible_splits(M2, most=48)
+            if each.enable_expert_parallel is whole
+        ]
+        assert found == expected
     with pytest.raises(ConfigError) as caught:
-        check_split(ParallelLayout(tp=8), M2, block=128)
+        check_split(ParallelLayout(tp=8), M2, gpus=6)
     assert str(caught.value) == (
-        "on 8 ranks a rank's share of the experts' width is 192 rows; FP8 weights are cut in "
-        "blocks "
-        "of 128 (use --tensor-parallel-size 1, 2, 4, or 8, 16 with --enable-expert-parallel)"
+        "8 ranks need 8 GPUs, 6 are there (use --tensor-parallel-size 1, 2, 4, or --device cpu)"
     )
-    check_split(ParallelLayout(tp=8, ep=2), M2, block=128)
-
-
-def sizes(block: int) -> tuple[list[int], list[int]]:
-    """Numbers of ranks: those that cut experts, and those that only hold them whole."""
-    found = list(possible_splits(M2, block=block, most=48))
-    return tuple(
-        [each.tensor_parallel_size for each in found if each.enable_expert_parallel is whole]
-        for whole in (False, True)
-    )  # type: ignore[return-value]
-
-
-def test_a_model_that_no_size_fits_is_sent_to_the_cpu() -> None:
-    with pytest.raises(ConfigError, match="use --device cpu"):
-        check_split(ParallelLayout(), replace(M2, intermediate_size=1500), block=128)
+    with pytest.raises(ConfigError, match=r"size 1, 2, 4, or 3, 6 with --enable-expert"):
+        check_split(ParallelLayout(tp=5), replace(ODD, num_heads=12, num_kv_heads=1), gpus=12)

@@ -21,11 +21,10 @@ from negamax.engine.grammar.manager import GrammarManager
 from negamax.engine.wire import ModelInfo
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
-from negamax.quantization.detect import detect
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.text.script import read_script
 from negamax.worker.config import WorkerConfig, WorkerReady
-from negamax.worker.device import choose_device
+from negamax.worker.device import choose_device, num_gpus
 
 logger = get_logger(__name__)
 
@@ -58,13 +57,10 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         logger.info("%s", note)
     max_model_len = _context_length(options, spec)
     layout = ParallelLayout.of(options.parallel)
-    check_split(layout, spec)
-    device = choose_device(options.device, num_ranks=layout.world_size)
+    device = choose_device(options.device)
+    check_split(layout, spec, gpus=num_gpus(device))
     if device == "cpu":
         env.settle_cpu_products()
-    if device == "cuda" and options.dtype != "float32":
-        scheme = detect(spec.quantization)
-        check_split(layout, spec, block=scheme.block if scheme else 1)
     limits = STEP_LIMITS[device]
     max_num_seqs = options.max_num_seqs or limits.max_num_seqs
     max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens

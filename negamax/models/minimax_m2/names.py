@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Set
 
 from negamax.config.minimax_m2 import MiniMaxM2Spec
+from negamax.kernels.formats import Axis
 from negamax.layers.names import AttentionNames, DecoderNames, MoeNames
 from negamax.models.family import Placement, WeightSpec
 
@@ -109,17 +110,18 @@ def weights(spec: MiniMaxM2Spec) -> Iterator[WeightSpec]:
     yield WeightSpec(DECODER.embedding, (spec.vocab_size, hidden), is_table=True)
     for layer in range(spec.num_layers):
         own, its = attention(layer), moe(layer)
-        yield WeightSpec(own.q, (q_rows, hidden), parts=heads)
-        yield WeightSpec(own.k, (kv_rows, hidden), parts=kv_heads)
-        yield WeightSpec(own.v, (kv_rows, hidden), parts=kv_heads)
-        yield WeightSpec(own.out, (hidden, q_rows), parts=heads)
+        yield WeightSpec(own.q, (q_rows, hidden), parts=heads, splits=Axis.ROWS)
+        yield WeightSpec(own.k, (kv_rows, hidden), parts=kv_heads, splits=Axis.ROWS)
+        yield WeightSpec(own.v, (kv_rows, hidden), parts=kv_heads, splits=Axis.ROWS)
+        yield WeightSpec(own.out, (hidden, q_rows), parts=heads, splits=Axis.COLUMNS)
         yield WeightSpec(own.q_norm, (q_rows,), parts=heads, dtype="float32")
         yield WeightSpec(own.k_norm, (kv_rows,), parts=kv_heads, dtype="float32")
         yield WeightSpec(its.router, (spec.num_experts, hidden), parts=1, dtype="float32")
         yield WeightSpec(its.router_bias, (spec.num_experts,), parts=1, dtype="float32")
         for name in (its.gate, its.up):
-            yield WeightSpec(name, (spec.intermediate_size, hidden), **experts)
-        yield WeightSpec(its.down, (hidden, spec.intermediate_size), **experts)
+            yield WeightSpec(name, (spec.intermediate_size, hidden), splits=Axis.ROWS, **experts)
+        down = (hidden, spec.intermediate_size)
+        yield WeightSpec(its.down, down, splits=Axis.COLUMNS, **experts)
         for name in norms(layer):
             yield WeightSpec(name, (hidden,), parts=1)
     yield WeightSpec(DECODER.norm, (hidden,), parts=1)
