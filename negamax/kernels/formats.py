@@ -222,7 +222,7 @@ def _enclose(part: range, unit: int, total: int) -> range:
 
 # --- plain ---------------------------------------------------------------------------------------
 
-ROWS, COLUMNS = Dim(Axis.ROWS), Dim(Axis.COLUMNS)
+ROWS, COLUMNS, ONE = Dim(Axis.ROWS), Dim(Axis.COLUMNS), Dim(Axis.FIXED)
 FLOATS = ("float32", "bfloat16", "float16")
 
 

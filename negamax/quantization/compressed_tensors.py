@@ -1,12 +1,14 @@
-"""Method "compressed-tensors", of it "float-quantized" only: E4M3 matrices with one scale per
-output row (channel) or one in all (tensor), as LLM Compressor's FP8_DYNAMIC writes them.
+"""Method "compressed-tensors", as LLM Compressor writes it: float-quantized (E4M3 with a scale per
+output row or per matrix), pack-quantized (integers of 4 or 8 bits in groups of columns or per row)
+and int-quantized (int8 per row).
 
-Activations stay in the compute dtype, where the method would round them to FP8, too.
+Activations stay in the compute dtype, where the method may round them to 8 bits, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from negamax.config.quantization import QuantizationSpec
@@ -14,6 +16,7 @@ from negamax.kernels.formats import (
     COLUMNS,
     E4M3,
     FLOATS,
+    ONE,
     PLAIN,
     ROWS,
     Axis,
@@ -22,6 +25,13 @@ from negamax.kernels.formats import (
     StoredTensor,
     TensorFormat,
 )
+from negamax.quantization.integers import (
+    PACKED_BITS,
+    group_dim,
+    group_index,
+    group_name,
+    group_size,
+)
 from negamax.quantization.scheme import Scheme, check_fields, matches, module_list, refuse
 
 if TYPE_CHECKING:
@@ -29,40 +39,7 @@ if TYPE_CHECKING:
 
     from negamax.kernels.codes import Codes
 
-
-def _unpack(tensors: Mapping[str, Tensor]) -> Codes:
-    from negamax.kernels.codes import Codes
-
-    scale = tensors["weight_scale"]  # [N, 1], or one for all
-    return Codes(tensors["weight"], scale.reshape(-1, 1))
-
-
-def _quantize(matrix: Tensor) -> Mapping[str, Tensor]:
-    from negamax.kernels.quantizers import to_e4m3
-
-    return to_e4m3(matrix, (1, matrix.shape[1])).tensors("weight", "weight_scale")
-
-
-def _e4m3(name: str, scale: tuple[Dim, ...]) -> TensorFormat:
-    values = StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS))
-    scales = StoredTensor("weight_scale", Role.SCALE, FLOATS, scale)
-    quantize = _quantize if scale[0] is ROWS else None
-    return TensorFormat(name, E4M3, (values, scales), _unpack, quantize)
-
-
-_ONE = Dim(Axis.FIXED, 1)
-STRATEGIES = {
-    "channel": _e4m3("fp8_e4m3_channel", (ROWS, _ONE)),
-    "tensor": _e4m3("fp8_e4m3_tensor", (_ONE,)),
-}
-# What a group may say of its weights beside the strategy: anything else is another format.
-_WEIGHTS = {
-    "num_bits": (8,), "type": ("float",), "symmetric": (True,), "dynamic": (False,),
-    "group_size": (None,), "block_structure": (None,), "actorder": (None,), "zp_dtype": (None,),
-    "strategy": tuple(STRATEGIES),
-}  # fmt: skip
-# and of how the scales were found
-_OBSERVED = ("observer", "observer_kwargs", "scale_dtype")
+_GROUP_ORDERS = ("group", "dynamic", True)  # columns belong to groups by a stored order
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -70,14 +47,17 @@ def read(spec: QuantizationSpec) -> Scheme:
     check_fields(
         spec,
         {
-            "format": ("float-quantized",),
+            "format": (None, *_FORMATS, "mixed-precision"),
             "quantization_status": (None, "compressed"),
             "kv_cache_scheme": (None,),
             "sparsity_config": (None, {}),
             "transform_config": (None, {}),
         },
-        beside=("config_groups", "global_compression_ratio", "ignore", "quant_method", "version"),
-    )
+        beside=(
+            "config_groups", "global_compression_ratio", "ignore", "provider", "quant_method",
+            "version",
+        ),
+    )  # fmt: skip
     groups = spec.fields.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         refuse(spec, "config_groups", groups, "an object of groups")
@@ -98,16 +78,205 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
     """The targets of a group, modules and classes of them, and how these are stored."""
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         refuse(spec, name, group, "an object with weights")
-    weights = QuantizationSpec(spec.method, dict(group["weights"]), f"{name}.weights")
-    check_fields(weights, _WEIGHTS, beside=_OBSERVED)
-    fields = QuantizationSpec(spec.method, dict(group), name)
+    fields = QuantizationSpec(spec.method, {"format": None, **group}, name)
     check_fields(
         fields,
-        {"output_activations": (None,), "format": (None, "float-quantized")},
+        {"output_activations": (None,), "format": (None, *_FORMATS)},
         beside=("targets", "weights", "input_activations"),
     )
     inputs = group.get("input_activations")
     is_dynamic = isinstance(inputs, Mapping) and inputs.get("dynamic") is True
     if inputs is not None and not is_dynamic:
         refuse(fields, "input_activations", inputs, "null or dynamic ones")
-    return module_list(fields, "targets"), STRATEGIES[weights.fields["strategy"]]
+    weights = QuantizationSpec(spec.method, dict(group["weights"]), f"{name}.weights")
+    stored_as = str(group.get("format") or spec.fields.get("format"))
+    if stored_as not in _FORMATS:
+        refuse(fields, "format", stored_as, ", ".join(_FORMATS))
+    return module_list(fields, "targets"), _FORMATS[stored_as](weights)
+
+
+# What a group may say of its weights beside their bits, strategy and group size: anything else is
+# another format.
+_WEIGHTS = {
+    "symmetric": (True,), "dynamic": (None, False), "block_structure": (None,),
+    "actorder": (None, False), "zp_dtype": (None,),
+}  # fmt: skip
+# and of how the scales were found
+_OBSERVED = ("observer", "observer_kwargs", "scale_dtype")
+
+
+# --- float-quantized -----------------------------------------------------------------------------
+
+
+def _unpack_e4m3(tensors: Mapping[str, Tensor]) -> Codes:
+    from negamax.kernels.codes import Codes
+
+    scale = tensors["weight_scale"]  # [N, 1], or one for all
+    return Codes(tensors["weight"], scale.reshape(-1, 1))
+
+
+def _quantize_e4m3(matrix: Tensor) -> Mapping[str, Tensor]:
+    from negamax.kernels.quantizers import to_e4m3
+
+    return to_e4m3(matrix, (1, matrix.shape[1])).tensors("weight", "weight_scale")
+
+
+def _e4m3(name: str, scale: tuple[Dim, ...]) -> TensorFormat:
+    values = StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS))
+    scales = StoredTensor("weight_scale", Role.SCALE, FLOATS, scale)
+    quantize = _quantize_e4m3 if scale[0] is ROWS else None
+    return TensorFormat(name, E4M3, (values, scales), _unpack_e4m3, quantize)
+
+
+STRATEGIES = {
+    "channel": _e4m3("fp8_e4m3_channel", (ROWS, ONE)),
+    "tensor": _e4m3("fp8_e4m3_tensor", (ONE,)),
+}
+
+
+def _read_e4m3(weights: QuantizationSpec) -> TensorFormat:
+    allowed = {
+        **_WEIGHTS, "num_bits": (8,), "type": ("float",), "strategy": tuple(STRATEGIES),
+        "group_size": (None,),
+    }  # fmt: skip
+    check_fields(weights, allowed, beside=_OBSERVED)
+    return STRATEGIES[weights.fields["strategy"]]
+
+
+# --- pack-quantized ------------------------------------------------------------------------------
+
+
+@cache
+def packed(
+    bits: int, size: int, *, symmetric: bool = True, is_stored_order: bool = False
+) -> TensorFormat:
+    """Integers in words of 32 bits along the columns, stored as number + 2^(bits - 1), with a scale
+    and, unless `symmetric`, a zero point for each row and `size` columns (-1: all).
+    """
+    group, word = group_dim(size), 32 // bits
+    tensors = [
+        StoredTensor("weight_packed", Role.VALUES, ("int32",), (ROWS, Dim(Axis.COLUMNS, word))),
+        StoredTensor("weight_scale", Role.SCALE, FLOATS, (ROWS, group)),
+        StoredTensor(
+            "weight_shape", Role.SHAPE, ("int64", "int32"), (Dim(Axis.FIXED, 2),), known=_shape
+        ),
+    ]
+    if not symmetric:
+        dims = (Dim(Axis.ROWS, word), group)
+        zero_point = StoredTensor("weight_zero_point", Role.ZERO_POINT, ("int32",), dims)
+        tensors.append(zero_point)
+    if is_stored_order:
+        order = group_index("weight_g_idx", size, is_stored_order=True, optional=False)
+        tensors.append(order)
+
+    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
+        import torch
+
+        from negamax.kernels.codes import Codes
+        from negamax.kernels.packed import unpack
+
+        values = unpack(tensors["weight_packed"], bits)
+        scale, zero_point = tensors["weight_scale"], None
+        if symmetric:
+            values = values.sub_(1 << bits - 1).view(torch.int8)
+        else:
+            zero_point = unpack(tensors["weight_zero_point"], bits, axis=-2)
+            zero_point = zero_point[..., : values.shape[-2], :]
+        return Codes(
+            values,
+            scale,
+            (1, values.shape[-1] if size == -1 else size),
+            zero_point=zero_point,
+            group_of=tensors.get("weight_g_idx"),
+        )
+
+    def quantize(matrix: Tensor) -> Mapping[str, Tensor]:
+        import torch
+
+        from negamax.kernels.packed import pack
+        from negamax.kernels.quantizers import to_integers
+
+        codes = to_integers(matrix, bits, matrix.shape[1] if size == -1 else size)
+        assert codes.scale is not None
+        return {
+            "weight_packed": pack(codes.values.int() + (1 << bits - 1), bits),
+            "weight_scale": codes.scale,
+            "weight_shape": torch.tensor(matrix.shape),
+        }
+
+    element = f"int{bits}" if symmetric else f"uint{bits}"
+    order_name = "_act_order" if is_stored_order else ""
+    return TensorFormat(
+        f"packed_{element}_{group_name(size)}{order_name}",
+        element,
+        tuple(tensors),
+        unpack,
+        quantize if symmetric and not is_stored_order else None,
+    )
+
+
+def _shape(shape: tuple[int, int]) -> Tensor:
+    import torch
+
+    return torch.tensor(shape)
+
+
+def _read_packed(weights: QuantizationSpec) -> TensorFormat:
+    is_grouped = weights.fields.get("strategy") == "group"
+    allowed = {
+        **_WEIGHTS, "num_bits": PACKED_BITS, "type": ("int",), "strategy": ("group", "channel"),
+        "symmetric": (True, False),
+        "actorder": (None, False, "weight", "static", *(_GROUP_ORDERS if is_grouped else ())),
+        "zp_dtype": (None, "torch.int8"),
+    }  # fmt: skip
+    check_fields(weights, allowed, beside=(*_OBSERVED, "group_size"))
+    return packed(
+        weights.fields["num_bits"],
+        group_size(weights) if is_grouped else -1,
+        symmetric=weights.fields["symmetric"],
+        is_stored_order=weights.fields.get("actorder") in _GROUP_ORDERS,
+    )
+
+
+# --- int-quantized -------------------------------------------------------------------------------
+
+
+def _unpack_int8(tensors: Mapping[str, Tensor]) -> Codes:
+    from negamax.kernels.codes import Codes
+
+    return Codes(tensors["weight"], tensors["weight_scale"])
+
+
+def _quantize_int8(matrix: Tensor) -> Mapping[str, Tensor]:
+    from negamax.kernels.quantizers import to_integers
+
+    return to_integers(matrix, 8, matrix.shape[1]).tensors("weight", "weight_scale")
+
+
+INT8_CHANNEL = TensorFormat(
+    "int8_channel",
+    "int8",
+    (
+        StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS)),
+        StoredTensor("weight_scale", Role.SCALE, FLOATS, (ROWS, ONE)),
+    ),
+    _unpack_int8,
+    _quantize_int8,
+)
+
+
+def _read_int8(weights: QuantizationSpec) -> TensorFormat:
+    allowed = {
+        **_WEIGHTS, "num_bits": (8,), "type": ("int",), "strategy": ("channel",),
+        "group_size": (None, -1), "actorder": (None, False, "weight", "static"),
+    }  # fmt: skip
+    check_fields(weights, allowed, beside=_OBSERVED)
+    return INT8_CHANNEL
+
+
+# A line here, and the function that it names, add a format of this method.
+_FORMATS: Mapping[str, Callable[[QuantizationSpec], TensorFormat]] = {
+    "float-quantized": _read_e4m3,
+    "pack-quantized": _read_packed,
+    "int-quantized": _read_int8,
+}

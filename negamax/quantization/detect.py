@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
@@ -28,4 +30,5 @@ def detect(spec: QuantizationSpec | None) -> Scheme | None:
             f"{', '.join(METHODS)}",
             hint="use MiniMax's own FP8 checkpoint, or a BF16 one",
         )
-    return read(spec)
+    scheme = read(spec)
+    return replace(scheme, format_of=cache(scheme.format_of))

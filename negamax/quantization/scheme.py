@@ -6,10 +6,12 @@ Imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from negamax.base.errors import ConfigError
 from negamax.config import fields
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.formats import PLAIN, TensorFormat
@@ -74,16 +76,61 @@ def module_list(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
 
 
 def is_within(module: str, names: Sequence[str]) -> bool:
-    """Whether `module` lies in one of `names`: "gate" is in "mlp.gate" and not in "mlp.gate_up"."""
-    return any(f".{name}." in f".{module}." for name in names)
+    """Whether `module` lies in one of `names`, in whichever spelling: "gate" is in "mlp.gate" and
+    not in "mlp.gate_up".
+    """
+    known = _spelled_alike(tuple(names))
+    parts = _spelled(module).split(".")
+    ends = range(1, len(parts) + 1)
+    return any(".".join(parts[first:end]) in known for end in ends for first in range(end))
 
 
 def matches(module: str, patterns: Sequence[str]) -> bool:
-    """Whether one of `patterns` is the name of `module`, or begins with "re:" and matches it."""
-    return any(
-        re.match(pattern[3:], module) if pattern.startswith("re:") else pattern == module
-        for pattern in patterns
-    )
+    """Whether one of `patterns` is the name of `module`, in whichever spelling, or begins with
+    "re:" and matches one.
+    """
+    patterns = tuple(patterns)
+    if _spelled(module) in _spelled_alike(patterns):
+        return True
+    expression = _expression(tuple(each[3:] for each in patterns if each.startswith("re:")))
+    return expression is not None and any(map(expression.match, spellings(module)))
+
+
+def spellings(module: str) -> Iterator[str]:
+    """The names of a module in checkpoints, its own first: tools differ in prefixes and in what
+    they call the mixture of experts.
+    """
+    yield module
+    bare = _spelled(module)
+    for name in (bare, _MOE.sub("mlp", bare)):
+        yield from (prefix + name for prefix in _PREFIXES)
+
+
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
+_PREFIX = re.compile(r"^(?:(?:model|language_model)\.)+")
+_MLP, _MOE = re.compile(r"(?<![^.])mlp(?![^.])"), re.compile(r"(?<![^.])block_sparse_moe(?![^.])")
+
+
+def _spelled(name: str) -> str:
+    """One spelling for all of a module."""
+    return _MLP.sub("block_sparse_moe", _PREFIX.sub("", name.strip(".")))
+
+
+@cache
+def _spelled_alike(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(map(_spelled, names))
+
+
+@cache
+def _expression(patterns: tuple[str, ...]) -> re.Pattern[str] | None:
+    """One expression for all of them. Errors: `ConfigError` for what is none."""
+    try:
+        return re.compile("|".join(f"(?:{each})" for each in patterns)) if patterns else None
+    except re.error as error:
+        raise ConfigError(
+            f"the checkpoint names modules by {', '.join(patterns)}, which is no regular "
+            f"expression: {error}"
+        ) from None
 
 
 def refuse(spec: QuantizationSpec, name: str, value: Any, allowed: str) -> NoReturn:

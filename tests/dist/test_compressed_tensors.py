@@ -147,7 +147,7 @@ def changed(path: str, value: object) -> QuantizationSpec:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("format", "pack-quantized"),
+        ("format", "marlin-24"),
         ("kv_cache_scheme", {"num_bits": 8}),
         ("config_groups", {}),
         ("config_groups/group_0", {"targets": ["Linear"]}),

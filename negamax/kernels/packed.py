@@ -1,0 +1,38 @@
+"""Unsigned integers of 2, 4 or 8 bits in words of 32, as AWQ, GPTQ and compressed-tensors pack
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Where AWQ puts the 8 numbers of a word: the second one into the fifth nibble.
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def unpack(words: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = ()) -> Tensor:
+    """words int32 -> uint8, with 32 / bits numbers for each entry of dimension `axis`. Number i of
+    a word begins at bit bits * order[i] of it; without `order`, at bits * i.
+    """
+    axis %= words.dim()
+    mask = (1 << bits) - 1
+    numbers = [
+        ((words >> bits * place) & mask).to(torch.uint8) for place in order or range(32 // bits)
+    ]
+    return torch.stack(numbers, axis + 1).flatten(axis, axis + 1)
+
+
+def pack(numbers: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = ()) -> Tensor:
+    """The inverse; a last word that is not full gets zeros."""
+    axis %= numbers.dim()
+    per_word = 32 // bits
+    padding = [0, 0] * (numbers.dim() - 1 - axis) + [0, -numbers.shape[axis] % per_word]
+    apart = F.pad(numbers.int(), padding).unflatten(axis, (-1, per_word)).unbind(axis + 1)
+    words = torch.zeros_like(apart[0])
+    for number, place in zip(apart, order or range(per_word), strict=True):
+        words |= number << bits * place
+    return words
